@@ -1,0 +1,247 @@
+"""Every config key there is: one dataclass per group, one sentence (with the unit) per field.
+
+`packtrain sft -h` and docs/config.md are generated from this file, validation reads it, and nothing else defines a
+default. Fields are declared with `key(default, "sentence")`; impossible combinations are in `rules.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+GROUPS_WITH_CHOICES = ("strategy", "topology", "peft")
+
+
+def key(default: Any, doc: str, *, minimum: float | None = None, above: float | None = None) -> Any:
+    """A config field: its default, its one-sentence description, and bounds (`>= minimum`, `> above`) where it has any."""
+    metadata = {"doc": doc, "minimum": minimum, "above": above}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Model:
+    """What is trained."""
+
+    path: str | None = key(None, "Hub id, folder, or .gguf file of the model; none for one made from model.config.")
+    init: Literal["pretrained", "random"] = key("pretrained", "Load the weights, or start from random ones.")
+    config: dict[str, Any] = key({}, "Values set on the model's own config; with model_type it needs no model.path.")
+    tokenizer: str | None = key(
+        None, "Hub id or folder of the tokenizer (model.path if none), or quickstart (built in)."
+    )
+    revision: str | None = key(None, "Branch, tag or commit of a hub model.")
+    trust_remote_code: bool = key(False, "Run model code that comes with the model.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
+        "float32", "Number format of the weights; auto keeps that of the file."
+    )
+    attention: Literal["auto", "flash", "segmented"] = key(
+        "auto", "Attention backend of flattened rows; auto takes the fastest that is exact on this device."
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class DataSource:
+    """One source of documents."""
+
+    path: str = key(
+        "", "Hub id, or a .jsonl/.json/.parquet/.csv file, a glob of these, or an Arrow folder; or quickstart."
+    )
+    split: str = key("train", "Split of a hub data set or a saved DatasetDict.")
+    subset: str | None = key(None, "Configuration name of a hub data set.")
+    weight: float = key(1.0, "Times that each document appears in an epoch; 0.5 takes a random half.", above=0)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Data:
+    """The documents, and how they become tokens."""
+
+    train: str | DataSource | list[str | DataSource] | None = key(
+        None, "Training documents: a path or a list of sources."
+    )
+    eval: float | str | DataSource | list[str | DataSource] | None = key(
+        None, "Held-out documents: sources, or the fraction of data.train to hold out (0 to 1)."
+    )
+    format: Literal[
+        "auto", "messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "tokenised"
+    ] = key("auto", "Shape of a row; auto recognises it from the columns.")
+    columns: dict[str, str] = key({}, "Our column name: the file's, where they differ (e.g. {prompt: question}).")
+    chat_template: str | None = key(
+        None, "Jinja file, or a name from chatml, llama3, qwen3 …; the tokenizer's own if none."
+    )
+    loss_on: Literal["auto", "assistant", "completion", "all"] = key(
+        "auto",
+        "Tokens that are trained: every assistant turn, only the last answer, or all; auto is assistant for "
+        "conversations, completion for prompt_completion, all for text.",
+    )
+    max_length: int | None = key(2048, "Most tokens of a document; none for no limit.", minimum=2)
+    overlong: Literal["truncate", "drop", "split", "error"] = key(
+        "truncate", "What is done with a document longer than data.max_length."
+    )
+    bad_rows: Literal["error", "skip"] = key("error", "Stop at the first unreadable row, or count and skip them.")
+    shuffle: bool = key(True, "New order of the documents in every epoch, from trainer.seed.")
+    workers: int | None = key(None, "Processes that tokenise; none for one per CPU core.", minimum=1)
+    cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Packing:
+    """How documents are laid out in rows; never what is trained."""
+
+    mode: Literal["padding", "padding_free", "packed"] = key(
+        "packed", "Padded batches, batches flattened into one row, or rows filled to batch.tokens_per_device."
+    )
+    strategy: Literal["best_fit", "in_order"] = key(
+        "best_fit", "Fill rows by best fit, or with the documents in their order (fuller rows against kept order)."
+    )
+    share_prefix: bool | None = key(None, "Preference pairs only: compute the prompt once for both answers.")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Objective:
+    """The loss."""
+
+    loss: Literal["nll", "dft"] = key("nll", "Negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629).")
+    neftune_alpha: float | None = key(None, "Scale of NEFTune's noise on the embeddings (arXiv 2310.05914).", above=0)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Optim:
+    """Optimizer and learning rate."""
+
+    name: Literal[
+        "adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_8bit", "paged_adamw_8bit", "adafactor", "sgd"
+    ] = key("adamw_torch_fused", "Optimizer, by its transformers name.")
+    learning_rate: float = key(2e-5, "Peak learning rate.", minimum=0)
+    schedule: Literal[
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = key("cosine", "Learning-rate schedule, by its transformers name.")
+    schedule_options: dict[str, Any] = key({}, "Arguments of the schedule (e.g. {min_lr_rate: 0.1}).")
+    warmup_steps: float = key(0, "Steps of linear warm-up; below 1 a fraction of all steps.", minimum=0)
+    weight_decay: float = key(0.0, "Decoupled weight decay, not on biases and norms.", minimum=0)
+    beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0)
+    beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0)
+    epsilon: float = key(1e-8, "AdamW's epsilon.", above=0)
+    max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Batch:
+    """What one optimizer step trains on (global: independent of the number of GPUs) and what one device takes at once."""
+
+    examples_per_step: int | None = key(None, "Documents of an optimizer step over all devices.", minimum=1)
+    tokens_per_step: int | None = key(
+        None, "Tokens of an optimizer step over all devices (rows packed over the whole epoch).", minimum=2
+    )
+    examples_per_device: int | None = key(
+        None, "Most documents of a micro-batch (padding, padding_free; 8 if none).", minimum=1
+    )
+    tokens_per_device: int | None = key(
+        None, "Most token slots of a micro-batch, padding included (packed: length of a row; 8192 if none).", minimum=2
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Trainer:
+    """How long, how precisely, and what is kept."""
+
+    output_dir: str = key("runs/sft", "Run folder.")
+    max_steps: int | None = key(None, "Optimizer steps, in place of trainer.epochs.", minimum=1)
+    epochs: float = key(1.0, "Passes over the data.", above=0)
+    seed: int = key(0, "Seed of data order, dropout and new weights.", minimum=0)
+    resume: str = key(
+        "auto", "auto continues an unfinished run in output_dir, never starts anew, or a checkpoint folder."
+    )
+    checkpoint_every: int | None = key(None, "Steps between checkpoints; none for none.", minimum=1)
+    keep_checkpoints: int | None = key(
+        2, "Newest checkpoints that are kept (the best one too); none for all.", minimum=1
+    )
+    eval_every: int | None = key(None, "Steps between evaluations; none for only before and after training.", minimum=1)
+    early_stop_patience: int | None = key(
+        None, "Evaluations without a lower eval loss after which training stops; the best weights are kept.", minimum=1
+    )
+    log_every: int = key(1, "Steps between logged lines.", minimum=1)
+    mixed_precision: Literal["no", "bf16"] = key("no", "Compute in bfloat16 over weights in model.dtype.")
+    gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass to save memory.")
+    loader_workers: int = key(0, "Processes that assemble batches ahead of the model.", minimum=0)
+    samples: list[str] = key([], "Prompts answered before and after training, printed at the end.")
+    sample_tokens: int = key(64, "Most new tokens of such an answer.", minimum=1)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Peft:
+    """Train few weights in place of all: peft=none, peft=lora."""
+
+    kind: Literal["none", "lora"] = key("none", "Full fine-tuning, or LoRA adapters.")
+    r: int = key(16, "Rank of the adapters.", minimum=1)
+    alpha: float = key(32, "Scale of the adapters (alpha / r).", above=0)
+    dropout: float = key(0.0, "Dropout in front of the adapters.", minimum=0)
+    target_modules: str | list[str] = key("all-linear", "Names of the layers that get adapters.")
+    modules_to_save: list[str] = key([], "Layers trained in full beside the adapters.")
+    merge: bool = key(False, "Also write final-merged/, with the adapters merged into the model.")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Strategy:
+    """How model and optimizer are spread over processes: strategy=ddp."""
+
+    name: Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2"] = key("ddp", "Distributed strategy.")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Topology:
+    """Which processes train: topology=auto|single|local|slurm|env|manual."""
+
+    kind: Literal["auto", "single", "local", "slurm", "env", "manual"] = key(
+        "auto", "auto: join a running launch, else all GPUs of this machine, else one CPU process."
+    )
+    nodes: int = key(1, "Machines.", minimum=1)
+    gpus_per_node: int | None = key(None, "Processes per machine; none for one per visible GPU.", minimum=1)
+    main_address: str | None = key(None, "Host name or address of the first machine.")
+    main_port: int | None = key(None, "Free TCP port on the first machine; none for a free one.", minimum=1)
+    node_rank: int | None = key(None, "Number of this machine, from 0.", minimum=0)
+    join_timeout: int = key(300, "Seconds to wait for all processes at start.", minimum=1)
+    step_timeout: int = key(600, "Seconds that a collective operation may take.", minimum=1)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Tracking:
+    """Where metrics go beside metrics.jsonl."""
+
+    report_to: list[Literal["tensorboard", "wandb", "mlflow"]] = key(
+        [], "Trackers, through transformers' integrations."
+    )
+    run_name: str | None = key(None, "Name of the run in the trackers; the run folder's name if none.")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Verify:
+    """Proofs on the loaded model."""
+
+    preflight: bool = key(True, "Prove before step 1 that documents in a row cannot see each other.")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunConfig:
+    """A whole run; group names are the folders of configs/."""
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    packing: Packing = field(default_factory=Packing)
+    objective: Objective = field(default_factory=Objective)
+    optim: Optim = field(default_factory=Optim)
+    batch: Batch = field(default_factory=Batch)
+    trainer: Trainer = field(default_factory=Trainer)
+    peft: Peft = field(default_factory=Peft)
+    strategy: Strategy = field(default_factory=Strategy)
+    topology: Topology = field(default_factory=Topology)
+    tracking: Tracking = field(default_factory=Tracking)
+    verify: Verify = field(default_factory=Verify)

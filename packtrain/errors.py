@@ -1,0 +1,56 @@
+"""The three ways a run ends for a reason that is not our bug, and their exit codes.
+
+They are raised where the fault is found and printed in one place (`cli.py`); a traceback reaches the user only for
+bugs of packtrain itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: `what`, `where` ("run.yaml:12, optim.learning_rate"), and what to do about it (`fix`)."""
+
+    what: str
+    where: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{head}\n    → {self.fix}" if self.fix else head
+
+
+class PacktrainError(Exception):
+    """Base of all errors that are for the user; `exit_code` is what the process ends with."""
+
+    exit_code = 1
+
+    def __init__(self, problems: str | Problem | Sequence[Problem], *, where: str = "", fix: str = "") -> None:
+        if isinstance(problems, str):
+            problems = Problem(problems, where, fix)
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self):  # exceptions cross process borders (data workers) by pickle
+        return (type(self), (self.problems,))
+
+
+class UserError(PacktrainError):
+    """The config, the data or the arguments are wrong."""
+
+    exit_code = 2
+
+
+class CheckFailed(PacktrainError):
+    """A check that guards the training (isolation, preflight, environment) did not pass."""
+
+    exit_code = 3
+
+
+class PeerFailed(PacktrainError):
+    """Another process or the network failed while running."""
+
+    exit_code = 4
