@@ -1,0 +1,1 @@
+"""From document lengths to micro-batches: which documents share a row, a step and a device."""

@@ -1,0 +1,247 @@
+"""The documents of one optimizer step over ranks and micro-batches, each doing about the same work.
+
+All ranks wait for the slowest one: at the end of a step, and under ZeRO-3 and FSDP in every micro-batch. The work of a
+document of l tokens is `l + attention_cost · l²` (linear layers, and attention inside the document). So we
+
+1. take the smallest number M of micro-batches per rank that holds the documents within the limits of a device,
+2. spread the documents over `world_size · M` parts of similar cost,
+3. deal the parts out, costliest first, `world_size` at a time: micro-batch m of all ranks costs about the same, and
+   within it the costliest part goes to the rank that has done least.
+
+Parts are made longest document first, each into the cheapest part that has room (Graham 1969, "Bounds on Multiprocessing
+Timing Anomalies": at most 4/3 of the best), or, where rows are so full that this does not fit, by best fit. Padding
+wants similar lengths together, and kept order consecutive documents: these are cut into consecutive parts whose largest
+cost is as small as possible.
+
+The trade-off: every process does this for every step (a millisecond for a thousand documents), so no search follows;
+and one document that costs more than an average micro-batch is waited for, not made up for by lighter micro-batches of
+its rank, which ZeRO-3 and FSDP would gain nothing from.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from typing import Literal
+
+import numpy as np
+
+Mode = Literal["padding", "padding_free", "packed"]
+Layout = list[list[np.ndarray]]  # [rank][micro-batch]: int64[documents]
+
+TOLERANCE = 0.01  # how far above the smallest possible the largest cost of consecutive parts may be, relative
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one device takes at once: at most `examples` documents and `tokens` token slots; None for no limit."""
+
+    examples: int | None
+    tokens: int | None
+
+
+def costs(lengths: np.ndarray, attention_cost: float) -> np.ndarray:
+    """Work of documents of `lengths` int[n] tokens, in units of one token through the linear layers: float64[n]."""
+    lengths = np.asarray(lengths, dtype=np.float64)
+    return lengths + attention_cost * lengths**2
+
+
+def lay_out(
+    lengths: np.ndarray,
+    *,
+    mode: Mode,
+    world_size: int,
+    limits: Limits,
+    attention_cost: float,
+    keep_order: bool = False,
+) -> Layout:
+    """Spreads the documents of one step: `[rank][micro_batch]` arrays of indices into `lengths` int[n].
+
+    Every rank gets the same, smallest number of micro-batches; where there are fewer documents than ranks some are
+    empty. packed: a micro-batch is a row of at most `limits.tokens` (`limits.examples` does not count). padding_free: at
+    most `limits.examples` documents and `limits.tokens` tokens. padding: the same, a document counting as many tokens
+    as the longest of its micro-batch. With `keep_order` the documents stay in their order, read micro-batch by
+    micro-batch and rank by rank within it. Deterministic. ValueError where a document alone is above `limits.tokens`.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if mode == "packed":
+        limits = Limits(None, limits.tokens)
+    if limits.tokens is not None and len(lengths) and lengths.max() > limits.tokens:
+        raise ValueError(f"a document has {lengths.max()} tokens, a micro-batch takes {limits.tokens}")
+    if keep_order or mode == "padding":
+        parts = _consecutive(lengths, mode == "padding", keep_order, world_size, limits, attention_cost)
+    else:
+        parts = _spread(lengths, world_size, limits, attention_cost)
+    return deal(parts, loads(parts, lengths, mode, attention_cost), world_size, keep_order)
+
+
+def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order: bool = False) -> Layout:
+    """Gives each rank the same number of `parts` (arrays of documents) that cost `cost` float[parts].
+
+    Costliest first, `world_size` at a time, and the costliest of these to the rank that has least; with `keep_order`
+    part after part. Empty parts fill up the last micro-batch.
+    """
+    order = list(range(len(parts))) if keep_order else np.argsort(-cost, kind="stable").tolist()
+    spent = [0.0] * world_size
+    layout: Layout = [[] for _ in range(world_size)]
+    nothing = np.zeros(0, dtype=np.int64)
+    for start in range(0, len(parts), world_size):
+        chosen = order[start : start + world_size]
+        ranks = list(range(world_size)) if keep_order else sorted(range(world_size), key=spent.__getitem__)
+        for rank, part in zip(ranks, chosen, strict=False):
+            layout[rank].append(parts[part])
+            spent[rank] += float(cost[part])
+        for rank in ranks[len(chosen) :]:
+            layout[rank].append(nothing)
+    return layout
+
+
+def imbalance(layout: Layout, lengths: np.ndarray, attention_cost: float, mode: Mode = "packed") -> float:
+    """How much longer than the average rank the busiest one works: largest cost of a rank / mean cost - 1.
+
+    In mode padding a document costs as much as the longest of its micro-batch.
+    """
+    lengths = np.asarray(lengths)
+    ranks = [loads(parts, lengths, mode, attention_cost).sum() for parts in layout]
+    mean = sum(ranks) / len(ranks)
+    return float(max(ranks) / mean - 1) if mean else 0.0
+
+
+def loads(parts: list[np.ndarray], lengths: np.ndarray, mode: Mode, attention_cost: float) -> np.ndarray:
+    """The cost of each part, padding included: float64[parts]."""
+    sizes = np.array([len(part) for part in parts], dtype=np.int64)
+    cost = np.zeros(len(parts))
+    filled = np.flatnonzero(sizes)
+    if len(filled):
+        members = np.concatenate(parts)
+        starts = np.cumsum(sizes[filled]) - sizes[filled]
+        if mode == "padding":
+            cost[filled] = costs(np.maximum.reduceat(lengths[members], starts), attention_cost) * sizes[filled]
+        else:
+            cost[filled] = np.add.reduceat(costs(lengths[members], attention_cost), starts)
+    return cost
+
+
+def _spread(lengths: np.ndarray, world_size: int, limits: Limits, attention_cost: float) -> list[np.ndarray]:
+    """Parts of similar cost within `limits`, as many as the fewest micro-batches for `world_size` ranks have room for."""
+    cost = costs(lengths, attention_cost)
+    order = np.argsort(-lengths, kind="stable").tolist()
+    fewest = 1 if len(lengths) else 0
+    if limits.tokens is not None:
+        fewest = max(fewest, math.ceil(int(lengths.sum()) / limits.tokens))
+    if limits.examples is not None:
+        fewest = max(fewest, math.ceil(len(lengths) / limits.examples))
+    slots = _rounded_up(fewest, world_size)
+    parts = _longest_first(order, lengths.tolist(), cost.tolist(), slots, limits)
+    if parts is None:
+        fullest = _best_fit(order, lengths.tolist(), limits)
+        if len(fullest) > slots:
+            slots = _rounded_up(len(fullest), world_size)
+            parts = _longest_first(order, lengths.tolist(), cost.tolist(), slots, limits)
+        if parts is None:
+            parts = fullest + [[] for _ in range(slots - len(fullest))]
+    return [np.array(part, dtype=np.int64) for part in parts]
+
+
+def _rounded_up(parts: int, world_size: int) -> int:
+    return -(-parts // world_size) * world_size
+
+
+def _longest_first(
+    order: list[int], lengths: list[int], cost: list[float], slots: int, limits: Limits
+) -> list[list[int]] | None:
+    """Each document of `order` (longest first) into the cheapest of `slots` parts with room; None if one finds none.
+
+    A part without room for a document is parked, by the room it has, until documents are short enough: every document
+    is looked at once, and every part is parked at most once per document that it takes.
+    """
+    parts: list[list[int]] = [[] for _ in range(slots)]
+    room = [math.inf if limits.tokens is None else limits.tokens] * slots
+    load = [0.0] * slots
+    cheapest = [(0.0, part) for part in range(slots)]
+    parked: list[tuple[float, int]] = []  # (-room, part)
+    for document in order:
+        length = lengths[document]
+        while parked and -parked[0][0] >= length:
+            part = heappop(parked)[1]
+            heappush(cheapest, (load[part], part))
+        while cheapest and room[cheapest[0][1]] < length:
+            part = heappop(cheapest)[1]
+            heappush(parked, (-room[part], part))
+        if not cheapest:
+            return None
+        part = cheapest[0][1]
+        parts[part].append(document)
+        room[part] -= length
+        load[part] += cost[document]
+        if len(parts[part]) == limits.examples:
+            heappop(cheapest)
+        else:
+            heapreplace(cheapest, (load[part], part))
+    return parts
+
+
+def _best_fit(order: list[int], lengths: list[int], limits: Limits) -> list[list[int]]:
+    """Best-fit-decreasing: each document of `order` (longest first) into the fullest part with room, else a new one."""
+    parts: list[list[int]] = []
+    capacity = math.inf if limits.tokens is None else limits.tokens
+    rooms: list[tuple[float, int]] = []  # (room, part), ascending, of parts that take more documents
+    for document in order:
+        at = bisect_left(rooms, (lengths[document], -1))
+        if at < len(rooms):
+            room, part = rooms.pop(at)
+        else:
+            room, part = capacity, len(parts)
+            parts.append([])
+        parts[part].append(document)
+        if len(parts[part]) != limits.examples:
+            insort(rooms, (room - lengths[document], part))
+    return parts
+
+
+def _consecutive(
+    lengths: np.ndarray, padded: bool, keep_order: bool, world_size: int, limits: Limits, attention_cost: float
+) -> list[np.ndarray]:
+    """Consecutive parts, of the documents in their order or longest first, whose largest cost is as small as possible."""
+    if len(lengths) == 0:
+        return []
+    order = np.arange(len(lengths)) if keep_order else np.argsort(-lengths, kind="stable")
+    ordered = lengths[order].tolist()
+    cost = costs(lengths[order], attention_cost).tolist()
+    ends = _cut(ordered, cost, padded, limits, math.inf, len(lengths))
+    assert ends is not None  # one document each always fits
+    slots = _rounded_up(len(ends), world_size)
+    least = max(max(cost), sum(cost) / slots)
+    most = loads(np.split(order, ends[:-1]), lengths, "padding" if padded else "packed", attention_cost).max()
+    while most > least * (1 + TOLERANCE):
+        middle = (least + most) / 2
+        tried = _cut(ordered, cost, padded, limits, middle, slots)
+        if tried is None:
+            least = middle
+        else:
+            ends, most = tried, middle
+    return np.split(order, ends[:-1])
+
+
+def _cut(
+    lengths: list[int], cost: list[float], padded: bool, limits: Limits, most: float, slots: int
+) -> list[int] | None:
+    """Ends of the fewest consecutive parts within `limits` that cost at most `most`; None if these are above `slots`."""
+    examples = math.inf if limits.examples is None else limits.examples
+    tokens = math.inf if limits.tokens is None else limits.tokens
+    ends: list[int] = []
+    start, size, work = 0, 0, 0.0  # size and cost: in padding of the longest document, otherwise of all together
+    for index, (length, one) in enumerate(zip(lengths, cost, strict=True)):
+        count = index - start + 1
+        if padded:
+            size, work, copies = max(size, length), max(work, one), count
+        else:
+            size, work, copies = size + length, work + one, 1
+        if count > 1 and (count > examples or size * copies > tokens or work * copies > most):
+            ends.append(index)
+            if len(ends) == slots:
+                return None
+            start, size, work = index, length, one
+    return [*ends, len(lengths)]

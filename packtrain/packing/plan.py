@@ -1,0 +1,178 @@
+"""Which documents share a row: bin packing over millions of lengths, in numpy.
+
+**Best fit** is best-fit-decreasing: the longest document first, each into the fullest row that still takes it. Done one
+document at a time this takes half a minute for a million documents. But rows with the same space left are alike, and so
+are documents of the same length, so we place whole groups at once: "these 5,000 rows with 812 tokens left take one
+document of 810 each". A plan then is a few thousand such placements, found on the HISTOGRAM of lengths, and they are
+spelled out into rows by sorting integers. The number of rows is exactly that of plain best-fit-decreasing (the groups
+do what it would do, one row after the other), in a second for ten million documents.
+
+Neighbours change with the random generator: which documents of one length go to which row, their order inside a row, and
+the order of the rows. In a small data set most lengths are unique, so there the order of placing is disturbed as well
+(lengths up to 15 % out of place), as long as that costs no row. Trade-off: documents are re-ordered, and long ones keep
+meeting short ones. **In order** (next fit) keeps the order given, and leaves more of each row empty.
+
+Sources: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027: packing on the
+histogram); Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830: best fit for training).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+DISTURBANCES = (0.3, 0.1)  # ranges by which lengths are scaled to order them; the first that costs no row is taken
+FEW_PER_LENGTH = 10  # with more documents per length than this, their exchange alone makes new neighbours
+BLOCK = 2**18  # documents whose sort keys are made at once: fits in cache, and spares a fresh process page faults
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Documents in rows: row r holds `documents[offsets[r]:offsets[r + 1]]`.
+
+    `documents` int64[n] are indices into the lengths that were planned, each exactly once; `offsets` int64[rows + 1].
+    """
+
+    documents: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.documents[self.offsets[row] : self.offsets[row + 1]]
+
+
+def best_fit(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> Rows:
+    """Rows of at most `capacity` tokens by best-fit-decreasing, in random order.
+
+    `lengths` int[n] in tokens. The number of rows does not depend on `rng`; neighbours, order in a row and order of the
+    rows do. ValueError where a length is negative or above `capacity`.
+    """
+    lengths = _checked(lengths, capacity)
+    histogram = np.bincount(lengths)
+    order, (first_row, rows, copies), row_count = _placing(histogram, capacity, rng)
+    place = np.repeat(first_row - np.cumsum(rows) + rows, rows) + np.arange(rows.sum())  # rows in order of placing
+    row_of = np.repeat(rng.permutation(row_count).astype(np.int32)[place], np.repeat(copies, rows))  # … per document
+    rank = np.zeros(len(histogram), dtype=np.int32)
+    rank[order] = np.arange(len(order))
+    as_placed = _grouped(rank[lengths], np.arange(len(lengths), dtype=np.int32), rng)
+    offsets = np.concatenate(([0], np.cumsum(np.bincount(row_of, minlength=row_count))))
+    return Rows(_grouped(row_of, as_placed, rng), offsets)
+
+
+def best_fit_count(lengths: np.ndarray, capacity: int) -> int:
+    """The number of rows that `best_fit` makes, at a fraction of its cost."""
+    histogram = np.bincount(_checked(lengths, capacity))
+    return _place(histogram, _longest_first(histogram), capacity)[1]
+
+
+def in_order(lengths: np.ndarray, capacity: int) -> Rows:
+    """Rows of at most `capacity` tokens by next fit: documents in the order given, a new row where one does not fit.
+
+    `lengths` int[n] in tokens. ValueError where a length is negative or above `capacity`.
+    """
+    lengths = _checked(lengths, capacity)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    next_start = np.searchsorted(ends, ends - lengths + capacity, side="right").data  # for a row that starts here
+    offsets = [0]
+    while offsets[-1] < len(lengths):
+        offsets.append(next_start[offsets[-1]])
+    return Rows(np.arange(len(lengths)), np.array(offsets, dtype=np.int64))
+
+
+def _checked(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    lengths = np.asarray(lengths)
+    if len(lengths) and lengths.max() > capacity:
+        raise ValueError(f"document {lengths.argmax()} has {lengths.max()} tokens, a row takes {capacity}")
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError(f"document {lengths.argmin()} has a negative length: {lengths.min()}")
+    return lengths.astype(np.int32, copy=False)
+
+
+def _longest_first(histogram: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(histogram)[::-1]
+
+
+def _placing(histogram: np.ndarray, capacity: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, int]:
+    """The order in which lengths are placed, a disturbed one where it costs no row; placements and number of rows."""
+    exact = _longest_first(histogram)
+    placements, row_count = _place(histogram, exact, capacity)
+    if histogram.sum() <= FEW_PER_LENGTH * len(exact):
+        for disturbance in DISTURBANCES:
+            scale = 1 + disturbance * (rng.random(len(exact)) - 0.5)
+            order = exact[np.argsort(-exact * scale, kind="stable")]
+            disturbed, count = _place(histogram, order, capacity)
+            if count == row_count:
+                return order, disturbed, row_count
+    return exact, placements, row_count
+
+
+def _place(histogram: np.ndarray, order: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
+    """Best fit of `histogram[length]` documents, lengths in `order`, as placements of groups.
+
+    Returns int64[3, placements] (first_row, rows, copies), in the order of placing: each of `rows` consecutive rows from
+    `first_row` takes `copies` of the next documents; and the number of rows.
+    """
+    placements: list[tuple[int, int, int]] = []
+    groups: dict[int, list[tuple[int, int]]] = {}  # space left: ranges (first row, rows) that have it
+    spaces: list[int] = []  # the keys of groups, ascending
+    row_count = 0
+    for length in order.tolist():
+        left = int(histogram[length])
+        while left:
+            fullest = bisect_left(spaces, length)
+            space = spaces[fullest] if fullest < len(spaces) else capacity
+            copies = min(space // length, left) if length else left
+            wanted = left // copies
+            if fullest == len(spaces):
+                taken = [(row_count, wanted)]
+                row_count += wanted
+            else:
+                taken = _take(groups[space], wanted)
+                if not groups[space]:
+                    del groups[space], spaces[fullest]
+            placements.extend((first, rows, copies) for first, rows in taken)
+            left -= copies * sum(rows for _, rows in taken)
+            remains = space - copies * length
+            if remains not in groups:
+                insort(spaces, remains)
+            groups.setdefault(remains, []).extend(taken)
+    return np.array(placements, dtype=np.int64).reshape(-1, 3).T, row_count
+
+
+def _take(ranges: list[tuple[int, int]], wanted: int) -> list[tuple[int, int]]:
+    """Removes up to `wanted` rows from `ranges` and returns them, splitting a range where need be."""
+    taken = []
+    while wanted and ranges:
+        first, rows = ranges.pop()
+        if rows > wanted:
+            ranges.append((first + wanted, rows - wanted))
+            rows = wanted
+        taken.append((first, rows))
+        wanted -= rows
+    return taken
+
+
+def _grouped(group: np.ndarray, members: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """`members` (a permutation of 0 … n-1) sorted by `group`, in random order inside a group: int64[n].
+
+    Group, random bits and member are sorted as ONE integer: several times faster than an argsort, and than shuffling
+    first. 10 M documents in 1 M rows leave 20 random bits, and a tie of these is broken by the member.
+    """
+    count = len(members)
+    member_bits, group_bits = count.bit_length(), int(group.max(initial=0)).bit_length()
+    random_bits = 64 - group_bits - member_bits
+    assert random_bits >= 0, f"{count} documents do not fit in 64-bit keys"
+    keys = np.empty(count, dtype=np.uint64)
+    for start in range(0, count, BLOCK):
+        block = slice(start, min(start + BLOCK, count))
+        part = group[block].astype(np.uint64) << np.uint64(random_bits)
+        part |= rng.integers(0, 2**64, len(part), dtype=np.uint64) >> np.uint64(64 - random_bits)
+        part <<= np.uint64(member_bits)
+        np.bitwise_or(part, members[block].astype(np.uint64), out=keys[block])
+    keys.sort()
+    keys &= np.uint64(2**member_bits - 1)
+    return keys.view(np.int64)
