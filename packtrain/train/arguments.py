@@ -1,0 +1,54 @@
+"""RunConfig → TRL's SFTConfig: the only place where our keys meet transformers' names."""
+
+from __future__ import annotations
+
+from transformers import SchedulerType
+from trl import SFTConfig
+
+from packtrain.config.schema import RunConfig
+
+
+def training_arguments(config: RunConfig, *, total_steps: int, on_cpu: bool, has_eval: bool) -> SFTConfig:
+    """Arguments of a run of `total_steps` optimizer steps.
+
+    Everything about batches is left at one: a DataLoader item is a whole optimizer step of this process, already split
+    into micro-batches (train/sft.py), so transformers' own accumulation and sampling have nothing to do.
+    """
+    optim, trainer = config.optim, config.trainer
+    return SFTConfig(
+        output_dir=trainer.output_dir,
+        max_steps=total_steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        ignore_data_skip=True,  # our sampler starts at the resumed step by itself
+        optim=optim.name,
+        learning_rate=optim.learning_rate,
+        lr_scheduler_type=SchedulerType(optim.schedule),
+        lr_scheduler_kwargs=dict(optim.schedule_options),
+        warmup_steps=optim.warmup_steps if optim.warmup_steps < 1 else int(optim.warmup_steps),
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_epsilon=optim.epsilon,
+        max_grad_norm=optim.max_grad_norm,
+        bf16=trainer.mixed_precision == "bf16",
+        activation_checkpointing=trainer.gradient_checkpointing,
+        use_cpu=on_cpu,  # without it several CPU processes silently train copies of their own
+        seed=trainer.seed,
+        logging_steps=trainer.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # a NaN must be seen
+        save_strategy="steps" if trainer.checkpoint_every else "no",
+        save_steps=trainer.checkpoint_every or 1,
+        eval_strategy="steps" if trainer.eval_every and has_eval else "no",
+        eval_steps=trainer.eval_every,
+        eval_on_start=has_eval,
+        report_to=list(config.tracking.report_to) or "none",
+        run_name=config.tracking.run_name,
+        ddp_timeout=config.topology.step_timeout,
+        ddp_find_unused_parameters=False,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        max_length=None,
+    )

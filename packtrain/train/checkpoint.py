@@ -1,0 +1,142 @@
+"""Checkpoints that are complete or absent.
+
+A checkpoint is written into a hidden folder beside its place, listed in a manifest (size and BLAKE2 hash of every file),
+synced to disk and renamed. A folder `step-…` is therefore whole, whatever killed the writer; one that was damaged later
+fails against its manifest and the newest good one is taken instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from packtrain.errors import Problem, UserError
+
+MANIFEST = "manifest.json"
+ORIGIN = "origin.json"
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is, once it is complete."""
+    return checkpoints / f"step-{step:06d}"
+
+
+def staging_of(checkpoints: Path, step: int) -> Path:
+    """Where it is while it is being written."""
+    return checkpoints / f".step-{step:06d}.partial"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def complete(staging: Path, target: Path) -> None:
+    """Seals `staging` with a manifest and moves it to `target`; called by one process when all have written."""
+    files = sorted(path for path in staging.rglob("*") if path.is_file())
+    manifest = {
+        str(path.relative_to(staging)): {"bytes": path.stat().st_size, "blake2b": _hash(path)} for path in files
+    }
+    (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in (*files, staging / MANIFEST):
+        _sync(path)
+    _sync(staging)
+    if target.exists():
+        shutil.rmtree(target)
+    staging.rename(target)
+    _sync(target.parent)
+
+
+def listed(checkpoints: Path) -> list[Path]:
+    """The complete checkpoints, oldest first."""
+    return sorted((p for p in checkpoints.glob("step-*") if (p / MANIFEST).is_file()), key=step_of)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, by its manifest; None where nothing is."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return f"{MANIFEST} is missing or unreadable"
+    for name, entry in manifest.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry["bytes"] or _hash(path) != entry["blake2b"]:
+            return f"{name} is not as it was written"
+    return None
+
+
+def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint that `trainer.resume` (auto | never | folder) means, and remarks on damaged ones passed over.
+
+    Raises UserError where a named folder is not a whole checkpoint.
+    """
+    if resume == "never":
+        return None, []
+    if resume != "auto":
+        wrong = damage(Path(resume))
+        if wrong:
+            raise UserError(f"{resume} is not a whole checkpoint: {wrong}", where="trainer.resume")
+        return Path(resume), []
+    remarks = []
+    for checkpoint in reversed(listed(checkpoints)):
+        wrong = damage(checkpoint)
+        if wrong is None:
+            return checkpoint, remarks
+        remarks.append(f"checkpoint {checkpoint.name} is passed over: {wrong}")
+    return None, remarks
+
+
+def check_origin(checkpoint: Path, origin: dict[str, Any]) -> None:
+    """Raises UserError where going on from `checkpoint` would not continue the same steps.
+
+    `origin` is what the order of the data hangs on, as plain values; the checkpoint holds that of the run that wrote it.
+    """
+    written = json.loads((checkpoint / ORIGIN).read_text())
+    differing = [
+        Problem(
+            f"the checkpoint {checkpoint.name} was made with {written.get(name)!r}, this run has {value!r}",
+            where=name,
+            fix="set it back, or start over with trainer.resume=never",
+        )
+        for name, value in origin.items()
+        if written.get(name) != value
+    ]
+    if differing:
+        raise UserError(differing)
+
+
+def prune(checkpoints: Path, keep: int | None, best: Path | None) -> None:
+    """Removes all but the newest `keep` checkpoints and the best one, and what interrupted writes left behind."""
+    for leftover in checkpoints.glob(".step-*.partial"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if keep is None:
+        return
+    for old in listed(checkpoints)[:-keep]:
+        if best is None or old.resolve() != best.resolve():
+            shutil.rmtree(old)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest() if hasattr(hashlib, "file_digest") else _hash_old(file)
+
+
+def _hash_old(file) -> str:  # Python 3.10
+    digest = hashlib.blake2b()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,85 @@
+"""Optimizer steps as a data set: item k is everything that this process trains on in step k.
+
+A step is a pure function of (schedule, k, rank, world size), so resuming is starting the index at another k, loader
+processes need no state, and nothing is skipped through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from packtrain.data.dataset import Document, TokenDataset
+from packtrain.packing.batches import Schedule
+from packtrain.packing.collate import IGNORE, collate_flat, collate_padded
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """`inputs` of one forward pass, and what it holds: trained targets, real tokens, token slots (padding included), and
+    documents. Fillers count as nothing but slots."""
+
+    inputs: dict[str, Any]
+    trained: int
+    tokens: int
+    slots: int
+    examples: int
+
+
+@dataclass(frozen=True)
+class Steps(Dataset):
+    """`steps[k]` = the micro-batches of step k for this `rank`; the same number on every rank."""
+
+    data: TokenDataset
+    schedule: Schedule
+    padded: bool
+    pad_token_id: int
+    rank: int = 0
+    world_size: int = 1
+
+    def __len__(self) -> int:
+        return self.schedule.total_steps
+
+    def __getitem__(self, step: int) -> list[MicroBatch]:
+        layout = self.schedule.micro_batches(step, self.rank, self.world_size)
+        return [self.collate([self.data[int(i)] for i in ids]) for ids in layout]
+
+    def collate(self, documents: Sequence[Document]) -> MicroBatch:
+        """One forward pass over `documents`, in the layout of the run's packing mode."""
+        inputs = collate_padded(documents, self.pad_token_id) if self.padded else collate_flat(documents)
+        return MicroBatch(
+            inputs=inputs,
+            trained=int((inputs["shift_labels"] != IGNORE).sum()),
+            tokens=sum(len(document.input_ids) for document in documents),
+            slots=inputs["input_ids"].numel(),
+            examples=len(documents),
+        )
+
+
+class _FromStep(Sampler[int]):
+    """Counts from a step to the last one, but has the length of the whole run: transformers takes the run's length from it."""
+
+    def __init__(self, first: int, total: int) -> None:
+        self.first, self.total = first, total
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, self.total))
+
+    def __len__(self) -> int:
+        return self.total
+
+
+def step_loader(steps: Steps, *, first: int = 0, workers: int = 0) -> DataLoader:
+    """Loads `steps` from number `first` on, in `workers` processes ahead of the model."""
+    return DataLoader(
+        steps,
+        batch_size=None,
+        sampler=_FromStep(first, len(steps)),
+        num_workers=workers,
+        # its own generator: drawing the loader's base seed from the global one would part a resumed run from an unbroken one
+        generator=torch.Generator().manual_seed(0),
+    )

@@ -1,0 +1,131 @@
+"""Loading the tokenizer and the model: hub id, folder, .gguf file, or a config of the user's own with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from packtrain.config.schema import Model, Peft
+from packtrain.errors import UserError
+
+QUICKSTART = "quickstart"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError)
+
+
+def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer`, else of `model.path`. Raises UserError where there is none to load."""
+    source = config.tokenizer or config.path
+    if source == QUICKSTART:
+        from packtrain.data.quickstart import tokenizer
+
+        return tokenizer()
+    if source is None:
+        raise UserError("no tokenizer is named", where="model.tokenizer", fix="set it, or model.path")
+    where = "model.tokenizer" if config.tokenizer else "model.path"
+    try:
+        loaded = AutoTokenizer.from_pretrained(**_location(source, config))
+    except _LOAD_ERRORS as error:
+        raise UserError(f"cannot load a tokenizer from {source}: {_first_line(error)}", where=where) from error
+    if loaded.pad_token_id is None:
+        loaded.pad_token = loaded.eos_token
+    return loaded
+
+
+def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
+    """The model to train, on the CPU, in `model.dtype`, with adapters where asked for.
+
+    New weights (random model, adapters) depend on `seed` alone. Raises UserError for what cannot be loaded, and where the
+    tokenizer has ids that the model has no embedding for.
+    """
+    torch.manual_seed(seed)
+    try:
+        if config.init == "random":
+            model_config = _random_config(config, tokenizer)
+            dtype = _DTYPES[config.dtype] if config.dtype != "auto" else None
+            model = AutoModelForCausalLM.from_config(
+                model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+            )
+        else:
+            model = _load_pretrained(config)
+    except _LOAD_ERRORS as error:
+        place = config.path or "model.config"
+        raise UserError(f"cannot load the model {place}: {_first_line(error)}", where="model.path") from error
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}",
+            where="model.tokenizer",
+            fix="use the model's own tokenizer" if config.init == "pretrained" else "set model.config.vocab_size",
+        )
+    return _add_adapters(model, peft, seed) if peft.kind == "lora" else model
+
+
+def _location(source: str, config: Model) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for a hub id, a folder or a .gguf file."""
+    arguments: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, **arguments}
+    if path.exists():
+        return {"pretrained_model_name_or_path": str(path), **arguments}
+    return {"pretrained_model_name_or_path": source, "revision": config.revision or "main", **arguments}
+
+
+def _load_pretrained(config: Model) -> PreTrainedModel:
+    assert config.path is not None  # config/rules.py refuses it
+    location = _location(config.path, config)
+    dtype = _DTYPES[config.dtype]
+    overrides = config.config
+    if "gguf_file" not in location:
+        return AutoModelForCausalLM.from_pretrained(**location, dtype=dtype, **overrides)
+    loaded = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32 if dtype == "auto" else dtype)
+    # A model from GGUF refuses save_pretrained; its weights in a plain model of the same config do not.
+    plain = loaded.config.to_dict()
+    plain.pop("quantization_config", None)
+    model_config = type(loaded.config).from_dict({**plain, **overrides})
+    model = type(loaded)._from_config(model_config, dtype=loaded.dtype)
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    return model
+
+
+def _random_config(config: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The config of a new model: that of model.path, or made from model.config, with the tokenizer's special ids."""
+    overrides = dict(config.config)
+    if config.path is not None:
+        return AutoConfig.from_pretrained(**_location(config.path, config), **overrides)
+    model_type = overrides.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"transformers knows no model type {model_type!r}", where="model.config.model_type")
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    defaults = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **special}
+    return CONFIG_MAPPING[model_type](**{**defaults, **overrides})
+
+
+def _add_adapters(model: PreTrainedModel, peft: Peft, seed: int) -> PreTrainedModel:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    lora = LoraConfig(
+        r=peft.r,
+        lora_alpha=peft.alpha,
+        lora_dropout=peft.dropout,
+        target_modules=peft.target_modules,
+        modules_to_save=peft.modules_to_save or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:
+        raise UserError(_first_line(error), where="peft.target_modules") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

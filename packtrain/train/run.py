@@ -1,0 +1,309 @@
+"""One training run of one process, from the resolved config to the trained model: read `train_sft` top to bottom.
+
+`python -m packtrain.train.run VERB CONFIG_YAML` is what the launcher starts once per device; a run of a single process
+calls `train` directly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from packtrain.attention.backends import Backend, choose_backend
+from packtrain.attention.isolation import Proof, prove_isolation, tolerance_of
+from packtrain.config.limits import micro_batch_limits
+from packtrain.config.schema import RunConfig
+from packtrain.data.dataset import TokenDataset
+from packtrain.data.prepare import prepare
+from packtrain.errors import CheckFailed
+from packtrain.packing.balance import Limits
+from packtrain.packing.batches import Schedule, make_schedule
+from packtrain.run_folder import RunFolder, write_json
+from packtrain.train import announce
+from packtrain.train.arguments import training_arguments
+from packtrain.train.callbacks import EarlyStop, MetricsFile, TerminalProgress
+from packtrain.train.checkpoint import check_origin, find_resume, step_of
+from packtrain.train.forward import check_loss_sum
+from packtrain.train.loader import Steps
+from packtrain.train.model import load_model, load_tokenizer
+from packtrain.train.rank_log import RankLog
+from packtrain.train.samples import answer
+from packtrain.train.sft import PackedSFTTrainer, base_model, quiet_transformers
+from packtrain.train.stop import StopCallback, StopRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Where this process stands in the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that talks and writes."""
+        return self.rank == 0
+
+
+def train(verb: str, config: RunConfig) -> int:
+    """Runs `verb` in this process (of one or of many). Returns the exit code; raises PacktrainError for the user."""
+    assert verb == "sft"
+    quiet_transformers()
+    stop = StopRequest()
+    stop.listen()
+    process = _join(config)
+    try:
+        return train_sft(config, process, stop)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def train_sft(config: RunConfig, process: Process, stop: StopRequest) -> int:
+    """The run, in order: data, model, proof, steps, training, results."""
+    started = time.perf_counter()
+    folder = RunFolder(Path(config.trainer.output_dir))
+    log = RankLog(folder.log(process.rank), main=process.main)
+    checkpoint = _resumed_checkpoint(config, folder, process, log)
+
+    tokenizer = load_tokenizer(config.model)
+    data = prepare(config.data, tokenizer, seed=config.trainer.seed, progress=process.main)
+    model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
+    own_attention = base_model(model).config._attn_implementation
+    backend = choose_backend(config.model.attention, base_model(model), process.device)
+
+    steps = _steps(config, data.train, model, tokenizer, process, whole_set=False)
+    evaluation = _steps(config, data.eval, model, tokenizer, process, whole_set=True) if data.eval else None
+    origin = _origin(config, data.train)
+    if checkpoint is not None:
+        check_origin(checkpoint, origin)
+    announce.decisions(log, config, model, backend, data, steps, evaluation, process.world_size)
+
+    trainer = _trainer(config, model, tokenizer, steps, evaluation, folder, log, stop, process, checkpoint, origin)
+    proof = _prove(config, trainer, backend, log)
+    before = _answers(config, model, tokenizer, own_attention, process)
+    announce.first_step(log, time.perf_counter() - started, checkpoint)
+    result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+
+    summary = announce.Summary(config, trainer, data, proof, result, time.perf_counter() - started)
+    if stop.agreed:
+        _write(process, folder, summary.to_json("stopped"))
+        log.say(
+            f"stopped by signal {stop.agreed} after step {trainer.state.global_step}; the same command goes on from there"
+        )
+        return 128 + stop.agreed
+    if config.trainer.early_stop_patience:
+        trainer.load_best_weights()
+    if evaluation is not None and announce.last_evaluated(trainer) != trainer.state.global_step:
+        trainer.evaluate()
+    _save_final(config, trainer, model, tokenizer, folder, process)
+    after = _answers(config, model, tokenizer, own_attention, process)
+    _write(process, folder, summary.to_json("done"))
+    announce.results(log, config, summary, before, after, folder)
+    return 0
+
+
+def _join(config: RunConfig) -> Process:
+    """Joins the other processes of the launch, and checks that they are as many as it meant to start."""
+    on_cpu = not torch.cuda.is_available()
+    state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=config.topology.step_timeout))
+    expected = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.num_processes != expected:
+        raise CheckFailed(
+            f"{expected} processes were launched, but this one sees {state.num_processes}",
+            fix="packtrain env shows how the processes see each other",
+        )
+    return Process(state.process_index, state.num_processes, state.device)
+
+
+def _resumed_checkpoint(config: RunConfig, folder: RunFolder, process: Process, log: RankLog) -> Path | None:
+    """The checkpoint to go on from; decided by the main process, for all."""
+    found = [find_resume(config.trainer.resume, folder.checkpoints) if process.main else None]
+    checkpoint, remarks = broadcast_object_list(found)[0]
+    for remark in remarks:
+        log.say(f"[yellow]{remark}[/]")
+    return checkpoint
+
+
+def _steps(
+    config: RunConfig,
+    data: TokenDataset,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    process: Process,
+    *,
+    whole_set: bool,
+) -> Steps:
+    """The optimizer steps over `data`, or, with `whole_set`, one pass over it in order for evaluation."""
+    schedule = _schedule(config, data, attention_cost(model), whole_set)
+    padded = config.packing.mode == "padding"
+    pad = tokenizer.pad_token_id or 0
+    return Steps(data, schedule, padded, pad, process.rank, process.world_size)
+
+
+def _schedule(config: RunConfig, data: TokenDataset, cost: float, whole_set: bool) -> Schedule:
+    batch, packing, trainer = config.batch, config.packing, config.trainer
+    examples, tokens = micro_batch_limits(config)
+    return make_schedule(
+        data.lengths,
+        limits=Limits(examples=examples, tokens=tokens),
+        mode=packing.mode,
+        strategy=packing.strategy,
+        examples_per_step=batch.examples_per_step,
+        tokens_per_step=batch.tokens_per_step,
+        max_steps=None if whole_set else trainer.max_steps,
+        epochs=1.0 if whole_set else trainer.epochs,
+        seed=trainer.seed,
+        shuffle=config.data.shuffle and not whole_set,
+        attention_cost=cost,
+    )
+
+
+def _origin(config: RunConfig, data: TokenDataset) -> dict[str, Any]:
+    """What the documents of every step hang on: a resumed run must agree with its checkpoint on all of it."""
+    batch = config.batch
+    return {
+        "data.train": data.fingerprint,
+        "data.shuffle": config.data.shuffle,
+        "trainer.seed": config.trainer.seed,
+        "batch.examples_per_step": batch.examples_per_step,
+        "batch.tokens_per_step": batch.tokens_per_step,
+        # with tokens_per_step the rows of an epoch decide which documents make a step
+        "packing.strategy": config.packing.strategy if batch.tokens_per_step else None,
+        "batch.tokens_per_device": batch.tokens_per_device if batch.tokens_per_step else None,
+    }
+
+
+def attention_cost(model: PreTrainedModel) -> float:
+    """Cost of a document of l tokens is l + attention_cost · l², in units of one token's linear layers.
+
+    Forward and backward take 6 · parameters operations a token, and 6 · layers · heads · head_dim · l for causal attention.
+    """
+    config = base_model(model).config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers * config.num_attention_heads * width / max(base_model(model).num_parameters(), 1)
+
+
+def _trainer(
+    config: RunConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    steps: Steps,
+    evaluation: Steps | None,
+    folder: RunFolder,
+    log: RankLog,
+    stop: StopRequest,
+    process: Process,
+    checkpoint: Path | None,
+    origin: dict[str, Any],
+) -> PackedSFTTrainer:
+    callbacks: list[TrainerCallback] = [MetricsFile(folder.metrics), TerminalProgress(log), StopCallback(stop)]
+    if config.trainer.early_stop_patience:
+        callbacks.append(EarlyStop(config.trainer.early_stop_patience))
+    return PackedSFTTrainer(
+        model,
+        training_arguments(
+            config,
+            total_steps=len(steps),
+            on_cpu=process.device.type == "cpu",
+            has_eval=evaluation is not None and checkpoint is None,
+        ),
+        tokenizer,
+        steps=steps,
+        evaluation=evaluation,
+        objective=config.objective,
+        stop=stop,
+        checkpoints=folder.checkpoints,
+        origin=origin,
+        keep_checkpoints=config.trainer.keep_checkpoints,
+        first_step=step_of(checkpoint) if checkpoint else 0,
+        loader_workers=config.trainer.loader_workers,
+        callbacks=callbacks,
+    )
+
+
+def _prove(config: RunConfig, trainer: PackedSFTTrainer, backend: Backend, log: RankLog) -> Proof | None:
+    """Puts the backend in place for flattened rows, after proving it; returns None for padded batches."""
+    model = base_model(trainer.model)
+    mixed = config.trainer.mixed_precision == "bf16"
+    proof = None
+    if config.packing.mode != "padding":
+        if config.verify.preflight:
+            with torch.random.fork_rng():
+                proof = prove_isolation(model, backend, mixed_bf16=mixed)
+            announce.proof(log, proof)
+            if proof.verdict != "exact":
+                raise CheckFailed(
+                    f"documents of a row see each other: {type(model).__name__} with {backend.name} attention is off by"
+                    f" {max(proof.alone, proof.moved_before, proof.moved_after):.2g} (tolerance {proof.tolerance:.1g})",
+                    fix="this architecture cannot be flattened exactly: set packing.mode=padding",
+                )
+        model.set_attn_implementation(backend.implementation)
+    if config.verify.preflight and config.objective.loss == "nll":
+        with torch.random.fork_rng(), torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):
+            model.eval()
+            batch = trainer.probe()
+            check_loss_sum(model, batch, tolerance=tolerance_of(torch.bfloat16 if mixed else model.dtype))
+            model.train()
+    return proof
+
+
+def _answers(
+    config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, attention: str, process: Process
+) -> list[str]:
+    """Answers to trainer.samples; made by the main process alone, without touching the random state."""
+    if not (process.main and config.trainer.samples):
+        return []
+    with torch.random.fork_rng():
+        return answer(
+            base_model(model),
+            tokenizer,
+            list(config.trainer.samples),
+            attention=attention,
+            max_tokens=config.trainer.sample_tokens,
+        )
+
+
+def _save_final(
+    config: RunConfig,
+    trainer: PackedSFTTrainer,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: RunFolder,
+    process: Process,
+) -> None:
+    trainer.save_model(str(folder.final))
+    if process.main and config.peft.merge:
+        merged = model.merge_and_unload()
+        merged.save_pretrained(folder.final.with_name("final-merged"))
+        tokenizer.save_pretrained(folder.final.with_name("final-merged"))
+
+
+def _write(process: Process, folder: RunFolder, summary: dict) -> None:
+    if process.main:
+        write_json(folder.summary, summary)
+
+
+def main() -> None:
+    """Entry of the processes that the launcher starts."""
+    from packtrain.config.compose import load_config
+    from packtrain.launch.execute import run_worker
+
+    verb, config_path = sys.argv[1:]
+    run_worker(lambda: train(verb, load_config(config_path, [])))
+
+
+if __name__ == "__main__":
+    main()

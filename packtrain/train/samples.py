@@ -1,0 +1,42 @@
+"""Short answers of the model before and after training, so that learning can be read and not only plotted."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from packtrain.attention.isolation import attention_of
+
+
+@torch.no_grad()
+def answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], *, attention: str, max_tokens: int
+) -> list[str]:
+    """Greedy answers of at most `max_tokens` tokens, under the attention implementation that the model came with.
+
+    A prompt is a user turn where the tokenizer has a chat template, else plain text to go on from.
+    """
+    answers = []
+    training = model.training
+    model.eval()
+    with attention_of(model, attention):
+        for prompt in prompts:
+            if tokenizer.chat_template:
+                turn = [{"role": "user", "content": prompt}]
+                text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+                inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+            else:
+                inputs = tokenizer(prompt, return_tensors="pt")
+            ids = inputs["input_ids"].to(model.device)
+            output = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+            answers.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    model.train(training)
+    return answers

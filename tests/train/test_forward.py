@@ -1,0 +1,196 @@
+"""One forward pass, three layouts: the same loss and the same gradients, on every family, or a loud failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import FAMILIES, tiny_model
+from transformers import PreTrainedModel
+from trl.trainer.utils import add_fused_lm_head
+
+from packtrain.attention import segmented
+from packtrain.data.dataset import Document
+from packtrain.errors import CheckFailed
+from packtrain.packing.collate import FILLER, IGNORE, collate_flat, collate_padded, shifted_labels
+from packtrain.packing.segments import Segments
+from packtrain.train.forward import add_loss_sum, check_loss_sum
+
+LENGTHS = (1, 2, 17, 33, 33, 33, 5, 64)
+
+
+def documents(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Document]:
+    rng = np.random.default_rng(seed)
+    return [Document(rng.integers(3, 97, n, dtype=np.int32), rng.random(n) < 0.7) for n in lengths]
+
+
+def with_loss_sum(model: PreTrainedModel, **arguments) -> PreTrainedModel:
+    add_fused_lm_head(model)
+    add_loss_sum(model, **arguments)
+    return model
+
+
+def loss_and_gradients(model: PreTrainedModel, batches: list[dict]) -> tuple[float, torch.Tensor]:
+    """Σ loss over `batches`, and all gradients as one vector."""
+    model.zero_grad()
+    loss = sum(model(**batch, loss_sum=True) for batch in batches)
+    loss.backward()
+    parts = [p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters()]
+    return loss.item(), torch.cat(parts)
+
+
+def one_by_one(model: PreTrainedModel, items: list[Document]) -> tuple[float, torch.Tensor]:
+    """The definition: every document alone, full logits, plain cross-entropy, the model's own attention."""
+    model.zero_grad()
+    loss = torch.zeros(())
+    for item in items:
+        logits = model(input_ids=torch.from_numpy(item.input_ids.astype(np.int64))[None]).logits[0]
+        loss = loss + F.cross_entropy(logits, shifted_labels(item), ignore_index=IGNORE, reduction="sum")
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["padding", "flat"])
+def test_every_layout_gives_the_loss_and_gradients_of_the_documents_one_by_one(family: str, layout: str) -> None:
+    items = documents()
+    expected_loss, expected = one_by_one(tiny_model(family), items)
+    model = with_loss_sum(tiny_model(family))
+    if layout == "flat":
+        model.set_attn_implementation(segmented.NAME)
+        batches = [collate_flat(items[:5]), collate_flat(items[5:])]
+    else:
+        batches = [collate_padded(items[:3], 0), collate_padded(items[3:], 0)]
+    loss, gradients = loss_and_gradients(model, batches)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert relative(gradients, expected) < 1e-4
+
+
+def declared_as_one(items: list[Document]) -> dict:
+    """Contamination: the row of all documents declared as a single one, labels untouched."""
+    batch = collate_flat(items)
+    whole = Segments((batch["segments"].tokens,))
+    return {**batch, "segments": whole, "position_ids": whole.position_ids()}
+
+
+def merged_pair(items: list[Document]) -> dict:
+    """Contamination of the subtle kind: one border forgotten, position ids right."""
+    batch = collate_flat(items)
+    lengths = batch["segments"].lengths
+    return {**batch, "segments": Segments((*lengths[:3], lengths[3] + lengths[4], *lengths[5:]))}
+
+
+@pytest.mark.parametrize("broken", [declared_as_one, merged_pair])
+def test_broken_segments_are_caught_by_the_equality(broken: Callable[[list[Document]], dict]) -> None:
+    items = documents()
+    expected_loss, expected = one_by_one(tiny_model("llama"), items)
+    model = with_loss_sum(tiny_model("llama"))
+    model.set_attn_implementation(segmented.NAME)
+    loss, gradients = loss_and_gradients(model, [broken(items)])
+    assert abs(loss / expected_loss - 1) > 1e-4
+    assert relative(gradients, expected) > 1e-2
+
+
+def test_gradient_checkpointing_changes_nothing_even_when_rows_are_mixed_before_the_backward() -> None:
+    first, second = collate_flat(documents(seed=1)), collate_flat(documents((40, 3, 9), seed=2))
+    results = []
+    for checkpointing in (False, True):
+        model = with_loss_sum(tiny_model("llama"))
+        model.set_attn_implementation(segmented.NAME)
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        results.append(loss_and_gradients(model, [dict(first), dict(second)]))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    assert relative(results[1][1], results[0][1]) < 1e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
+@pytest.mark.parametrize("collate", [collate_flat, lambda items: collate_padded(items, 0)])
+def test_an_empty_micro_batch_is_a_zero_that_reaches_every_parameter(family: str, collate: Callable) -> None:
+    model = with_loss_sum(tiny_model(family))
+    batch = collate([])
+    if "segments" in batch:
+        model.set_attn_implementation(segmented.NAME)
+    loss = model(**batch, loss_sum=True)
+    loss.backward()
+    assert loss.item() == 0.0
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+    assert len(FILLER.input_ids) > 0
+
+
+def test_dft_weighs_each_token_by_its_own_probability() -> None:
+    items = documents()
+    model = with_loss_sum(tiny_model("llama"), loss="dft")
+    model.set_attn_implementation(segmented.NAME)
+    loss = model(**collate_flat(items), loss_sum=True).item()
+    expected = 0.0
+    for item in items:
+        logits = tiny_model("llama")(input_ids=torch.from_numpy(item.input_ids.astype(np.int64))[None]).logits[0]
+        labels = shifted_labels(item)
+        log_probs = logits.log_softmax(-1)[labels != IGNORE].gather(-1, labels[labels != IGNORE, None])
+        expected -= (log_probs * log_probs.exp()).sum().item()
+    assert loss == pytest.approx(expected, rel=1e-4)
+
+
+def test_neftune_noise_is_scaled_by_the_length_of_each_document_in_every_layout() -> None:
+    alpha, lengths = 5.0, (4, 64)
+    items = documents(lengths)
+    for flat in (True, False):
+        model = with_loss_sum(tiny_model("llama"), neftune_alpha=alpha)
+        if flat:
+            model.set_attn_implementation(segmented.NAME)
+        seen: list[torch.Tensor] = []
+        model.model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
+        batch = collate_flat(items) if flat else collate_padded(items, 0)
+        model.train()
+        model(**dict(batch), loss_sum=True)
+        model.eval()
+        model(**dict(batch), loss_sum=True)
+        noise = seen[0] - seen[1]
+        rows = noise[0].split(lengths) if flat else [noise[i, :n] for i, n in enumerate(lengths)]
+        for row, length in zip(rows, lengths, strict=True):
+            bound = alpha / (length * 64) ** 0.5
+            assert 0.9 * bound < row.abs().max().item() <= bound * (1 + 1e-4)
+
+
+def test_a_layer_that_is_not_told_its_segments_fails_at_once() -> None:
+    model = with_loss_sum(tiny_model("llama"))
+    model.set_attn_implementation(segmented.NAME)
+    batch = collate_flat(documents())
+    del batch["segments"]
+    with pytest.raises(CheckFailed, match="without knowing its documents"):
+        model(**batch, loss_sum=True)
+
+
+def test_the_fused_head_is_checked_against_the_full_logits() -> None:
+    model = with_loss_sum(tiny_model("llama"))
+    batch = collate_padded(documents(), 0)
+    with torch.no_grad():
+        assert check_loss_sum(model, dict(batch), tolerance=1e-5) < 1e-5
+        head = model.lm_head
+        model.get_output_embeddings = lambda: torch.nn.Linear(64, 97, bias=False)  # another head than the model uses
+        with pytest.raises(CheckFailed, match="fused output head"):
+            check_loss_sum(model, dict(batch), tolerance=1e-3)
+        assert head is model.lm_head
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_bf16_layouts_agree_within_bf16(dtype: torch.dtype) -> None:
+    items = documents()
+    padded = with_loss_sum(tiny_model("llama").to(dtype))
+    flat = with_loss_sum(tiny_model("llama").to(dtype))
+    flat.set_attn_implementation(segmented.NAME)
+    loss_p, grad_p = loss_and_gradients(padded, [collate_padded(items, 0)])
+    loss_f, grad_f = loss_and_gradients(flat, [collate_flat(items)])
+    assert loss_f == pytest.approx(loss_p, rel=2e-2)
+    assert relative(grad_f.float(), grad_p.float()) < 5e-2
