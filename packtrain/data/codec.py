@@ -1,0 +1,128 @@
+"""Text to token ids with the place of every token in the text, and the knowledge of which tokens end a turn.
+
+A Codec is what a tokenising process needs of a transformers tokenizer: it pickles as JSON, calls the Rust tokenizer
+directly (transformers' wrapper costs more than tokenising a short text), and never truncates or pads. A slow (Python)
+tokenizer works too, but has no offsets, so that no mask can be derived from text with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """ids int32[n]; token t covers the characters starts[t]:ends[t] of the text (int64[n], None for a slow tokenizer).
+
+    `starts` are corrected for tokenizers that leave white space out of a token's offsets though the token holds it:
+    characters that no token claims belong to the token after them.
+    """
+
+    ids: np.ndarray
+    starts: np.ndarray | None
+    ends: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A tokenizer as a plain value. `special_ids` are the ids of control tokens, `special_tokens` go to templates."""
+
+    backend: str | None
+    slow: PreTrainedTokenizerBase | None
+    special_tokens: dict[str, object]
+    special_ids: frozenset[int]
+    bos_id: int | None
+    eos_id: int | None
+    vocabulary: int
+    encode_special_tokens: bool = False
+    name: str = field(default="tokenizer", compare=False)
+
+    @property
+    def has_offsets(self) -> bool:
+        return self.backend is not None
+
+    @cached_property
+    def _rust(self) -> Tokenizer:
+        assert self.backend is not None
+        tokenizer = Tokenizer.from_str(self.backend)
+        tokenizer.encode_special_tokens = self.encode_special_tokens
+        return tokenizer
+
+    def __getstate__(self) -> dict[str, object]:
+        return {key: value for key, value in self.__dict__.items() if key != "_rust"}
+
+    def encode(self, text: str, *, special: bool = False) -> Encoded:
+        """`text` as tokens; with `special`, also what the tokenizer itself adds around a text (e.g. BOS).
+
+        Raises UnicodeEncodeError for text with lone surrogates.
+        """
+        if self.backend is None:
+            assert self.slow is not None
+            ids = self.slow(text, add_special_tokens=special)["input_ids"]
+            return Encoded(np.asarray(ids, dtype=np.int32), None, None)
+        try:
+            encoding = self._rust.encode(text, add_special_tokens=special)
+        except TypeError:
+            text.encode()  # the Rust side's word for lone surrogates is TypeError
+            raise
+        offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        starts, ends = offsets[:, 0], offsets[:, 1]
+        covered = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]) if len(ends) else ends
+        return Encoded(np.asarray(encoding.ids, dtype=np.int32), np.minimum(starts, np.maximum(covered, 0)), ends)
+
+    @cached_property
+    def content(self) -> str:
+        """Hash of all that decides which tokens a text becomes, the versions of the libraries with it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (self.bos_id, self.eos_id, sorted(self.special_ids), sorted(self.special_tokens.items(), key=str)):
+            digest.update(f"{part!r}\n".encode())
+        digest.update(f"{version('tokenizers')} {version('transformers')} {self.encode_special_tokens}".encode())
+        if self.backend is not None:
+            digest.update(self.backend.encode())
+            return digest.hexdigest()
+        assert self.slow is not None
+        with tempfile.TemporaryDirectory() as folder:
+            self.slow.save_pretrained(folder)
+            for path in sorted(Path(folder).rglob("*")):
+                digest.update(path.name.encode() + path.read_bytes())
+        return digest.hexdigest()
+
+
+def codec_of(tokenizer: PreTrainedTokenizerBase) -> Codec:
+    """The Codec of a transformers tokenizer, fast or slow."""
+    rust = getattr(tokenizer, "backend_tokenizer", None)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
+    return Codec(
+        backend=_json(rust) if rust is not None else None,
+        slow=tokenizer if rust is None else None,
+        special_tokens=dict(tokenizer.special_tokens_map),
+        special_ids=frozenset(special | set(tokenizer.all_special_ids)),
+        bos_id=cast("int | None", tokenizer.bos_token_id),
+        eos_id=cast("int | None", tokenizer.eos_token_id),
+        vocabulary=len(tokenizer),
+        encode_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
+        name=str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__),
+    )
+
+
+def _json(rust: Tokenizer) -> str:
+    """The tokenizer without its padding and truncation, which change whenever it is called."""
+    if rust.truncation is None and rust.padding is None:
+        return rust.to_str()
+    copy = Tokenizer.from_str(rust.to_str())
+    copy.no_truncation()
+    copy.no_padding()
+    return copy.to_str()

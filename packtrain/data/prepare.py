@@ -1,0 +1,284 @@
+"""`data.train` and `data.eval` to TokenDatasets: each source is tokenised once, in parallel, and cached.
+
+The reader (this process) cuts sources into chunks, workers parse and tokenise them, and results are written in the
+order of the source, with only a few chunks in flight: memory does not grow with the data. The result does not depend
+on the number of workers.
+
+Workers are spawned, not forked: by now this process may hold torch's and the tokenizer's threads, and a fork copies
+their locks in whatever state they are. A spawned worker costs a second of imports and 100 MB (no torch), so
+small data is tokenised right here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from packtrain.config.schema import Data, DataSource
+from packtrain.data import sources, templates
+from packtrain.data.cache import cache_folder, open_or_build
+from packtrain.data.codec import codec_of
+from packtrain.data.dataset import TokenDataset, hold_out, make_dataset, weighted
+from packtrain.data.formats import Format, recognise
+from packtrain.data.hashing import hash_file
+from packtrain.data.report import Counts, add
+from packtrain.data.rows import BadRow, Chunk
+from packtrain.data.store import Store, StoreWriter
+from packtrain.data.tokenise import MOST_PROBLEMS, Encoder, Outcome, Settings
+from packtrain.errors import PacktrainError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+VERSION = 1
+"""Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
+FEW_ROWS = 1000
+FEW_CHUNKS = 8
+MOST_WORKERS = 16
+LOOK_AHEAD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    """The documents to train on, and the held-out ones where there are any."""
+
+    train: TokenDataset
+    eval: TokenDataset | None
+
+
+def prepare(
+    data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, template: str | None = None, progress: bool = False
+) -> PreparedData:
+    """Tokenise (or find in the cache) what `data` names.
+
+    `template` overrides data.chat_template; `progress` shows a bar on stderr. Raises UserError naming file, line and
+    field of rows that cannot be used, or why no document is left. Every process of a launch may call it: one works,
+    the others wait.
+    """
+    if data.train is None:
+        raise UserError("there is nothing to train on", where="data.train", fix="Give a file, a folder or a hub id.")
+    settings = Settings(
+        data.loss_on, data.max_length, data.overlong, data.bad_rows, tuple(sorted(data.columns.items()))
+    )
+    encoder = Encoder(codec_of(tokenizer), templates.choose(template or data.chat_template, tokenizer), settings)
+    console = Console(stderr=True, quiet=not progress)
+    with ExitStack() as stack:
+        workshop = _Workshop(encoder, data.workers or min(_cores(), MOST_WORKERS), stack)
+        maker = _Maker(workshop, data, cache_folder(data.cache_dir), seed, console)
+        train_sources = sources.wanted(data.train)
+        train = [maker.store(source, "train") for source in train_sources]
+        if data.eval is None or isinstance(data.eval, (int, float)):
+            return _with_fraction(train, train_sources, data.eval, seed)
+        eval_sources = sources.wanted(data.eval)
+        held = [maker.store(source, "eval") for source in eval_sources]
+        return PreparedData(_mixed(train, train_sources, seed), _mixed(held, eval_sources, seed))
+
+
+Made = tuple[Store, bool]
+
+
+def _with_fraction(made: list[Made], given: list[DataSource], fraction: float | None, seed: int) -> PreparedData:
+    if not fraction:
+        return PreparedData(_mixed(made, given, seed), None)
+    if not 0 < fraction < 1:
+        raise UserError(f"data.eval={fraction} is not a fraction", where="data.eval", fix="Give a number from 0 to 1.")
+    held = hold_out(np.concatenate([store.content for store, _ in made]), fraction, seed)
+    names = [source.path for source in given]
+    train = _mixed(made, given, seed, held)
+    rows = np.flatnonzero(held).astype(np.int64)
+    return PreparedData(train, make_dataset([s for s, _ in made], rows, names, built=[new for _, new in made]))
+
+
+def _mixed(made: list[Made], given: list[DataSource], seed: int, held: np.ndarray | None = None) -> TokenDataset:
+    """All stores, each with its weight, without the documents `held` bool[all]."""
+    parts, first = [], 0
+    for number, ((store, _), source) in enumerate(zip(made, given, strict=True)):
+        rows = np.arange(first, first + len(store), dtype=np.int64)
+        if held is not None:
+            rows = rows[~held[rows]]
+        parts.append(weighted(rows, source.weight, seed, number))
+        first += len(store)
+    rows = np.concatenate(parts)
+    if not len(rows):
+        raise UserError("no document is left with these weights", where="data.train", fix="Raise the weights.")
+    return make_dataset(
+        [store for store, _ in made],
+        rows,
+        [source.path for source in given],
+        built=[new for _, new in made],
+        held_out=0 if held is None else int(held.sum()),
+    )
+
+
+@dataclass
+class _Maker:
+    """Makes the store of a source, or finds it."""
+
+    workshop: _Workshop
+    data: Data
+    folder: Path
+    seed: int
+    console: Console
+
+    def store(self, given: DataSource, role: sources.Role) -> Made:
+        source = sources.resolve(given, role, self.seed)
+        identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
+        encoder = self.workshop.encoder
+        chat = encoder.template.content if encoder.template else ""
+        parts = (VERSION, identity, self.data.format, encoder.settings, encoder.codec.content, chat)
+        key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+        def say(message: str) -> None:
+            self.console.print(f"{source.name}: {message}", highlight=False, markup=False)
+
+        return open_or_build(self.folder, key, partial(self._build, source), say)
+
+    def _build(self, source: sources.Source, folder: Path) -> None:
+        started = time.monotonic()
+        chunks = source.chunks()
+        format, seen = self._look(source, chunks)
+        self.workshop.encoder.check(format, source.name)
+        counts = Counts()
+        with closing(StoreWriter(folder)) as writer, _bar(self.console, source.size) as advance:
+            for chunk, outcome in self.workshop.encode(_chain(seen, chunks), format):
+                if outcome.problems:
+                    raise UserError(outcome.problems)
+                writer.add(outcome.documents)
+                counts = add((counts, outcome.counts))
+                advance(chunk.size, counts.rows)
+            if not counts.kept:
+                raise UserError(
+                    _nothing_left(counts), where=source.name, fix="See data.format, data.loss_on, max_length."
+                )
+            writer.finish(counts, format, time.monotonic() - started)
+
+    def _look(self, source: sources.Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
+        """The source's format, from the columns of the first chunk that has a readable row; and the chunks read."""
+        seen: list[Chunk] = []
+        problems = []
+        for chunk in chunks:
+            seen.append(chunk)
+            names: dict[str, None] = {}
+            first: list[str] = []
+            for where, row in chunk.rows():
+                if isinstance(row, BadRow):
+                    problems.append(row.problem(where))
+                else:
+                    first = first or list(row)
+                    names.update(dict.fromkeys(row))
+            if names:
+                if problems and self.data.bad_rows == "error":
+                    raise UserError(problems[:MOST_PROBLEMS])
+                return recognise(first, list(names), self.data.format, self.data.columns, source.name), seen
+        if problems:
+            raise UserError(problems[:MOST_PROBLEMS])
+        raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.")
+
+
+def _nothing_left(counts: Counts) -> str:
+    reasons = ", ".join(
+        f"{number} {reason}" for reason, number in sorted(counts.dropped.items(), key=lambda item: -item[1])
+    )
+    return f"no document is left of {counts.rows} rows; dropped: {reasons}"
+
+
+def _chain(seen: list[Chunk], rest: Iterator[Chunk]) -> Iterator[Chunk]:
+    yield from seen
+    yield from rest
+
+
+@dataclass
+class _Workshop:
+    """Encodes chunks in order: few of them here, many in processes that live until the stack is closed."""
+
+    encoder: Encoder
+    workers: int
+    stack: ExitStack
+    pool: ProcessPoolExecutor | None = field(default=None)
+
+    def encode(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, Outcome]]:
+        first: list[Chunk] = []
+        rows = 0
+        for chunk in chunks:
+            first.append(chunk)
+            rows += len(chunk)
+            if rows > FEW_ROWS or len(first) > FEW_CHUNKS:
+                break
+        else:
+            yield from ((chunk, self.encoder.encode(chunk, format)) for chunk in first)
+            return
+        every = _chain(first, chunks)
+        if self.workers == 1:
+            yield from ((chunk, self.encoder.encode(chunk, format)) for chunk in every)
+            return
+        try:
+            yield from self._in_parallel(every, format)
+        except BrokenProcessPool as error:
+            fix = "Out of memory, most likely: set data.workers lower."
+            raise PacktrainError("a tokenising process died", where="data.workers", fix=fix) from error
+
+    def _in_parallel(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, Outcome]]:
+        pool = self.pool
+        if pool is None:
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=(self.encoder,))
+            self.pool = pool
+            self.stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+        waiting: deque[tuple[Chunk, Future[Outcome]]] = deque()
+        for chunk in chunks:
+            waiting.append((chunk, pool.submit(_encode, chunk, format)))
+            if len(waiting) >= LOOK_AHEAD * self.workers:
+                chunk, future = waiting.popleft()
+                yield chunk, future.result()
+        while waiting:
+            chunk, future = waiting.popleft()
+            yield chunk, future.result()
+
+
+_encoder: Encoder
+
+
+def _start_worker(encoder: Encoder) -> None:
+    """In a worker: keep the encoder; one thread each, as there is a process per core; end when the parent ends."""
+    global _encoder
+    _encoder = encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent closes the pool
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _encode(chunk: Chunk, format: Format) -> Outcome:
+    return _encoder.encode(chunk, format)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+@contextmanager
+def _bar(console: Console, size: int) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on the console while the `with` lasts; gives `advance(size, rows so far)`."""
+    columns = (TextColumn("tokenising"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rows]:,} rows"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("", total=size or None, rows=0)
+        yield lambda done, rows: bar.update(task, advance=done, rows=rows)

@@ -1,0 +1,317 @@
+"""Built-in conversations and their tokenizer, so that a first run needs no download and no account.
+
+The conversations are generated: small exercises (facts, sums, days, counting, spelling, lists, tables, a shop with
+prices) whose answers are right or wrong, so that learning shows in the samples and not only in the loss. Most take a
+line and some take a page: lengths are long-tailed as in real chat data, which is what packing is for.
+
+Every exercise is asked in words that its hash gives to one split, so nothing in `eval` is ever asked in `train`; the
+fact behind a question may be, in other words. The tokenizer is a byte-level BPE trained on the `train` split when it is
+first needed (a fraction of a second): it can never disagree with the data, at the price that another version of
+`tokenizers` may make another one. Runs are not affected, a run folder keeps its own.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Split = Literal["train", "eval"]
+Message = dict[str, str]
+Exercise = list[tuple[str, str]]
+"""Turns (question, answer) that belong together; the first question holds all that the others refer to."""
+
+COUNTS = {"train": 10_000, "eval": 200}
+HELD_OUT_ONE_IN = 8
+VOCABULARY = 960
+END_OF_TURN = "<|im_end|>"
+PAD = "<|endoftext|>"
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['role'] == 'assistant' %}"
+    "{% generation %}{{- message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}"
+    "{{- '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""ChatML; the generation mark covers an answer and its end token, and not the header in front of it."""
+
+ANIMALS = {  # young, sound, number of legs
+    "cat": ("kitten", "meows", 4),
+    "dog": ("puppy", "barks", 4),
+    "cow": ("calf", "moos", 4),
+    "horse": ("foal", "neighs", 4),
+    "sheep": ("lamb", "bleats", 4),
+    "goat": ("kid", "bleats", 4),
+    "pig": ("piglet", "grunts", 4),
+    "hen": ("chick", "clucks", 2),
+    "duck": ("duckling", "quacks", 2),
+    "goose": ("gosling", "honks", 2),
+    "swan": ("cygnet", "hisses", 2),
+    "owl": ("owlet", "hoots", 2),
+    "lion": ("cub", "roars", 4),
+    "bear": ("cub", "growls", 4),
+    "fox": ("kit", "yelps", 4),
+    "frog": ("tadpole", "croaks", 4),
+    "deer": ("fawn", "bellows", 4),
+    "bee": ("larva", "buzzes", 6),
+}
+COUNTRIES = {  # capital, continent
+    "France": ("Paris", "Europe"),
+    "Italy": ("Rome", "Europe"),
+    "Spain": ("Madrid", "Europe"),
+    "Portugal": ("Lisbon", "Europe"),
+    "Germany": ("Berlin", "Europe"),
+    "Austria": ("Vienna", "Europe"),
+    "Greece": ("Athens", "Europe"),
+    "Norway": ("Oslo", "Europe"),
+    "Japan": ("Tokyo", "Asia"),
+    "China": ("Beijing", "Asia"),
+    "Thailand": ("Bangkok", "Asia"),
+    "Nepal": ("Kathmandu", "Asia"),
+    "Egypt": ("Cairo", "Africa"),
+    "Kenya": ("Nairobi", "Africa"),
+    "Ghana": ("Accra", "Africa"),
+    "Senegal": ("Dakar", "Africa"),
+    "Peru": ("Lima", "South America"),
+    "Chile": ("Santiago", "South America"),
+    "Cuba": ("Havana", "North America"),
+    "Canada": ("Ottawa", "North America"),
+}
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+WORDS = [
+    "apple",
+    "bread",
+    "milk",
+    "cheese",
+    "honey",
+    "lemon",
+    "onion",
+    "rice",
+    "salt",
+    "tea",
+    "river",
+    "stone",
+    "cloud",
+    "storm",
+    "field",
+    "tree",
+    "leaf",
+    "seed",
+    "lamp",
+    "chair",
+    "table",
+    "spoon",
+    "plate",
+    "clock",
+    "paper",
+    "pencil",
+    "bottle",
+    "basket",
+]
+GOODS = WORDS[:10]
+TUTOR = (
+    "You are a patient tutor. Answer in one short sentence, or in a list when a list is asked for.",
+    "Answer the questions of a pupil.",
+    "You help with homework: facts, small sums, days, words and lists.",
+)
+
+
+def conversations(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, list[Message]]]:
+    """`count` rows (10,000 for train, 200 for eval) of the form {"messages": [{"role", "content"}, ...]}.
+
+    The same arguments give the same rows on every machine, and the first rows do not depend on `count`.
+    """
+    rng = random.Random(f"{split}-{seed}")
+    return [{"messages": _conversation(split, rng)} for _ in range(COUNTS[split] if count is None else count)]
+
+
+def held_out(question: str) -> bool:
+    """Whether an exercise that starts with `question` belongs to the eval split."""
+    return zlib.crc32(question.encode()) % HELD_OUT_ONE_IN == 0
+
+
+@lru_cache(maxsize=1)
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 960 tokens with a ChatML template that marks the trained tokens; every digit is a token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(" ?[0-9]"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[PAD, "<|im_start|>", END_OF_TURN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rows = conversations("train", count=2_000)
+    texts = [message["role"] + "\n" + message["content"] for row in rows for message in row["messages"]]
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=END_OF_TURN,
+        pad_token=PAD,
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _conversation(split: Split, rng: random.Random) -> list[Message]:
+    """One exercise most of the time, else a lesson of several; a third of the lessons starts with a system prompt."""
+    number = 1 if rng.random() < 0.8 else 2 + min(int(rng.expovariate(0.4)), 10)
+    messages: list[Message] = []
+    if number > 1 and rng.random() < 0.33:
+        messages.append({"role": "system", "content": rng.choice(TUTOR)})
+    for _ in range(number):
+        for question, answer in _exercise(split, rng):
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return messages
+
+
+def _exercise(split: Split, rng: random.Random) -> Exercise:
+    """A random exercise of this split."""
+    while True:
+        exercise = rng.choices(TASKS, WEIGHTS)[0](rng)
+        if held_out(exercise[0][0]) == (split == "eval"):
+            return exercise
+
+
+def _few(rng: random.Random, least: int, most: int) -> int:
+    """A number from `least` to `most`, small ones far more often: this makes the tail of the lengths."""
+    return min(most, least + int(rng.paretovariate(1.3)) - 1)
+
+
+def _animal(rng: random.Random) -> Exercise:
+    name, (young, sound, legs) = rng.choice(list(ANIMALS.items()))
+    asked: dict[str, tuple[str, ...]] = {
+        f"A young {name} is called a {young}.": (
+            f"What is a young {name} called?",
+            f"What do you call the young of a {name}?",
+            f"Name the young of the {name}.",
+            f"A {name} has young. What are they called?",
+        ),
+        f"A {name} {sound}.": (
+            f"What sound does a {name} make?",
+            f"Which sound can I hear from a {name}?",
+            f"How does a {name} sound?",
+        ),
+        f"A {name} has {legs} legs.": (
+            f"How many legs does a {name} have?",
+            f"Count the legs of a {name}.",
+            f"On how many legs does a {name} walk?",
+        ),
+    }
+    answer = rng.choice(list(asked))
+    return [(rng.choice(asked[answer]), answer)]
+
+
+def _country(rng: random.Random) -> Exercise:
+    name, (capital, continent) = rng.choice(list(COUNTRIES.items()))
+    asked: dict[str, tuple[str, ...]] = {
+        f"The capital of {name} is {capital}.": (
+            f"What is the capital of {name}?",
+            f"Which city is the capital of {name}?",
+            f"Name the capital of {name}.",
+            f"I travel to {name}. What is its capital?",
+        ),
+        f"{name} is in {continent}.": (
+            f"On which continent is {name}?",
+            f"Where is {name}?",
+            f"To which continent does {name} belong?",
+        ),
+    }
+    answer = rng.choice(list(asked))
+    return [(rng.choice(asked[answer]), answer)]
+
+
+def _sum(rng: random.Random) -> Exercise:
+    a, b = rng.randint(1, 9), rng.randint(1, 9)
+    if rng.random() < 0.5:
+        asked = (f"What is {a} + {b}?", f"How much is {a} plus {b}?", f"Start at {a} and add {b}.")
+        steps = range(a + 1, a + b + 1)
+    else:
+        asked = (f"What is {a + b} - {b}?", f"How much is {a + b} minus {b}?", f"Start at {a + b} and take away {b}.")
+        steps = range(a + b - 1, a - 1, -1)
+    return [(rng.choice(asked), f"Counting: {', '.join(map(str, steps))}. It is {steps[-1]}.")]
+
+
+def _day(rng: random.Random) -> Exercise:
+    start, distance = rng.randrange(7), rng.randint(1, 6)
+    way, sign = rng.choice((("after", 1), ("before", -1)))
+    passed = [DAYS[(start + sign * i) % 7] for i in range(1, distance + 1)]
+    days = "1 day" if distance == 1 else f"{distance} days"
+    asked = (
+        f"Which day is {days} {way} {DAYS[start]}?",
+        f"What day comes {days} {way} {DAYS[start]}?",
+        f"Name the day that is {days} {way} {DAYS[start]}.",
+        f"Today is {DAYS[start]}. Which day {'is' if sign > 0 else 'was'} it {days} {'from now' if sign > 0 else 'ago'}?",
+    )
+    return [(rng.choice(asked), f"From {DAYS[start]}: {', '.join(passed)}. It is {passed[-1]}.")]
+
+
+def _count(rng: random.Random) -> Exercise:
+    start, length = rng.randint(1, 60), _few(rng, 4, 120)
+    numbers = [str(n) for n in range(start, start + length)]
+    asked = (f"Count from {start} to {numbers[-1]}.", f"Write the numbers from {start} to {numbers[-1]}.")
+    return [(rng.choice(asked), ", ".join(numbers))]
+
+
+def _spell(rng: random.Random) -> Exercise:
+    word = rng.choice(WORDS)
+    asked = (f"Spell the word {word}.", f"How do you spell {word}?", f"Write {word} letter by letter.")
+    return [(rng.choice(asked), "-".join(word))]
+
+
+def _list(rng: random.Random) -> Exercise:
+    words = rng.sample(WORDS, _few(rng, 2, len(WORDS)))
+    listed = ", ".join(words)
+    kind = rng.choice(("number", "first", "last"))
+    if kind == "number":
+        asked = (f"Number these words: {listed}", f"Make a numbered list of {listed}")
+        return [(rng.choice(asked), "\n".join(f"{i}. {word}" for i, word in enumerate(words, 1)))]
+    word = words[0] if kind == "first" else words[-1]
+    asked = (f"Which word is {kind}: {listed}?", f"Give the {kind} word of {listed}.")
+    return [(rng.choice(asked), f"The {kind} word is {word}.")]
+
+
+def _table(rng: random.Random) -> Exercise:
+    if rng.random() < 0.5:
+        names = rng.sample(list(ANIMALS), _few(rng, 2, len(ANIMALS)))
+        asked = f"Make a table of the young and the sound of these animals: {', '.join(names)}"
+        lines = ["| animal | young | sound |", "|---|---|---|"]
+        lines += [f"| {name} | {ANIMALS[name][0]} | {ANIMALS[name][1]} |" for name in names]
+    else:
+        names = rng.sample(list(COUNTRIES), _few(rng, 2, len(COUNTRIES)))
+        asked = f"Make a table of the capital and the continent of these countries: {', '.join(names)}"
+        lines = ["| country | capital | continent |", "|---|---|---|"]
+        lines += [f"| {name} | {COUNTRIES[name][0]} | {COUNTRIES[name][1]} |" for name in names]
+    return [(asked, "\n".join(lines))]
+
+
+def _shop(rng: random.Random) -> Exercise:
+    goods = rng.sample(GOODS, rng.randint(2, 4))
+    prices = {name: rng.randint(2, 9) for name in goods}
+    first, *rest = rng.sample(goods, rng.randint(1, len(goods)))
+    offer = ", ".join(f"{name} for {price} coins" for name, price in prices.items())
+    turns = [(f"A shop sells {offer}. What does the {first} cost?", f"The {first} costs {prices[first]} coins.")]
+    return turns + [(f"And the {name}?", f"The {name} costs {prices[name]} coins.") for name in rest]
+
+
+TASKS: tuple[Callable[[random.Random], Exercise], ...] = (
+    _animal, _country, _sum, _day, _count, _spell, _list, _table, _shop
+)  # fmt: skip
+WEIGHTS = (3, 3, 4, 3, 2, 2, 4, 1, 3)

@@ -1,0 +1,201 @@
+"""Where documents come from: files, folders, the hub, or packtrain's own quickstart data, all as streams of chunks.
+
+A source also knows its `identity`: a hash of its content, so that tokenised data is found again when a file was moved
+or touched, and never reused when a byte of it changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import pyarrow as pa
+
+from packtrain.config.schema import DataSource
+from packtrain.data.readers import SUFFIXES, read_file, suffix_of
+from packtrain.data.rows import CHUNK_ROWS, Chunk, ParsedChunk, Row, TableChunk
+from packtrain.errors import UserError
+
+if TYPE_CHECKING:
+    import datasets
+
+Role = Literal["train", "eval"]
+HashFile = Callable[[Path], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Files of SUFFIXES, read in the order given; `size` in bytes."""
+
+    name: str
+    paths: tuple[Path, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(path.stat().st_size for path in self.paths)
+
+    def identity(self, hash_file: HashFile) -> str:
+        """Hash of the files' bytes and kinds."""
+        return _digest("files", *(f"{suffix_of(path)} {hash_file(path)}" for path in self.paths))
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All rows; raises UserError for a file that cannot be read at all."""
+        for path in self.paths:
+            yield from read_file(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A data set of the `datasets` library: from the hub, or a folder that save_to_disk wrote; `size` in rows."""
+
+    name: str
+    dataset: datasets.Dataset
+
+    @property
+    def size(self) -> int:
+        return self.dataset.num_rows
+
+    def identity(self, hash_file: HashFile) -> str:
+        """Hash of its Arrow files and of the order of its rows, or its fingerprint where it has no files."""
+        files = [Path(file["filename"]) for file in self.dataset.cache_files]
+        indices = self.dataset._indices  # the order of a data set that was shuffled or filtered and saved unflattened
+        parts = [hash_file(path) for path in files] if files else [self.dataset._fingerprint]
+        order = hashlib.blake2b(indices.column(0).to_numpy().tobytes() if indices else b"").hexdigest()
+        return _digest("table", *parts, order, str(self.dataset.num_rows))
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All rows."""
+        first = 1
+        tables = cast(Iterator[pa.Table], self.dataset.with_format("arrow").iter(batch_size=CHUNK_ROWS))
+        for table in tables:
+            for batch in table.combine_chunks().to_batches():
+                yield TableChunk(self.name, first, batch, batch.num_rows)
+                first += batch.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Quickstart:
+    """packtrain's built-in conversations; `size` is not known before they are made."""
+
+    name: str
+    split: str
+    seed: int
+    size: int = 0
+
+    def identity(self, hash_file: HashFile) -> str:
+        """Hash of the program that makes them."""
+        from packtrain.data import quickstart
+
+        return _digest("quickstart", hash_file(Path(quickstart.__file__)), self.split, str(self.seed))
+
+    def chunks(self) -> Iterator[Chunk]:
+        """All rows."""
+        from packtrain.data import quickstart
+
+        if self.split not in ("train", "eval"):
+            raise UserError(f"quickstart has no split {self.split!r}", where="data.train", fix="Take train or eval.")
+        rows: list[Row] = list(quickstart.conversations(self.split, self.seed, None))
+        for start in range(0, len(rows), CHUNK_ROWS):
+            part = rows[start : start + CHUNK_ROWS]
+            yield ParsedChunk(self.name, list(range(start + 1, start + 1 + len(part))), part, len(part))
+
+
+Source = Files | Table | Quickstart
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def wanted(value: str | DataSource | list[str | DataSource]) -> list[DataSource]:
+    """A value of data.train or data.eval as a list of sources."""
+    values = value if isinstance(value, list) else [value]
+    return [DataSource(path=one) if isinstance(one, str) else one for one in values]
+
+
+def resolve(source: DataSource, role: Role, seed: int) -> Source:
+    """Find what `source.path` names: quickstart, a file, a glob, a folder, else a data set of the hub.
+
+    Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.
+    """
+    path = source.path
+    if not path:
+        raise UserError("a source has no path", where=f"data.{role}", fix="Give a file, a folder or a hub id.")
+    if path == "quickstart":
+        return Quickstart(path, "eval" if role == "eval" else source.split, seed)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _folder(local, source)
+    if local.exists():
+        if suffix_of(local) is None:
+            raise UserError(f"cannot read {local.name!r}", where=f"data.{role}", fix=f"Readable are {_readable()}.")
+        return Files(str(local), (local,))
+    if any(sign in path for sign in "*?["):
+        found = tuple(Path(name) for name in sorted(glob.glob(str(local), recursive=True)) if suffix_of(Path(name)))
+        if not found:
+            raise UserError(
+                f"no readable file matches {path!r}", where=f"data.{role}", fix=f"Readable are {_readable()}."
+            )
+        return Files(path, found)
+    if suffix_of(local) or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise UserError(f"no such file: {path}", where=f"data.{role}", fix=_nearest(local))
+    return Table(f"{path} [{source.split}]", _from_hub(source, role))
+
+
+def _readable() -> str:
+    return ", ".join(SUFFIXES) + ", and folders of these or of datasets.save_to_disk"
+
+
+def _nearest(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"The folder {path.parent} does not exist either; relative paths start at {Path.cwd()}."
+    names = difflib.get_close_matches(path.name, [other.name for other in path.parent.iterdir()], n=3, cutoff=0.5)
+    hint = f"Near it: {', '.join(names)}." if names else f"The folder {path.parent.resolve()} has nothing like it."
+    return f"{hint} A hub id has the form owner/name."
+
+
+def _folder(folder: Path, source: DataSource) -> Source:
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        name = str(folder) if (folder / "state.json").exists() else f"{folder} [{source.split}]"
+        return Table(name, _saved(folder, source))
+    files = tuple(path for path in sorted(folder.rglob("*")) if path.is_file() and suffix_of(path))
+    if not files:
+        raise UserError("nothing to read in this folder", where=str(folder), fix=f"Readable are {_readable()}.")
+    return Files(str(folder), files)
+
+
+def _saved(folder: Path, source: DataSource) -> datasets.Dataset:
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # whatever a damaged folder makes `datasets` raise
+        raise UserError(f"cannot read the saved data set: {error}", where=str(folder), fix="Save it again.") from error
+    if isinstance(loaded, datasets.Dataset):
+        return loaded
+    if source.split not in loaded:
+        raise UserError(
+            f"no split {source.split!r}", where=str(folder), fix=f"Give split, one of {', '.join(map(str, loaded))}."
+        )
+    return loaded[source.split]
+
+
+def _from_hub(source: DataSource, role: Role) -> datasets.Dataset:
+    import datasets
+
+    try:
+        loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
+    except Exception as error:  # network, access, name, split, subset: the library's own words say which
+        raise UserError(
+            f"cannot load {source.path!r}: {error}",
+            where=f"data.{role}",
+            fix="There is no such file here, so it was taken for a hub id; check the spelling, split and subset, "
+            "the network and your access (hf auth login).",
+        ) from error
+    assert isinstance(loaded, datasets.Dataset), "load_dataset with a split gives one data set"
+    return loaded

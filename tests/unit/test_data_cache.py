@@ -1,0 +1,298 @@
+"""Tokenised data is made once, found again, never half, and mixed without a copy."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_tokenizers import tokenizer_of
+
+import packtrain
+from packtrain.config.schema import Data, DataSource
+from packtrain.data import prepare as module
+from packtrain.data.prepare import PreparedData, prepare
+from packtrain.data.tokenise import Encoder
+from packtrain.errors import UserError
+
+TOKENIZER = tokenizer_of("smollm")
+
+
+def write(path: Path, count: int, first: int = 0) -> str:
+    """`count` texts that all differ, of different lengths."""
+    rows = ({"text": f"Hello number {number}! " * (1 + number % 5)} for number in range(first, first + count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def go(tmp_path: Path, train: Any, *, seed: int = 0, **keys: Any) -> PreparedData:
+    return prepare(Data(train=train, cache_dir=str(tmp_path / "cache"), **keys), TOKENIZER, seed=seed)
+
+
+def stores(tmp_path: Path) -> list[Path]:
+    return sorted(path.parent for path in (tmp_path / "cache").glob("*/manifest.json"))
+
+
+def documents(dataset: Any) -> list[tuple[int, ...]]:
+    return [tuple(dataset[i].input_ids.tolist()) for i in range(len(dataset))]
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """Numbers of rows of the chunks that were tokenised."""
+    calls: list[int] = []
+    original = Encoder.encode
+    monkeypatch.setattr(
+        Encoder, "encode", lambda self, chunk, form: (calls.append(len(chunk)), original(self, chunk, form))[1]
+    )
+    return calls
+
+
+def test_a_second_start_tokenises_nothing_and_gives_the_same(tmp_path, encoded):
+    path = write(tmp_path / "train.jsonl", 30)
+    first = go(tmp_path, path)
+    assert sum(encoded) == 30
+    second = go(tmp_path, path)
+    assert sum(encoded) == 30
+    assert second.train.fingerprint == first.train.fingerprint
+    assert documents(second.train) == documents(first.train)
+    assert (first.train.report.seconds > 0, second.train.report.seconds) == (True, 0)
+
+
+def test_a_moved_or_touched_file_is_still_known(tmp_path, encoded):
+    first = go(tmp_path, write(tmp_path / "train.jsonl", 3))
+    again = tmp_path / "elsewhere.jsonl"
+    (tmp_path / "train.jsonl").rename(again)
+    os.utime(again, (1, 1))
+    assert go(tmp_path, str(again)).train.fingerprint == first.train.fingerprint
+    assert len(encoded) == 1
+
+
+def test_changed_content_is_tokenised_anew(tmp_path, encoded):
+    path = write(tmp_path / "train.jsonl", 3)
+    first = go(tmp_path, path)
+    os.utime(path, (1, 1))
+    go(tmp_path, path)  # its hash is remembered now
+    content = Path(path).read_text()
+    Path(path).write_text(content.replace("number 2", "number 9"))
+    second = go(tmp_path, path)
+    assert len(encoded) == 2
+    assert second.train.fingerprint != first.train.fingerprint
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"max_length": 9}, {"overlong": "drop"}, {"bad_rows": "skip"}, {"loss_on": "all"}, {"columns": {"text": "text"}}],
+)
+def test_other_settings_are_another_cache(tmp_path, encoded, keys):
+    path = write(tmp_path / "train.jsonl", 3)
+    go(tmp_path, path)
+    go(tmp_path, path, **keys)
+    assert len(encoded) == 2
+
+
+def test_another_tokenizer_is_another_cache(tmp_path, encoded):
+    data = Data(train=write(tmp_path / "train.jsonl", 3), cache_dir=str(tmp_path / "cache"))
+    prints = {prepare(data, tokenizer_of(style), seed=0).train.fingerprint for style in ("smollm", "gemma")}
+    assert len(encoded) == len(prints) == 2
+
+
+def test_padding_and_truncation_left_on_the_tokenizer_change_nothing(tmp_path, encoded):
+    data = Data(train=write(tmp_path / "train.jsonl", 3), cache_dir=str(tmp_path / "cache"))
+    wanted = documents(prepare(data, TOKENIZER, seed=0).train)
+    used = copy.deepcopy(TOKENIZER)
+    used.backend_tokenizer.enable_truncation(2)
+    used.backend_tokenizer.enable_padding(length=64)
+    assert documents(prepare(data, used, seed=0).train) == wanted
+    assert len(encoded) == 1
+
+
+def test_masks_alone_change_the_fingerprint(tmp_path):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "Hello there!", "completion": " How are you?"}) + "\n")
+    path = str(tmp_path / "train.jsonl")
+    one, other = go(tmp_path, path).train, go(tmp_path, path, loss_on="all").train
+    assert documents(one) == documents(other)
+    assert one.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize("how", ["cut", "flip", "no manifest", "no lengths"])
+def test_a_damaged_cache_is_found_and_made_anew(tmp_path, encoded, how):
+    path = write(tmp_path / "train.jsonl", 30)
+    wanted = documents(go(tmp_path, path).train)
+    (folder,) = stores(tmp_path)
+    tokens = folder / "tokens.arrow"
+    content = bytearray(tokens.read_bytes())
+    if how == "cut":
+        tokens.write_bytes(content[:-100])
+    elif how == "flip":
+        content[len(content) // 2] ^= 255
+        tokens.write_bytes(content)
+    else:
+        (folder / {"no manifest": "manifest.json", "no lengths": "lengths.npy"}[how]).unlink()
+    assert documents(go(tmp_path, path).train) == wanted
+    assert len(encoded) == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_build_leaves_nothing(tmp_path, monkeypatch, error):
+    path = write(tmp_path / "train.jsonl", 600)
+    original = Encoder.encode
+    calls: list[int] = []
+
+    def breaks(self, chunk, form):
+        calls.append(1)
+        if len(calls) == 2:
+            raise error
+        return original(self, chunk, form)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "encode", breaks)
+        with pytest.raises(error):
+            go(tmp_path, path)
+    assert stores(tmp_path) == list((tmp_path / "cache").glob("*.building")) == []
+    assert len(go(tmp_path, path).train) == 600
+
+
+PROGRAM = """
+import sys, time
+sys.path[:0] = {paths!r}
+from data_tokenizers import tokenizer_of
+from packtrain.config.schema import Data
+from packtrain.data import prepare as module
+from packtrain.data.tokenise import Encoder
+original = Encoder.encode
+def slow(self, chunk, form):
+    print("tokenising", flush=True)
+    time.sleep({seconds})
+    return original(self, chunk, form)
+Encoder.encode = slow
+data = Data(train={path!r}, cache_dir={cache!r})
+prepared = module.prepare(data, tokenizer_of("smollm"), seed=0, progress=True)
+print(prepared.train.fingerprint)
+"""
+
+
+def start(tmp_path: Path, path: str, seconds: float) -> subprocess.Popen[str]:
+    paths = [str(Path(__file__).parent), str(Path(packtrain.__file__).parents[1])]
+    program = PROGRAM.format(paths=paths, seconds=seconds, path=path, cache=str(tmp_path / "cache"))
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", program], **pipes)
+
+
+def test_two_processes_that_start_together_make_it_once(tmp_path):
+    path = write(tmp_path / "train.jsonl", 20)
+    pair = [start(tmp_path, path, 3.0) for _ in range(2)]
+    told = [process.communicate(timeout=60) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], told
+    assert sorted(out.count("tokenising") for out, _ in told) == [0, 1]
+    assert len({out.split()[-1] for out, _ in told}) == 1
+    assert sum("is tokenising this data; waiting for it" in " ".join(err.split()) for _, err in told) == 1
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_build(tmp_path):
+    process = start(tmp_path, write(tmp_path / "killed.jsonl", 20), 60.0)
+    assert process.stdout is not None and process.stdout.readline() == "tokenising\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(list((tmp_path / "cache").glob("*.building"))) == 1
+    started = time.monotonic()
+    assert len(go(tmp_path, write(tmp_path / "other.jsonl", 5)).train) == 5
+    assert list((tmp_path / "cache").glob("*.building")) == []
+    assert len(go(tmp_path, str(tmp_path / "killed.jsonl")).train) == 20
+    assert time.monotonic() - started < 30
+
+
+def test_many_processes_give_the_same_as_one(tmp_path, monkeypatch):
+    path = write(tmp_path / "train.jsonl", 700)
+    alone = go(tmp_path / "alone", path).train
+    monkeypatch.setattr(module, "FEW_ROWS", 100)
+    parallel = go(tmp_path / "parallel", path, workers=2).train
+    assert parallel.fingerprint == alone.fingerprint
+    assert parallel.report.rows == 700
+
+
+def test_an_error_in_another_process_arrives_whole(tmp_path, monkeypatch):
+    path = write(tmp_path / "train.jsonl", 700)
+    lines = Path(path).read_text().splitlines()
+    lines[650] = '{"text": 5}'
+    Path(path).write_text("\n".join(lines))
+    monkeypatch.setattr(module, "FEW_ROWS", 100)
+    with pytest.raises(UserError, match=r"train.jsonl:651, text: expected a string, found a number: 5"):
+        go(tmp_path, path, workers=2)
+
+
+def test_a_dataset_travels_by_path_and_arrays_agree_with_documents(tmp_path):
+    train = go(tmp_path, write(tmp_path / "train.jsonl", 600)).train
+    loaded = pickle.loads(pickle.dumps(train))
+    assert documents(loaded) == documents(train)
+    assert loaded.fingerprint == train.fingerprint
+    assert train.lengths.tolist() == [len(train[i].input_ids) for i in range(600)]
+    assert train.trained.tolist() == [int(train[i].loss_mask.sum()) for i in range(600)]
+    assert train[599].input_ids.dtype == train.lengths.dtype == np.int32 and train[599].loss_mask.dtype == bool
+    assert (train.report.tokens, train.report.trained_tokens) == (train.lengths.sum(), train.trained.sum())
+
+
+@pytest.mark.parametrize("weight, total", [(1.0, 40), (0.5, 20), (2.25, 90)])
+def test_a_weight_is_how_often_each_document_appears(tmp_path, weight, total):
+    other = write(tmp_path / "other.jsonl", 10, first=1000)
+    sources = [DataSource(path=write(tmp_path / "train.jsonl", 40), weight=weight), other]
+    train = go(tmp_path, sources).train
+    times = np.unique(train.rows[:total], return_counts=True)[1]
+    assert len(train) == total + 10
+    assert set(times.tolist()) <= {int(weight), int(weight) + 1} - {0}
+    assert (train.rows[total:] == np.arange(40, 50)).all()
+    assert go(tmp_path, sources).train.fingerprint == train.fingerprint
+    if weight != 1.0:
+        assert go(tmp_path, sources, seed=1).train.fingerprint != train.fingerprint
+
+
+def test_a_fraction_is_held_out_for_eval_and_no_text_is_on_both_sides(tmp_path):
+    path = Path(write(tmp_path / "train.jsonl", 100))
+    path.write_text(path.read_text() * 2)
+    prepared = go(tmp_path, str(path), eval=0.1)
+    assert prepared.eval is not None
+    assert len(prepared.train) + len(prepared.eval) == 200
+    assert len(prepared.eval) == prepared.train.report.held_out == 20
+    assert not set(documents(prepared.train)) & set(documents(prepared.eval))
+    again, other = go(tmp_path, str(path), eval=0.1).eval, go(tmp_path, str(path), eval=0.1, seed=1).eval
+    assert again is not None and other is not None
+    assert again.fingerprint == prepared.eval.fingerprint != other.fingerprint
+
+
+def test_parts_of_a_split_document_stay_on_one_side(tmp_path):
+    path = tmp_path / "train.jsonl"
+    rows = [" ".join(f"{number}-{word}" for word in range(60)) for number in range(20)]
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    prepared = go(tmp_path, str(path), eval=0.3, max_length=32, overlong="split")
+    assert prepared.eval is not None
+    (folder,) = prepared.train.stores
+    train, held = (set(folder.content[part.rows].tolist()) for part in (prepared.train, prepared.eval))
+    assert len(train) + len(held) == 20 and not train & held
+
+
+def test_holding_out_the_only_document_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="none would be left"):
+        go(tmp_path, write(tmp_path / "train.jsonl", 1), eval=0.5)
+
+
+def test_eval_can_be_a_source_of_its_own(tmp_path):
+    prepared = go(tmp_path, write(tmp_path / "train.jsonl", 5), eval=write(tmp_path / "eval.jsonl", 2, first=100))
+    assert prepared.eval is not None
+    assert (len(prepared.train), len(prepared.eval)) == (5, 2)
+
+
+def test_quickstart_trains_on_one_split_and_evaluates_on_the_other(tmp_path):
+    prepared = go(tmp_path, "quickstart", eval="quickstart", workers=1, max_length=512)
+    assert prepared.eval is not None
+    assert prepared.train.report.format == "messages"
+    assert len(prepared.train) > len(prepared.eval) > 0
+    assert prepared.train.fingerprint != prepared.eval.fingerprint

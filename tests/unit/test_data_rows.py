@@ -1,0 +1,384 @@
+"""Rows of every format and every fault: what is read, what is refused, and what the error names."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_tokenizers import tokenizer_of
+
+from packtrain.config.schema import Data, DataSource
+from packtrain.data.prepare import PreparedData, prepare
+from packtrain.errors import UserError
+
+TOKENIZER = tokenizer_of("smollm")
+QUESTION, ANSWER = {"role": "user", "content": "Hello there!"}, {"role": "assistant", "content": "How are you?"}
+GOOD = {"messages": [QUESTION, ANSWER]}
+
+
+@pytest.fixture
+def ready(tmp_path: Path):
+    def call(train: Any, **keys: Any) -> PreparedData:
+        return prepare(Data(train=train, cache_dir=str(tmp_path / "cache"), **keys), TOKENIZER, seed=0)
+
+    return call
+
+
+def write(path: Path, *rows: Any) -> str:
+    """JSON Lines; bytes are written as they are."""
+    path.write_bytes(b"".join((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows))
+    return str(path)
+
+
+def texts(prepared: PreparedData) -> list[str]:
+    return [
+        TOKENIZER.decode(document.input_ids) for document in map(prepared.train.__getitem__, range(len(prepared.train)))
+    ]
+
+
+def trained(prepared: PreparedData, index: int = 0) -> str:
+    document = prepared.train[index]
+    return TOKENIZER.decode(document.input_ids[document.loss_mask])
+
+
+def turn(role: Any = "assistant", content: Any = "fine") -> dict[str, Any]:
+    return {"messages": [QUESTION, {"role": role, "content": content}]}
+
+
+BAD: dict[str, tuple[Any, str, str]] = {
+    "broken json": (b'{"messages": [', "broken JSON", "broken JSON at column 15"),
+    "not an object": ([1, 2], "not an object", "expected an object"),
+    "not utf-8": (b'{"text": "caf\xe9"}', "not UTF-8", "not UTF-8: byte 14 of the line is 0xe9"),
+    "nul": (b"\0\0\0\0", "NUL bytes", "holds NUL bytes"),
+    "lone surrogate": (turn(content="\ud800"), "not UTF-8", "lone surrogate"),
+    "missing column": ({"text": "Hello"}, "missing column", "messages: no column 'messages'; found: 'text'"),
+    "messages null": ({"messages": None}, "wrong type", "messages: expected a list, found null"),
+    "messages a number": ({"messages": 7}, "wrong type", "messages: expected a list, found a number: 7"),
+    "no messages": ({"messages": []}, "empty", "messages: there are no messages"),
+    "message a list": ({"messages": [[]]}, "wrong type", "messages[0]: expected an object, found a list"),
+    "no content": ({"messages": [{"role": "user"}]}, "missing field", "messages[0]: no 'content'"),
+    "role a number": (turn(role=3), "wrong type", "messages[1].role: expected a string, found a number: 3"),
+    "content a number": (turn(content=3), "wrong type", "messages[1].content: expected a string"),
+    "content null": (turn(content=None), "wrong type", "messages[1].content: expected a string, found null"),
+    "empty answer": (turn(content=" "), "empty", "messages[1].content: the assistant's turn is empty"),
+    "an image": (turn(content=[{"type": "image"}]), "not text", "messages[1].content: expected parts of type text"),
+}
+
+
+@pytest.mark.parametrize("row, reason, words", BAD.values(), ids=BAD.keys())
+def test_a_bad_row_is_an_error_that_names_file_line_and_field(ready, tmp_path, row, reason, words):
+    path = write(tmp_path / "train.jsonl", GOOD, GOOD, row)
+    with pytest.raises(UserError) as caught:
+        ready(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:3")
+    assert words in message
+    assert "data.bad_rows=skip" in message
+
+
+@pytest.mark.parametrize("row, reason, words", BAD.values(), ids=BAD.keys())
+def test_a_bad_row_is_skipped_and_counted_by_reason(ready, tmp_path, row, reason, words):
+    report = ready(write(tmp_path / "train.jsonl", GOOD, row, GOOD), bad_rows="skip").train.report
+    assert (report.rows, report.kept, report.dropped) == (3, 2, {reason: 1})
+
+
+def test_several_bad_rows_are_named_at_once_but_not_hundreds(ready, tmp_path):
+    path = write(tmp_path / "train.jsonl", GOOD, *[{"messages": []}] * 300)
+    with pytest.raises(UserError) as caught:
+        ready(path)
+    assert [problem.where for problem in caught.value.problems] == [f"{path}:{line}, messages" for line in range(2, 7)]
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows(ready, tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\n\n  \n" + json.dumps(GOOD).encode())
+    assert ready(str(path)).train.report.rows == 2
+
+
+def test_nothing_left_is_an_error_with_the_counts(ready, tmp_path):
+    path = write(tmp_path / "train.jsonl", {"messages": []}, {"messages": [QUESTION]}, {"messages": [QUESTION]})
+    with pytest.raises(UserError, match="no document is left of 3 rows; dropped: 2 no trained token, 1 empty"):
+        ready(path, bad_rows="skip")
+
+
+def test_an_empty_file_is_an_error(ready, tmp_path):
+    with pytest.raises(UserError, match="no rows"):
+        ready(write(tmp_path / "train.jsonl"))
+
+
+FORMATS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "text": ({"text": "Hello there!"}, "text", "Hello there!<|im_end|>", " there!<|im_end|>"),
+    "pair": (
+        {"prompt": "Hello there!", "completion": " How are you?"},
+        "prompt_completion",
+        "Hello there! How are you?<|im_end|>",
+        " How are you?<|im_end|>",
+    ),
+    "pair that melts": (
+        {"prompt": "Hello ", "completion": "there"},
+        "prompt_completion",
+        "Hello there<|im_end|>",
+        "there<|im_end|>",
+    ),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "Hello there!"}, {"from": "gpt", "value": "How are you?"}]},
+        "sharegpt",
+        "",
+        "How are you?<|im_end|>",
+    ),
+    "alpaca": ({"instruction": "Hello there!", "input": "", "output": "How?"}, "alpaca", "", "How?<|im_end|>"),
+    "messages": (GOOD, "messages", "", "How are you?<|im_end|>"),
+    "prompt of messages": (
+        {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]},
+        "prompt_completion",
+        "",
+        "How are you?<|im_end|>",
+    ),
+    "labels": ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, "tokenised", "", TOKENIZER.decode([6, 7])),
+    "mask": ({"input_ids": [5, 6, 7], "completion_mask": [0, 0, 1]}, "tokenised", "", TOKENIZER.decode([7])),
+    "ids alone": ({"input_ids": [5, 6, 7]}, "tokenised", "", TOKENIZER.decode([6, 7])),
+}
+
+
+@pytest.mark.parametrize("row, format, whole, target", FORMATS.values(), ids=FORMATS.keys())
+def test_each_format_is_recognised_and_trains_its_targets(ready, tmp_path, row, format, whole, target):
+    prepared = ready(write(tmp_path / "train.jsonl", row))
+    assert prepared.train.report.format == format
+    assert trained(prepared) == target
+    if whole:
+        assert texts(prepared) == [whole]
+
+
+def test_a_pair_is_tokenised_as_trl_does_and_apart_only_where_a_token_crosses_the_border(ready, tmp_path):
+    rows = [{"prompt": "Hello there!", "completion": " How are you?"}, {"prompt": "Hello ", "completion": "there"}]
+    train = ready(write(tmp_path / "train.jsonl", *rows)).train
+    assert train.report.pairs_apart == 1
+    assert train[0].input_ids.tolist() == TOKENIZER("Hello there! How are you?<|im_end|>")["input_ids"]
+    prompt = TOKENIZER("Hello ")["input_ids"]
+    assert train[1].input_ids[: len(prompt)].tolist() == prompt
+    assert train[1].loss_mask.tolist() == [False] * len(prompt) + [True] * (len(train[1].input_ids) - len(prompt))
+
+
+def test_loss_on_all_trains_every_token_but_the_first(ready, tmp_path):
+    mask = ready(write(tmp_path / "train.jsonl", GOOD), loss_on="all").train[0].loss_mask
+    assert mask.tolist() == [False] + [True] * (len(mask) - 1)
+
+
+def test_alpaca_is_asked_with_its_classic_prompt(ready, tmp_path):
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    (text,) = texts(ready(write(tmp_path / "train.jsonl", row)))
+    assert "### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:<|im_end|>\n<|im_start|>assistant\n3" in text
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"input_ids": [5, 6], "labels": [5, 7]}, "labels[1]: the label is 7, the token 6"),
+        ({"input_ids": [5, 6], "labels": [5]}, "labels: 1 values for 2 tokens"),
+        ({"input_ids": [5, 10**6]}, "input_ids[1]: token 1000000 is not in the vocabulary"),
+        ({"input_ids": [5, "6"]}, "input_ids[1]: expected an integer, found a string"),
+        ({"input_ids": [5, 6], "attention_mask": [1, 0]}, "attention_mask has zeros"),
+    ],
+)
+def test_tokens_that_cannot_be_right_are_refused(ready, tmp_path, row, words):
+    with pytest.raises(UserError) as caught:
+        ready(write(tmp_path / "train.jsonl", row))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"question": "a", "answer": "b"}, "fit no known format; found: question, answer"),
+        ({"messages": [], "text": "a"}, "fit messages and text"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "packtrain dpo"),
+    ],
+)
+def test_columns_that_fit_no_format_or_several_are_an_error(ready, tmp_path, row, words):
+    with pytest.raises(UserError) as caught:
+        ready(write(tmp_path / "train.jsonl", row))
+    assert words in str(caught.value)
+
+
+def test_columns_are_renamed_and_errors_use_the_files_names(ready, tmp_path):
+    path = write(tmp_path / "train.jsonl", {"q": "Hello", "a": " there"}, {"q": "Hello", "a": 5})
+    columns = {"prompt": "q", "completion": "a"}
+    with pytest.raises(UserError, match=r"train\.jsonl:2, a: expected a string, found a number: 5"):
+        ready(path, columns=columns)
+    assert trained(ready(path, columns=columns, bad_rows="skip")) == " there<|im_end|>"
+
+
+def test_conversations_without_a_chat_template_are_an_error(tmp_path):
+    bare = tokenizer_of("llama3").__class__(
+        tokenizer_object=tokenizer_of("llama3").backend_tokenizer, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>"
+    )
+    data = Data(train=write(tmp_path / "train.jsonl", GOOD), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="needs a chat template"):
+        prepare(data, bare, seed=0)
+    assert len(prepare(data, bare, seed=0, template="llama3").train) == 1
+
+
+LONG = {"messages": [QUESTION, {"role": "assistant", "content": "How are you? " * 20}]}
+
+
+def test_truncation_inside_an_answer_keeps_its_first_tokens_and_counts_the_cut(ready, tmp_path):
+    path = write(tmp_path / "train.jsonl", LONG)
+    whole, cut = ready(path, max_length=None).train, ready(path, max_length=60).train
+    assert cut[0].input_ids.tolist() == whole[0].input_ids[:60].tolist()
+    assert cut[0].loss_mask.tolist() == whole[0].loss_mask[:60].tolist()
+    assert (cut.report.truncated, cut.report.cut_tokens) == (1, len(whole[0].input_ids) - 60)
+
+
+def test_a_document_cut_before_its_first_trained_token_is_dropped_with_that_reason(ready, tmp_path):
+    limit = int(ready(write(tmp_path / "short.jsonl", GOOD)).train.lengths[0])
+    long_question = {"messages": [{**QUESTION, "content": "Hello " * limit}, ANSWER]}
+    report = ready(write(tmp_path / "train.jsonl", long_question, LONG), max_length=limit).train.report
+    assert (report.kept, report.dropped) == (1, {"no trained token within data.max_length": 1})
+
+
+def test_split_gives_consecutive_parts_and_drops_untrained_ones_with_a_count(ready, tmp_path):
+    path = write(tmp_path / "train.jsonl", LONG)
+    whole, parts = ready(path, max_length=None).train, ready(path, max_length=16, overlong="split").train
+    first = int(np.flatnonzero(whole[0].loss_mask)[0]) // 16
+    assert first == parts.report.dropped_chunks > 0
+    joined = np.concatenate([parts[i].input_ids for i in range(len(parts))])
+    np.testing.assert_array_equal(joined, whole[0].input_ids[first * 16 : first * 16 + len(joined)])
+    assert (parts.report.rows, parts.report.kept, parts.report.split) == (1, 1, 1)
+    assert parts.lengths.max() == 16
+    assert parts.report.tokens + parts.report.cut_tokens == len(whole[0].input_ids)
+
+
+def test_drop_and_error(ready, tmp_path):
+    limit = int(ready(write(tmp_path / "short.jsonl", GOOD)).train.lengths[0])
+    path = write(tmp_path / "train.jsonl", GOOD, LONG)
+    report = ready(path, max_length=limit, overlong="drop").train.report
+    assert (report.kept, report.dropped) == (1, {"longer than data.max_length": 1})
+    with pytest.raises(UserError, match=rf"train.jsonl:2: \d+ tokens, but data.max_length={limit}"):
+        ready(path, max_length=limit, overlong="error", bad_rows="skip")
+
+
+def as_json_list(path: Path) -> str:
+    path.with_suffix(".json").write_text(json.dumps([GOOD] * 3, indent=2, ensure_ascii=False))
+    return str(path.with_suffix(".json"))
+
+
+def as_json_lines(path: Path) -> str:
+    return write(path.with_suffix(".json"), GOOD, GOOD, GOOD)
+
+
+def as_gzip(path: Path) -> str:
+    name = path.with_suffix(".jsonl.gz")
+    name.write_bytes(gzip.compress(b"".join(json.dumps(GOOD).encode() + b"\n" for _ in range(3))))
+    return str(name)
+
+
+def as_parquet(path: Path) -> str:
+    pq.write_table(pa.Table.from_pylist([GOOD] * 3), path.with_suffix(".parquet"))
+    return str(path.with_suffix(".parquet"))
+
+
+def as_csv(path: Path) -> str:
+    with open(path.with_suffix(".csv"), "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([["messages"], *[[json.dumps(GOOD["messages"], indent=1)]] * 3])
+    return str(path.with_suffix(".csv"))
+
+
+def as_arrow(path: Path) -> str:
+    datasets.Dataset.from_list([GOOD] * 3).save_to_disk(path / "arrow")
+    return str(path / "arrow")
+
+
+def as_folder(path: Path) -> str:
+    (path / "data").mkdir(parents=True)
+    for name in "abc":
+        write(path / "data" / f"{name}.jsonl", GOOD)
+    return str(path / "data")
+
+
+def as_glob(path: Path) -> str:
+    return f"{as_folder(path)}/*.jsonl"
+
+
+KINDS = [as_json_list, as_json_lines, as_gzip, as_parquet, as_csv, as_arrow, as_folder, as_glob]
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+def test_every_kind_of_file_gives_the_same_documents(ready, tmp_path, make):
+    wanted = ready(write(tmp_path / "plain.jsonl", GOOD, GOOD, GOOD)).train
+    found = ready(make(tmp_path / "other")).train
+    assert len(found) == 3
+    assert found.fingerprint == wanted.fingerprint
+
+
+def test_a_split_of_a_saved_dataset_dict_is_read_and_a_wrong_one_named(ready, tmp_path):
+    saved = datasets.DatasetDict(train=datasets.Dataset.from_list([GOOD]), test=datasets.Dataset.from_list([GOOD] * 2))
+    saved.save_to_disk(tmp_path / "dict")
+    assert len(ready([DataSource(path=str(tmp_path / "dict"), split="test")]).train) == 2
+    with pytest.raises(UserError, match=r"no split 'dev'[\s\S]*train, test"):
+        ready([DataSource(path=str(tmp_path / "dict"), split="dev")])
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ('[\n{"text": "a"},\n{"text": }\n]', ":3: broken JSON"),
+        ('[\n{"text": "a"}\n{"text": "b"}]', ":3: expected ','"),
+        ('[{"text": "a"}', "found 'the end of the file'"),
+        ('[{"text": "a"}]\n\n[1]', ":3: there is more after"),
+        ('[{"text": "a"},\n7]', ":2: expected an object"),
+    ],
+)
+def test_a_broken_json_list_is_named_by_its_line(ready, tmp_path, content, words):
+    (tmp_path / "train.json").write_text(content)
+    with pytest.raises(UserError) as caught:
+        ready(str(tmp_path / "train.json"))
+    assert words in str(caught.value)
+
+
+def test_a_json_list_longer_than_the_buffer_is_read_whole_with_right_lines(ready, tmp_path):
+    rows = [{"text": f"é中 {number} " * 60} for number in range(400)]
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps([*rows, {"text": 5}], indent=1, ensure_ascii=False), encoding="utf-8")
+    line = path.read_text(encoding="utf-8").split("\n").index('  "text": 5')
+    with pytest.raises(UserError, match=f"train.json:{line}, text"):
+        ready(str(path))
+    assert ready(str(path), bad_rows="skip").train.report.kept == 400
+
+
+def test_csv_faults_are_named_by_line_and_column(ready, tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_bytes(b'text,id\n"two\nlines",1\n007,2\nonly one\ncaf\xe9,4\n')
+    with pytest.raises(UserError) as caught:
+        ready(str(path))
+    message = str(caught.value)
+    assert f"{path}:5: 1 fields, but the header names 2" in message
+    assert f"{path}:6, text: not UTF-8" in message
+    assert texts(ready(str(path), bad_rows="skip")) == ["two\nlines<|im_end|>", "007<|im_end|>"]
+
+
+def test_a_parquet_fault_is_named_by_its_row(ready, tmp_path):
+    pq.write_table(pa.table({"text": ["Hello", None]}), tmp_path / "train.parquet")
+    with pytest.raises(UserError, match=r"train.parquet, row 2, text: expected a string, found null"):
+        ready(str(tmp_path / "train.parquet"))
+
+
+@pytest.mark.parametrize("name", ["damaged.parquet", "damaged.jsonl.gz"])
+def test_a_damaged_file_is_named(ready, tmp_path, name):
+    (tmp_path / name).write_bytes(b"this is something else")
+    with pytest.raises(UserError, match=f"{name}: cannot read the file"):
+        ready(str(tmp_path / name))
+
+
+def test_a_misspelt_file_gets_a_suggestion(ready, tmp_path):
+    write(tmp_path / "train.jsonl", GOOD)
+    with pytest.raises(UserError, match=r"no such file[\s\S]*Near it: train.jsonl"):
+        ready(str(tmp_path / "trian.jsonl"))
