@@ -1,0 +1,163 @@
+"""`packtrain VERB [CONFIG] [key=value …]`: one thin function per verb.
+
+Nothing heavy is imported before a verb needs it, so that help answers at once. Options of Hydra's grammar (`~key`,
+`+group=choice`) look like anything but options to click; what does look like one and is not ours is refused as a wrong
+override, with the other problems of the config.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperCommand
+
+from packtrain import __version__
+from packtrain.errors import UserError
+from packtrain.launch.ending import exit_code_of
+
+if TYPE_CHECKING:
+    from packtrain.config.schema import RunConfig
+    from packtrain.launch.plan import LaunchPlan
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+_VERB_SETTINGS = {**_SETTINGS, "ignore_unknown_options": True}
+
+app = typer.Typer(
+    name="packtrain",
+    help="Fine-tune language models on packed sequences, driven by YAML.",  # wins over the callback's docstring
+    epilog="packtrain VERB -h lists the options and config keys of a verb. Exit codes: 0 done, 2 wrong config, data or "
+    "arguments, 3 a check failed, 4 another process or the network failed, 130/143 stopped by a signal.",
+    context_settings=_SETTINGS,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+class ConfigCommand(TyperCommand):
+    """A verb that takes a config: its help ends with every config key."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The usual help, then the reference made from the config's dataclasses."""
+        from packtrain.config.reference import help_text
+
+        super().format_help(ctx, formatter)
+        formatter.write("\n" + help_text(min(shutil.get_terminal_size().columns, 120)) + "\n")
+
+
+Config = Annotated[str | None, typer.Argument(metavar="CONFIG", help="A YAML file, or a recipe of packtrain.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the config, in Hydra's grammar.")
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"packtrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _packtrain(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the verb."""
+
+
+@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+def sft(
+    config: Config = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print config and plan, and stop.")] = False,
+) -> None:
+    """Fine-tune on conversations, prompts with completions, or text."""
+
+    def work() -> int:
+        run, launch = _config_and_plan(config, overrides, "sft")
+        if dry_run:
+            return _print_plan(run, launch)
+        from packtrain.launch.execute import execute
+
+        return execute(launch, run, "sft")
+
+    _end(work)
+
+
+@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+def plan(
+    config: Config = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Show what a run would be: the resolved config, its processes, the batch arithmetic."""
+
+    def work() -> int:
+        run, launch = _config_and_plan(config, overrides, "sft")
+        if not as_json:
+            return _print_plan(run, launch)
+        print(json.dumps(launch.to_json(), indent=2))
+        return 0
+
+    _end(work)
+
+
+def main() -> None:
+    """The console command `packtrain`."""
+    app()
+
+
+def _end(work: Callable[[], int]) -> NoReturn:
+    """Does `work` where click cannot see its exceptions (it would turn Ctrl-C into exit code 1), and ends with its code."""
+    raise typer.Exit(exit_code_of(work))
+
+
+def _config_and_plan(config: str | None, overrides: list[str] | None, verb: str) -> tuple[RunConfig, LaunchPlan]:
+    from packtrain.config.compose import load_config
+    from packtrain.launch.plan import plan_launch
+    from packtrain.launch.topology import look_around
+
+    run = load_config(*split_arguments([*([config] if config else []), *(overrides or [])]))
+    return run, plan_launch(run, look_around(), verb)
+
+
+def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The config's path, which comes first if it is there at all, and the overrides.
+
+    Raises UserError where nothing is given.
+    """
+    if not arguments:
+        raise UserError("no config", fix="Name a YAML file, e.g. packtrain sft recipes/quickstart-sft.yaml.")
+    first = arguments[0]
+    if Path(first).is_file() or not ("=" in first or first.startswith(("~", "+", "-"))):
+        return first, arguments[1:]
+    return None, arguments
+
+
+def _print_plan(config: RunConfig, launch: LaunchPlan) -> int:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.syntax import Syntax
+
+    from packtrain.config.compose import to_yaml
+
+    console = Console(highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        console.print(Syntax(to_yaml(config).rstrip(), "yaml", background_color="default"))
+    else:
+        print(to_yaml(config).rstrip())
+    lines = [("processes", f"{launch.num_processes}: {launch.reason}"), ("batch", launch.batch.sentence())]
+    for command in launch.commands:
+        settings = [f"{name}={value}" for name, value in command.env.items()]
+        lines.append(("command", shlex.join([*settings, *command.argv])))
+    console.print()
+    for name, text in lines:
+        console.print(f"[bold]{name:<10}[/]{escape(text)}")
+    return 0

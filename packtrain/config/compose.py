@@ -1,0 +1,300 @@
+"""YAML + command line → `RunConfig`, with all problems at once and the place of each.
+
+Hydra's compose API does what it is good at: defaults lists, groups, override grammar, interpolation. Its search path is
+the folder of the user's YAML, then packtrain's configs/, so a user's own files of a group win over ours. Unlike Hydra's
+structured configs, types are checked after composition (validate.py): that is what allows more than one error per start.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.default_element import ResultDefault
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from packtrain.config import files, rules
+from packtrain.config.findings import Finding
+from packtrain.config.keys import groups, keys
+from packtrain.config.origins import Origins
+from packtrain.config.overrides import COMMAND_LINE, Argument, check_choice, no_choice, parse
+from packtrain.config.schema import RunConfig
+from packtrain.config.shipped import shipped
+from packtrain.config.validate import build
+from packtrain.config.yamlfile import SUFFIX, check_text, find_config, key_lines, shown
+from packtrain.errors import Problem, UserError
+
+
+def load_config(config_path: str | None, overrides: list[str]) -> RunConfig:
+    """The config of a run: the YAML at `config_path` (None: none), then `overrides` in Hydra's grammar.
+
+    Raises UserError with every problem that can be found without loading data or model.
+    """
+    file = find_config(config_path) if config_path is not None else None
+    problems = check_text(file) if file else []
+    arguments, unreadable = parse(overrides)
+    problems += unreadable
+    if file and problems and problems[0] not in unreadable:
+        raise UserError(problems)  # nothing can be said about the values of a file that cannot be read
+    with _hydra(file) as search:
+        usable = []
+        for argument in arguments:
+            wrong = check_choice(argument, _options(argument.key, file))
+            problems += wrong
+            usable += [] if wrong else [argument]
+        composed, texts = _compose(file, search, usable, problems)
+        config, findings = _checked(composed, file)
+        if findings:
+            origins = _origins(file, texts, usable)
+            problems += [origins.locate(finding) for finding in findings]
+    if problems:
+        raise UserError(problems)
+    return config
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The config as plain containers."""
+    return asdict(config)
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The config as YAML that `load_config` reads back to an equal one."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
+
+
+@contextmanager
+def _hydra(file: Path | None) -> Iterator[list[str]]:
+    """Hydra with the user's folder first; yields the override that puts packtrain's configs/ behind it."""
+    configs = str(shipped("configs")).replace("\\", "\\\\").replace("'", "\\'")
+    with initialize_config_dir(str(file.parent if file else shipped("configs")), version_base="1.3"):
+        yield [f"hydra.searchpath=['file://{configs}']"]
+
+
+def _compose(
+    file: Path | None, search: list[str], arguments: list[Argument], problems: list[Problem]
+) -> tuple[DictConfig, list[str]]:
+    """The composed config, and the overrides it was made with.
+
+    Raises UserError, with `problems` first, where Hydra cannot make one.
+    """
+    name = file.stem if file else None
+    try:
+        listed = _listed_groups(name, search) if any(argument.choice for argument in arguments) else set()
+        texts = [*search, *(argument.for_hydra(listed) for argument in arguments)]
+        with warnings.catch_warnings():
+            # Without _self_ the user's own values come last, which is what one expects: nothing to warn of.
+            warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
+            return compose(name, overrides=texts), texts
+    except MissingConfigException as error:
+        raise UserError([*problems, _missing(error, file)]) from error
+    except yaml.YAMLError as error:
+        raise UserError([*problems, *_broken_file(error)]) from error
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise UserError([*problems, _refused(error, arguments, file)]) from error
+
+
+def _defaults(name: str | None, texts: list[str]) -> list[ResultDefault]:
+    """The defaults list in the order of composition."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # compose() has warned already
+        return GlobalHydra.instance().config_loader().compute_defaults_list(name, texts, RunMode.RUN).defaults
+
+
+def _listed_groups(name: str | None, search: list[str]) -> set[str]:
+    return {one.override_key for one in _defaults(name, search) if one.override_key}
+
+
+def _checked(composed: DictConfig, file: Path | None) -> tuple[RunConfig, list[Finding]]:
+    """The typed config and everything that is wrong with it, each key blamed once."""
+    values, findings = _values(composed, file)
+    config, wrong_values = build(values)
+    findings += wrong_values
+    spoilt = {key for finding in findings for key in finding.keys}
+    later = [*rules.check(config, _given(values, config)), *files.check(config)]
+    return config, findings + [finding for finding in later if not _touches(finding, spoilt)]
+
+
+def _origins(file: Path | None, texts: list[str], arguments: list[Argument]) -> Origins:
+    origins = Origins(shown(file) if file else "")
+    for one in _defaults(file.stem if file else None, texts):
+        _note_lines(one, file, arguments, origins)
+    for argument in arguments:
+        if argument.choice is None:
+            origins.add_argument(argument.key)
+    return origins
+
+
+def _note_lines(one: ResultDefault, file: Path | None, arguments: list[Argument], origins: Origins) -> None:
+    """Tells `origins` the keys of one file of the defaults list; those of ours belong to whoever chose it."""
+    package = one.package or ""
+    if one.config_path is None or package.partition(".")[0] == "hydra":
+        return
+    group, _, choice = one.config_path.rpartition("/")
+    path = next((path for folder in _folders(file) if (path := folder / f"{one.config_path}{SUFFIX}").is_file()), None)
+    if path is None:
+        return
+    chosen = [argument.text for argument in arguments if (argument.key, argument.choice) == (group, choice)]
+    if chosen:
+        origins.add_choice(f"{COMMAND_LINE}, {chosen[-1]}", package, key_lines(path))
+    elif group and shipped("configs") in path.parents:
+        origins.add_choice(_line_of_default(file, group, choice), package, key_lines(path))
+    else:
+        origins.add_file(shown(path), package, key_lines(path))
+
+
+def _folders(file: Path | None) -> list[Path]:
+    return [*([file.parent] if file else []), shipped("configs")]
+
+
+def _options(group: str, file: Path | None) -> list[str]:
+    return sorted({path.stem for folder in _folders(file) for path in (folder / group).glob(f"*{SUFFIX}")})
+
+
+def _missing(error: MissingConfigException, file: Path | None) -> Problem:
+    """The problem of a defaults list that names a file which is not there."""
+    group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    where = _line_of_default(file, group, choice)
+    if group and error.options:
+        return no_choice(group, choice, sorted(error.options), where)
+    hint = f"The groups are {', '.join(groups())}." if group else f"There is no {choice}{SUFFIX} beside this file."
+    return Problem(f"the defaults list names {error.missing_cfg_file!r}, which does not exist", where, hint)
+
+
+def _line_of_default(file: Path | None, group: str, choice: str) -> str:
+    if file is None:
+        return COMMAND_LINE
+    names = {f"defaults[{at}]{dot}" for at in range(100) for dot in ("", f".{group}")}
+    text = file.read_text(encoding="utf-8").splitlines()
+    for one in key_lines(file):
+        if one.path in names and re.search(rf"\b{re.escape(choice)}\b", text[one.line - 1]):
+            return f"{shown(file)}:{one.line}, defaults"
+    return f"{shown(file)}, defaults"
+
+
+def _broken_file(error: yaml.YAMLError) -> list[Problem]:
+    """The problems of a file that the user's YAML names under defaults."""
+    mark = getattr(error, "problem_mark", None)
+    found = check_text(Path(mark.name)) if mark else []
+    return found or [Problem(f"not valid YAML: {error}")]
+
+
+def _refused(error: Exception, arguments: list[Argument], file: Path | None) -> Problem:
+    """What Hydra said, at the argument that it named, else at the file."""
+    said = str(error).strip().split("\n")[0]
+    for argument in arguments:
+        if f"'{argument.key}'" in said or argument.text in said:
+            plain = argument.text.lstrip("+~")
+            if argument.parsed.is_delete():
+                return Problem(f"there is no {argument.key} to take away", f"{COMMAND_LINE}, {argument.text}")
+            if argument.key in groups():
+                fix = f"Write {argument.key}.KEY=… for each key, or {argument.key}=CHOICE."
+                return Problem(said, f"{COMMAND_LINE}, {argument.text}", fix)
+            return Problem(
+                said, f"{COMMAND_LINE}, {argument.text}", f"Write {plain} (or ++{plain}) to replace a value."
+            )
+    return Problem(said, shown(file) if file else COMMAND_LINE)
+
+
+def _values(composed: DictConfig, file: Path | None) -> tuple[dict[str, Any], list[Finding]]:
+    """What the user set, as plain containers with every interpolation resolved, and what cannot be resolved.
+
+    Interpolations see the defaults of schema.py too. A group that is given as text is the choice of that name.
+    """
+    findings: list[Finding] = []
+    merged = OmegaConf.merge(asdict(RunConfig()), composed)
+    values: dict[str, Any] = {}
+    for group in composed:
+        name = str(group)
+        value = _resolved(merged, name, name, findings)
+        if name in groups() and isinstance(value, str):
+            value = _choice(name, value, file, findings)
+        elif isinstance(value, dict) and isinstance(node := composed._get_node(group), DictConfig) and name in groups():
+            value = {key: one for key, one in value.items() if node._is_interpolation() or key in node}
+        values[name] = value
+    return values, findings
+
+
+def _choice(group: str, choice: str, file: Path | None, findings: list[Finding]) -> dict[str, Any]:
+    for folder in _folders(file):
+        path = folder / group / f"{choice}{SUFFIX}"
+        if path.is_file():
+            return OmegaConf.to_container(OmegaConf.load(path), resolve=True) or {}  # type: ignore[return-value]
+    wrong = no_choice(group, choice, _options(group, file), "")
+    findings.append(Finding((group,), wrong.what, wrong.fix))
+    return {}
+
+
+def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, findings: list[Finding]) -> Any:
+    """`parent[key]` as plain containers; what cannot be resolved is left out and becomes a finding."""
+    try:
+        value = parent[key]
+    except (OmegaConfBaseException, RecursionError) as error:
+        findings.append(_unresolved(error, path))
+        return None
+    before = len(findings)
+    if isinstance(value, DictConfig):
+        made = {str(one): _resolved(value, one, f"{path}.{one}", findings) for one in value}
+        return {one: made[one] for one in made if not _at(f"{path}.{one}", findings[before:])}
+    if isinstance(value, ListConfig):
+        return [_resolved(value, at, f"{path}[{at}]", findings) for at in range(len(value))]
+    return value
+
+
+def _at(path: str, findings: list[Finding]) -> bool:
+    return any(path in finding.keys for finding in findings)
+
+
+def _unresolved(error: Exception, path: str) -> Finding:
+    said = str(error).split("\n")[0]
+    if variable := re.search(r"Environment variable '(.*?)' not found", said):
+        name = variable[1]
+        return Finding(
+            (path,), f"the environment variable {name} is not set", f"Set it, or write ${{oc.env:{name},DEFAULT}}."
+        )
+    if missing := re.search(r"Interpolation key '(.*?)' not found", said):
+        return Finding(
+            (path,), f"there is no {missing[1]!r} to interpolate", "Name a key by its full path: ${group.key}."
+        )
+    if isinstance(error, RecursionError) or "recursi" in said.lower():
+        return Finding((path,), "the interpolation goes round in a circle", "Give one of its keys a value.")
+    return Finding((path,), said, "Give it a value.")
+
+
+def _given(values: Mapping[str, Any], config: RunConfig) -> frozenset[str]:
+    """The keys that were set to something else than their default."""
+    plain = asdict(config)
+    return frozenset(
+        path
+        for path, key in keys().items()
+        for group, _, name in [path.partition(".")]
+        if isinstance(values.get(group), Mapping) and name in values[group] and plain[group][name] != key.default
+    )
+
+
+def _touches(finding: Finding, spoilt: set[str]) -> bool:
+    """Whether a key of the finding, or what it is in or holds, is already known to be wrong."""
+    return any(
+        key == bad or bad.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{bad}.")
+        for key in finding.keys
+        for bad in spoilt
+    )
+
+
+def _escaped(value: Any) -> Any:
+    """Text that contains `${` literally, written so that it is read back as such."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", value)
+    if isinstance(value, dict):
+        return {key: _escaped(one) for key, one in value.items()}
+    return [_escaped(one) for one in value] if isinstance(value, list) else value

@@ -1,0 +1,75 @@
+"""Files and folders that a config names and that are not there: better found now than after the model is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from packtrain.config.findings import Finding
+from packtrain.config.rules import sources
+from packtrain.config.schema import RunConfig
+from packtrain.config.suggest import near
+
+BUILT_IN = "quickstart"
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".csv", ".parquet", ".arrow")
+MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
+TEMPLATE_SUFFIXES = (".jinja", ".j2")
+
+
+def check(config: RunConfig) -> list[Finding]:
+    """One finding for each path that is certainly meant to be local and does not exist."""
+    return [*_data(config), *_model(config), *_trainer(config)]
+
+
+def _data(config: RunConfig) -> Iterator[Finding]:
+    for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        for at, source in enumerate(sources(value)):
+            if source.path and not any(sign in source.path for sign in "*?["):
+                place = f"{key}[{at}]" if isinstance(value, list) else key
+                yield from _missing(place, source.path, DATA_SUFFIXES, "A hub id has the form owner/name.")
+    if config.data.chat_template:
+        yield from _missing("data.chat_template", config.data.chat_template, TEMPLATE_SUFFIXES, "")
+
+
+def _model(config: RunConfig) -> Iterator[Finding]:
+    for key, path in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer)):
+        if path:
+            yield from _missing(key, path, MODEL_SUFFIXES, "A hub id has the form owner/name.")
+
+
+def _trainer(config: RunConfig) -> Iterator[Finding]:
+    trainer = config.trainer
+    if trainer.resume not in ("auto", "never") and not Path(trainer.resume).expanduser().is_dir():
+        what = f"there is no checkpoint folder {trainer.resume}"
+        yield Finding(
+            ("trainer.resume",), what, f"Allowed: auto, never, or a folder. {_nearest(trainer.resume)}".strip()
+        )
+    output = Path(trainer.output_dir).expanduser()
+    if output.exists() and not output.is_dir():
+        yield Finding(("trainer.output_dir",), f"{output} is a file", "Name a folder, or one that is not there yet.")
+
+
+def _missing(key: str, path: str, suffixes: tuple[str, ...], otherwise: str) -> Iterator[Finding]:
+    if path == BUILT_IN or not _is_local(path, suffixes) or Path(path).expanduser().exists():
+        return
+    yield Finding((key,), f"there is no file or folder {path}", f"{_nearest(path)} {otherwise}".strip())
+
+
+def _is_local(path: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether `path` cannot be a name of the hub (owner/name) or of a built-in thing."""
+    rooted = path.startswith((".", "/", "~", os.sep)) or path.count("/") > 1
+    return rooted or path.lower().endswith(suffixes)
+
+
+def _nearest(path: str) -> str:
+    wanted = Path(path).expanduser()
+    folder = wanted.parent
+    if not folder.is_dir():
+        return f"The folder {folder} does not exist; relative paths start at {Path.cwd()}."
+    found = near(wanted.name, (one.name for one in folder.iterdir()))
+    return (
+        f"Near it: {', '.join(str(folder / name) for name in found)}."
+        if found
+        else f"{folder.absolute()} has none like it."
+    )

@@ -1,0 +1,159 @@
+"""Plain values → `RunConfig`, and everything about them that the types and bounds of schema.py forbid.
+
+Strict on purpose: "yes" is no number and 1 is no truth value. Two conveniences only, both for YAML 1.1: text such as
+"2e-5" is a number where only a number can be meant, and an unquoted `no` (which YAML reads as false) is the choice "no".
+The walk is our own rather than pydantic's: its errors for `float | str | DataSource | list[…]` come once per branch, and
+every message would be rewritten here anyway.
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from packtrain.config.findings import Finding
+from packtrain.config.keys import Key, choices, describe, groups, keys_of, members, words
+from packtrain.config.schema import RunConfig
+from packtrain.config.suggest import advice_for, near
+
+_REFUSED = object()
+
+
+def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Finding]]:
+    """The config that `values` (plain containers: group → key → value) describe, and what is wrong with them.
+
+    A key that is wrong has its default in the config, so that the others can still be checked against each other.
+    """
+    findings: list[Finding] = []
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in groups():
+            findings.append(_unknown(name))
+        elif value is not None and not isinstance(value, Mapping):
+            findings.append(Finding((name,), f"{_found(value)} where a group of keys belongs", _group_fix(name)))
+        elif value:
+            made[name] = _build(groups()[name], f"{name}.", value, findings)
+    return RunConfig(**made), findings
+
+
+def _build(cls: type, prefix: str, values: Mapping[str, Any], findings: list[Finding]) -> Any:
+    known = keys_of(cls, prefix)
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in known:
+            findings.append(
+                _unknown(f"{prefix}{name}") if cls in groups().values() else _unknown_in(known, prefix, name)
+            )
+            continue
+        before = len(findings)
+        taken = _accept(value, known[name], known[name].path, findings)
+        if taken is not _REFUSED:
+            made[name] = taken
+        elif len(findings) == before:
+            findings.append(_refused(value, known[name]))
+    return cls(**made)
+
+
+def _accept(value: Any, key: Key, path: str, findings: list[Finding]) -> Any:
+    """`value` as the key's type, or _REFUSED; `findings` grows where something inside a list or mapping is wrong."""
+    kinds = members(key.type)
+    taken = _as_any(value, kinds, path, findings)
+    if taken is _REFUSED and isinstance(value, str) and float in kinds and str not in kinds:
+        taken = _as_number(value)
+    if isinstance(taken, (int, float)) and not isinstance(taken, bool) and not _in_bounds(taken, key):
+        return _REFUSED
+    return taken
+
+
+def _as_any(value: Any, kinds: tuple[Any, ...], path: str, findings: list[Finding]) -> Any:
+    for kind in kinds:
+        taken = _as(value, kind, path, findings)
+        if taken is not _REFUSED:
+            return taken
+    return _REFUSED
+
+
+def _as(value: Any, kind: Any, path: str, findings: list[Finding]) -> Any:
+    if kind is type(None):
+        return None if value is None else _REFUSED
+    if kind in (bool, str):
+        return value if isinstance(value, kind) else _REFUSED
+    if kind in (int, float):
+        number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        return kind(value) if number else _REFUSED
+    if is_dataclass(kind):
+        return _build(typing.cast(type, kind), f"{path}.", value, findings) if isinstance(value, Mapping) else _REFUSED
+    if get_origin(kind) is Literal:
+        value = "no" if value is False else value
+        return value if isinstance(value, str) and value in get_args(kind) else _REFUSED
+    if get_origin(kind) is list and isinstance(value, list):
+        inside = members(get_args(kind)[0])
+        return _as_list(value, inside, path, findings)
+    if get_origin(kind) is dict and isinstance(value, Mapping):
+        only = get_args(kind)[1]
+        fits = only is Any or all(isinstance(one, only) for one in value.values())
+        return dict(value) if fits else _REFUSED
+    return _REFUSED
+
+
+def _as_list(values: list[Any], kinds: tuple[Any, ...], path: str, findings: list[Finding]) -> Any:
+    taken = []
+    for at, value in enumerate(values):
+        before = len(findings)
+        taken.append(_as_any(value, kinds, f"{path}[{at}]", findings))
+        if taken[-1] is _REFUSED and len(findings) == before:
+            findings.append(Finding((f"{path}[{at}]",), f"found {_found(value)}", f"Allowed: {words(kinds)}."))
+    return _REFUSED if _REFUSED in taken else taken
+
+
+def _as_number(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return _REFUSED
+
+
+def _in_bounds(value: float, key: Key) -> bool:
+    if not math.isfinite(value):
+        return False
+    return (key.minimum is None or value >= key.minimum) and (key.above is None or value > key.above)
+
+
+def _unknown(path: str) -> Finding:
+    return Finding((path,), "there is no such key", advice_for(path))
+
+
+def _unknown_in(known: Mapping[str, Key], prefix: str, name: str) -> Finding:
+    meant = near(name, known, 1)
+    fix = f"Did you mean {meant[0]}?" if meant else f"A source has {', '.join(known)}."
+    return Finding((f"{prefix}{name}",), "there is no such key", fix)
+
+
+def _refused(value: Any, key: Key) -> Finding:
+    fix = f"Allowed: {describe(key)}."
+    meant = near(value, choices(key.type), 1) if isinstance(value, str) else []
+    if meant:
+        fix += f" Did you mean {meant[0]}?"
+    elif str(value).lower() == "none" and type(None) in members(key.type):
+        fix += " Write null for none."
+    elif str in members(key.type) and isinstance(value, (bool, int, float)):
+        fix += ' Quote it if it is text: in YAML "…", on the command line \'key="…"\'.'
+    return Finding((key.path,), f"found {_found(value)}", fix)
+
+
+def _found(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    names = {str: "text", int: "whole number", float: "number", list: "list"}
+    text = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}…"
+    return f"the {names.get(type(value), 'mapping')} {text}"
+
+
+def _group_fix(name: str) -> str:
+    first = next(iter(keys_of(groups()[name])))
+    return f"Write {name}: {{{first}: …}}, or name a file of the group under defaults: [{name}: CHOICE, _self_]."

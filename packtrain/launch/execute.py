@@ -1,0 +1,170 @@
+"""Carrying out a LaunchPlan: files in the run folder, processes, signals, and one exit code for all of them.
+
+torchrun ends with 1 whatever happened in its workers, so each worker leaves its exit code in a folder that only this
+launch knows (`report_exit`), and the launcher ends with the most telling one. Workers are in sessions of their own, out
+of reach of the terminal's Ctrl-C; the launcher passes SIGINT and SIGTERM on to torchrun, which signals them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+from packtrain.config.compose import to_yaml
+from packtrain.config.schema import RunConfig
+from packtrain.errors import PeerFailed, UserError
+from packtrain.launch.ending import exit_code_of
+from packtrain.launch.plan import ACCELERATE_FILE, CONFIG_FILE, LaunchPlan
+
+EXIT_DIR = "PACKTRAIN_EXIT_DIR"
+LOG_DIR = "PACKTRAIN_LOG_DIR"
+LAUNCHER_LOG = "launcher.log"
+MOST_TELLING = (2, 3, 4, 1)
+
+
+def execute(plan: LaunchPlan, config: RunConfig, verb: str = "sft") -> int:
+    """Runs `packtrain verb` by the plan to its end and returns the exit code: 0, or the most telling one of the workers.
+
+    A run of one process trains in this process. Raises UserError where the run folder cannot be written, PeerFailed where
+    a worker was killed without a word.
+    """
+    folder = Path(config.trainer.output_dir)
+    if _is_first():
+        _write_files(plan, config, folder)
+    if plan.in_process:
+        os.environ.update(plan.commands[0].env)
+        from packtrain.train.run import train
+
+        return train(verb, config)
+    with tempfile.TemporaryDirectory(prefix="packtrain-") as exits:
+        environment = {
+            **os.environ,
+            **plan.commands[0].env,
+            EXIT_DIR: exits,
+            LOG_DIR: str((folder / "logs").absolute()),
+        }
+        log = folder / "logs" / LAUNCHER_LOG
+        code, received = _run([sys.executable, *_quiet(plan, log)], environment)
+        reported = _reported(Path(exits))
+    return _outcome(code, received, reported, plan.num_processes, log)
+
+
+def run_worker(work: Callable[[], int]) -> NoReturn:
+    """The whole life of a process that the launcher started: does `work`, and ends with its exit code.
+
+    All but rank 0 write to logs/rank-0000N.log in place of the terminal. Errors are printed, never raised.
+    """
+    redirect_output()
+    code = exit_code_of(work)
+    report_exit(code)
+    sys.exit(code)
+
+
+def report_exit(code: int) -> None:
+    """Leaves a worker's exit code where its launcher looks for it; does nothing where no launcher of ours waits."""
+    if EXIT_DIR in os.environ:
+        Path(os.environ[EXIT_DIR], os.environ.get("RANK", "0")).write_text(str(code))
+
+
+def redirect_output() -> None:
+    """Sends what a worker prints to logs/rank-0000N.log, unless it is rank 0 or has no launcher of ours."""
+    rank = int(os.environ.get("RANK", "0"))
+    if LOG_DIR not in os.environ or rank == 0:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(Path(os.environ[LOG_DIR], f"rank-{rank:05d}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _write_files(plan: LaunchPlan, config: RunConfig, folder: Path) -> None:
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(to_yaml(config), encoding="utf-8")
+        (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+        if not plan.in_process:
+            (folder / ACCELERATE_FILE).write_text(yaml.safe_dump(dict(plan.accelerate)), encoding="utf-8")
+    except OSError as error:
+        what = f"the run folder cannot be written: {error.strerror}"
+        raise UserError(what, where=f"trainer.output_dir ({error.filename})", fix="Name another folder.") from error
+
+
+def _quiet(plan: LaunchPlan, log: Path) -> list[str]:
+    """The plan's `accelerate launch …`, through the launcher that writes its own words to `log`."""
+    return ["-m", "packtrain.launch.accelerate", str(log), *plan.commands[0].argv[2:]]
+
+
+def _run(argv: list[str], environment: dict[str, str]) -> tuple[int, int | None]:
+    """The exit code of a child, and the signal that this process got and passed on meanwhile."""
+    child = subprocess.Popen(argv, env=environment, start_new_session=True)
+    with _passing_on(child) as received:
+        code = child.wait()
+    return code, received[0] if received else None
+
+
+@contextmanager
+def _passing_on(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    received: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        received.append(number)
+        if child.poll() is None:
+            os.killpg(child.pid, number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _reported(exits: Path) -> dict[int, int]:
+    """Exit codes by rank, of the workers that left one."""
+    return {int(file.name): int(text) for file in exits.iterdir() if (text := file.read_text()).lstrip("-").isdigit()}
+
+
+def _outcome(code: int, received: int | None, reported: dict[int, int], processes: int, log: Path) -> int:
+    """The exit code of the whole launch, whose `processes` left the exit codes `reported`."""
+    for telling in MOST_TELLING[:2]:
+        if telling in reported.values():
+            _point_to_log(telling, reported, log)
+            return telling
+    if received is not None:
+        return 128 + received
+    if code == 0:
+        return 0
+    for telling in MOST_TELLING[2:]:
+        if telling in reported.values():
+            _point_to_log(telling, reported, log)
+            return telling
+    if len(reported) == processes and max(reported.values()) > 128:  # someone else signalled torchrun or all workers
+        return max(reported.values())
+    raise PeerFailed(
+        "a process ended without a word: killed, out of memory, or crashed outside Python",
+        where=str(log),
+        fix=f"Its exit code and signal are in this file; {log.parent}/rank-*.log has what the others wrote.",
+    )
+
+
+def _point_to_log(code: int, reported: dict[int, int], log: Path) -> None:
+    """Rank 0 writes to the terminal; where it is not the one that failed, say who did."""
+    if reported.get(0) != code:
+        rank = min(rank for rank, one in reported.items() if one == code)
+        print(f"process {rank} failed: see {log.with_name(f'rank-{rank:05d}.log')}", file=sys.stderr)

@@ -1,0 +1,136 @@
+"""Real processes through accelerate: which exit code comes out, what reaches the terminal, and what a signal does.
+
+The workers are small scripts in place of packtrain.train.run, so that only the launcher is under test.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LAUNCH = """
+import sys
+from dataclasses import replace
+from packtrain.config.schema import Batch, RunConfig, Topology, Trainer
+from packtrain.launch.ending import exit_code_of
+from packtrain.launch.execute import execute
+from packtrain.launch.plan import plan_launch
+from packtrain.launch.topology import look_around
+
+config = RunConfig(topology=Topology(gpus_per_node=2), batch=Batch(examples_per_step=4), trainer=Trainer(output_dir="out"))
+plan = plan_launch(config, replace(look_around(), gpus=0))
+(command,) = plan.commands
+argv = [*command.argv[: command.argv.index("-m")], "worker.py", *command.argv[-2:]]
+sys.exit(exit_code_of(lambda: execute(replace(plan, commands=(replace(command, argv=argv),)), config)))
+"""
+
+WORKER = """
+import os, signal, sys, time
+from packtrain.errors import CheckFailed, PeerFailed, UserError
+from packtrain.launch.execute import run_worker
+
+rank = int(os.environ["RANK"])
+
+def work():
+    print("hello from rank", rank, os.environ["OMP_NUM_THREADS"], sys.argv[1:], flush=True)
+{body}
+    return 0
+
+run_worker(work)
+"""
+
+ALL_REDUCE = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    print("sum", total.item(), flush=True)
+    dist.destroy_process_group()
+"""
+STOPPABLE = """
+    def stop(number, frame):
+        print("checkpoint", flush=True)
+        raise SystemExit(128 + number)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    print("ready", flush=True)
+    while True: time.sleep(0.1)
+"""
+
+
+def start(folder: Path, body: str) -> subprocess.Popen[str]:
+    (folder / "worker.py").write_text(WORKER.replace("{body}", body))
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCH],
+        cwd=folder,
+        env={**clean, "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def launch(folder: Path, body: str) -> tuple[int, str, str]:
+    process = start(folder, body)
+    stdout, stderr = process.communicate(timeout=120)
+    return process.returncode, stdout, stderr
+
+
+def test_processes_reduce_over_gloo_and_only_rank_0_writes_to_the_terminal(tmp_path: Path) -> None:
+    code, stdout, stderr = launch(tmp_path, ALL_REDUCE)
+    assert (code, stderr) == (0, "")
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert stdout == f"hello from rank 0 {threads} ['sft', 'out/config.yaml']\nsum 3.0\n"
+    assert "sum 3.0" in (tmp_path / "out/logs/rank-00001.log").read_text()
+    assert {"config.yaml", "plan.json", "accelerate.yaml"} <= {file.name for file in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("rank_0", "rank_1", "code"),
+    [
+        ("raise UserError('bad data')", "time.sleep(60)", 2),
+        ("time.sleep(60)", "raise CheckFailed('leaks')", 3),
+        ("raise PeerFailed('gone')", "time.sleep(1); raise UserError('bad data')", 4),
+        ("raise RuntimeError('oops')", "time.sleep(60)", 1),
+        ("time.sleep(60)", "os.kill(os.getpid(), signal.SIGKILL)", 4),
+    ],
+    ids=["user-error", "check-failed", "peer-failed", "bug", "killed"],
+)
+def test_the_exit_code_says_what_the_worker_died_of(rank_0: str, rank_1: str, code: int, tmp_path: Path) -> None:
+    ended, _, stderr = launch(tmp_path, f"    if rank == 0: {rank_0}\n    if rank == 1: {rank_1}\n")
+    assert ended == code
+    assert "ChildFailedError" not in stderr
+    assert "ChildFailedError" in (tmp_path / "out/logs/launcher.log").read_text()
+    if code == 2:
+        assert stderr == "error:\n  bad data\n"
+    if code == 3:
+        assert "process 1 failed: see out/logs/rank-00001.log" in stderr
+        assert "leaks" in (tmp_path / "out/logs/rank-00001.log").read_text()
+
+
+def test_the_most_telling_exit_code_wins(tmp_path: Path) -> None:
+    body = "    if rank == 0: raise RuntimeError('the other one is gone')\n    raise UserError('bad data')\n"
+    assert launch(tmp_path, body)[0] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_every_worker_and_decides_the_exit_code(number: int, tmp_path: Path) -> None:
+    process = start(tmp_path, STOPPABLE)
+    other = tmp_path / "out/logs/rank-00001.log"
+    assert process.stdout is not None
+    while "ready" not in process.stdout.readline():
+        assert process.poll() is None
+    while not other.exists() or "ready" not in other.read_text():
+        time.sleep(0.05)
+    process.send_signal(number)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert stdout == "checkpoint\n"
+    assert "checkpoint" in other.read_text()

@@ -1,0 +1,168 @@
+"""The command line as a subprocess: what is printed where, and what the exit code is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from packtrain import __version__
+from packtrain.cli import split_arguments
+from packtrain.config.keys import keys
+from packtrain.errors import CheckFailed, PeerFailed, Problem, UserError
+from packtrain.launch.ending import BUG, exit_code_of
+
+COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
+
+
+def packtrain(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "packtrain", *arguments],
+        cwd=folder,
+        env={**environment, "CUDA_VISIBLE_DEVICES": "", **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_help_lists_the_verbs_and_the_version_is_printed(tmp_path: Path) -> None:
+    shown = packtrain("-h", folder=tmp_path)
+    assert shown.returncode == 0
+    assert "sft" in shown.stdout and "plan" in shown.stdout and "--install-completion" in shown.stdout
+    assert packtrain("--version", folder=tmp_path).stdout == f"packtrain {__version__}\n"
+
+
+@pytest.mark.parametrize("verb", ["sft", "plan"])
+def test_the_help_of_a_verb_lists_every_key(verb: str, tmp_path: Path) -> None:
+    shown = packtrain(verb, "--help", folder=tmp_path)
+    assert shown.returncode == 0
+    assert all(path in shown.stdout for path in keys())
+
+
+@pytest.mark.parametrize("start", [["-h"], ["sft", "-h"], ["sft", "bad.yaml"]])
+def test_help_and_refusals_do_not_import_torch(start: list[str], tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("optim: {lr: 1}\n")
+    code = (
+        "import sys, atexit\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'accelerate', 'numpy'}\n"
+        "atexit.register(lambda: print('HEAVY', sorted(heavy & set(sys.modules))))\n"
+        f"sys.argv = ['packtrain', *{start!r}]\n"
+        "from packtrain.cli import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("HEAVY []\n")
+
+
+def test_a_bad_config_is_refused_with_all_problems_once_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("model: {path: owner/model}\noptim:\n  lr: 1\n")
+    done = packtrain("sft", "bad.yaml", "trainer.seed=x", "-m", folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    for line in (
+        "error: 5 problems",
+        "  bad.yaml:3, optim.lr: there is no such key",
+        "    → Did you mean optim.learning_rate?",
+        "  command line, trainer.seed: found the text 'x'",
+        "  command line, -m: sweeps over several values are not supported",
+        "  bad.yaml, data.train: there is nothing to train on",
+    ):
+        assert done.stderr.count(f"{line}\n") == 1
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("arguments", [["sft"], ["sft", "none.yaml"], ["train"], ["sft", "--dryrun", *COMPLETE]])
+def test_wrong_arguments_end_with_exit_code_2_and_no_traceback(arguments: list[str], tmp_path: Path) -> None:
+    done = packtrain(*arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr and "Traceback" not in done.stderr
+
+
+def test_overrides_of_every_form_reach_hydra(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data: {train: owner/data, eval: 0.1}\nbatch: {examples_per_step: 4}\n")
+    done = packtrain(
+        "plan", "run.yaml", "~data.eval", "+peft=lora", "++optim.beta1=0.5", "model.path=owner/model", folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    for line in ("  eval: null", "  kind: lora", "  beta1: 0.5", "  path: owner/model"):
+        assert f"{line}\n" in done.stdout
+
+
+def test_a_dry_run_prints_config_and_batch_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
+    done = packtrain("sft", "--dry-run", *COMPLETE, "packing.mode=padding", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "learning_rate: 2.0e-05" in done.stdout
+    assert "a step is 32 documents: on 1 process 4 micro-batches of at most 8 documents" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plan_json_is_one_document_on_stdout(tmp_path: Path) -> None:
+    done = packtrain("plan", "--json", *COMPLETE, "topology=local", "topology.gpus_per_node=2", folder=tmp_path)
+    document = json.loads(done.stdout)
+    assert document["num_processes"] == 2
+    assert document["commands"][0]["argv"][1] == "launch"
+    assert done.stderr == ""
+
+
+def test_the_shell_can_complete_verbs(tmp_path: Path) -> None:
+    done = packtrain("--show-completion", "bash", folder=tmp_path, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert done.returncode == 0
+    assert "complete" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "split"),
+    [
+        (["run.yaml", "a=1"], ("run.yaml", ["a=1"])),
+        (["a=1", "b=2"], (None, ["a=1", "b=2"])),
+        (["~a", "b=2"], (None, ["~a", "b=2"])),
+        (["+a=1"], (None, ["+a=1"])),
+        (["lr=1/run.yaml"], ("lr=1/run.yaml", [])),
+    ],
+)
+def test_the_first_argument_is_the_config_unless_it_is_an_override(
+    arguments: list[str], split: tuple[str | None, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1").mkdir()
+    (tmp_path / "lr=1" / "run.yaml").touch()
+    assert split_arguments(arguments) == split
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (
+            UserError([Problem("one", "here", "do this"), Problem("two")]),
+            2,
+            "error: 2 problems\n  here: one\n    → do this\n  two\n",
+        ),
+        (CheckFailed("no"), 3, "error:\n  no\n"),
+        (PeerFailed("gone"), 4, "error:\n  gone\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (RuntimeError("oops"), 1, f"RuntimeError: oops\n{BUG}\n"),
+    ],
+)
+def test_every_end_has_its_exit_code_and_its_words(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> int:
+        raise error
+
+    assert exit_code_of(work) == code
+    stderr = capsys.readouterr().err
+    assert stderr.endswith(said) and (code == 1 or stderr == said)
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    command = f"'{sys.executable}' -m packtrain plan {' '.join(COMPLETE)} | true"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr == ""

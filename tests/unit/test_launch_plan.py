@@ -1,0 +1,215 @@
+"""Launch plans as tables: config and surroundings in, processes, commands and batch arithmetic out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from packtrain.config.schema import Batch, Packing, RunConfig, Topology, Trainer
+from packtrain.errors import UserError
+from packtrain.launch.plan import LaunchPlan, plan_launch
+from packtrain.launch.topology import Surroundings, look_around, visible_gpus
+
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+
+
+def plan(
+    topology: dict[str, Any] | None = None,
+    batch: dict[str, Any] | None = None,
+    mode: Any = "packed",
+    **surroundings: Any,
+) -> LaunchPlan:
+    config = RunConfig(
+        topology=Topology(**(topology or {})),
+        batch=Batch(**(batch or {"examples_per_step": 32})),
+        packing=Packing(mode=mode),
+        trainer=Trainer(output_dir="runs/x"),
+    )
+    return plan_launch(config, Surroundings(**{"cpus": 16, "free_port": 4321, **surroundings}))
+
+
+@pytest.mark.parametrize(
+    ("topology", "surroundings", "processes", "in_process"),
+    [
+        ({}, {}, 1, True),
+        ({}, {"gpus": 1}, 1, True),
+        ({}, {"gpus": 8}, 8, False),
+        ({"gpus_per_node": 2}, {"gpus": 8}, 2, False),
+        ({"gpus_per_node": 2}, {}, 2, False),
+        ({"kind": "single"}, {"gpus": 8}, 1, True),
+        ({"kind": "local"}, {"gpus": 8}, 8, False),
+        ({"kind": "local"}, {"gpus": 1}, 1, True),
+        ({"kind": "local", "gpus_per_node": 3}, {}, 3, False),
+        ({}, {"gpus": 8, "env": TORCHRUN}, 4, True),
+        ({"kind": "env"}, {"env": TORCHRUN}, 4, True),
+        ({"kind": "single"}, {"env": {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}}, 1, True),
+    ],
+)
+def test_the_topology_decides_the_processes(
+    topology: dict[str, Any], surroundings: dict[str, Any], processes: int, in_process: bool
+) -> None:
+    made = plan(topology, **surroundings)
+    assert (made.num_processes, made.nodes, made.gpus_per_node) == (processes, 1, processes)
+    assert made.in_process == in_process
+    assert made.reason
+
+
+def test_a_launch_over_two_machines_is_joined_as_such() -> None:
+    made = plan(env={**TORCHRUN, "LOCAL_WORLD_SIZE": "2"})
+    assert (made.num_processes, made.nodes, made.gpus_per_node) == (4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("topology", "surroundings", "said"),
+    [
+        ({"kind": "local"}, {}, "topology.gpus_per_node"),
+        ({"gpus_per_node": 9}, {"gpus": 8}, "8 visible GPUs"),
+        ({"kind": "env"}, {}, "RANK, WORLD_SIZE, MASTER_ADDR"),
+        ({}, {"env": {"WORLD_SIZE": "4"}}, "RANK, MASTER_ADDR"),
+        (
+            {},
+            {"env": {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}},
+            "LOCAL_RANK, MASTER_PORT",
+        ),
+        ({"kind": "local", "gpus_per_node": 2}, {"env": TORCHRUN}, "one of 4 of a running launch"),
+        ({"kind": "single"}, {"env": TORCHRUN}, "one of 4 of a running launch"),
+        ({}, {"env": {**TORCHRUN, "RANK": "4"}}, "rank 4 of 4"),
+        ({}, {"env": {**TORCHRUN, "RANK": "x"}}, "variable RANK"),
+    ],
+)
+def test_what_the_machine_cannot_give_is_refused(
+    topology: dict[str, Any], surroundings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        plan(topology, **surroundings)
+
+
+def test_several_processes_are_one_accelerate_launch_with_everything_said() -> None:
+    made = plan({"gpus_per_node": 4}, gpus=4, accelerate="/bin/accelerate")
+    (command,) = made.commands
+    text = " ".join(command.argv)
+    assert text.startswith("/bin/accelerate launch --config_file runs/x/accelerate.yaml --multi_gpu --same_network")
+    for words in (
+        "--num_machines 1",
+        "--num_processes 4",
+        "--machine_rank 0",
+        "--main_process_ip 127.0.0.1",
+        "--main_process_port 4321",
+        "--mixed_precision no",
+        "--dynamo_backend no",
+    ):
+        assert words in text
+    assert text.endswith("-m packtrain.train.run sft runs/x/config.yaml")
+    assert made.accelerate["num_processes"] == 4
+    assert made.accelerate["main_process_port"] == 4321
+
+
+def test_the_port_of_the_config_wins_over_a_free_one() -> None:
+    assert "5555" in plan({"gpus_per_node": 2, "main_port": 5555}).commands[0].argv
+
+
+@pytest.mark.parametrize(
+    ("topology", "surroundings", "environment"),
+    [
+        ({"gpus_per_node": 3}, {}, {"OMP_NUM_THREADS": "5"}),
+        ({"gpus_per_node": 3}, {"cpus": 2}, {"OMP_NUM_THREADS": "1"}),
+        ({"gpus_per_node": 3}, {"env": {"OMP_NUM_THREADS": "7"}}, {}),
+        ({}, {}, {}),
+        ({"kind": "single"}, {"gpus": 4}, {"CUDA_VISIBLE_DEVICES": "0"}),
+        ({"kind": "single"}, {"gpus": 2, "env": {"CUDA_VISIBLE_DEVICES": "5,6"}}, {"CUDA_VISIBLE_DEVICES": "5"}),
+        ({}, {"gpus": 4, "env": TORCHRUN}, {}),
+    ],
+)
+def test_processes_get_their_share_of_the_machine(
+    topology: dict[str, Any], surroundings: dict[str, Any], environment: dict[str, str]
+) -> None:
+    assert dict(plan(topology, **surroundings).commands[0].env) == environment
+
+
+def test_the_json_has_the_promised_keys_and_survives_json() -> None:
+    document = json.loads(json.dumps(plan({"gpus_per_node": 2}).to_json()))
+    assert list(document) == ["num_processes", "nodes", "gpus_per_node", "commands", "accelerate", "deepspeed", "batch"]
+    assert list(document["commands"][0]) == ["node", "argv", "env"]
+    assert document["deepspeed"] is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "mode", "processes", "rows", "micro_batches"),
+    [
+        ({"examples_per_step": 32}, "padding", 1, None, 4),
+        ({"examples_per_step": 32}, "padding_free", 3, None, 2),
+        ({"examples_per_step": 5, "examples_per_device": 2}, "padding", 4, None, 1),
+        ({"examples_per_step": 32, "tokens_per_device": 4096}, "padding_free", 1, None, None),
+        ({"examples_per_step": 32}, "packed", 2, None, None),
+        ({"tokens_per_step": 65536}, "packed", 2, 8, 4),
+        ({"tokens_per_step": 8192, "tokens_per_device": 2048}, "packed", 1, 4, 4),
+        ({"tokens_per_step": 8192, "tokens_per_device": 2048}, "padding", 2, 4, None),
+    ],
+)
+def test_batch_arithmetic_is_exact_where_it_can_be(
+    batch: dict[str, int], mode: str, processes: int, rows: int | None, micro_batches: int | None
+) -> None:
+    made = plan({"gpus_per_node": processes}, batch, mode).batch
+    assert (made.rows_per_step, made.micro_batches_per_device) == (rows, micro_batches)
+    assert ("as many micro-batches as" in made.sentence()) == (micro_batches is None)
+
+
+@pytest.mark.parametrize(
+    ("examples", "per_device", "processes"), [(32, 8, 1), (33, 8, 2), (5, 2, 4), (7, 3, 2), (1, 8, 3), (64, 5, 3)]
+)
+@pytest.mark.parametrize("mode", ["padding", "padding_free"])
+def test_the_predicted_accumulation_is_the_one_that_the_batches_get(
+    mode: Any, examples: int, per_device: int, processes: int
+) -> None:
+    import numpy as np
+
+    from packtrain.packing.balance import Limits, lay_out
+
+    predicted = plan(
+        {"gpus_per_node": processes}, {"examples_per_step": examples, "examples_per_device": per_device}, mode
+    ).batch.micro_batches_per_device
+    lengths = np.random.default_rng(examples).integers(1, 500, examples)
+    layout = lay_out(
+        lengths, mode=mode, world_size=processes, limits=Limits(per_device, None), attention_cost=1e-3, keep_order=False
+    )
+    assert {len(micro_batches) for micro_batches in layout} == {predicted}
+
+
+def test_rows_that_do_not_divide_over_the_processes_are_refused_with_the_nearest_that_do() -> None:
+    with pytest.raises(UserError, match="49152 or 73728"):
+        plan({"gpus_per_node": 3}, {"tokens_per_step": 65536})
+
+
+@pytest.mark.parametrize(
+    ("machine", "variable", "visible"),
+    [
+        (8, None, 8),
+        (8, "", 0),
+        (8, "-1", 0),
+        (8, "0,1", 2),
+        (8, "0,-1,1", 1),
+        (2, "0,5", 1),
+        (2, "GPU-a,GPU-b", 2),
+        (0, "0", 0),
+    ],
+)
+def test_visible_gpus_are_counted_as_cuda_does(machine: int, variable: str | None, visible: int) -> None:
+    assert visible_gpus(machine, variable) == visible
+
+
+def test_looking_around_finds_cores_and_a_port_that_is_free() -> None:
+    import socket
+
+    seen = look_around()
+    assert seen.cpus >= 1
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", seen.free_port))
