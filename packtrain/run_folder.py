@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packtrain.config.schema import RunConfig
+
 _REPORTED = (
     "packtrain",
     "torch",
@@ -31,6 +33,11 @@ class RunFolder:
 
     root: Path
 
+    @classmethod
+    def of(cls, config: RunConfig) -> RunFolder:
+        """The run folder that a config names."""
+        return cls(Path(config.trainer.output_dir).expanduser())
+
     @property
     def config(self) -> Path:
         """The resolved config."""
@@ -40,6 +47,11 @@ class RunFolder:
     def plan(self) -> Path:
         """The launch plan."""
         return self.root / "plan.json"
+
+    @property
+    def accelerate(self) -> Path:
+        """accelerate's settings, where several processes are launched."""
+        return self.root / "accelerate.yaml"
 
     @property
     def environment(self) -> Path:
@@ -66,9 +78,14 @@ class RunFolder:
         """The trained model (or adapters) and tokenizer, for from_pretrained."""
         return self.root / "final"
 
+    @property
+    def logs(self) -> Path:
+        """What every process said, one file each."""
+        return self.root / "logs"
+
     def log(self, rank: int) -> Path:
         """Log file of a rank."""
-        return self.root / "logs" / f"rank-{rank:05d}.log"
+        return self.logs / f"rank-{rank:05d}.log"
 
     def status(self) -> str | None:
         """`status` of summary.json; None where no run ended here."""

@@ -108,7 +108,7 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
 
 
 def _batch(config: RunConfig) -> Iterator[Finding]:
-    batch, mode = config.batch, config.packing.mode
+    batch = config.batch
     both = ("batch.examples_per_step", "batch.tokens_per_step")
     if batch.examples_per_step is None and batch.tokens_per_step is None:
         what = "the size of an optimizer step is not set"
@@ -117,10 +117,6 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
     elif batch.examples_per_step is not None and batch.tokens_per_step is not None:
         what = "a step is measured in documents or in tokens, not in both"
         yield Finding(both, what, "Keep one of them and set the other to null.")
-    if batch.examples_per_device is not None and mode == "packed":
-        what = "packed rows are limited by tokens, not by documents"
-        fix = "Set batch.tokens_per_device in place of batch.examples_per_device, or choose another packing.mode."
-        yield Finding(("batch.examples_per_device", "packing.mode"), what, fix)
     row = micro_batch_limits(config)[1]
     if batch.tokens_per_step is None:
         return
@@ -207,6 +203,10 @@ def _not_yet(config: RunConfig) -> Iterator[Finding]:
     if topology.nodes > 1:
         what = f"training on {topology.nodes} machines is not available in this version yet"
         yield Finding(("topology.nodes",), what, "Use topology.nodes=1.")
+    for name in ("main_address", "node_rank"):
+        if getattr(topology, name) is not None:
+            what = "training on several machines is not available in this version yet"
+            yield Finding((f"topology.{name}",), what, "Take the key away.")
     if topology.kind == "single" and (topology.gpus_per_node or 1) > 1:
         what = f"one process cannot use {topology.gpus_per_node} GPUs"
         fix = "Choose topology=local, or take topology.gpus_per_node away."

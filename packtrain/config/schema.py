@@ -142,7 +142,7 @@ class Batch:
         None, "Tokens of an optimizer step over all devices (rows packed over the whole epoch).", minimum=2
     )
     examples_per_device: int | None = key(
-        None, "Most documents of a micro-batch (padding, padding_free; 8 if none).", minimum=1
+        None, "Most documents of a micro-batch (8 if none); packed rows are limited by tokens alone.", minimum=1
     )
     tokens_per_device: int | None = key(
         None, "Most token slots of a micro-batch, padding included (packed: length of a row; 8192 if none).", minimum=2

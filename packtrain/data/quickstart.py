@@ -141,7 +141,7 @@ def held_out(question: str) -> bool:
 
 @lru_cache(maxsize=1)
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 960 tokens with a ChatML template that marks the trained tokens; every digit is a token."""
+    """Byte-level BPE of at most 960 tokens with a ChatML template that marks the trained tokens; every digit is a token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

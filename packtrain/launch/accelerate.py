@@ -34,12 +34,17 @@ def launch_config(processes: int, port: int | None, *, gpus: bool) -> dict[str, 
     return config
 
 
-def launch_argv(accelerate: str, config_file: str, config: dict[str, Any], worker: list[str]) -> list[str]:
-    """The `accelerate launch` command that runs `python -m WORKER worker…` in every process of a `launch_config`."""
+def launch_argv(
+    accelerate: str, config_file: str, config: dict[str, Any], worker: list[str], *, join_timeout_s: int
+) -> list[str]:
+    """The `accelerate launch` command that runs `python -m WORKER worker…` in every process of a `launch_config`.
+
+    Processes that have not found each other after `join_timeout_s` seconds give up.
+    """
     flags = ["--config_file", config_file, "--multi_gpu", "--same_network"]
     for name in ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port"):
         flags += [f"--{name}", str(config[name])]
-    flags += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    flags += ["--rdzv_conf", f"timeout={join_timeout_s}", "--mixed_precision", "no", "--dynamo_backend", "no"]
     return [accelerate, "launch", *flags, "-m", WORKER, *worker]
 
 

@@ -7,7 +7,6 @@ of reach of the terminal's Ctrl-C; the launcher passes SIGINT and SIGTERM on to 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -24,12 +23,13 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import PeerFailed, UserError
 from packtrain.launch.ending import exit_code_of
-from packtrain.launch.plan import ACCELERATE_FILE, CONFIG_FILE, LaunchPlan
+from packtrain.launch.plan import LaunchPlan
+from packtrain.run_folder import RunFolder, environment, write_json
 
 EXIT_DIR = "PACKTRAIN_EXIT_DIR"
 LOG_DIR = "PACKTRAIN_LOG_DIR"
 LAUNCHER_LOG = "launcher.log"
-MOST_TELLING = (2, 3, 4, 1)
+MOST_TELLING = (2, 3, 1, 4)  # a lost peer is mostly what the others see of the first three
 
 
 def execute(plan: LaunchPlan, config: RunConfig, verb: str = "sft") -> int:
@@ -38,9 +38,9 @@ def execute(plan: LaunchPlan, config: RunConfig, verb: str = "sft") -> int:
     A run of one process trains in this process. Raises UserError where the run folder cannot be written, PeerFailed where
     a worker was killed without a word.
     """
-    folder = Path(config.trainer.output_dir)
+    folder = RunFolder.of(config)
     if _is_first():
-        _write_files(plan, config, folder)
+        _open_run_folder(plan, config, folder)
     if plan.in_process:
         os.environ.update(plan.commands[0].env)
         from packtrain.train.run import train
@@ -51,9 +51,9 @@ def execute(plan: LaunchPlan, config: RunConfig, verb: str = "sft") -> int:
             **os.environ,
             **plan.commands[0].env,
             EXIT_DIR: exits,
-            LOG_DIR: str((folder / "logs").absolute()),
+            LOG_DIR: str(folder.logs.absolute()),
         }
-        log = folder / "logs" / LAUNCHER_LOG
+        log = folder.logs / LAUNCHER_LOG
         code, received = _run([sys.executable, *_quiet(plan, log)], environment)
         reported = _reported(Path(exits))
     return _outcome(code, received, reported, plan.num_processes, log)
@@ -93,13 +93,17 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _write_files(plan: LaunchPlan, config: RunConfig, folder: Path) -> None:
+def _open_run_folder(plan: LaunchPlan, config: RunConfig, folder: RunFolder) -> None:
+    """Moves an earlier run out of the way and writes what is known before training. Raises UserError where it cannot."""
     try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(to_yaml(config), encoding="utf-8")
-        (folder / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+        if moved := folder.make_room(config.trainer.resume):
+            print(f"{folder.root} held another run: it is in {moved} now")
+        folder.logs.mkdir(parents=True, exist_ok=True)
+        folder.config.write_text(to_yaml(config), encoding="utf-8")
+        write_json(folder.plan, plan.to_json())
+        write_json(folder.environment, environment())
         if not plan.in_process:
-            (folder / ACCELERATE_FILE).write_text(yaml.safe_dump(dict(plan.accelerate)), encoding="utf-8")
+            folder.accelerate.write_text(yaml.safe_dump(dict(plan.accelerate)), encoding="utf-8")
     except OSError as error:
         what = f"the run folder cannot be written: {error.strerror}"
         raise UserError(what, where=f"trainer.output_dir ({error.filename})", fix="Name another folder.") from error

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from packtrain.config.schema import RunConfig
 from packtrain.launch.accelerate import WORKER, launch_argv, launch_config
 from packtrain.launch.batch import BatchPlan, plan_batch
 from packtrain.launch.topology import Processes, Surroundings, choose_processes
-
-CONFIG_FILE = "config.yaml"
-ACCELERATE_FILE = "accelerate.yaml"
+from packtrain.run_folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +53,16 @@ def plan_launch(config: RunConfig, surroundings: Surroundings, verb: str = "sft"
     """The plan of a run of `packtrain verb` on one machine. Raises UserError where it is impossible there."""
     processes = choose_processes(config.topology, surroundings)
     batch = plan_batch(config, processes.total)
-    folder = Path(config.trainer.output_dir)
-    worker = [verb, str(folder / CONFIG_FILE)]
+    folder = RunFolder.of(config)
+    worker = [verb, str(folder.config)]
     alone = processes.total == 1 or processes.joins
     port = None if alone else config.topology.main_port or surroundings.free_port
     accelerate = launch_config(1 if alone else processes.total, port, gpus=surroundings.gpus > 0)
+    timeout = config.topology.join_timeout
     if alone:
         argv = [surroundings.python, "-m", WORKER, *worker]
     else:
-        argv = launch_argv(surroundings.accelerate, str(folder / ACCELERATE_FILE), accelerate, worker)
+        argv = launch_argv(surroundings.accelerate, str(folder.accelerate), accelerate, worker, join_timeout_s=timeout)
     return LaunchPlan(
         num_processes=processes.total,
         nodes=processes.nodes,

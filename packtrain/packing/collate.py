@@ -38,7 +38,7 @@ def collate_padded(documents: Sequence[Document], pad_token_id: int) -> dict[str
     labels = torch.full(shape, IGNORE)
     for row, document in enumerate(documents):
         length = len(document.input_ids)
-        input_ids[row, :length] = torch.from_numpy(document.input_ids)
+        input_ids[row, :length] = torch.from_numpy(document.input_ids.astype(np.int64))
         attention_mask[row, :length] = 1
         labels[row, :length] = shifted_labels(document)
     return {"input_ids": input_ids, "attention_mask": attention_mask, "shift_labels": labels}

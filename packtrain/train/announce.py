@@ -15,6 +15,7 @@ from packtrain.attention.backends import Backend
 from packtrain.attention.isolation import Proof
 from packtrain.config.schema import RunConfig
 from packtrain.data.prepare import PreparedData
+from packtrain.errors import CheckFailed
 from packtrain.run_folder import RunFolder
 from packtrain.train.loader import Steps
 from packtrain.train.rank_log import RankLog
@@ -61,6 +62,19 @@ def proof(log: RankLog, proof: Proof) -> None:
         f" {max(proof.moved_before, proof.moved_after):.1g}, each equals itself alone within {proof.alone:.1g}"
         f" (tolerance {proof.tolerance:.0g}; without isolation {proof.control:.1g})"
     )
+
+
+def not_exact(model: PreTrainedModel, proof: Proof) -> CheckFailed:
+    """The error of a proof that did not come out exact."""
+    name = type(model).__name__
+    if proof.verdict == "leaks":
+        off = max(proof.alone, proof.moved_before, proof.moved_after)
+        what = f"documents of a row are not kept apart: {name} with {proof.backend} attention is off by {off:.2g}"
+        fix = "this architecture cannot be flattened exactly: set packing.mode=padding"
+    else:
+        what = f"isolation cannot be shown: without it {name} moves by {proof.control:.2g} only"
+        fix = "set packing.mode=padding, or verify.preflight=false if you know this architecture to be exact"
+    return CheckFailed(f"{what} (tolerance {proof.tolerance:.1g})", fix=fix)
 
 
 def first_step(log: RankLog, seconds: float, checkpoint: Path | None) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import SchedulerType
 from trl import SFTConfig
 
 from packtrain.config.schema import RunConfig
 
 
-def training_arguments(config: RunConfig, *, total_steps: int, on_cpu: bool, has_eval: bool) -> SFTConfig:
+def training_arguments(
+    config: RunConfig, *, total_steps: int, on_cpu: bool, has_eval: bool, starts_anew: bool
+) -> SFTConfig:
     """Arguments of a run of `total_steps` optimizer steps.
 
     Everything about batches is left at one: a DataLoader item is a whole optimizer step of this process, already split
@@ -42,9 +46,9 @@ def training_arguments(config: RunConfig, *, total_steps: int, on_cpu: bool, has
         save_steps=trainer.checkpoint_every or 1,
         eval_strategy="steps" if trainer.eval_every and has_eval else "no",
         eval_steps=trainer.eval_every,
-        eval_on_start=has_eval,
+        eval_on_start=has_eval and starts_anew,
         report_to=list(config.tracking.report_to) or "none",
-        run_name=config.tracking.run_name,
+        run_name=config.tracking.run_name or Path(trainer.output_dir).name,
         ddp_timeout=config.topology.step_timeout,
         ddp_find_unused_parameters=False,
         disable_tqdm=True,

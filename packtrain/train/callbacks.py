@@ -28,8 +28,8 @@ class MetricsFile(TrainerCallback):
         """Keeps the lines up to the step that the run starts from."""
         if not state.is_world_process_zero or not self._path.exists():
             return
-        kept = [line for line in self._path.read_text().splitlines() if _step_of(line) <= state.global_step]
-        self._path.write_text("".join(f"{line}\n" for line in kept if state.global_step or "eval_loss" not in line))
+        lines = self._path.read_text().splitlines() if state.global_step else []
+        self._path.write_text("".join(f"{line}\n" for line in lines if _step_of(line) <= state.global_step))
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.config.schema import Model, Peft
-from packtrain.errors import UserError
+from packtrain.errors import Problem, UserError
 
 QUICKSTART = "quickstart"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
@@ -83,11 +84,16 @@ def _load_pretrained(config: Model) -> PreTrainedModel:
     dtype = _DTYPES[config.dtype]
     overrides = config.config
     if "gguf_file" not in location:
-        return AutoModelForCausalLM.from_pretrained(**location, dtype=dtype, **overrides)
+        model_config = AutoConfig.from_pretrained(**location)
+        _check_names(overrides, model_config)
+        for name, value in overrides.items():
+            setattr(model_config, name, value)
+        return AutoModelForCausalLM.from_pretrained(**location, dtype=dtype, config=model_config)
     loaded = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32 if dtype == "auto" else dtype)
     # A model from GGUF refuses save_pretrained; its weights in a plain model of the same config do not.
     plain = loaded.config.to_dict()
     plain.pop("quantization_config", None)
+    _check_names(overrides, loaded.config)
     model_config = type(loaded.config).from_dict({**plain, **overrides})
     model = type(loaded)._from_config(model_config, dtype=loaded.dtype)
     model.load_state_dict(loaded.state_dict())
@@ -100,17 +106,39 @@ def _random_config(config: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrai
     """The config of a new model: that of model.path, or made from model.config, with the tokenizer's special ids."""
     overrides = dict(config.config)
     if config.path is not None:
-        return AutoConfig.from_pretrained(**_location(config.path, config), **overrides)
+        model_config = AutoConfig.from_pretrained(**_location(config.path, config))
+        _check_names(overrides, model_config)
+        return type(model_config).from_dict({**model_config.to_dict(), **overrides})
     model_type = overrides.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         raise UserError(f"transformers knows no model type {model_type!r}", where="model.config.model_type")
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     defaults = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **special}
+    _check_names(overrides, CONFIG_MAPPING[model_type]())
     return CONFIG_MAPPING[model_type](**{**defaults, **overrides})
+
+
+def _check_names(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Refuses keys that `config` does not have: transformers would keep them and use none of them."""
+    known = {*config.to_dict(), *config.attribute_map}
+    unknown = [name for name in overrides if name not in known]
+    if unknown:
+        near = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
+        raise UserError(
+            [
+                Problem(
+                    f"{type(config).__name__} has no {name!r}",
+                    where=f"model.config.{name}",
+                    fix=f"did you mean {near[name][0]}?" if near[name] else "take it away",
+                )
+                for name in unknown
+            ]
+        )
 
 
 def _add_adapters(model: PreTrainedModel, peft: Peft, seed: int) -> PreTrainedModel:
     from peft import LoraConfig, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     torch.manual_seed(seed)
     lora = LoraConfig(
@@ -122,9 +150,16 @@ def _add_adapters(model: PreTrainedModel, peft: Peft, seed: int) -> PreTrainedMo
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, lora)
+        adapted = get_peft_model(model, lora)
     except ValueError as error:
         raise UserError(_first_line(error), where="peft.target_modules") from error
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise UserError(
+            "adapters on the output head are not supported: the fused loss reads its weight directly",
+            where="peft.target_modules",
+            fix="take the head away",
+        )
+    return adapted
 
 
 def _first_line(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from packtrain.config.limits import micro_batch_limits
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import TokenDataset
 from packtrain.data.prepare import prepare
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, PeerFailed
 from packtrain.packing.balance import Limits
 from packtrain.packing.batches import Schedule, make_schedule
 from packtrain.run_folder import RunFolder, write_json
@@ -61,25 +61,27 @@ def train(verb: str, config: RunConfig) -> int:
     """Runs `verb` in this process (of one or of many). Returns the exit code; raises PacktrainError for the user."""
     assert verb == "sft"
     quiet_transformers()
-    stop = StopRequest()
-    stop.listen()
     process = _join(config)
     try:
-        return train_sft(config, process, stop)
+        return train_sft(config, process)
+    except RuntimeError as error:
+        if process.world_size > 1 and _is_lost_peer(error):
+            raise _lost_peer(error, process, RunFolder.of(config)) from error
+        raise
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
 
-def train_sft(config: RunConfig, process: Process, stop: StopRequest) -> int:
+def train_sft(config: RunConfig, process: Process) -> int:
     """The run, in order: data, model, proof, steps, training, results."""
-    started = time.perf_counter()
-    folder = RunFolder(Path(config.trainer.output_dir))
+    started, stop = time.perf_counter(), StopRequest()
+    folder = RunFolder.of(config)
     log = RankLog(folder.log(process.rank), main=process.main)
     checkpoint = _resumed_checkpoint(config, folder, process, log)
 
     tokenizer = load_tokenizer(config.model)
-    data = prepare(config.data, tokenizer, seed=config.trainer.seed, progress=process.main)
+    data = prepare(config.data, tokenizer, seed=config.trainer.seed, progress=process.main and sys.stderr.isatty())
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
     own_attention = base_model(model).config._attn_implementation
     backend = choose_backend(config.model.attention, base_model(model), process.device)
@@ -95,6 +97,7 @@ def train_sft(config: RunConfig, process: Process, stop: StopRequest) -> int:
     proof = _prove(config, trainer, backend, log)
     before = _answers(config, model, tokenizer, own_attention, process)
     announce.first_step(log, time.perf_counter() - started, checkpoint)
+    stop.listen()  # until here a signal ends the process as usual: there is nothing to save
     result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     summary = announce.Summary(config, trainer, data, proof, result, time.perf_counter() - started)
@@ -126,6 +129,17 @@ def _join(config: RunConfig) -> Process:
             fix="packtrain env shows how the processes see each other",
         )
     return Process(state.process_index, state.num_processes, state.device)
+
+
+def _is_lost_peer(error: RuntimeError) -> bool:
+    """NCCL and the store have an error type of their own; gloo's errors are known by the source file they name."""
+    return isinstance(error, torch.distributed.DistError) or "gloo/" in str(error)
+
+
+def _lost_peer(error: RuntimeError, process: Process, folder: RunFolder) -> PeerFailed:
+    said = str(error).strip().splitlines()[0]
+    fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
+    return PeerFailed(f"rank {process.rank} lost the other processes: {said}", fix=fix)
 
 
 def _resumed_checkpoint(config: RunConfig, folder: RunFolder, process: Process, log: RankLog) -> Path | None:
@@ -218,7 +232,8 @@ def _trainer(
             config,
             total_steps=len(steps),
             on_cpu=process.device.type == "cpu",
-            has_eval=evaluation is not None and checkpoint is None,
+            has_eval=evaluation is not None,
+            starts_anew=checkpoint is None,
         ),
         tokenizer,
         steps=steps,
@@ -245,11 +260,7 @@ def _prove(config: RunConfig, trainer: PackedSFTTrainer, backend: Backend, log: 
                 proof = prove_isolation(model, backend, mixed_bf16=mixed)
             announce.proof(log, proof)
             if proof.verdict != "exact":
-                raise CheckFailed(
-                    f"documents of a row see each other: {type(model).__name__} with {backend.name} attention is off by"
-                    f" {max(proof.alone, proof.moved_before, proof.moved_after):.2g} (tolerance {proof.tolerance:.1g})",
-                    fix="this architecture cannot be flattened exactly: set packing.mode=padding",
-                )
+                raise announce.not_exact(model, proof)
         model.set_attn_implementation(backend.implementation)
     if config.verify.preflight and config.objective.loss == "nll":
         with torch.random.fork_rng(), torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):

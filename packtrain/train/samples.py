@@ -18,6 +18,8 @@ def answer(
     A prompt is a user turn where the tokenizer has a chat template, else plain text to go on from.
     """
     answers = []
+    ends = model.generation_config.eos_token_id or []
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     training = model.training
     model.eval()
     with attention_of(model, attention):
@@ -35,7 +37,7 @@ def answer(
                 max_new_tokens=max_tokens,
                 do_sample=False,
                 pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
+                eos_token_id=sorted(ends),
             )
             answers.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip())
     model.train(training)

@@ -72,12 +72,7 @@ class PackedSFTTrainer(SFTTrainer):
         self._first_step, self._loader_workers = first_step, loader_workers
         self._checkpoints, self._keep_checkpoints, self._origin = checkpoints, keep_checkpoints, origin
         self._window = _Window()
-        # forward and backward of a token at the mean document length; None where the device's peak is not known
-        seq_len = int(steps.data.lengths.mean()) if len(steps.data) else 1
-        self._flops_per_token = compute_flops_per_token(self.model.config, seq_len)
-        precision = "bf16" if args.bf16 else str(base_model(self.model).dtype).removeprefix("torch.")
-        on_gpu = args.device.type == "cuda"
-        self._peak_flops = get_peak_flops_per_device(self.accelerator, precision) if on_gpu else None
+        self._flops_share = self._flops_share_of_a_token()
 
     # -- what a step is made of
 
@@ -146,12 +141,23 @@ class PackedSFTTrainer(SFTTrainer):
             logs["tokens_per_second"] = rate
             logs["padding_fraction"] = 1 - tokens / max(slots, 1)
             logs["examples"] = examples
-            logs["mfu"] = (
-                rate * self._flops_per_token / (self._peak_flops * self.accelerator.num_processes)
-                if self._peak_flops
-                else None
-            )
+            logs["mfu"] = rate * self._flops_share if self._flops_share else None
         super().log(logs, start_time)
+
+    def _flops_share_of_a_token(self) -> float | None:
+        """Model FLOPs of a token at the mean document length / peak FLOPs of all devices in a second, by TRL's tables.
+
+        None where TRL knows neither the device nor the architecture.
+        """
+        if self.args.device.type != "cuda":
+            return None
+        precision = "bfloat16" if self.args.bf16 else str(base_model(self.model).dtype).removeprefix("torch.")
+        peak = get_peak_flops_per_device(self.accelerator, precision)
+        try:
+            flops = compute_flops_per_token(base_model(self.model).config, int(self.steps.data.lengths.mean()))
+        except AttributeError:  # its formula asks a config for fields that not every architecture has
+            return None
+        return flops / (peak * self.accelerator.num_processes) if peak else None
 
     @torch.no_grad()
     def evaluate(

@@ -305,7 +305,6 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
             "batch.tokens_per_device",
             "length is not set",
         ),
-        (["batch.examples_per_device=4"], "batch.examples_per_device", "limited by tokens"),
         (["model.path=null"], "model.path", "no pretrained weights"),
         (["model.path=null", "model.init=random"], "model.path", "neither a model"),
         (["model.path=null", "model.init=random", "+model.config.model_type=llama"], "model.tokenizer", "no tokenizer"),

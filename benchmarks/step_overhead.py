@@ -1,0 +1,74 @@
+"""packtrain's own share of a training step: what is neither forward, backward, clipping nor optimizer.
+
+    python benchmarks/step_overhead.py CONFIG.yaml [key=value …]
+
+Runs `packtrain sft` in this process with clocks around the model's forward, the backward and the optimizer step, and
+compares their sum with the time between the ends of steps. The first step (warm-up) is left out.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from transformers import TrainerCallback
+
+from packtrain.config.compose import load_config
+from packtrain.train import run, sft
+
+inside = {"forward": 0.0, "backward": 0.0, "clipping": 0.0, "optimizer": 0.0}
+
+
+def timed(name: str, function: Callable) -> Callable:
+    """`function`, with its time added to `inside[name]`."""
+
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        started = time.perf_counter()
+        result = function(*arguments, **keywords)
+        inside[name] += time.perf_counter() - started
+        return result
+
+    return wrapper
+
+
+class StepClock(TrainerCallback):
+    """Time from the end of the first step to the end of the last one, and what was inside then."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if not self.ends:
+            inside.update(dict.fromkeys(inside, 0.0))
+        self.ends.append(time.perf_counter())
+
+
+def main() -> None:
+    clock = StepClock()
+    Accelerator.backward = timed("backward", Accelerator.backward)
+    Accelerator.clip_grad_norm_ = timed("clipping", Accelerator.clip_grad_norm_)
+    AcceleratedOptimizer.step = timed("optimizer", AcceleratedOptimizer.step)
+    init = sft.PackedSFTTrainer.__init__
+
+    def with_clocks(self: sft.PackedSFTTrainer, model: Any, *arguments: Any, **keywords: Any) -> None:
+        init(self, model, *arguments, **keywords)
+        self.add_callback(clock)
+        base = sft.base_model(model)
+        base.forward = timed("forward", base.forward)
+
+    sft.PackedSFTTrainer.__init__ = with_clocks
+    run.train("sft", load_config(sys.argv[1], sys.argv[2:]))
+    total = clock.ends[-1] - clock.ends[0]
+    steps = len(clock.ends) - 1
+    for name, seconds in inside.items():
+        print(f"{name:<12}{seconds / steps:>9.3f} s a step {seconds / total:>8.2%}")
+    outside = total - sum(inside.values())
+    print(f"{'outside':<12}{outside / steps:>9.3f} s a step {outside / total:>8.2%}   ({steps} steps)")
+
+
+if __name__ == "__main__":
+    main()

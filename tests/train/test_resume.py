@@ -1,0 +1,131 @@
+"""Stopped at any moment and started again, a run ends with bitwise the same weights (CPU)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from running import ENVIRONMENT, Run, base_config, packtrain, train
+
+DROPOUT = {"attention_dropout": 0.1}  # so that a lost random state would show
+
+
+def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
+    config = base_config(folder, trainer={"max_steps": 9, "checkpoint_every": 3, **groups.pop("trainer", {})}, **groups)
+    config["model"]["config"] = {**config["model"]["config"], **DROPOUT}
+    return config
+
+
+def assert_same_end(run: Run, expected: Run) -> None:
+    assert run.losses == expected.losses
+    weights = expected.weights()
+    for name, tensor in run.weights().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    folder = tmp_path_factory.mktemp("resume")
+    return folder, train(folder, config_of(folder), name="unbroken")
+
+
+def start(folder: Path, config: dict[str, Any], name: str, *overrides: str) -> subprocess.Popen[str]:
+    """Starts a run and comes back when it has a checkpoint of step 3."""
+    config = {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "packtrain", "sft", str(path), *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    deadline = time.monotonic() + 120
+    while not (folder / name / "checkpoints" / "step-000003").exists():
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    return process
+
+
+def test_killed_and_resumed_gives_bitwise_the_same_weights(unbroken: tuple[Path, Run]) -> None:
+    folder, expected = unbroken
+    process = start(folder, config_of(folder), "killed")
+    process.kill()
+    process.communicate()
+    run = train(folder, config_of(folder), name="killed")
+    assert_same_end(run, expected)
+    assert run.summary["steps"] == 9
+    assert run.summary["tokens"] == expected.summary["tokens"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_ends_the_run_after_a_checkpoint_that_it_goes_on_from(
+    unbroken: tuple[Path, Run], number: int, code: int, processes: int
+) -> None:
+    folder, _ = unbroken
+    name = f"signal-{number}-{processes}"
+    several = ["topology=local", f"topology.gpus_per_node={processes}"] if processes > 1 else ["topology=single"]
+    config = config_of(folder, trainer={"max_steps": 100_000, "keep_checkpoints": 1})
+    process = start(folder, config, name, *several)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == code, output
+    run = Run(folder / name)
+    assert run.summary["status"] == "stopped"
+    stopped_at = run.summary["steps"]
+    assert (folder / name / "checkpoints" / f"step-{stopped_at:06d}" / "manifest.json").exists()
+    resumed = train(folder, config, *several, f"trainer.max_steps={stopped_at + 2}", name=name)
+    assert [line["step"] for line in resumed.steps] == list(range(1, stopped_at + 3))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said(unbroken: tuple[Path, Run]) -> None:
+    folder, expected = unbroken
+    train(folder, config_of(folder, trainer={"max_steps": 9}), name="damaged")
+    (folder / "damaged" / "summary.json").unlink()  # as if it had been killed just before its end
+    newest = folder / "damaged" / "checkpoints" / "step-000009"
+    weights = bytearray((newest / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(weights)
+    output = packtrain("sft", str(folder / "damaged.yaml")).stdout
+    assert "step-000009 is passed over: model.safetensors is not as it was written" in output
+    assert "resuming from step-000006" in output
+    assert_same_end(Run(folder / "damaged"), expected)
+
+
+def test_another_number_of_processes_goes_on_with_the_same_global_batches(unbroken: tuple[Path, Run]) -> None:
+    folder, _ = unbroken
+    config = config_of(folder)
+    config["model"]["config"] = {**config["model"]["config"], "attention_dropout": 0.0}
+    expected = train(folder, config, name="no-dropout")
+    train(folder, config, "trainer.max_steps=3", name="grown")
+    (folder / "grown" / "summary.json").unlink()
+    run = train(folder, config, "topology=local", "topology.gpus_per_node=2", name="grown")
+    assert run.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def test_what_would_change_the_order_of_the_data_is_refused_on_resume(unbroken: tuple[Path, Run]) -> None:
+    folder, _ = unbroken
+    train(folder, config_of(folder), "trainer.max_steps=3", name="changed")
+    (folder / "changed" / "summary.json").unlink()
+    result = packtrain("sft", str(folder / "changed.yaml"), "trainer.seed=1", "batch.examples_per_step=5", expect=2)
+    assert "trainer.seed" in result.stderr and "batch.examples_per_step" in result.stderr
+
+
+def test_a_finished_run_is_moved_aside_and_never_overwritten(tmp_path: Path) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 1})
+    first = train(tmp_path, config, name="again")
+    losses = first.losses
+    train(tmp_path, config, "trainer.max_steps=2", name="again")
+    assert len(Run(tmp_path / "again").losses) == 2
+    assert Run(tmp_path / "again.1").losses == losses
+    assert json.loads((tmp_path / "again.1" / "summary.json").read_text())["status"] == "done"

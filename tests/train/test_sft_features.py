@@ -1,0 +1,190 @@
+"""What else a run does, seen from outside: evaluation, early stop, adapters, precision, run folder, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from running import LLAMA, Run, base_config, conversations, packtrain, train, write_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from packtrain.config.schema import Data
+from packtrain.data.prepare import prepare
+from packtrain.packing.collate import IGNORE, shifted_labels
+
+
+def eval_loss_by_definition(model_folder: Path, documents: Path, cache: Path) -> float:
+    """Σ loss / Σ trained tokens, document by document, with full logits."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    data = prepare(Data(train=str(documents), max_length=200, cache_dir=str(cache)), tokenizer, seed=0).train
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for index in range(len(data)):
+            labels = shifted_labels(data[index])
+            ids = torch.tensor(data[index].input_ids.astype("int64"))[None]
+            total += F.cross_entropy(model(ids).logits[0], labels, ignore_index=IGNORE, reduction="sum").item()
+            count += int((labels != IGNORE).sum())
+    return total / count
+
+
+@pytest.mark.parametrize("overrides", [["packing.mode=padding"], ["topology=local", "topology.gpus_per_node=3"]])
+def test_eval_loss_is_exact_over_the_set_and_final_is_what_was_evaluated(tmp_path: Path, overrides: list[str]) -> None:
+    held_out = write_jsonl(tmp_path / "held-out.jsonl", conversations(11, seed=1))
+    config = base_config(tmp_path, data={"eval": str(held_out)}, trainer={"max_steps": 4, "eval_every": 2})
+    run = train(tmp_path, config, *overrides)
+    assert [line["step"] for line in run.evals] == [0, 2, 4]
+    expected = eval_loss_by_definition(run.folder / "final", held_out, tmp_path / "cache")
+    assert run.evals[-1]["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert run.summary["eval_loss"] == run.evals[-1]["eval_loss"]
+
+
+def test_early_stop_keeps_the_weights_of_the_lowest_eval_loss(tmp_path: Path) -> None:
+    held_out = write_jsonl(tmp_path / "held-out.jsonl", conversations(11, seed=1))
+    config = base_config(
+        tmp_path,
+        data={"eval": str(held_out)},
+        optim={"learning_rate": 0.05},  # soon makes it worse
+        trainer={"max_steps": 60, "eval_every": 2, "early_stop_patience": 2, "keep_checkpoints": 1},
+    )
+    run = train(tmp_path, config)
+    losses = {line["step"]: line["eval_loss"] for line in run.evals if line["step"] > 0}
+    best = min(losses, key=lambda step: losses[step])
+    assert run.summary["steps"] < 60
+    assert run.summary["steps"] == best + 2 * 2 or losses[run.summary["steps"]] == losses[best]
+    expected = eval_loss_by_definition(run.folder / "final", held_out, tmp_path / "cache")
+    assert expected == pytest.approx(losses[best], rel=1e-4)
+
+
+def test_lora_trains_adapters_alone_and_merges_them_on_request(tmp_path: Path) -> None:
+    start = train(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}), name="start").folder / "final"
+    config = base_config(
+        tmp_path,
+        model={"init": "pretrained", "path": str(start), "config": {}, "tokenizer": None},
+        peft={"kind": "lora", "r": 4, "merge": True},
+        optim={"learning_rate": 1e-2},
+    )
+    runs = [
+        train(tmp_path, config, f"packing.mode={mode}", *more, name=mode)
+        for mode, more in (("padding", []), ("packed", ["topology=local", "topology.gpus_per_node=2"]))
+    ]
+    assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-5)
+    final = runs[0].folder / "final"
+    assert (final / "adapter_model.safetensors").exists() and not (final / "model.safetensors").exists()
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    adapted = AutoModelForCausalLM.from_pretrained(final)(ids).logits
+    merged = AutoModelForCausalLM.from_pretrained(runs[0].folder / "final-merged")(ids).logits
+    base = AutoModelForCausalLM.from_pretrained(start)(ids).logits
+    assert torch.allclose(adapted, merged, atol=1e-4)
+    assert (merged - base).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.gradient_checkpointing=true"],
+        ["trainer.loader_workers=2"],
+        ["optim.name=adamw_torch"],
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_what_saves_memory_or_time_does_not_change_the_losses(tmp_path: Path, overrides: list[str]) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 4})
+    expected = train(tmp_path, config, name="plain")
+    assert train(tmp_path, config, *overrides, name="other").losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def test_bf16_modes_agree_within_bf16(tmp_path: Path) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 4})
+    expected = train(tmp_path, config, name="fp32").losses
+    for overrides in (["trainer.mixed_precision=bf16"], ["model.dtype=bfloat16", "packing.mode=padding"]):
+        run = train(tmp_path, config, *overrides, name=overrides[0].split("=")[1] + str(len(overrides)))
+        assert run.losses == pytest.approx(expected, rel=2e-2)
+        assert run.losses != expected
+
+
+@pytest.mark.parametrize("override", ["objective.loss=dft", "objective.neftune_alpha=5"])
+def test_objectives_change_the_loss(tmp_path: Path, override: str) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 2})
+    plain = train(tmp_path, config, name="plain").losses
+    other = train(tmp_path, config, override, name="other").losses
+    assert abs(other[0] / plain[0] - 1) > 1e-4
+
+
+def test_the_run_folder_holds_what_is_promised_and_nothing_of_the_machine(tmp_path: Path) -> None:
+    config = base_config(
+        tmp_path,
+        data={"max_length": 60},
+        trainer={"max_steps": 3, "checkpoint_every": 1, "keep_checkpoints": 2, "samples": ["Say backwards: a b"]},
+        tracking={"report_to": ["tensorboard"]},
+    )
+    run = train(tmp_path, config)
+    names = {path.name for path in run.folder.iterdir()}
+    promised = {"config.yaml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "final", "logs", "summary.json"}
+    assert promised <= names
+    assert {p.name for p in (run.folder / "checkpoints").iterdir()} == {"step-000002", "step-000003"}
+    keys = {"step", "epoch", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "padding_fraction", "mfu"}
+    assert keys <= run.steps[0].keys()
+    summary = run.summary
+    assert summary["status"] == "done" and summary["steps"] == 3
+    assert summary["examples"] == sum(step["examples"] for step in run.steps) == 16  # one epoch of what is left
+    assert summary["truncated"] > 0 and summary["verify"]["verdict"] == "exact"
+    assert summary["data"]["rows"] == summary["data"]["kept"] + sum(summary["dropped"].values())
+    again = packtrain("plan", str(run.folder / "config.yaml"), "--json")
+    assert json.loads(again.stdout)["num_processes"] == 1
+    assert list(tmp_path.glob("run/**/events.out.tfevents*"))
+
+
+def test_an_attention_that_leaks_stops_the_run_before_step_1_with_exit_3(tmp_path: Path) -> None:
+    config = base_config(tmp_path)
+    config["model"]["config"] = {  # chunked attention, which the model's layers do not tell an attention function of
+        "model_type": "llama4_text",
+        **{key: value for key, value in LLAMA.items() if key != "model_type"},
+        "head_dim": 12,
+        "attention_chunk_size": 8,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 2,
+    }
+    path = tmp_path / "leaks.yaml"
+    path.write_text(json.dumps(config))
+    result = packtrain("sft", str(path), expect=3)
+    assert "set packing.mode=padding" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.path=no/such-model", "cannot load"),
+        ("model.config.vocab_size=17", "tokens, the model embeds 17"),
+        ("+model.config.hiden_size=64", "did you mean hidden_size"),
+        ("peft.target_modules=[lm_head]", "adapters on the output head"),
+        ("peft.target_modules=[nonsense]", "peft.target_modules"),
+        ("model.attention=flash", "flash attention is not available"),
+        ("data.format=text", "data.format"),
+    ],
+)
+def test_what_only_shows_when_loading_is_still_an_error_for_the_user(tmp_path: Path, override: str, said: str) -> None:
+    config = base_config(tmp_path)
+    if override.startswith("peft"):
+        config["peft"] = {"kind": "lora"}
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(config))
+    more = ["model.init=pretrained", "model.tokenizer=null"] if override.startswith("model.path") else []
+    result = packtrain("sft", str(path), override, *more, expect=2)
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_truncated_and_dropped_documents_are_counted_in_the_summary(tmp_path: Path) -> None:
+    rows = [*conversations(8), {"messages": [{"role": "user", "content": "only a question"}]}]
+    data = write_jsonl(tmp_path / "some.jsonl", rows)
+    config = base_config(tmp_path, data={"train": str(data), "max_length": 30}, trainer={"max_steps": 1})
+    summary = train(tmp_path, config).summary
+    assert summary["truncated"] > 0
+    assert sum(summary["dropped"].values()) >= 1
+    assert isinstance(Run(tmp_path / "run").summary["dropped"], dict)
