@@ -86,7 +86,7 @@ def sft(
             return _print_plan(run, launch)
         from packtrain.launch.execute import execute
 
-        return execute(launch, run, "sft")
+        return execute(launch, run, lambda: _train("sft", run))
 
     _end(work)
 
@@ -107,6 +107,12 @@ def plan(
         return 0
 
     _end(work)
+
+
+def _train(verb: str, config: RunConfig) -> int:
+    from packtrain.train.run import train
+
+    return train(verb, config)
 
 
 def main() -> None:

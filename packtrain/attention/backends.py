@@ -29,6 +29,11 @@ class Backend:
     why: str
 
 
+def own_attention(model: PreTrainedModel) -> str:
+    """The attention implementation that `model` has now, by transformers' name."""
+    return str(model.config._attn_implementation)
+
+
 def choose_backend(wanted: str, model: PreTrainedModel, device: torch.device) -> Backend:
     """The backend for flattened rows of `model` on `device`.
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from packtrain.attention.backends import Backend
+from packtrain.attention.backends import Backend, own_attention
 from packtrain.data.dataset import Document
 from packtrain.packing.collate import collate_flat, collate_padded
 
@@ -63,7 +64,8 @@ def prove_isolation(model: PreTrainedModel, backend: Backend, *, mixed_bf16: boo
     bfloat16 autocast, as training will.
     """
     rng = np.random.default_rng(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary = int(embeddings.weight.shape[0])
     documents = [_document(rng, length, vocabulary) for length in LENGTHS]
     tolerance = tolerance_of(torch.bfloat16 if mixed_bf16 else model.dtype)
     with _evaluating(model), torch.autocast(model.device.type, torch.bfloat16, enabled=mixed_bf16):
@@ -88,7 +90,7 @@ def prove_isolation(model: PreTrainedModel, backend: Backend, *, mixed_bf16: boo
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """The model with another attention implementation inside the block."""
-    own = model.config._attn_implementation
+    own = own_attention(model)
     model.set_attn_implementation(implementation)
     try:
         yield

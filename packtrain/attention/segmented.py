@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
@@ -65,7 +66,7 @@ def segmented_attention(
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
 
 
-def _attention_function(module: torch.nn.Module, kwargs: dict) -> Callable[..., tuple[torch.Tensor, ...]]:
+def _attention_function(module: torch.nn.Module, kwargs: dict) -> Callable[..., Any]:
     """The function that one segment of this layer goes through: sdpa, or the model's own eager one."""
     if all(kwargs.get(name) is None for name in _EAGER_ONLY):
         return sdpa_attention_forward
@@ -80,12 +81,12 @@ def _window_mask(
 
     Boolean (True = visible) for sdpa, additive for eager functions.
     """
-    narrow = window is not None and window < length
-    if attend is sdpa_attention_forward and not narrow:
+    narrow = window if window is not None and window < length else None
+    if attend is sdpa_attention_forward and narrow is None:
         return None
     visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    if narrow:
-        visible = visible.triu(1 - window)  # a query sees itself and the window - 1 keys before it
+    if narrow is not None:
+        visible = visible.triu(1 - narrow)  # a query sees itself and the window - 1 keys before it
     if attend is sdpa_attention_forward:
         return visible[None, None]
     return torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]

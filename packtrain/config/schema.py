@@ -182,7 +182,7 @@ class Peft:
 
     kind: Literal["none", "lora"] = key("none", "Full fine-tuning, or LoRA adapters.")
     r: int = key(16, "Rank of the adapters.", minimum=1)
-    alpha: float = key(32, "Scale of the adapters (alpha / r).", above=0)
+    alpha: int = key(32, "Scale of the adapters (alpha / r).", minimum=1)
     dropout: float = key(0.0, "Dropout in front of the adapters.", minimum=0)
     target_modules: str | list[str] = key("all-linear", "Names of the layers that get adapters.")
     modules_to_save: list[str] = key([], "Layers trained in full beside the adapters.")

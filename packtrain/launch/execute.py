@@ -32,10 +32,10 @@ LAUNCHER_LOG = "launcher.log"
 MOST_TELLING = (2, 3, 1, 4)  # a lost peer is mostly what the others see of the first three
 
 
-def execute(plan: LaunchPlan, config: RunConfig, verb: str = "sft") -> int:
-    """Runs `packtrain verb` by the plan to its end and returns the exit code: 0, or the most telling one of the workers.
+def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> int:
+    """Carries out the plan to its end and returns the exit code: 0, or the most telling one of the workers.
 
-    A run of one process trains in this process. Raises UserError where the run folder cannot be written, PeerFailed where
+    A run of one process is `train()` in this one; the others start the plan's commands. Raises UserError where the run folder cannot be written, PeerFailed where
     a worker was killed without a word.
     """
     folder = RunFolder.of(config)
@@ -43,9 +43,7 @@ def execute(plan: LaunchPlan, config: RunConfig, verb: str = "sft") -> int:
         _open_run_folder(plan, config, folder)
     if plan.in_process:
         os.environ.update(plan.commands[0].env)
-        from packtrain.train.run import train
-
-        return train(verb, config)
+        return train()
     with tempfile.TemporaryDirectory(prefix="packtrain-") as exits:
         environment = {
             **os.environ,

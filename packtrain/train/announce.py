@@ -121,7 +121,7 @@ class Summary:
 
 def last_evaluated(trainer: PackedSFTTrainer) -> int | None:
     """The step of the last evaluation."""
-    return next((line["step"] for line in reversed(trainer.state.log_history) if "eval_loss" in line), None)
+    return next((int(line["step"]) for line in reversed(trainer.state.log_history) if "eval_loss" in line), None)
 
 
 def results(

@@ -124,6 +124,6 @@ class EarlyStop(TrainerCallback):
         if state.best_metric is None or metrics["eval_loss"] < state.best_metric:
             state.best_metric, state.best_global_step = metrics["eval_loss"], state.global_step
             control.should_save = True
-        elif (state.global_step - state.best_global_step) // args.eval_steps >= self._patience:
+        elif (state.global_step - (state.best_global_step or 0)) // int(args.eval_steps or 1) >= self._patience:
             control.should_training_stop = True
         return control

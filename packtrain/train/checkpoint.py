@@ -123,14 +123,10 @@ def prune(checkpoints: Path, keep: int | None, best: Path | None) -> None:
 
 
 def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "blake2b").hexdigest() if hasattr(hashlib, "file_digest") else _hash_old(file)
-
-
-def _hash_old(file) -> str:  # Python 3.10
     digest = hashlib.blake2b()
-    while block := file.read(1 << 20):
-        digest.update(block)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 

@@ -91,12 +91,13 @@ def _is_linear(model: PreTrainedModel) -> bool:
 
 
 def _is_plain_cpu(model: PreTrainedModel) -> bool:
-    weight = model.get_output_embeddings().weight
+    head: Any = model.get_output_embeddings()
+    weight = head.weight
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
-def _linear_nll_sum(hidden: torch.Tensor, labels: torch.Tensor, head: nn.Linear) -> torch.Tensor:
-    """Scalar Σ NLL of `hidden` [rows, T, d] under `labels` [rows, T] (IGNORE = not trained)."""
+def _linear_nll_sum(hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> torch.Tensor:
+    """Scalar Σ NLL of `hidden` [rows, T, d] under `labels` [rows, T] (IGNORE = not trained); `head` is an nn.Linear."""
     trained = labels != IGNORE
     if not trained.any():  # a differentiable zero that touches every parameter, as DDP's reducer needs
         return F.linear(hidden[:, :1], head.weight, head.bias).sum() * 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -57,7 +57,8 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
     except _LOAD_ERRORS as error:
         place = config.path or "model.config"
         raise UserError(f"cannot load the model {place}: {_first_line(error)}", where="model.path") from error
-    rows = model.get_input_embeddings().weight.shape[0]
+    embeddings: Any = model.get_input_embeddings()
+    rows = int(embeddings.weight.shape[0])
     if len(tokenizer) > rows:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}",
@@ -159,7 +160,7 @@ def _add_adapters(model: PreTrainedModel, peft: Peft, seed: int) -> PreTrainedMo
             where="peft.target_modules",
             fix="take the head away",
         )
-    return adapted
+    return cast(PreTrainedModel, adapted)
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.attention.backends import Backend, choose_backend
+from packtrain.attention.backends import Backend, choose_backend, own_attention
 from packtrain.attention.isolation import Proof, prove_isolation, tolerance_of
 from packtrain.config.limits import micro_batch_limits
 from packtrain.config.schema import RunConfig
@@ -83,7 +83,7 @@ def train_sft(config: RunConfig, process: Process) -> int:
     tokenizer = load_tokenizer(config.model)
     data = prepare(config.data, tokenizer, seed=config.trainer.seed, progress=process.main and sys.stderr.isatty())
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
-    own_attention = base_model(model).config._attn_implementation
+    as_it_came = own_attention(base_model(model))
     backend = choose_backend(config.model.attention, base_model(model), process.device)
 
     steps = _steps(config, data.train, model, tokenizer, process, whole_set=False)
@@ -95,7 +95,7 @@ def train_sft(config: RunConfig, process: Process) -> int:
 
     trainer = _trainer(config, model, tokenizer, steps, evaluation, folder, log, stop, process, checkpoint, origin)
     proof = _prove(config, trainer, backend, log)
-    before = _answers(config, model, tokenizer, own_attention, process)
+    before = _answers(config, model, tokenizer, as_it_came, process)
     announce.first_step(log, time.perf_counter() - started, checkpoint)
     stop.listen()  # until here a signal ends the process as usual: there is nothing to save
     result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -112,7 +112,7 @@ def train_sft(config: RunConfig, process: Process) -> int:
     if evaluation is not None and announce.last_evaluated(trainer) != trainer.state.global_step:
         trainer.evaluate()
     _save_final(config, trainer, model, tokenizer, folder, process)
-    after = _answers(config, model, tokenizer, own_attention, process)
+    after = _answers(config, model, tokenizer, as_it_came, process)
     _write(process, folder, summary.to_json("done"))
     announce.results(log, config, summary, before, after, folder)
     return 0
@@ -128,7 +128,7 @@ def _join(config: RunConfig) -> Process:
             f"{expected} processes were launched, but this one sees {state.num_processes}",
             fix="packtrain env shows how the processes see each other",
         )
-    return Process(state.process_index, state.num_processes, state.device)
+    return Process(state.process_index, state.num_processes, cast(torch.device, state.device))
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
@@ -145,7 +145,7 @@ def _lost_peer(error: RuntimeError, process: Process, folder: RunFolder) -> Peer
 def _resumed_checkpoint(config: RunConfig, folder: RunFolder, process: Process, log: RankLog) -> Path | None:
     """The checkpoint to go on from; decided by the main process, for all."""
     found = [find_resume(config.trainer.resume, folder.checkpoints) if process.main else None]
-    checkpoint, remarks = broadcast_object_list(found)[0]
+    checkpoint, remarks = cast(list, broadcast_object_list(found))[0]
     for remark in remarks:
         log.say(f"[yellow]{remark}[/]")
     return checkpoint
@@ -163,7 +163,7 @@ def _steps(
     """The optimizer steps over `data`, or, with `whole_set`, one pass over it in order for evaluation."""
     schedule = _schedule(config, data, attention_cost(model), whole_set)
     padded = config.packing.mode == "padding"
-    pad = tokenizer.pad_token_id or 0
+    pad = int(cast(Any, tokenizer.pad_token_id) or 0)
     return Steps(data, schedule, padded, pad, process.rank, process.world_size)
 
 
@@ -297,7 +297,7 @@ def _save_final(
 ) -> None:
     trainer.save_model(str(folder.final))
     if process.main and config.peft.merge:
-        merged = model.merge_and_unload()
+        merged = cast(Any, model).merge_and_unload()
         merged.save_pretrained(folder.final.with_name("final-merged"))
         tokenizer.save_pretrained(folder.final.with_name("final-merged"))
 

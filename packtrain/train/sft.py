@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import numpy as np
@@ -40,6 +40,9 @@ _PLACEHOLDER = {"input_ids": [[0]], "labels": [[0]]}
 class PackedSFTTrainer(SFTTrainer):
     """Trains `model` over `steps`; `evaluation` is run every eval_steps. See the module's docstring for what differs."""
 
+    model: Any  # never None here
+    state: Any
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -61,7 +64,7 @@ class PackedSFTTrainer(SFTTrainer):
             model=model,
             args=args,
             processing_class=tokenizer,
-            data_collator=list,
+            data_collator=cast(Any, list),
             train_dataset=datasets.Dataset.from_dict(_PLACEHOLDER),
             eval_dataset=datasets.Dataset.from_dict(_PLACEHOLDER) if evaluation is not None else None,
             callbacks=callbacks,
@@ -91,7 +94,7 @@ class PackedSFTTrainer(SFTTrainer):
             sum(column) for column in zip(*((b.trained, b.tokens, b.slots, b.examples) for b in batches), strict=True)
         ]
         total = torch.tensor([*counts, *self._stop.counts()], device=device)
-        total = self.accelerator.reduce(total, reduction="sum")
+        total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         self._window.open(total)
         return total[0]
 
@@ -129,7 +132,7 @@ class PackedSFTTrainer(SFTTrainer):
 
     # -- what is reported
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Adds the exact counts of the steps since the last line to a training line."""
         self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
         if "loss" in logs:
@@ -248,7 +251,7 @@ class _Window:
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
     """The transformers model inside adapters, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else cast(PreTrainedModel, model)
 
 
 def quiet_transformers() -> None:

@@ -27,7 +27,7 @@ config = RunConfig(topology=Topology(gpus_per_node=2), batch=Batch(examples_per_
 plan = plan_launch(config, replace(look_around(), gpus=0))
 (command,) = plan.commands
 argv = [*command.argv[: command.argv.index("-m")], "worker.py", *command.argv[-2:]]
-sys.exit(exit_code_of(lambda: execute(replace(plan, commands=(replace(command, argv=argv),)), config)))
+sys.exit(exit_code_of(lambda: execute(replace(plan, commands=(replace(command, argv=argv),)), config, int)))
 """
 
 WORKER = """

@@ -150,7 +150,9 @@ def test_neftune_noise_is_scaled_by_the_length_of_each_document_in_every_layout(
         if flat:
             model.set_attn_implementation(segmented.NAME)
         seen: list[torch.Tensor] = []
-        model.model.layers[0].register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(inputs[0].detach()))
+        model.model.layers[0].register_forward_pre_hook(
+            lambda module, inputs, seen=seen: seen.append(inputs[0].detach())
+        )
         batch = collate_flat(items) if flat else collate_padded(items, 0)
         model.train()
         model(**dict(batch), loss_sum=True)

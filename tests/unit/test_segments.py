@@ -1,0 +1,89 @@
+"""Segments and collators: what a flattened row tells the model, to the token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packtrain.data.dataset import Document
+from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, shifted_labels
+from packtrain.packing.segments import Segments
+
+LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+def documents(lengths: list[int], seed: int = 0) -> list[Document]:
+    rng = np.random.default_rng(seed)
+    return [Document(rng.integers(1, 50, n, dtype=np.int32), rng.random(n) < 0.5) for n in lengths]
+
+
+@given(LENGTHS)
+def test_a_query_sees_the_earlier_tokens_of_its_own_document_and_nothing_else(lengths: list[int]) -> None:
+    owner = [document for document, length in enumerate(lengths) for _ in range(length)]
+    visible = Segments(tuple(lengths)).visible()
+    for query in range(len(owner)):
+        for key in range(len(owner)):
+            assert visible[query, key].item() == (owner[query] == owner[key] and key <= query)
+
+
+@given(LENGTHS)
+def test_positions_and_borders_start_anew_with_every_document(lengths: list[int]) -> None:
+    segments = Segments(tuple(lengths))
+    assert segments.position_ids()[0].tolist() == [i for length in lengths for i in range(length)]
+    assert segments.cumulative_lengths().tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    assert segments.cumulative_lengths().dtype == torch.int32
+    assert segments.segment_ids()[0].tolist() == [i for i, length in enumerate(lengths) for _ in range(length)]
+    assert segments.tokens == sum(lengths)
+
+
+@given(LENGTHS)
+def test_labels_are_the_next_trained_token_and_never_cross_a_border(lengths: list[int]) -> None:
+    items = documents(lengths)
+    labels = collate_flat(items)["shift_labels"][0].tolist()
+    expected = []
+    for item in items:
+        following = [
+            int(token) if trained else IGNORE
+            for token, trained in zip(item.input_ids[1:], item.loss_mask[1:], strict=True)
+        ]
+        expected += [*following, IGNORE]
+    assert labels == expected
+
+
+@given(LENGTHS)
+def test_padded_and_flat_batches_hold_the_same_tokens_and_labels(lengths: list[int]) -> None:
+    items = documents(lengths)
+    flat, padded = collate_flat(items), collate_padded(items, pad_token_id=0)
+    real = padded["attention_mask"].bool()
+    assert padded["input_ids"][real].tolist() == flat["input_ids"][0].tolist()
+    assert padded["shift_labels"][real].tolist() == flat["shift_labels"][0].tolist()
+    assert (padded["shift_labels"][~real] == IGNORE).all()
+    assert (padded["input_ids"][~real] == 0).all()
+
+
+def test_transformers_flash_path_gets_what_it_asks_for() -> None:
+    batch = collate_flat(documents([3, 1, 5]))
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 4, 9]
+    assert batch["max_length_q"] == batch["max_length_k"] == 5
+    assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2, 2, 2, 2]]
+    assert "attention_mask" not in batch
+
+
+def test_an_empty_micro_batch_is_a_row_that_trains_nothing() -> None:
+    for batch in (collate_flat([]), collate_padded([], pad_token_id=0)):
+        assert batch["input_ids"].numel() > 0
+        assert (batch["shift_labels"] == IGNORE).all()
+
+
+def test_the_first_token_of_a_document_is_never_a_target() -> None:
+    item = Document(np.array([7, 8, 9], dtype=np.int32), np.array([True, True, False]))
+    assert shifted_labels(item).tolist() == [8, IGNORE, IGNORE]
+
+
+@pytest.mark.parametrize("lengths", [(), (3, 0), (-1,)])
+def test_a_row_without_tokens_is_refused(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        Segments(lengths)
