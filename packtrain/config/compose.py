@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import files, rules
+from packtrain.config import missing, rules
 from packtrain.config.findings import Finding
 from packtrain.config.keys import groups, keys
 from packtrain.config.origins import Origins
@@ -121,7 +121,7 @@ def _checked(composed: DictConfig, file: Path | None) -> tuple[RunConfig, list[F
     config, wrong_values = build(values)
     findings += wrong_values
     spoilt = {key for finding in findings for key in finding.keys}
-    later = [*rules.check(config, _given(values, config)), *files.check(config)]
+    later = [*rules.check(config, _given(values, config)), *missing.check(config)]
     return config, findings + [finding for finding in later if not _touches(finding, spoilt)]
 
 

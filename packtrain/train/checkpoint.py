@@ -79,10 +79,11 @@ def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]
     if resume == "never":
         return None, []
     if resume != "auto":
-        wrong = damage(Path(resume))
+        named = Path(resume).expanduser()
+        wrong = damage(named)
         if wrong:
             raise UserError(f"{resume} is not a whole checkpoint: {wrong}", where="trainer.resume")
-        return Path(resume), []
+        return named, []
     remarks = []
     for checkpoint in reversed(listed(checkpoints)):
         wrong = damage(checkpoint)

@@ -206,8 +206,11 @@ def attention_cost(model: PreTrainedModel) -> float:
     Forward and backward take 6 · parameters operations a token, and 6 · layers · heads · head_dim · l for causal attention.
     """
     config = base_model(model).config.get_text_config()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers * config.num_attention_heads * width / max(base_model(model).num_parameters(), 1)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):  # a state-space or recurrent model: nothing grows with l²
+        return 0.0
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return config.num_hidden_layers * heads * width / max(base_model(model).num_parameters(), 1)
 
 
 def _trainer(

@@ -76,7 +76,26 @@ def test_every_shipped_choice_composes_on_the_command_line_and_in_a_defaults_lis
             config = load_config(path, overrides)
             assert to_dict(config)[group] is not None
         except UserError as error:
-            assert all("not available in this version yet" in problem.what for problem in error.problems), error
+            allowed = ("not available in this version yet", "which is not installed")
+            assert all(any(reason in problem.what for reason in allowed) for problem in error.problems), error
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "package"),
+    [
+        ("tracking=wandb", "tracking.report_to", "wandb"),
+        ("optim.name=adamw_8bit", "optim.name", "bitsandbytes"),
+        ("optim.name=adamw_torch_8bit", "optim.name", "torchao"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_before_anything_is_loaded(
+    override: str, key: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    problem = only(None, override, *COMPLETE)
+    assert key in problem.where
+    assert f"{package}, which is not installed" in problem.what
+    assert "pip install" in problem.fix
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.data.dataset import Document
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, shifted_labels
 from packtrain.packing.segments import Segments
 
+untimed = settings(deadline=None, max_examples=50)  # timings are for benchmarks
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 
@@ -20,6 +21,7 @@ def documents(lengths: list[int], seed: int = 0) -> list[Document]:
     return [Document(rng.integers(1, 50, n, dtype=np.int32), rng.random(n) < 0.5) for n in lengths]
 
 
+@untimed
 @given(LENGTHS)
 def test_a_query_sees_the_earlier_tokens_of_its_own_document_and_nothing_else(lengths: list[int]) -> None:
     owner = [document for document, length in enumerate(lengths) for _ in range(length)]
@@ -29,6 +31,7 @@ def test_a_query_sees_the_earlier_tokens_of_its_own_document_and_nothing_else(le
             assert visible[query, key].item() == (owner[query] == owner[key] and key <= query)
 
 
+@untimed
 @given(LENGTHS)
 def test_positions_and_borders_start_anew_with_every_document(lengths: list[int]) -> None:
     segments = Segments(tuple(lengths))
@@ -39,6 +42,7 @@ def test_positions_and_borders_start_anew_with_every_document(lengths: list[int]
     assert segments.tokens == sum(lengths)
 
 
+@untimed
 @given(LENGTHS)
 def test_labels_are_the_next_trained_token_and_never_cross_a_border(lengths: list[int]) -> None:
     items = documents(lengths)
@@ -53,6 +57,7 @@ def test_labels_are_the_next_trained_token_and_never_cross_a_border(lengths: lis
     assert labels == expected
 
 
+@untimed
 @given(LENGTHS)
 def test_padded_and_flat_batches_hold_the_same_tokens_and_labels(lengths: list[int]) -> None:
     items = documents(lengths)

@@ -1,7 +1,8 @@
-"""Files and folders that a config names and that are not there: better found now than after the model is loaded."""
+"""Files, folders and packages that a config needs and that are not there: better found now than after loading."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,30 @@ from packtrain.config.suggest import near
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".csv", ".parquet", ".arrow")
 MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
+_OPTIMIZER_PACKAGES = {
+    "adamw_8bit": "bitsandbytes",
+    "paged_adamw_8bit": "bitsandbytes",
+    "adamw_torch_8bit": "torchao",
+}
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 
 
 def check(config: RunConfig) -> list[Finding]:
-    """One finding for each path that is certainly meant to be local and does not exist."""
-    return [*_data(config), *_model(config), *_trainer(config)]
+    """One finding for each package that is not installed and each path that is certainly local and does not exist."""
+    return [*_data(config), *_model(config), *_trainer(config), *_packages(config)]
+
+
+def _packages(config: RunConfig) -> Iterator[Finding]:
+    """What transformers would find lacking only when it makes the optimizer or the tracker."""
+    if package := _OPTIMIZER_PACKAGES.get(config.optim.name):
+        yield from _not_installed("optim.name", config.optim.name, package, package)
+    for tracker in config.tracking.report_to:
+        yield from _not_installed("tracking.report_to", tracker, tracker, f"'packtrain[{tracker}]'")
+
+
+def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterator[Finding]:
+    if importlib.util.find_spec(package) is None:
+        yield Finding((key,), f"{wanted} needs the package {package}, which is not installed", f"pip install {install}")
 
 
 def _data(config: RunConfig) -> Iterator[Finding]:
