@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from transformers import PreTrainedModel
-from transformers.trainer_utils import TrainOutput
 
 from packtrain.attention.backends import Backend
 from packtrain.attention.isolation import Proof
@@ -85,14 +85,13 @@ def first_step(log: RankLog, seconds: float, checkpoint: Path | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What summary.json is made of."""
+    """What summary.json is made of; `started` is the run's start by time.perf_counter."""
 
     config: RunConfig
     trainer: PackedSFTTrainer
     data: PreparedData
     proof: Proof | None
-    result: TrainOutput
-    seconds: float
+    started: float
 
     def to_json(self, status: str) -> dict[str, Any]:
         """DESIGN's summary.json: `status, steps, train_loss, tokens, examples, truncated, dropped, verify …`."""
@@ -115,13 +114,18 @@ class Summary:
             "dropped": dict(report.dropped),
             "data": report.to_json(),
             "verify": self.proof.to_json() if self.proof else None,
-            "seconds": round(self.seconds, 1),
+            "seconds": round(time.perf_counter() - self.started, 1),
         }
 
 
 def last_evaluated(trainer: PackedSFTTrainer) -> int | None:
     """The step of the last evaluation."""
     return next((int(line["step"]) for line in reversed(trainer.state.log_history) if "eval_loss" in line), None)
+
+
+def stopped(log: RankLog, signal: int, step: int) -> None:
+    """The last line of a run that a signal ended."""
+    log.say(f"stopped by signal {signal} after step {step}; the same command goes on from there")
 
 
 def results(

@@ -57,6 +57,17 @@ class Process:
         return self.rank == 0
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every stage of a run looks at."""
+
+    config: RunConfig
+    process: Process
+    folder: RunFolder
+    log: RankLog
+    stop: StopRequest
+
+
 def train(verb: str, config: RunConfig) -> int:
     """Runs `verb` in this process (of one or of many). Returns the exit code; raises PacktrainError for the user."""
     assert verb == "sft"
@@ -74,46 +85,43 @@ def train(verb: str, config: RunConfig) -> int:
 
 
 def train_sft(config: RunConfig, process: Process) -> int:
-    """The run, in order: data, model, proof, steps, training, results."""
-    started, stop = time.perf_counter(), StopRequest()
+    """The run, in order: data, model, steps, proof, training, results."""
+    started = time.perf_counter()
     folder = RunFolder.of(config)
     log = RankLog(folder.log(process.rank), main=process.main)
-    checkpoint = _resumed_checkpoint(config, folder, process, log)
+    setting = Setting(config, process, folder, log, StopRequest())
+    checkpoint = _checkpoint_to_resume(setting)
 
     tokenizer = load_tokenizer(config.model)
     data = prepare(config.data, tokenizer, seed=config.trainer.seed, progress=process.main and sys.stderr.isatty())
+    if checkpoint is not None:
+        check_origin(checkpoint, origin_of(config, data.train))
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
     as_it_came = own_attention(base_model(model))
     backend = choose_backend(config.model.attention, base_model(model), process.device)
-
-    steps = _steps(config, data.train, model, tokenizer, process, whole_set=False)
-    evaluation = _steps(config, data.eval, model, tokenizer, process, whole_set=True) if data.eval else None
-    origin = _origin(config, data.train)
-    if checkpoint is not None:
-        check_origin(checkpoint, origin)
+    steps = _steps(setting, data.train, model, tokenizer, whole_set=False)
+    evaluation = _steps(setting, data.eval, model, tokenizer, whole_set=True) if data.eval else None
     announce.decisions(log, config, model, backend, data, steps, evaluation, process.world_size)
 
-    trainer = _trainer(config, model, tokenizer, steps, evaluation, folder, log, stop, process, checkpoint, origin)
-    proof = _prove(config, trainer, backend, log)
-    before = _answers(config, model, tokenizer, as_it_came, process)
+    trainer = _trainer(setting, model, tokenizer, steps, evaluation, checkpoint)
+    proof = _prove(setting, trainer, backend)
+    before = _answers(setting, model, tokenizer, as_it_came)
     announce.first_step(log, time.perf_counter() - started, checkpoint)
-    stop.listen()  # until here a signal ends the process as usual: there is nothing to save
-    result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    setting.stop.listen()  # until here a signal ends the process as usual: there is nothing to save
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
-    summary = announce.Summary(config, trainer, data, proof, result, time.perf_counter() - started)
-    if stop.agreed:
-        _write(process, folder, summary.to_json("stopped"))
-        log.say(
-            f"stopped by signal {stop.agreed} after step {trainer.state.global_step}; the same command goes on from there"
-        )
-        return 128 + stop.agreed
+    summary = announce.Summary(config, trainer, data, proof, started)
+    if setting.stop.agreed:
+        _write(setting, summary.to_json("stopped"))
+        announce.stopped(log, setting.stop.agreed, trainer.state.global_step)
+        return 128 + setting.stop.agreed
     if config.trainer.early_stop_patience:
         trainer.load_best_weights()
     if evaluation is not None and announce.last_evaluated(trainer) != trainer.state.global_step:
         trainer.evaluate()
-    _save_final(config, trainer, model, tokenizer, folder, process)
-    after = _answers(config, model, tokenizer, as_it_came, process)
-    _write(process, folder, summary.to_json("done"))
+    _save_final(setting, trainer, model, tokenizer)
+    after = _answers(setting, model, tokenizer, as_it_came)
+    _write(setting, summary.to_json("done"))
     announce.results(log, config, summary, before, after, folder)
     return 0
 
@@ -126,7 +134,7 @@ def _join(config: RunConfig) -> Process:
     if state.num_processes != expected:
         raise CheckFailed(
             f"{expected} processes were launched, but this one sees {state.num_processes}",
-            fix="packtrain env shows how the processes see each other",
+            fix="start them by packtrain sft CONFIG topology.gpus_per_node=N, or by torchrun",
         )
     return Process(state.process_index, state.num_processes, cast(torch.device, state.device))
 
@@ -137,30 +145,31 @@ def _is_lost_peer(error: RuntimeError) -> bool:
 
 
 def _lost_peer(error: RuntimeError, process: Process, folder: RunFolder) -> PeerFailed:
-    said = str(error).strip().splitlines()[0]
+    said = str(error).strip().partition("\n")[0]
     fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
     return PeerFailed(f"rank {process.rank} lost the other processes: {said}", fix=fix)
 
 
-def _resumed_checkpoint(config: RunConfig, folder: RunFolder, process: Process, log: RankLog) -> Path | None:
+def _checkpoint_to_resume(setting: Setting) -> Path | None:
     """The checkpoint to go on from; decided by the main process, for all."""
-    found = [find_resume(config.trainer.resume, folder.checkpoints) if process.main else None]
+    resume, checkpoints = setting.config.trainer.resume, setting.folder.checkpoints
+    found = [find_resume(resume, checkpoints) if setting.process.main else None]
     checkpoint, remarks = cast(list, broadcast_object_list(found))[0]
     for remark in remarks:
-        log.say(f"[yellow]{remark}[/]")
+        setting.log.say(f"[yellow]{remark}[/]")
     return checkpoint
 
 
 def _steps(
-    config: RunConfig,
+    setting: Setting,
     data: TokenDataset,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    process: Process,
     *,
     whole_set: bool,
 ) -> Steps:
     """The optimizer steps over `data`, or, with `whole_set`, one pass over it in order for evaluation."""
+    config, process = setting.config, setting.process
     schedule = _schedule(config, data, attention_cost(model), whole_set)
     padded = config.packing.mode == "padding"
     pad = int(cast(Any, tokenizer.pad_token_id) or 0)
@@ -185,7 +194,7 @@ def _schedule(config: RunConfig, data: TokenDataset, cost: float, whole_set: boo
     )
 
 
-def _origin(config: RunConfig, data: TokenDataset) -> dict[str, Any]:
+def origin_of(config: RunConfig, data: TokenDataset) -> dict[str, Any]:
     """What the documents of every step hang on: a resumed run must agree with its checkpoint on all of it."""
     batch = config.batch
     return {
@@ -214,37 +223,34 @@ def attention_cost(model: PreTrainedModel) -> float:
 
 
 def _trainer(
-    config: RunConfig,
+    setting: Setting,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     steps: Steps,
     evaluation: Steps | None,
-    folder: RunFolder,
-    log: RankLog,
-    stop: StopRequest,
-    process: Process,
     checkpoint: Path | None,
-    origin: dict[str, Any],
 ) -> PackedSFTTrainer:
-    callbacks: list[TrainerCallback] = [MetricsFile(folder.metrics), TerminalProgress(log), StopCallback(stop)]
+    config, folder, stop = setting.config, setting.folder, setting.stop
+    callbacks: list[TrainerCallback] = [MetricsFile(folder.metrics), TerminalProgress(setting.log), StopCallback(stop)]
     if config.trainer.early_stop_patience:
         callbacks.append(EarlyStop(config.trainer.early_stop_patience))
+    arguments = training_arguments(
+        config,
+        total_steps=len(steps),
+        on_cpu=setting.process.device.type == "cpu",
+        has_eval=evaluation is not None,
+        starts_anew=checkpoint is None,
+    )
     return PackedSFTTrainer(
         model,
-        training_arguments(
-            config,
-            total_steps=len(steps),
-            on_cpu=process.device.type == "cpu",
-            has_eval=evaluation is not None,
-            starts_anew=checkpoint is None,
-        ),
+        arguments,
         tokenizer,
         steps=steps,
         evaluation=evaluation,
         objective=config.objective,
         stop=stop,
         checkpoints=folder.checkpoints,
-        origin=origin,
+        origin=origin_of(config, steps.data),
         keep_checkpoints=config.trainer.keep_checkpoints,
         first_step=step_of(checkpoint) if checkpoint else 0,
         loader_workers=config.trainer.loader_workers,
@@ -252,62 +258,51 @@ def _trainer(
     )
 
 
-def _prove(config: RunConfig, trainer: PackedSFTTrainer, backend: Backend, log: RankLog) -> Proof | None:
+def _prove(setting: Setting, trainer: PackedSFTTrainer, backend: Backend) -> Proof | None:
     """Puts the backend in place for flattened rows, after proving it; returns None for padded batches."""
-    model = base_model(trainer.model)
+    config, model = setting.config, base_model(trainer.model)
     mixed = config.trainer.mixed_precision == "bf16"
     proof = None
     if config.packing.mode != "padding":
         if config.verify.preflight:
             with torch.random.fork_rng():
                 proof = prove_isolation(model, backend, mixed_bf16=mixed)
-            announce.proof(log, proof)
+            announce.proof(setting.log, proof)
             if proof.verdict != "exact":
                 raise announce.not_exact(model, proof)
         model.set_attn_implementation(backend.implementation)
     if config.verify.preflight and config.objective.loss == "nll":
         with torch.random.fork_rng(), torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):
             model.eval()
-            batch = trainer.probe()
-            check_loss_sum(model, batch, tolerance=tolerance_of(torch.bfloat16 if mixed else model.dtype))
+            check_loss_sum(model, trainer.probe(), tolerance=tolerance_of(torch.bfloat16 if mixed else model.dtype))
             model.train()
     return proof
 
 
-def _answers(
-    config: RunConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, attention: str, process: Process
-) -> list[str]:
+def _answers(setting: Setting, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, attention: str) -> list[str]:
     """Answers to trainer.samples; made by the main process alone, without touching the random state."""
-    if not (process.main and config.trainer.samples):
+    settings = setting.config.trainer
+    if not (setting.process.main and settings.samples):
         return []
     with torch.random.fork_rng():
-        return answer(
-            base_model(model),
-            tokenizer,
-            list(config.trainer.samples),
-            attention=attention,
-            max_tokens=config.trainer.sample_tokens,
-        )
+        prompts, most = list(settings.samples), settings.sample_tokens
+        return answer(base_model(model), tokenizer, prompts, attention=attention, max_tokens=most)
 
 
 def _save_final(
-    config: RunConfig,
-    trainer: PackedSFTTrainer,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: RunFolder,
-    process: Process,
+    setting: Setting, trainer: PackedSFTTrainer, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    trainer.save_model(str(folder.final))
-    if process.main and config.peft.merge:
+    final = setting.folder.final
+    trainer.save_model(str(final))
+    if setting.process.main and setting.config.peft.merge:
         merged = cast(Any, model).merge_and_unload()
-        merged.save_pretrained(folder.final.with_name("final-merged"))
-        tokenizer.save_pretrained(folder.final.with_name("final-merged"))
+        merged.save_pretrained(final.with_name("final-merged"))
+        tokenizer.save_pretrained(final.with_name("final-merged"))
 
 
-def _write(process: Process, folder: RunFolder, summary: dict) -> None:
-    if process.main:
-        write_json(folder.summary, summary)
+def _write(setting: Setting, summary: dict) -> None:
+    if setting.process.main:
+        write_json(setting.folder.summary, summary)
 
 
 def main() -> None:
