@@ -7,11 +7,13 @@ override, with the other problems of the config.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -117,6 +119,8 @@ def _train(verb: str, config: RunConfig) -> int:
 
 def main() -> None:
     """The console command `packtrain`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a "≥" must not end a help that is read in latin-1
     app()
 
 
@@ -142,7 +146,7 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     if not arguments:
         raise UserError("no config", fix="Name a YAML file, e.g. packtrain sft recipes/quickstart-sft.yaml.")
     first = arguments[0]
-    if Path(first).is_file() or not ("=" in first or first.startswith(("~", "+", "-"))):
+    if os.path.isfile(first) or not ("=" in first or first.startswith(("~", "+", "-"))):
         return first, arguments[1:]
     return None, arguments
 

@@ -101,7 +101,9 @@ class RunFolder:
         lies in stays. Returns the new name of what was moved: the first free `NAME.1`, `NAME.2`, …
         """
         ran = self.metrics.exists() or self.summary.exists() or self.checkpoints.exists()
-        going_on = resume not in ("auto", "never") and self.root.resolve() in Path(resume).expanduser().resolve().parents
+        going_on = (
+            resume not in ("auto", "never") and self.root.resolve() in Path(resume).expanduser().resolve().parents
+        )
         if not ran or going_on or (resume == "auto" and self.status() != "done"):
             return None
         number = 1

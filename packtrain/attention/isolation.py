@@ -2,8 +2,12 @@
 
 Three documents share a row. (1) The first, the middle and the last are replaced by other tokens in turn, and the outputs of
 the other two must not move. (2) Every document's outputs must equal those of the document alone under the model's own
-attention. (3) A positive control: the same row declared as ONE document must differ from the documents alone by many times
-the tolerance, so that the proof cannot pass by being blind.
+attention. (3) A positive control: the same row declared as ONE document, its positions still counted per document (else learned
+positions alone would show), must differ from the documents alone by many times the tolerance, so that the proof cannot
+pass by being blind.
+
+Weights in float32 are proved in float32 also where training computes in bfloat16: isolation does not depend on the
+precision, and bfloat16's rounding would hide a small leak.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.backends import Backend, own_attention
 from packtrain.data.dataset import Document
+from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.packing.collate import collate_flat, collate_padded
 
 LENGTHS = (19, 40, 11)
@@ -57,23 +62,22 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 @torch.no_grad()
-def prove_isolation(model: PreTrainedModel, backend: Backend, *, mixed_bf16: bool = False) -> Proof:
+def prove_isolation(model: PreTrainedModel, backend: Backend) -> Proof:
     """Runs the proof on `model` as it is; leaves its mode, attention and the random state as they were.
 
-    Costs 5 forward passes of a row of 70 tokens and 3 of a single document. `mixed_bf16`: the forward passes run under
-    bfloat16 autocast, as training will.
+    Costs 5 forward passes of a row of 70 tokens and 3 of a single document. Raises CheckFailed where the model cannot run
+    such a row at all.
     """
     rng = np.random.default_rng(0)
     embeddings: Any = model.get_input_embeddings()
     vocabulary = int(embeddings.weight.shape[0])
     documents = [_document(rng, length, vocabulary) for length in LENGTHS]
-    tolerance = tolerance_of(torch.bfloat16 if mixed_bf16 else model.dtype)
-    with _evaluating(model), torch.autocast(model.device.type, torch.bfloat16, enabled=mixed_bf16):
+    tolerance = tolerance_of(model.dtype)
+    with _evaluating(model):
         alone = [_logits(model, collate_padded([document], 0))[0] for document in documents]
         with attention_of(model, backend.implementation):
             together = _split(_logits(model, collate_flat(documents)))
-            unseparated = [Document(np.concatenate([d.input_ids for d in documents]), np.zeros(sum(LENGTHS), bool))]
-            control = _difference(_split(_logits(model, collate_flat(unseparated))), alone)
+            control = _difference(_split(_logits(model, _unseparated(documents))), alone)
             before, after = 0.0, 0.0
             for index, length in enumerate(LENGTHS):
                 changed = [*documents[:index], _document(rng, length, vocabulary), *documents[index + 1 :]]
@@ -112,13 +116,38 @@ def _document(rng: np.random.Generator, length: int, vocabulary: int) -> Documen
     return Document(rng.integers(0, vocabulary, length, dtype=np.int32), np.zeros(length, dtype=bool))
 
 
-def _logits(model: PreTrainedModel, batch: dict) -> torch.Tensor:
+def _unseparated(documents: list[Document]) -> dict[str, Any]:
+    """The row of `documents` with no border left in it but the restart of the positions."""
+    whole = Document(np.concatenate([document.input_ids for document in documents]), np.zeros(sum(LENGTHS), dtype=bool))
+    return {**collate_flat([whole]), "position_ids": collate_flat(documents)["position_ids"]}
+
+
+def _logits(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:
     """float32 [rows, T, vocabulary] of a collated batch."""
     del batch["shift_labels"]
     batch = {
         name: value.to(model.device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
     }
-    return model(**batch, use_cache=False).logits.float()
+    flat = "segments" in batch
+    what = f"{type(model).__name__} cannot run {'a flattened row' if flat else 'at all'}"
+    with refusals_of_a_model(what, fix="set packing.mode=padding" if flat else "see what model.config sets"):
+        return model(**batch, use_cache=False).logits.float()
+
+
+@contextmanager
+def refusals_of_a_model(what: str, *, fix: str) -> Iterator[None]:
+    """Turns whatever a model's own code raises inside the block into CheckFailed: `what`, and the first line of it.
+
+    An architecture refuses what it cannot do (packed rows without some kernel, arguments it does not take) with errors
+    of every type, so no list of types is complete. Running out of memory is no refusal.
+    """
+    try:
+        yield
+    except (PacktrainError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckFailed(f"{what}: {first}", fix=fix) from error
 
 
 def _split(logits: torch.Tensor) -> list[torch.Tensor]:

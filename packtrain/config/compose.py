@@ -28,11 +28,11 @@ from packtrain.config import missing, rules
 from packtrain.config.findings import Finding
 from packtrain.config.keys import groups, keys
 from packtrain.config.origins import Origins
-from packtrain.config.overrides import COMMAND_LINE, Argument, check_choice, no_choice, parse
+from packtrain.config.overrides import COMMAND_LINE, NO_HYDRA, Argument, check_choice, no_choice, parse
 from packtrain.config.schema import RunConfig
 from packtrain.config.shipped import shipped
 from packtrain.config.validate import build
-from packtrain.config.yamlfile import SUFFIX, check_text, find_config, key_lines, shown
+from packtrain.config.yamlfile import SUFFIX, check_text, choices_as_text, find_config, key_lines, shown
 from packtrain.errors import Problem, UserError
 
 
@@ -47,6 +47,9 @@ def load_config(config_path: str | None, overrides: list[str]) -> RunConfig:
     problems += unreadable
     if file and problems and problems[0] not in unreadable:
         raise UserError(problems)  # nothing can be said about the values of a file that cannot be read
+    if file:
+        own = [one.line for one in key_lines(file) if one.path == "hydra"]
+        problems += [Problem(NO_HYDRA, f"{shown(file)}:{line}, hydra", "Take the key away.") for line in own]
     with _hydra(file) as search:
         usable = []
         for argument in arguments:
@@ -86,22 +89,47 @@ def _compose(
 ) -> tuple[DictConfig, list[str]]:
     """The composed config, and the overrides it was made with.
 
-    Raises UserError, with `problems` first, where Hydra cannot make one.
+    An argument that Hydra refuses is taken out of `arguments` and added to `problems`. Raises UserError, with `problems`
+    first, where Hydra cannot make a config for another reason.
     """
     name = file.stem if file else None
-    try:
-        listed = _listed_groups(name, search) if any(argument.choice for argument in arguments) else set()
-        texts = [*search, *(argument.for_hydra(listed) for argument in arguments)]
-        with warnings.catch_warnings():
-            # Without _self_ the user's own values come last, which is what one expects: nothing to warn of.
-            warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
-            return compose(name, overrides=texts), texts
-    except MissingConfigException as error:
-        raise UserError([*problems, _missing(error, file)]) from error
-    except yaml.YAMLError as error:
-        raise UserError([*problems, *_broken_file(error)]) from error
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise UserError([*problems, _refused(error, arguments, file)]) from error
+    while True:
+        try:
+            written = _choices_as_text(file, arguments)
+            listed = _listed_groups(name, search) if written or any(one.choice for one in arguments) else set()
+            chosen = [f"+{group}={choice}" for group, choice in written.items() if group not in listed]
+            texts = [*search, *chosen, *(argument.for_hydra(listed) for argument in arguments)]
+            with warnings.catch_warnings():
+                # Without _self_ the user's own values come last, which is what one expects: nothing to warn of.
+                warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
+                return compose(name, overrides=texts), texts
+        except MissingConfigException as error:
+            raise UserError([*problems, _missing(error, file)]) from error
+        except yaml.YAMLError as error:
+            raise UserError([*problems, *_broken_file(error)]) from error
+        except RecursionError as error:
+            what = "the defaults list leads back to the file it is in"
+            raise UserError([*problems, Problem(what, shown(file) if file else COMMAND_LINE)]) from error
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            problem, culprit = _refused(error, arguments, file)
+            problems.append(problem)
+            if culprit is None:
+                raise UserError(problems) from error
+            arguments.remove(culprit)
+
+
+def _choices_as_text(file: Path | None, arguments: list[Argument]) -> dict[str, str]:
+    """The groups that the user's file gives as text (`optim: sgd`) and the command line does not choose.
+
+    Hydra gets them as choices: left as text, they would be lost as soon as the command line sets a key of the group.
+    """
+    given = choices_as_text(file) if file else {}
+    taken = {argument.key for argument in arguments}
+    return {
+        group: choice
+        for group, choice in given.items()
+        if group in groups() and group not in taken and choice in _options(group, file) and choice.isidentifier()
+    }
 
 
 def _defaults(name: str | None, texts: list[str]) -> list[ResultDefault]:
@@ -177,6 +205,8 @@ def _line_of_default(file: Path | None, group: str, choice: str) -> str:
     names = {f"defaults[{at}]{dot}" for at in range(100) for dot in ("", f".{group}")}
     text = file.read_text(encoding="utf-8").splitlines()
     for one in key_lines(file):
+        if one.path == group and re.search(rf":\s*['\"]?{re.escape(choice)}\b", text[one.line - 1]):
+            return f"{shown(file)}:{one.line}"
         if one.path in names and re.search(rf"\b{re.escape(choice)}\b", text[one.line - 1]):
             return f"{shown(file)}:{one.line}, defaults"
     return f"{shown(file)}, defaults"
@@ -185,25 +215,31 @@ def _line_of_default(file: Path | None, group: str, choice: str) -> str:
 def _broken_file(error: yaml.YAMLError) -> list[Problem]:
     """The problems of a file that the user's YAML names under defaults."""
     mark = getattr(error, "problem_mark", None)
-    found = check_text(Path(mark.name)) if mark else []
-    return found or [Problem(f"not valid YAML: {error}")]
+    if mark is None:
+        return [Problem(f"not valid YAML: {error}")]
+    what = f"not valid YAML: {getattr(error, 'problem', None) or error}"
+    return check_text(Path(mark.name)) or [Problem(what, f"{shown(Path(mark.name))}:{mark.line + 1}")]
 
 
-def _refused(error: Exception, arguments: list[Argument], file: Path | None) -> Problem:
-    """What Hydra said, at the argument that it named, else at the file."""
-    said = str(error).strip().split("\n")[0]
-    for argument in arguments:
-        if f"'{argument.key}'" in said or argument.text in said:
-            plain = argument.text.lstrip("+~")
-            if argument.parsed.is_delete():
-                return Problem(f"there is no {argument.key} to take away", f"{COMMAND_LINE}, {argument.text}")
-            if argument.key in groups():
-                fix = f"Write {argument.key}.KEY=… for each key, or {argument.key}=CHOICE."
-                return Problem(said, f"{COMMAND_LINE}, {argument.text}", fix)
-            return Problem(
-                said, f"{COMMAND_LINE}, {argument.text}", f"Write {plain} (or ++{plain}) to replace a value."
-            )
-    return Problem(said, shown(file) if file else COMMAND_LINE)
+def _refused(error: Exception, arguments: list[Argument], file: Path | None) -> tuple[Problem, Argument | None]:
+    """What Hydra said, at the argument that it named (which is returned too), else at the file."""
+    said = str(error).strip() or str(error.__cause__ or type(error).__name__)
+    said = said.split("\n")[0]
+    named = [argument for argument in arguments if f"'{argument.key}'" in said or argument.text in said]
+    for argument in sorted(named, key=lambda one: one.text[:1] not in "+~"):  # plain ones are made to fit
+        where = f"{COMMAND_LINE}, {argument.text}"
+        plain = argument.text.lstrip("+~")
+        if argument.parsed.is_delete():
+            differs = "The value of" in said  # ~key=value takes away only that value
+            return Problem(said if differs else f"there is no {argument.key} to take away", where), argument
+        if argument.key in groups():
+            fix = f"Write {argument.key}.KEY=… for each key, or {argument.key}=CHOICE."
+            return Problem(said, where, fix), argument
+        return Problem(said, where, f"Write {plain} (or ++{plain}) to replace a value."), argument
+    if file is None:
+        return Problem(said, COMMAND_LINE), None
+    lines = [one.line for one in key_lines(file) if one.path == "defaults" and "default" in said.lower()]
+    return Problem(said, f"{shown(file)}:{lines[0]}, defaults" if lines else shown(file)), None
 
 
 def _values(composed: DictConfig, file: Path | None) -> tuple[dict[str, Any], list[Finding]]:
@@ -212,7 +248,7 @@ def _values(composed: DictConfig, file: Path | None) -> tuple[dict[str, Any], li
     Interpolations see the defaults of schema.py too. A group that is given as text is the choice of that name.
     """
     findings: list[Finding] = []
-    merged = OmegaConf.merge(asdict(RunConfig()), composed)
+    merged = OmegaConf.merge(_defaults_beside(composed), composed)
     values: dict[str, Any] = {}
     for group in composed:
         name = str(group)
@@ -220,9 +256,23 @@ def _values(composed: DictConfig, file: Path | None) -> tuple[dict[str, Any], li
         if name in groups() and isinstance(value, str):
             value = _choice(name, value, file, findings)
         elif isinstance(value, dict) and isinstance(node := composed._get_node(group), DictConfig) and name in groups():
-            value = {key: one for key, one in value.items() if node._is_interpolation() or key in node}
+            own = {str(key) for key in node} if not node._is_interpolation() else value.keys()
+            value = {key: one for key, one in value.items() if key in own}
         values[name] = value
     return values, findings
+
+
+def _defaults_beside(composed: DictConfig) -> dict[str, Any]:
+    """The defaults of all keys that `composed` does not set: a list, say, cannot be merged over the mapping it replaces."""
+    nodes = {str(group): composed._get_node(group) for group in composed}
+    defaults: dict[str, Any] = {}
+    for group, own in asdict(RunConfig()).items():
+        node = nodes.get(group)
+        if isinstance(node, DictConfig) and not node._is_interpolation() and not node._is_none():
+            defaults[group] = {key: value for key, value in own.items() if key not in node}
+        elif not isinstance(node, ListConfig):
+            defaults[group] = own
+    return defaults
 
 
 def _choice(group: str, choice: str, file: Path | None, findings: list[Finding]) -> dict[str, Any]:

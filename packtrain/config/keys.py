@@ -82,4 +82,4 @@ def _words(kind: Any) -> str:
         return "|".join(get_args(kind))
     if get_origin(kind) is list:
         return f"list of {words(members(get_args(kind)[0]))}"
-    return "mapping"
+    return "mapping to text" if get_args(kind)[1] is str else "mapping"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -44,11 +45,17 @@ def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterato
 def _data(config: RunConfig) -> Iterator[Finding]:
     for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         for at, source in enumerate(sources(value)):
-            if source.path and not any(sign in source.path for sign in "*?["):
-                place = f"{key}[{at}]" if isinstance(value, list) else key
+            place = f"{key}[{at}]" if isinstance(value, list) else key
+            if not any(sign in source.path for sign in "*?["):
                 yield from _missing(place, source.path, DATA_SUFFIXES, "A hub id has the form owner/name.")
-    if config.data.chat_template:
-        yield from _missing("data.chat_template", config.data.chat_template, TEMPLATE_SUFFIXES, "")
+            elif not _there(source.path) and not glob.glob(os.path.expanduser(source.path), recursive=True):
+                fix = f"Relative paths start at {Path.cwd()}."
+                yield Finding((place,), f"there is no file that matches {source.path}", fix)
+    template = config.data.chat_template or ""
+    if "{{" in template or "{%" in template:
+        yield Finding(("data.chat_template",), "found a template's text", "Write it into a .jinja file and name that.")
+    else:
+        yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES, "")
 
 
 def _model(config: RunConfig) -> Iterator[Finding]:
@@ -59,20 +66,27 @@ def _model(config: RunConfig) -> Iterator[Finding]:
 
 def _trainer(config: RunConfig) -> Iterator[Finding]:
     trainer = config.trainer
-    if trainer.resume not in ("auto", "never") and not Path(trainer.resume).expanduser().is_dir():
+    if trainer.resume not in ("auto", "never") and not os.path.isdir(os.path.expanduser(trainer.resume)):
         what = f"there is no checkpoint folder {trainer.resume}"
         yield Finding(
             ("trainer.resume",), what, f"Allowed: auto, never, or a folder. {_nearest(trainer.resume)}".strip()
         )
-    output = Path(trainer.output_dir).expanduser()
-    if output.exists() and not output.is_dir():
-        yield Finding(("trainer.output_dir",), f"{output} is a file", "Name a folder, or one that is not there yet.")
+    for key, folder in (("trainer.output_dir", trainer.output_dir), ("data.cache_dir", config.data.cache_dir or "")):
+        if os.path.expanduser(folder).startswith("~"):
+            yield Finding((key,), f"there is no home folder {Path(folder).parts[0]}", "Write the whole path.")
+        elif _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
+            yield Finding((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
 
 
 def _missing(key: str, path: str, suffixes: tuple[str, ...], otherwise: str) -> Iterator[Finding]:
-    if path == BUILT_IN or not _is_local(path, suffixes) or Path(path).expanduser().exists():
+    if not path or path == BUILT_IN or not _is_local(path, suffixes) or _there(path):
         return
     yield Finding((key,), f"there is no file or folder {path}", f"{_nearest(path)} {otherwise}".strip())
+
+
+def _there(path: str) -> bool:
+    """Whether `path` exists; False too (unlike with pathlib) where it cannot be: ~nobody, a name without end."""
+    return os.path.exists(os.path.expanduser(path))
 
 
 def _is_local(path: str, suffixes: tuple[str, ...]) -> bool:
@@ -82,10 +96,12 @@ def _is_local(path: str, suffixes: tuple[str, ...]) -> bool:
 
 
 def _nearest(path: str) -> str:
-    wanted = Path(path).expanduser()
+    wanted = Path(os.path.expanduser(path))
     folder = wanted.parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return f"The folder {folder} does not exist; relative paths start at {Path.cwd()}."
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return f"The folder {folder} cannot be read."
     found = near(wanted.name, (one.name for one in folder.iterdir()))
     return (
         f"Near it: {', '.join(str(folder / name) for name in found)}."

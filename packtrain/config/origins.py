@@ -34,6 +34,8 @@ class Origins:
 
     def where(self, key: str) -> str:
         """The place of `key`: of the key itself, else of what it is in, else of the user's file as a whole."""
+        if key not in self._lines and any(one.startswith(f"{key}.") for one in self._arguments):
+            return f"{COMMAND_LINE}, {key}"
         for outer in _outwards(key):
             if outer in self._arguments:
                 return f"{COMMAND_LINE}, {key}"

@@ -6,6 +6,7 @@ not have that group. Every key of ours exists (schema.py), so the first becomes 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from packtrain.config.suggest import near
 from packtrain.errors import Problem
 
 COMMAND_LINE = "command line"
+NO_HYDRA = "settings of Hydra itself have no effect here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ def parse(texts: list[str]) -> tuple[list[Argument], list[Problem]]:
             continue
         if parsed.is_sweep_override():
             problems.append(_no_sweep(text))
+        elif re.match(r"hydra\b", parsed.key_or_group):
+            problems.append(Problem(NO_HYDRA, f"{COMMAND_LINE}, {text}", "Take it away."))
         else:
             arguments.append(_argument(text, parsed))
     return arguments, problems
@@ -87,6 +91,8 @@ def _unreadable(text: str, error: HydraException) -> Problem:
     if "=" not in text:
         return Problem("not of the form key=value", where, "Example: optim.learning_rate=1e-4.")
     key, _, value = text.partition("=")
+    if key != key.strip():
+        return Problem("white space around the key", where, f"Write {key.strip()}={value.strip()}.")
     said = str(error).split("\n")[0]
     quoted = value.replace("'", "\\'")
     return Problem(f"cannot be read ({said})", where, f"Quote the value, for the shell too: \"{key}='{quoted}'\".")

@@ -5,6 +5,8 @@ Only what is certain is refused here; what depends on the data (a document longe
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Set
 
 from packtrain.config.findings import Finding
@@ -12,6 +14,7 @@ from packtrain.config.limits import micro_batch_limits
 from packtrain.config.schema import DataSource, RunConfig
 from packtrain.config.suggest import near
 
+LARGEST_SEED = 2**32 - 1
 # Arguments of transformers' schedules beside the step counts.
 SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "constant": (),
@@ -90,6 +93,9 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     if isinstance(data.eval, float) and not 0 < data.eval < 1:
         what = f"found the number {data.eval:g}"
         yield Finding(("data.eval",), what, "A fraction of data.train lies between 0 and 1; null holds nothing out.")
+    if isinstance(data.eval, str) and re.fullmatch(r"[0-9.]+ ?%?", data.eval):
+        what = f"found the text {data.eval!r}"
+        yield Finding(("data.eval",), what, "A fraction is a number without quotes, e.g. 0.05.")
     if data.format == "preference":
         what = "packtrain sft has no use for preference pairs"
         yield Finding(("data.format",), what, "Choose messages or prompt_completion; pairs are for packtrain dpo.")
@@ -142,6 +148,9 @@ def _optim(config: RunConfig) -> Iterator[Finding]:
             hint = f"Did you mean {meant[0]}?" if meant else f"It takes {', '.join(known) or 'no options'}."
             what = f"the schedule {optim.schedule} has no such option"
             yield Finding((f"optim.schedule_options.{name}",), what, hint)
+        elif not name.endswith("_type") and not _is_number(optim.schedule_options[name]):
+            what = f"found {optim.schedule_options[name]!r}"
+            yield Finding((f"optim.schedule_options.{name}",), what, "Allowed: number.")
     rates = {"min_lr", "min_lr_rate"} & set(optim.schedule_options)
     if optim.schedule == "cosine_with_min_lr" and len(rates) != 1:
         what = "the schedule cosine_with_min_lr needs its lowest learning rate, once"
@@ -155,8 +164,14 @@ def _optim(config: RunConfig) -> Iterator[Finding]:
         yield Finding(("optim.warmup_steps", "optim.schedule"), what, "Choose optim.schedule=constant_with_warmup.")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     trainer = config.trainer
+    if trainer.seed > LARGEST_SEED:
+        yield Finding(("trainer.seed",), f"found {trainer.seed}", f"Seeds end at {LARGEST_SEED}, as numpy's do.")
     if trainer.max_steps is not None and "trainer.epochs" in given:
         what = "the length of the run is set twice, in steps and in epochs"
         yield Finding(("trainer.max_steps", "trainer.epochs"), what, "Keep one of them.")

@@ -14,6 +14,7 @@ from packtrain.config.keys import groups, keys
 # The words of TRL, transformers, peft and axolotl for what we have under another name.
 FOREIGN = {
     "base_model": "model.path",
+    "batch_size": "batch.examples_per_step",
     "bf16": "trainer.mixed_precision",
     "adam_beta1": "optim.beta1",
     "adam_beta2": "optim.beta2",
@@ -77,6 +78,7 @@ FOREIGN = {
 ADVICE = {
     "deepspeed": "The strategy is chosen by name: strategy=zero2, strategy=zero3 …",
     "fsdp": "The strategy is chosen by name: strategy=fsdp2.",
+    "lora": "Choose peft=lora; r, alpha and the others are keys of peft.",
     "gradient_accumulation_steps": "Accumulation is derived: set batch.examples_per_step, and what fits a device "
     "with batch.examples_per_device or batch.tokens_per_device.",
     "per_device_eval_batch_size": "Evaluation uses the same limits: batch.examples_per_device, batch.tokens_per_device.",

@@ -83,7 +83,8 @@ def _as(value: Any, kind: Any, path: str, findings: list[Finding]) -> Any:
         return value if isinstance(value, kind) else _REFUSED
     if kind in (int, float):
         number = isinstance(value, (int, kind)) and not isinstance(value, bool)
-        return kind(value) if number else _REFUSED
+        small = not isinstance(value, int) or abs(value) < 2**63  # greater ones fit no counter, and no float at all
+        return kind(value) if number and small else _REFUSED
     if is_dataclass(kind):
         return _build(typing.cast(type, kind), f"{path}.", value, findings) if isinstance(value, Mapping) else _REFUSED
     if get_origin(kind) is Literal:
@@ -135,7 +136,9 @@ def _unknown_in(known: Mapping[str, Key], prefix: str, name: str) -> Finding:
 def _refused(value: Any, key: Key) -> Finding:
     fix = f"Allowed: {describe(key)}."
     meant = near(value, choices(key.type), 1) if isinstance(value, str) else []
-    if meant:
+    if meant and meant[0] == value:
+        fix += f" Write [{value}]."
+    elif meant:
         fix += f" Did you mean {meant[0]}?"
     elif str(value).lower() == "none" and type(None) in members(key.type):
         fix += " Write null for none."

@@ -34,15 +34,15 @@ def find_config(name: str) -> Path:
 
     Raises UserError where there is none, with the nearest names.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     recipes = shipped("recipes")
     own = recipes / (path.relative_to("recipes") if path.parts[:1] == ("recipes",) else path)
     for candidate in (path, own):
-        if candidate.is_file():
+        if os.path.isfile(candidate):
             if candidate.suffix != SUFFIX:
                 raise UserError("a config file ends with .yaml", where=name, fix=f"Rename it to {path.stem}{SUFFIX}.")
             return candidate.absolute()
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UserError("this is a folder", where=name, fix="Name a .yaml file in it.")
     raise UserError("no such config file", where=name, fix=_nearest(path, recipes))
 
@@ -55,6 +55,20 @@ def shown(path: Path) -> str:
 
 def check_text(path: Path) -> list[Problem]:
     """What keeps `path` from being read: not UTF-8, broken syntax or interpolation, no mapping, keys written twice."""
+    try:
+        return _check_text(path)
+    except RecursionError:
+        return [Problem("nested without end: an alias (*) stands inside its own anchor (&)", shown(path))]
+
+
+def choices_as_text(path: Path) -> dict[str, str]:
+    """The keys at the top of a file that `check_text` has no complaint about whose value is text: `optim: sgd`."""
+    root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    pairs = root.value if isinstance(root, yaml.MappingNode) else []
+    return {str(key.value): value.value for key, value in pairs if isinstance(value, yaml.ScalarNode)}
+
+
+def _check_text(path: Path) -> list[Problem]:
     try:
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
@@ -91,12 +105,12 @@ def key_lines(path: Path) -> list[KeyLine]:
 
 def _nearest(path: Path, recipes: Path) -> str:
     folder = path.parent
-    beside = {one.stem: str(folder / one.name) for one in folder.glob(f"*{SUFFIX}")} if folder.is_dir() else {}
+    beside = {one.stem: str(folder / one.name) for one in folder.glob(f"*{SUFFIX}")} if os.path.isdir(folder) else {}
     own = {one.stem: f"recipes/{one.name}" for one in sorted(recipes.glob(f"*{SUFFIX}"))}
     found = [names[stem] for names in (beside, own) for stem in near(path.stem, names)]
     if found:
         return f"Did you mean {' or '.join(found)}?"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return f"The folder {folder} does not exist."
     return f"Recipes that come with packtrain: {', '.join(own.values())}." if own else "Check the path."
 

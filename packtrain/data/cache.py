@@ -46,7 +46,8 @@ def open_or_build(
 ) -> tuple[Store, bool]:
     """The store of `key` and whether it was built now; `build(empty folder)` makes it where there is none.
 
-    Raises PeerFailed when another process holds the build and has written nothing for STALLED_S seconds.
+    Raises PeerFailed when another process holds the build and has written nothing for STALLED_S seconds, UserError when
+    the disk takes no more.
     """
     final, building = folder / key, folder / f"{key}.building"
     if (found := _whole(final, say)) is not None:
@@ -60,8 +61,11 @@ def open_or_build(
         try:
             build(building)
             building.rename(final)
-        except BaseException:  # Ctrl-C too: an interrupted build leaves nothing
+        except BaseException as error:  # Ctrl-C too: an interrupted build leaves nothing
             shutil.rmtree(building, ignore_errors=True)
+            if isinstance(error, OSError):
+                what = f"the tokenised data cannot be kept: {error}"
+                raise UserError(what, where=str(folder), fix="Make room there, or set data.cache_dir.") from error
             raise
     return Store(final), True
 

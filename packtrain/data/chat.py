@@ -23,7 +23,6 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from packtrain.data.codec import Codec, Encoded
@@ -66,7 +65,9 @@ class ChatEncoder:
         if not wanted:
             return encoded.ids, mask
         spans, whole = self._spans(template, conversation, text, marks, turns, wanted)
-        _check_content(conversation, wanted, "\n".join(text[start:end] for start, end in spans) if whole else text)
+        spoken = "\n".join(text[start:end] for start, end in spans)
+        _check_content(conversation, wanted, spoken if whole else text)
+        _check_calls(conversation, wanted, text if template.has_marks else spoken)
         special = self.codec.special_ids
         parts = [_tokens_between(encoded, text, start, end, special) for start, end in spans]
         for part, following in zip(parts, [*parts[1:], None], strict=True):
@@ -190,7 +191,7 @@ class ChatEncoder:
                 add_generation_prompt=generation_prompt,
                 **{**self.codec.special_tokens, **conversation.variables},
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template is a program: it may fail by any error there is
             what = f"the chat template refuses the conversation: {error}"
             raise BadRow("chat template refuses", what, "messages") from error
         return texts[0], cast("list[list[Span]]", spans)[0] if marked else []
@@ -208,6 +209,16 @@ def _check_content(conversation: Conversation, wanted: list[int], text: str) -> 
         if not message.get("tool_calls") and answer not in text:
             what = f"the chat template leaves out or rewrites the answer {answer[:40]!r}"
             raise BadRow(REFUSED, what, f"messages[{turn}].content", "Set data.chat_template to another template.")
+
+
+def _check_calls(conversation: Conversation, wanted: list[int], text: str) -> None:
+    """Raise BadRow if a tool call of a wanted turn is not in `text`: templates without tools drop it without a word."""
+    for turn in wanted:
+        for call in conversation.messages[turn].get("tool_calls", ()):
+            name = call.get("function", call)["name"]
+            if name not in text:
+                what = f"the chat template leaves out the call of {name!r}"
+                raise BadRow(REFUSED, what, f"messages[{turn}].tool_calls", "Set data.chat_template to one for tools.")
 
 
 def _tokens_between(encoded: Encoded, text: str, start: int, end: int, special_ids: frozenset[int]) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from packtrain.data.rows import BadRow, kind_of
+from packtrain.data.rows import BadRow, kind_of, too_much
 from packtrain.errors import UserError
 
 Format = Literal["messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "tokenised"]
@@ -167,9 +167,9 @@ def _list(value: Any, where: str) -> list[Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRow(
-                "wrong type", f"expected a list, found a string that is not JSON ({error.msg})", where
+                "wrong type", f"expected a list, found a string that is not JSON ({too_much(error)})", where
             ) from None
     if not isinstance(value, list):
         raise BadRow("wrong type", f"expected a list, found {kind_of(value)}", where)
@@ -238,8 +238,9 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except json.JSONDecodeError as error:
-                raise BadRow("wrong type", f"the arguments are not JSON: {error.msg}", f"{place}.arguments") from None
+            except (ValueError, RecursionError) as error:
+                what = f"the arguments are not JSON: {too_much(error)}"
+                raise BadRow("wrong type", what, f"{place}.arguments") from None
         inner = {**inner, "arguments": arguments if arguments is not None else {}}
         calls.append({**call, "function": inner} if "function" in call else inner)
     return calls
@@ -323,6 +324,10 @@ def _tokens(row: Row) -> Tokens:
         return Tokens(ids, None)
     values = _integers(row, given[0], len(ids))
     if given[0] != "labels":
+        strange = np.flatnonzero((values != 0) & (values != 1))
+        if len(strange):
+            what = f"expected 0 or 1, found {values[strange[0]]}"
+            raise BadRow("wrong type", what, f"{row.name(given[0])}[{strange[0]}]")
         return Tokens(ids, values.astype(bool))
     strange = np.flatnonzero((values != -100) & (values != ids))
     if len(strange):

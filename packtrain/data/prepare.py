@@ -14,8 +14,10 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -48,7 +50,7 @@ from packtrain.errors import PacktrainError, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 1
+VERSION = 2
 """Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
 FEW_ROWS = 1000
 FEW_CHUNKS = 8
@@ -139,8 +141,12 @@ class _Maker:
     console: Console
 
     def store(self, given: DataSource, role: sources.Role) -> Made:
-        source = sources.resolve(given, role, self.seed)
-        identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
+        try:
+            source = sources.resolve(given, role, self.seed)
+            identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
+        except OSError as error:
+            where = str(error.filename or given.path)
+            raise UserError(f"cannot be used: {error.strerror or error}", where=where) from error
         encoder = self.workshop.encoder
         chat = encoder.template.content if encoder.template else ""
         parts = (VERSION, identity, self.data.format, encoder.settings, encoder.codec.content, chat)
@@ -239,7 +245,10 @@ class _Workshop:
         pool = self.pool
         if pool is None:
             context = multiprocessing.get_context("spawn")
-            pool = ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=(self.encoder,))
+            # By file: of arguments beyond what a pipe holds, Python waits for ever for a worker that died unread.
+            encoder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="packtrain-")), "encoder")
+            encoder.write_bytes(pickle.dumps(self.encoder))
+            pool = ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=(encoder,))
             self.pool = pool
             self.stack.callback(pool.shutdown, wait=True, cancel_futures=True)
         waiting: deque[tuple[Chunk, Future[Outcome]]] = deque()
@@ -256,10 +265,10 @@ class _Workshop:
 _encoder: Encoder
 
 
-def _start_worker(encoder: Encoder) -> None:
-    """In a worker: keep the encoder; one thread each, as there is a process per core; end when the parent ends."""
+def _start_worker(encoder: Path) -> None:
+    """In a worker: load the encoder; one thread each, as there is a process per core; end when the parent ends."""
     global _encoder
-    _encoder = encoder
+    _encoder = pickle.loads(encoder.read_bytes())
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent closes the pool
     parent = multiprocessing.parent_process()

@@ -10,6 +10,7 @@ import csv
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -28,6 +29,7 @@ from packtrain.data.rows import (
     TableChunk,
     checked_object,
     not_utf8,
+    too_much,
 )
 from packtrain.errors import UserError
 
@@ -52,7 +54,7 @@ def read_file(path: Path) -> Iterator[Chunk]:
             yield from _json_list(path) if _first_character(path) == b"[" else _json_lines(path)
         else:
             yield from _json_lines(path)
-    except (OSError, EOFError, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
         raise UserError(f"cannot read the file: {error}", where=str(path), fix="Check or renew the file.") from error
 
 
@@ -100,19 +102,22 @@ def _csv(path: Path) -> Iterator[Chunk]:
 
     def rows() -> Iterator[tuple[int, Row, int]]:
         with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            reader = csv.reader(file)
+            reader = csv.reader(file, strict=True)  # else an open quote swallows the rest of the file
             header: list[str] = []
             while True:
                 before = reader.line_num
                 try:
                     fields = next(reader, None)
                 except csv.Error as error:
-                    yield reader.line_num, BadRow("broken csv", f"broken csv: {error}"), 1
+                    yield before + 1, BadRow("broken csv", f"broken csv: {error}"), 1
                     continue
                 if fields is None:
                     return
                 if not header:
                     header = fields
+                    if twice := [name for name in header if header.count(name) > 1]:
+                        fix = "Give each column its own name."
+                        raise UserError(f"two columns are called {twice[0]!r}", where=f"{path}:{before + 1}", fix=fix)
                 elif fields:
                     yield before + 1, _csv_row(header, fields), sum(map(len, fields)) + len(fields)
 
@@ -218,6 +223,8 @@ class _ListParser:
                     continue
                 line = self.line + self.text.count("\n", self.at, error.pos)
                 raise self._broken(f"broken JSON: {error.msg}", line) from error
+            except (ValueError, RecursionError) as error:
+                raise self._broken(f"broken JSON: {too_much(error)}") from error
             if end == len(self.text) and self._fill():
                 continue
             self.line += self.text.count("\n", self.at, end)

@@ -75,7 +75,11 @@ class ParsedChunk:
 
 @dataclass(frozen=True, slots=True)
 class TableChunk:
-    """Rows of a table (parquet, Arrow); `first` is the number of the first one, from 1. `size` in rows."""
+    """Rows of a table (parquet, Arrow); `first` is the number of the first one, from 1. `size` in rows.
+
+    All objects of a table have the same fields, so those that a row did not have are null in it: a tool call would get
+    the arguments of every other tool. Below the columns, a null is therefore taken for a field that is not there.
+    """
 
     origin: str
     first: int
@@ -87,18 +91,41 @@ class TableChunk:
 
     def rows(self) -> Iterator[tuple[str, Row]]:
         """Each row with its place."""
-        for number, row in enumerate(self.batch.to_pylist(), self.first):
+        try:
+            rows: list[Row] = self.batch.to_pylist()
+        except (ValueError, OverflowError):
+            rows = [_row_of_table(self.batch.slice(number, 1)) for number in range(len(self))]
+        for number, row in enumerate(rows, self.first):
+            if not isinstance(row, BadRow):
+                row = {name: _without_nulls(value) for name, value in row.items()}
             yield f"{self.origin}, row {number}", row
 
 
 Chunk = LineChunk | ParsedChunk | TableChunk
 
 
+def _row_of_table(one: pa.RecordBatch) -> Row:
+    """The row of a table of one row; text that is not UTF-8 and dates beyond Python's are found only by reading them."""
+    try:
+        return one.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return not_utf8(f"the row holds the byte 0x{error.object[error.start]:02x}")
+    except (ValueError, OverflowError) as error:
+        return BadRow("unreadable", f"the row cannot be read: {error}")
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list) and not isinstance(next(iter(value), 0), (int, float, str)):  # token ids are many
+        return [_without_nulls(part) for part in value]
+    return value
+
+
 def _parse_line(line: bytes) -> Row:
     if b"\0" in line:
-        return BadRow(
-            "NUL bytes", "the line holds NUL bytes", fix="The file is damaged (crash or bad copy): get it anew."
-        )
+        fix = "The file is UTF-16 (iconv -f utf-16 -t utf-8), or damaged by a crash or a bad copy: get it anew."
+        return BadRow("NUL bytes", "the line holds NUL bytes", fix=fix)
     try:
         text = line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
@@ -107,9 +134,16 @@ def _parse_line(line: bytes) -> Row:
         row = json.loads(text)
     except json.JSONDecodeError as error:
         return BadRow("broken JSON", f"broken JSON at column {error.colno}: {error.msg}")
-    except RecursionError:
-        return BadRow("broken JSON", "the JSON is nested too deeply")
+    except (ValueError, RecursionError) as error:
+        return BadRow("broken JSON", f"broken JSON: {too_much(error)}")
     return checked_object(row)
+
+
+def too_much(error: ValueError | RecursionError) -> str:
+    """What Python's JSON parser cannot take though its grammar is right, or its own words."""
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number has thousands of digits"
 
 
 def not_utf8(found: str) -> BadRow:

@@ -134,14 +134,15 @@ def resolve(source: DataSource, role: Role, seed: int) -> Source:
     if local.exists():
         if suffix_of(local) is None:
             raise UserError(f"cannot read {local.name!r}", where=f"data.{role}", fix=f"Readable are {_readable()}.")
-        return Files(str(local), (local,))
+        return _files(str(local), (local,), source)
     if any(sign in path for sign in "*?["):
-        found = tuple(Path(name) for name in sorted(glob.glob(str(local), recursive=True)) if suffix_of(Path(name)))
+        matches = [Path(name) for name in sorted(glob.glob(str(local), recursive=True))]
+        found = tuple(match for match in matches if suffix_of(match) and match.is_file())
         if not found:
             raise UserError(
                 f"no readable file matches {path!r}", where=f"data.{role}", fix=f"Readable are {_readable()}."
             )
-        return Files(path, found)
+        return _files(path, found, source)
     if suffix_of(local) or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"no such file: {path}", where=f"data.{role}", fix=_nearest(local))
     return Table(f"{path} [{source.split}]", _from_hub(source, role))
@@ -163,10 +164,20 @@ def _folder(folder: Path, source: DataSource) -> Source:
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         name = str(folder) if (folder / "state.json").exists() else f"{folder} [{source.split}]"
         return Table(name, _saved(folder, source))
-    files = tuple(path for path in sorted(folder.rglob("*")) if path.is_file() and suffix_of(path))
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and suffix_of(path)]
+    # Hidden files are copies that editors, notebooks and macOS keep.
+    files = tuple(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
     if not files:
         raise UserError("nothing to read in this folder", where=str(folder), fix=f"Readable are {_readable()}.")
-    return Files(str(folder), files)
+    return _files(str(folder), files, source)
+
+
+def _files(name: str, paths: tuple[Path, ...], source: DataSource) -> Files:
+    """The files, for a `source` that wants all that is in them."""
+    if source.split != "train" or source.subset is not None:
+        what = f"there is no {'split' if source.subset is None else 'subset'} to choose in plain files"
+        raise UserError(what, where=name, fix="Name the file, or a glob of files, that holds it.")
+    return Files(name, paths)
 
 
 def _saved(folder: Path, source: DataSource) -> datasets.Dataset:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache
@@ -75,8 +76,8 @@ def choose(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | N
             text = own.get("default") or next(iter(own.values()), None)
             return _checked(text, "the tokenizer", own.get("tool_use")) if text else None
         return _checked(own, "the tokenizer") if own else None
-    path = Path(name).expanduser()
-    if path.suffix in (".jinja", ".j2") or path.is_file():
+    path = Path(os.path.expanduser(name))
+    if path.suffix in (".jinja", ".j2") or os.path.isfile(path):
         try:
             return _checked(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
@@ -117,7 +118,7 @@ def _twin(text: str) -> str | None:
 
 
 def _checked(text: str, where: str, tools_text: str | None = None) -> Template:
-    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     for one in filter(None, (text, tools_text)):
@@ -126,6 +127,6 @@ def _checked(text: str, where: str, tools_text: str | None = None) -> Template:
         except TemplateSyntaxError as error:
             place = f"{where}, line {error.lineno} of the chat template"
             raise UserError(f"broken chat template: {error.message}", where=place, fix=ADVICE) from error
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError):
-            continue  # it refuses this message, which says nothing about real ones
+        except Exception:
+            continue  # it refuses this message, by any error there is, which says nothing about real ones
     return Template(text, _twin(text), tools_text)

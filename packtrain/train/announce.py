@@ -99,13 +99,15 @@ class Summary:
         losses = [line["loss"] for line in state.log_history if "loss" in line]
         evals = [line["eval_loss"] for line in state.log_history if "eval_loss" in line]
         schedule = self.trainer.steps.schedule
+        stopping_early = status == "done" and self.config.trainer.early_stop_patience and state.best_metric is not None
+        kept = state.best_metric if stopping_early else evals[-1] if evals else None  # of the weights in final/
         return {
             "status": status,
             "steps": state.global_step,
             "epoch": schedule.epoch_of(state.global_step),
             "train_loss": losses[-1] if losses else None,
             "first_loss": losses[0] if losses else None,
-            "eval_loss": evals[-1] if evals else None,
+            "eval_loss": kept,
             "first_eval_loss": evals[0] if evals else None,
             "best_eval_loss": min(evals) if evals else None,
             "tokens": state.num_input_tokens_seen,

@@ -1,4 +1,4 @@
-"""What watches the loop: metrics.jsonl, the terminal, and early stopping. Nothing here changes the training."""
+"""What watches the loop: when to log, metrics.jsonl, the terminal, and early stopping. Nothing here changes the weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,29 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from packtrain.train.checkpoint import folder_of
 from packtrain.train.rank_log import RankLog
 
 _OURS = {"learning_rate": "lr"}  # transformers' name: ours
+
+
+class Intervals(TrainerCallback):
+    """log_every, eval_every and checkpoint_every are this run's, and the last step is logged whatever log_every is.
+
+    transformers goes by the intervals of the checkpoint that it resumes from, and logs multiples of log_every alone.
+    """
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        """Puts this run's intervals in place of those of the checkpoint."""
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
+    ) -> TrainerControl:
+        """Asks for the last line."""
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+        return control
 
 
 class MetricsFile(TrainerCallback):
@@ -107,8 +127,13 @@ class TerminalProgress(TrainerCallback):
 class EarlyStop(TrainerCallback):
     """Stops after `patience` evaluations in a row without a lower eval loss; each new best is checkpointed."""
 
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
+    def __init__(self, patience: int, checkpoints: Path) -> None:
+        self._patience, self._checkpoints = patience, checkpoints
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        """Forgets a best evaluation whose checkpoint is not here: the run goes on from a checkpoint of another folder."""
+        if state.best_global_step and not folder_of(self._checkpoints, state.best_global_step).is_dir():
+            state.best_metric = state.best_global_step = None
 
     def on_evaluate(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from packtrain.errors import Problem, UserError
 
 MANIFEST = "manifest.json"
 ORIGIN = "origin.json"
+STATE = "trainer_state.json"  # transformers' name
+_NAME = re.compile(r"step-(\d+)")
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -31,8 +34,8 @@ def staging_of(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(checkpoint.name.removeprefix("step-"))
+    """The step that a complete checkpoint was written after, whatever its folder is called."""
+    return int(json.loads((checkpoint / STATE).read_text())["global_step"])
 
 
 def complete(staging: Path, target: Path) -> None:
@@ -52,8 +55,29 @@ def complete(staging: Path, target: Path) -> None:
 
 
 def listed(checkpoints: Path) -> list[Path]:
-    """The complete checkpoints, oldest first."""
-    return sorted((p for p in checkpoints.glob("step-*") if (p / MANIFEST).is_file()), key=step_of)
+    """The complete checkpoints, oldest first; folders of other names are the user's own."""
+    return [path for _, path in _numbered(checkpoints)]
+
+
+def set_aside(checkpoints: Path, after: int) -> list[str]:
+    """Renames the checkpoints of later steps than `after`, which a run that goes on from there is about to make anew.
+
+    They are damaged, or of a course that was left. Under their own names they would count as the newest ones: kept in
+    place of good ones, and resumed from. Returns remarks.
+    """
+    remarks = []
+    for step, later in _numbered(checkpoints):
+        if step > after:
+            number = 1
+            while (target := later.with_name(f"aside-{number}-{later.name}")).exists():
+                number += 1
+            remarks.append(f"checkpoint {later.name} is set aside: it is {later.rename(target).name} now")
+    return remarks
+
+
+def _numbered(checkpoints: Path) -> list[tuple[int, Path]]:
+    found = [(int(name[1]), path) for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))]
+    return [(step, path) for step, path in sorted(found) if (path / MANIFEST).is_file()]
 
 
 def damage(checkpoint: Path) -> str | None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from packtrain.attention.isolation import refusals_of_a_model
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import IGNORE
 
@@ -42,6 +43,8 @@ def add_loss_sum(
     `neftune_alpha` adds NEFTune's noise while training, scaled by the length of each token's own document (the paper's
     formula on unpadded sequences), so that its strength does not depend on the packing.
     """
+    if model.base_model is model and hasattr(model, "model"):  # Llama4ForCausalLM names its backbone by another prefix
+        model.base_model_prefix = "model"
     inner_forward = model.forward
     linear_head = loss == "nll" and _is_linear(model)
 
@@ -67,17 +70,19 @@ def check_loss_sum(model: PreTrainedModel, batch: dict[str, Any], *, tolerance: 
     Returns the relative difference; raises CheckFailed above `tolerance` (an output head of a kind that the fused one does
     not know). Call it without gradients and in eval mode.
     """
-    ours = model(**batch, loss_sum=True).item()
-    labels = batch["shift_labels"]
-    logits = model(**{name: value for name, value in batch.items() if name != "shift_labels"}, use_cache=False).logits
-    theirs = F.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-    ).item()
+    name, labels = type(model).__name__, batch["shift_labels"]
+    plain = {name: value for name, value in batch.items() if name != "shift_labels"}
+    with refusals_of_a_model(f"{name} cannot run a batch", fix="see what model.config sets"):
+        logits = model(**plain, use_cache=False).logits.float()
+    theirs = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum").item()
+    unknown_head = "please report this model: its head is of a kind that packtrain does not know"
+    with refusals_of_a_model(f"the fused output head does not fit {name}", fix=unknown_head):
+        ours = model(**batch, loss_sum=True).item()
     difference = abs(ours - theirs) / max(abs(theirs), 1e-8)
     if not difference <= tolerance:  # NaN fails too
         raise CheckFailed(
-            f"the fused output head of {type(model).__name__} gives loss {ours:.6g}, its full logits give {theirs:.6g}",
-            fix="please report this model: its head is of a kind that packtrain does not know",
+            f"the fused output head of {name} gives loss {ours:.6g}, its full logits give {theirs:.6g}",
+            fix=unknown_head,
         )
     return difference
 

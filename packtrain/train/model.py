@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -16,7 +18,19 @@ from packtrain.errors import Problem, UserError
 
 QUICKSTART = "quickstart"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
-_LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError)
+_LOAD_ERRORS = (  # what a wrong path, a damaged file or an impossible model.config ends in
+    OSError,
+    ValueError,
+    LookupError,
+    ImportError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
@@ -89,8 +103,8 @@ def _load_pretrained(config: Model) -> PreTrainedModel:
         _check_names(overrides, model_config)
         for name, value in overrides.items():
             setattr(model_config, name, value)
-        return AutoModelForCausalLM.from_pretrained(**location, dtype=dtype, config=model_config)
-    loaded = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32 if dtype == "auto" else dtype)
+        return _all_weights(**location, dtype=dtype, config=model_config)
+    loaded = _all_weights(**location, dtype=torch.float32 if dtype == "auto" else dtype)
     # A model from GGUF refuses save_pretrained; its weights in a plain model of the same config do not.
     plain = loaded.config.to_dict()
     plain.pop("quantization_config", None)
@@ -100,6 +114,22 @@ def _load_pretrained(config: Model) -> PreTrainedModel:
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
     model.generation_config = loaded.generation_config
+    return model
+
+
+def _all_weights(**arguments: Any) -> PreTrainedModel:
+    """`from_pretrained`, but a weight that the files lack, or have in another shape, is an error and not a random one."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        **arguments, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    model, found = loaded
+    lacking = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
+    if lacking:
+        raise UserError(
+            f"{len(lacking)} weights of {type(model).__name__} are not in its files, or in another shape: {lacking[0]} …",
+            where="model.path",
+            fix="name a causal language model with its output head, and look at what model.config changes",
+        )
     return model
 
 
@@ -164,4 +194,6 @@ def _add_adapters(model: PreTrainedModel, peft: Peft, seed: int) -> PreTrainedMo
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, StrictDataclassError):  # says which field in the first line, and what is wrong in the next
+        return " ".join(str(error).split())
     return str(error).strip().split("\n")[0]

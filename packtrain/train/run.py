@@ -32,8 +32,8 @@ from packtrain.packing.batches import Schedule, make_schedule
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import announce
 from packtrain.train.arguments import training_arguments
-from packtrain.train.callbacks import EarlyStop, MetricsFile, TerminalProgress
-from packtrain.train.checkpoint import check_origin, find_resume, step_of
+from packtrain.train.callbacks import EarlyStop, Intervals, MetricsFile, TerminalProgress
+from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
 from packtrain.train.forward import check_loss_sum
 from packtrain.train.loader import Steps
 from packtrain.train.model import load_model, load_tokenizer
@@ -97,6 +97,8 @@ def train_sft(config: RunConfig, process: Process) -> int:
     if checkpoint is not None:
         check_origin(checkpoint, origin_of(config, data.train))
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
+    if checkpoint is not None:
+        check_origin(checkpoint, trained_by(config, model))
     as_it_came = own_attention(base_model(model))
     backend = choose_backend(config.model.attention, base_model(model), process.device)
     steps = _steps(setting, data.train, model, tokenizer, whole_set=False)
@@ -107,6 +109,7 @@ def train_sft(config: RunConfig, process: Process) -> int:
     proof = _prove(setting, trainer, backend)
     before = _answers(setting, model, tokenizer, as_it_came)
     announce.first_step(log, time.perf_counter() - started, checkpoint)
+    _clear_the_way(setting, checkpoint)
     setting.stop.listen()  # until here a signal ends the process as usual: there is nothing to save
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
@@ -160,6 +163,15 @@ def _checkpoint_to_resume(setting: Setting) -> Path | None:
     return checkpoint
 
 
+def _clear_the_way(setting: Setting, checkpoint: Path | None) -> None:
+    """Takes away what an earlier course of this run left and this one will not make true again."""
+    if not setting.process.main:
+        return
+    setting.folder.summary.unlink(missing_ok=True)
+    for remark in set_aside(setting.folder.checkpoints, step_of(checkpoint) if checkpoint else 0):
+        setting.log.say(f"[yellow]{remark}[/]")
+
+
 def _steps(
     setting: Setting,
     data: TokenDataset,
@@ -209,17 +221,27 @@ def origin_of(config: RunConfig, data: TokenDataset) -> dict[str, Any]:
     }
 
 
+def trained_by(config: RunConfig, model: PreTrainedModel) -> dict[str, Any]:
+    """What the weights and the state of the optimizer in a checkpoint have to fit."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {
+        "model": f"{type(base_model(model)).__name__} with {trained:,} trained weights",
+        "optim.name": config.optim.name,
+    }
+
+
 def attention_cost(model: PreTrainedModel) -> float:
     """Cost of a document of l tokens is l + attention_cost · l², in units of one token's linear layers.
 
     Forward and backward take 6 · parameters operations a token, and 6 · layers · heads · head_dim · l for causal attention.
     """
     config = base_model(model).config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):  # a state-space or recurrent model: nothing grows with l²
+    try:
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return config.num_hidden_layers * heads * width / max(base_model(model).num_parameters(), 1)
+    except (AttributeError, RuntimeError, TypeError):  # no attention, or heads that differ by layer: tokens alone count
         return 0.0
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers * heads * width / max(base_model(model).num_parameters(), 1)
 
 
 def _trainer(
@@ -231,9 +253,10 @@ def _trainer(
     checkpoint: Path | None,
 ) -> PackedSFTTrainer:
     config, folder, stop = setting.config, setting.folder, setting.stop
-    callbacks: list[TrainerCallback] = [MetricsFile(folder.metrics), TerminalProgress(setting.log), StopCallback(stop)]
+    callbacks: list[TrainerCallback] = [Intervals(), StopCallback(stop), MetricsFile(folder.metrics)]
+    callbacks.append(TerminalProgress(setting.log))
     if config.trainer.early_stop_patience:
-        callbacks.append(EarlyStop(config.trainer.early_stop_patience))
+        callbacks.append(EarlyStop(config.trainer.early_stop_patience, folder.checkpoints))
     arguments = training_arguments(
         config,
         total_steps=len(steps),
@@ -250,7 +273,7 @@ def _trainer(
         objective=config.objective,
         stop=stop,
         checkpoints=folder.checkpoints,
-        origin=origin_of(config, steps.data),
+        origin=origin_of(config, steps.data) | trained_by(config, model),
         keep_checkpoints=config.trainer.keep_checkpoints,
         first_step=step_of(checkpoint) if checkpoint else 0,
         loader_workers=config.trainer.loader_workers,
@@ -266,7 +289,7 @@ def _prove(setting: Setting, trainer: PackedSFTTrainer, backend: Backend) -> Pro
     if config.packing.mode != "padding":
         if config.verify.preflight:
             with torch.random.fork_rng():
-                proof = prove_isolation(model, backend, mixed_bf16=mixed)
+                proof = prove_isolation(model, backend)
             announce.proof(setting.log, proof)
             if proof.verdict != "exact":
                 raise announce.not_exact(model, proof)

@@ -7,6 +7,7 @@ forward pass; evaluation is exact over the set; checkpoints are complete or abse
 
 from __future__ import annotations
 
+import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,6 +29,7 @@ from packtrain.config.schema import Objective
 from packtrain.data.dataset import Document
 from packtrain.run_folder import write_json
 from packtrain.train import checkpoint
+from packtrain.train.callbacks import TerminalProgress
 from packtrain.train.forward import add_loss_sum
 from packtrain.train.loader import MicroBatch, Steps, step_loader
 from packtrain.train.stop import StopRequest
@@ -60,6 +62,8 @@ class PackedSFTTrainer(SFTTrainer):
         loader_workers: int = 0,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
+        text_config = base_model(model).config.get_text_config()
+        routers = getattr(text_config, "output_router_logits", None)
         super().__init__(
             model=model,
             args=args,
@@ -69,6 +73,8 @@ class PackedSFTTrainer(SFTTrainer):
             eval_dataset=datasets.Dataset.from_dict(_PLACEHOLDER) if evaluation is not None else None,
             callbacks=callbacks,
         )
+        if routers is not None:  # TRL turns them on for its auxiliary loss, which is no part of ours
+            text_config.output_router_logits = routers
         self.remove_callback(PrinterCallback)
         add_loss_sum(base_model(self.model), loss=objective.loss, neftune_alpha=objective.neftune_alpha)
         self.steps, self._evaluation, self._stop = steps, evaluation, stop
@@ -117,12 +123,16 @@ class PackedSFTTrainer(SFTTrainer):
                     loss = model(**self._prepare_inputs(batch.inputs), loss_sum=True) * scale
                 self.accelerator.backward(loss)
             total += loss.detach()
-        self._stop.agree(*self._window.last[4:].tolist())
+        _, tokens, _, _, *signals = self._window.last.tolist()
+        # with the step and not with the logged line: a checkpoint may lie between two lines
+        self.state.num_input_tokens_seen += tokens
+        self._stop.agree(*signals)
         return total
 
     def probe(self) -> dict[str, Any]:
         """Inputs of one short real document with every token trained, to check the output head with."""
-        ids = self.steps.data[0].input_ids[:_PROBE_TOKENS]
+        longest = int(self.steps.data.lengths.argmax())
+        ids = self.steps.data[longest].input_ids[:_PROBE_TOKENS]
         document = Document(ids, np.ones(len(ids), dtype=bool))
         return self._prepare_inputs(self.steps.collate([document]).inputs)
 
@@ -138,7 +148,6 @@ class PackedSFTTrainer(SFTTrainer):
         if "loss" in logs:
             counts, seconds = self._window.close()
             _, tokens, slots, examples, _, _ = counts.tolist()
-            self.state.num_input_tokens_seen += tokens
             rate = tokens / max(seconds, 1e-9)
             logs["tokens"] = self.state.num_input_tokens_seen
             logs["tokens_per_second"] = rate
@@ -158,9 +167,18 @@ class PackedSFTTrainer(SFTTrainer):
         peak = get_peak_flops_per_device(self.accelerator, precision)
         try:
             flops = compute_flops_per_token(base_model(self.model).config, int(self.steps.data.lengths.mean()))
-        except AttributeError:  # its formula asks a config for fields that not every architecture has
+        except (AttributeError, RuntimeError, TypeError):  # its formula asks for fields that not every config has
             return None
         return flops / (peak * self.accelerator.num_processes) if peak else None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class; the live bar is taken down also when training ends by an error."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, TerminalProgress):
+                    callback.close()
 
     @torch.no_grad()
     def evaluate(
@@ -196,14 +214,13 @@ class PackedSFTTrainer(SFTTrainer):
         target = checkpoint.folder_of(self._checkpoints, step)
         staging = checkpoint.staging_of(self._checkpoints, step)
         if main:
-            staging.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe of more ranks than these
+            staging.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
         self.save_model(str(staging), _internal_call=True)
         self._save_optimizer_and_scheduler(str(staging))
         self._save_rng_state(str(staging))
         if main:
-            if self.state.best_global_step == step:
-                self.state.best_model_checkpoint = str(target)
             for callback in (*self.callback_handler.callbacks, self.control):
                 if isinstance(callback, ExportableState):
                     self.state.stateful_callbacks[type(callback).__name__] = callback.state()
@@ -212,8 +229,9 @@ class PackedSFTTrainer(SFTTrainer):
         self.accelerator.wait_for_everyone()
         if main:
             checkpoint.complete(staging, target)
-            best = self.state.best_model_checkpoint
-            checkpoint.prune(self._checkpoints, self._keep_checkpoints, Path(best) if best else None)
+            best = self.state.best_global_step
+            kept = checkpoint.folder_of(self._checkpoints, best) if best else None
+            checkpoint.prune(self._checkpoints, self._keep_checkpoints, kept)
         self.accelerator.wait_for_everyone()
 
     def load_best_weights(self) -> None:

@@ -49,5 +49,5 @@ class StopCallback(TrainerCallback):
     ) -> TrainerControl:
         """Asks for the checkpoint and the end."""
         if self._stop.agreed:
-            control.should_save = control.should_training_stop = True
+            control.should_log = control.should_save = control.should_training_stop = True
         return control

@@ -166,3 +166,11 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     command = f"'{sys.executable}' -m packtrain plan {' '.join(COMPLETE)} | true"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+def test_help_is_printed_where_the_terminal_cannot_show_all_its_signs(tmp_path: Path) -> None:
+    assert "whole number ? 1" in packtrain("sft", "-h", folder=tmp_path, PYTHONIOENCODING="latin-1").stdout
+
+
+def test_a_first_argument_longer_than_any_file_name_is_an_override_still() -> None:
+    assert split_arguments([f"trainer.samples=[{'x' * 5000}]"])[0] is None

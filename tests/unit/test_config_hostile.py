@@ -1,0 +1,135 @@
+"""Configs that nobody would write on purpose: always a list of problems, never a traceback, and nothing is ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from packtrain.config.compose import load_config
+from packtrain.errors import Problem, UserError
+
+COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text: str, name: str = "run.yaml") -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text, encoding="utf-8")
+    return name
+
+
+def problems(text: str, *overrides: str) -> list[Problem]:
+    with pytest.raises(UserError) as caught:
+        load_config(write(text), [*COMPLETE, *overrides])
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "what"),
+    [
+        ("optim: &x {beta1: *x}\n", "run.yaml", "an alias (*) stands inside its own anchor"),
+        ("trainer: {samples: &x [*x]}\n", "run.yaml", "an alias (*) stands inside its own anchor"),
+        ("? [a, b]\n: 2\n", "run.yaml:1", "unhashable key"),
+        ("optim: !foo {beta1: 1}\n", "run.yaml:1", "'!foo'"),
+        ("optim: {null: 2}\n", "run.yaml", "'NoneType'"),
+        ("trainer: {samples: !!set {a, b}}\n", "run.yaml", "'set'"),
+        ("optim: [beta1]\n", "run.yaml:1, optim", "the list ['beta1'] where a group of keys belongs"),
+        ("optim: {schedule_options: [a]}\n", "run.yaml:1, optim.schedule_options", "the list ['a']"),
+        ("trainer: {samples: {a: b}}\n", "run.yaml:1, trainer.samples", "the mapping"),
+        ("tracking: {report_to: {a: b}}\n", "run.yaml:1, tracking.report_to", "the mapping"),
+        ("optim: {1: 2}\n", "run.yaml:1, optim.1", "no such key"),
+        ("optim: {on: 2}\n", "run.yaml:1, optim", "no such key"),
+        (f"trainer: {{seed: 1{'0' * 400}}}\n", "run.yaml:1, trainer.seed", "the whole number 1000"),
+        (f"optim: {{learning_rate: 1{'0' * 400}}}\n", "run.yaml:1, optim.learning_rate", "the whole number 1000"),
+        ("trainer: {seed: 4294967296}\n", "run.yaml:1, trainer.seed", "4294967296"),
+        ("optim: {schedule_options: {num_cycles: many}}\n", "run.yaml:1, optim.schedule_options.num_cycles", "'many'"),
+        ("hydra: {job: {name: x}}\n", "run.yaml:1, hydra", "no effect"),
+        ("\ndefaults: [run, _self_]\n", "run.yaml", "leads back to the file"),
+        ("\ndefaults: peft\n", "run.yaml:2, defaults", "must be a list"),
+        ("trainer: {output_dir: ~nobody-here/run}\n", "run.yaml:1, trainer.output_dir", "no home folder ~nobody-here"),
+        ("trainer: {resume: ~nobody-here/run}\n", "run.yaml:1, trainer.resume", "no checkpoint folder"),
+        ("data: {cache_dir: run.yaml}\n", "run.yaml:1, data.cache_dir", "run.yaml is a file"),
+        ("data: {eval: 5%}\n", "run.yaml:1, data.eval", "the text '5%'"),
+        ("data: {chat_template: '{{ a/b/c }}'}\n", "run.yaml:1, data.chat_template", "a template's text"),
+    ],
+)
+def test_a_hostile_file_is_refused_at_its_line(text: str, place: str, what: str) -> None:
+    found = problems(text)
+    assert len(found) == 1, [str(one) for one in found]
+    assert found[0].where.startswith(place)
+    assert what in found[0].what
+
+
+@pytest.mark.parametrize(
+    "path", ["~nobody-here/x.jsonl", f"./{'x' * 3000}.jsonl", "none-here-*.jsonl", "/none/**/*.csv"]
+)
+def test_a_path_that_cannot_be_there_is_refused_like_one_that_is_not(path: str) -> None:
+    (problem,) = problems("", f"data.train='{path}'")
+    assert problem.where == "command line, data.train"
+    assert "there is no file" in problem.what
+
+
+@pytest.mark.parametrize("name", ["~nobody-here/run.yaml", f"{'x' * 3000}.yaml"])
+def test_a_config_that_cannot_be_there_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="no such config file"):
+        load_config(name, [])
+
+
+def test_a_group_given_as_text_keeps_its_choice_when_the_command_line_sets_one_of_its_keys() -> None:
+    run = write("packing: padding\noptim: adafactor\n")
+    config = load_config(run, [*COMPLETE, "packing.strategy=in_order", "optim.learning_rate=0.5"])
+    assert (config.packing.mode, config.packing.strategy) == ("padding", "in_order")
+    assert (config.optim.name, config.optim.learning_rate) == ("adafactor", 0.5)
+
+
+def test_a_group_given_as_text_may_be_a_file_of_the_user_with_a_defaults_list() -> None:
+    write("defaults: [lora, _self_]\nr: 3\n", "peft/mine.yaml")
+    config = load_config(write("peft: mine\n"), COMPLETE)
+    assert (config.peft.kind, config.peft.r) == ("lora", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"), [("kind: [\n", "peft/mine.yaml:2"), ("kimd: lora\n", "peft/mine.yaml:1, peft.kimd")]
+)
+def test_the_fault_of_a_file_that_a_group_names_as_text_is_found_there(text: str, place: str) -> None:
+    write(text, "peft/mine.yaml")
+    assert [problem.where for problem in problems("peft: mine\n")] == [place]
+
+
+def test_the_fault_of_a_shipped_choice_given_as_text_is_placed_at_its_line() -> None:
+    assert [problem.where for problem in problems("\nstrategy: zero3\n")] == ["run.yaml:2, strategy.name"]
+
+
+def test_arguments_that_hydra_refuses_hide_no_other_problem() -> None:
+    found = problems("optim: {lr: 1}\n", "~optim.beta1", "+data.train=x", "peft={r: 3}", "trainer.seed=x")
+    assert sorted(problem.where for problem in found) == [
+        "command line, +data.train=x",
+        "command line, peft={r: 3}",
+        "command line, trainer.seed",
+        "command line, ~optim.beta1",
+        "run.yaml:1, optim.lr",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "words"),
+    [
+        ("hydra.run.dir=x", "command line, hydra.run.dir=x", "no effect"),
+        ("~data.train=other", "command line, ~data.train=other", "is owner/data and not other"),
+        ("optim.beta1 = 0.5", "command line, optim.beta1 = 0.5", "Write optim.beta1=0.5."),
+        ("nothing.at.all=1", "command line, nothing", "no such key"),
+        ("optim.beta1.x=1", "command line, optim.beta1", "the mapping {'x': 1}"),
+        ("lora.r=3", "command line, lora", "Choose peft=lora"),
+        ("tracking.report_to=wandb", "command line, tracking.report_to", "Write [wandb]."),
+        ("data.columns={text: 3}", "command line, data.columns", "mapping to text"),
+    ],
+)
+def test_a_hostile_override_is_named_with_what_to_do(override: str, where: str, words: str) -> None:
+    (problem,) = problems("", override)
+    assert problem.where == where
+    assert words in f"{problem.what} {problem.fix}"
