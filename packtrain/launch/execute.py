@@ -29,14 +29,15 @@ from packtrain.run_folder import RunFolder, environment, write_json
 EXIT_DIR = "PACKTRAIN_EXIT_DIR"
 LOG_DIR = "PACKTRAIN_LOG_DIR"
 LAUNCHER_LOG = "launcher.log"
+SHUTDOWN_TIMEOUT_S = 120
 MOST_TELLING = (2, 3, 1, 4)  # a lost peer is mostly what the others see of the first three
 
 
 def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> int:
     """Carries out the plan to its end and returns the exit code: 0, or the most telling one of the workers.
 
-    A run of one process is `train()` in this one; the others start the plan's commands. Raises UserError where the run folder cannot be written, PeerFailed where
-    a worker was killed without a word.
+    A run of one process is `train()` in this one; the others start the plan's commands. Raises UserError where the run
+    folder cannot be written, PeerFailed where a worker was killed without a word.
     """
     folder = RunFolder.of(config)
     if _is_first():
@@ -48,6 +49,9 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
         environment = {
             **os.environ,
             **plan.commands[0].env,
+            # torchrun kills workers 30 s after a signal; a step and a checkpoint may take longer, but not for ever:
+            # it is also how long the others may hang when one of them has failed
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
             EXIT_DIR: exits,
             LOG_DIR: str(folder.logs.absolute()),
         }
@@ -148,13 +152,20 @@ def _outcome(code: int, received: int | None, reported: dict[int, int], processe
         if telling in reported.values():
             _point_to_log(telling, reported, log)
             return telling
+    if len(reported) == processes and not any(reported.values()):  # all at their end, a signal or not
+        return 0
     if received is not None:
+        if list(reported.values()) != [128 + received] * processes:
+            print(f"not every process could end in order after the signal: see {log}", file=sys.stderr)
         return 128 + received
     if code == 0:
         return 0
     for telling in MOST_TELLING[2:]:
         if telling in reported.values():
             _point_to_log(telling, reported, log)
+            if silent := sorted(set(range(processes)) - set(reported)):
+                names = ", ".join(map(str, silent))
+                print(f"process {names} ended without a word (killed, or out of memory?): see {log}", file=sys.stderr)
             return telling
     if len(reported) == processes and max(reported.values()) > 128:  # someone else signalled torchrun or all workers
         return max(reported.values())

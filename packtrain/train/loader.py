@@ -6,6 +6,7 @@ processes need no state, and nothing is skipped through.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,15 @@ class _FromStep(Sampler[int]):
         return self.total
 
 
+def _leave_signals_to_the_main_process(worker: int) -> None:
+    """A launcher signals whole process groups; a loader that died of it would take the last step and its checkpoint along.
+
+    The main process ends its loaders by a message, and they end by themselves when it is gone.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def step_loader(steps: Steps, *, first: int = 0, workers: int = 0) -> DataLoader:
     """Loads `steps` from number `first` on, in `workers` processes ahead of the model."""
     return DataLoader(
@@ -80,6 +90,7 @@ def step_loader(steps: Steps, *, first: int = 0, workers: int = 0) -> DataLoader
         batch_size=None,
         sampler=_FromStep(first, len(steps)),
         num_workers=workers,
+        worker_init_fn=_leave_signals_to_the_main_process if workers else None,
         # its own generator: drawing the loader's base seed from the global one would part a resumed run from an unbroken one
         generator=torch.Generator().manual_seed(0),
     )

@@ -82,6 +82,20 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
     return _add_adapters(model, peft, seed) if peft.kind == "lora" else model
 
 
+def check_positions(model: PreTrainedModel, longest: int) -> None:
+    """Raises UserError where a document of `longest` tokens goes beyond the positions that the model was made for.
+
+    With learned positions that would be a crash in the middle of training, with rotary ones a silently worse model.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and 0 < positions < longest:
+        raise UserError(
+            f"the longest document has {longest} tokens, the model is made for {positions} positions",
+            where="data.max_length",
+            fix=f"set data.max_length to {positions}, or model.config.max_position_embeddings to what you want it to learn",
+        )
+
+
 def _location(source: str, config: Model) -> dict[str, Any]:
     """Arguments of `from_pretrained` for a hub id, a folder or a .gguf file."""
     arguments: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}

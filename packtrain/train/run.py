@@ -36,7 +36,7 @@ from packtrain.train.callbacks import EarlyStop, Intervals, MetricsFile, Termina
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
 from packtrain.train.forward import check_loss_sum
 from packtrain.train.loader import Steps
-from packtrain.train.model import load_model, load_tokenizer
+from packtrain.train.model import check_positions, load_model, load_tokenizer
 from packtrain.train.rank_log import RankLog
 from packtrain.train.samples import answer
 from packtrain.train.sft import PackedSFTTrainer, base_model, quiet_transformers
@@ -99,6 +99,7 @@ def train_sft(config: RunConfig, process: Process) -> int:
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
     if checkpoint is not None:
         check_origin(checkpoint, trained_by(config, model))
+    check_positions(model, max(int(part.lengths.max()) for part in (data.train, data.eval) if part))
     as_it_came = own_attention(base_model(model))
     backend = choose_backend(config.model.attention, base_model(model), process.device)
     steps = _steps(setting, data.train, model, tokenizer, whole_set=False)
