@@ -49,7 +49,7 @@ def decisions(
             log.say(f"[bold]{title:<10}[/] {escape(_documents(part.report))}")
     log.say(f"[bold]packing[/]    {config.packing.mode}: {_layout(steps, world_size)}")
     log.say(
-        f"[bold]steps[/]      {steps.schedule.total_steps:,} of {_global_batch(config)} on {world_size} process"
+        f"[bold]steps[/]      {steps.schedule.total_steps:,}, each of {_global_batch(config)}, on {world_size} process"
         f"{'es' if world_size > 1 else ''}"
         + (f", {len(evaluation):,} evaluation steps" if evaluation is not None else "")
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -227,7 +227,8 @@ def trained_by(config: RunConfig, model: PreTrainedModel) -> dict[str, Any]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
         "model": f"{type(base_model(model)).__name__} with {trained:,} trained weights",
-        "optim.name": config.optim.name,
+        # the scheduler and the optimizer go on with what the checkpoint holds: another value would do nothing, silently
+        **{f"optim.{key.name}": getattr(config.optim, key.name) for key in fields(config.optim)},
     }
 
 

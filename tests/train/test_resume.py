@@ -119,6 +119,8 @@ def test_what_would_change_the_order_of_the_data_is_refused_on_resume(unbroken: 
     (folder / "changed" / "summary.json").unlink()
     result = packtrain("sft", str(folder / "changed.yaml"), "trainer.seed=1", "batch.examples_per_step=5", expect=2)
     assert "trainer.seed" in result.stderr and "batch.examples_per_step" in result.stderr
+    result = packtrain("sft", str(folder / "changed.yaml"), "optim.learning_rate=0.5", expect=2)
+    assert "optim.learning_rate" in result.stderr
 
 
 def test_a_finished_run_is_moved_aside_and_never_overwritten(tmp_path: Path) -> None:
