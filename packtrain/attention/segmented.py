@@ -51,6 +51,8 @@ def segmented_attention(
             f"{type(module).__name__} ran on a flattened row without knowing its documents",
             fix="this model does not pass keyword arguments to its attention: set packing.mode=padding",
         )
+    if sliding_window is None:
+        _refuse_hidden_window(module, max(segments.lengths))
     attend = _attention_function(module, kwargs)
     runs = [(length, sum(1 for _ in group)) for length, group in groupby(segments.lengths)]
     # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
@@ -64,6 +66,24 @@ def segmented_attention(
         # [count, length, heads, d] → [1, count · length, heads, d]
         outputs.append(attend(module, *folded, mask, sliding_window=sliding_window, **kwargs)[0].flatten(0, 1)[None])
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+
+
+def _refuse_hidden_window(module: torch.nn.Module, longest: int) -> None:
+    """Raises CheckFailed where a layer that is local by its config leaves that to the mask, which there is none of here.
+
+    Documents within the window or chunk are exact all the same, those of the isolation proof among them: it is the
+    longer ones (`longest` tokens of a document) that would silently see too much.
+    """
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[layer] if kinds and layer is not None else None
+    for local, name in (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")):
+        reach = getattr(config, name, None) if kind in (None, local) else None
+        if isinstance(reach, int) and longest > reach:
+            raise CheckFailed(
+                f"{type(module).__name__} sees {reach} tokens back by its config, but does not tell its attention function",
+                fix=f"set packing.mode=padding, or data.max_length={reach} at most",
+            )
 
 
 def _attention_function(module: torch.nn.Module, kwargs: dict) -> Callable[..., Any]:

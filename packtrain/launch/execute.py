@@ -49,9 +49,9 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
         environment = {
             **os.environ,
             **plan.commands[0].env,
-            # torchrun kills workers 30 s after a signal; a step and a checkpoint may take longer, but not for ever:
-            # it is also how long the others may hang when one of them has failed
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
+            # torchrun kills workers 30 s after a signal to it, but a step and a checkpoint may take longer; for the others
+            # of a worker that failed it keeps to 30 s whatever is set here
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(config.topology.step_timeout, SHUTDOWN_TIMEOUT_S)),
             EXIT_DIR: exits,
             LOG_DIR: str(folder.logs.absolute()),
         }

@@ -6,9 +6,11 @@ processes need no state, and nothing is skipped through.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import torch
@@ -74,13 +76,20 @@ class _FromStep(Sampler[int]):
         return self.total
 
 
-def _leave_signals_to_the_main_process(worker: int) -> None:
-    """A launcher signals whole process groups; a loader that died of it would take the last step and its checkpoint along.
+def _obey_the_main_process_alone(worker: int) -> None:
+    """Makes a loader process deaf to SIGINT and SIGTERM but those that its parent ends it with.
 
-    The main process ends its loaders by a message, and they end by themselves when it is gone.
+    A launcher signals whole process groups; a loader that died of it would take the last step and its checkpoint along.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    numbers = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    Thread(target=_end_when_told, args=(os.getppid(), numbers), daemon=True).start()
+
+
+def _end_when_told(parent: int, numbers: set[signal.Signals]) -> None:
+    while signal.sigwaitinfo(numbers).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def step_loader(steps: Steps, *, first: int = 0, workers: int = 0) -> DataLoader:
@@ -90,7 +99,7 @@ def step_loader(steps: Steps, *, first: int = 0, workers: int = 0) -> DataLoader
         batch_size=None,
         sampler=_FromStep(first, len(steps)),
         num_workers=workers,
-        worker_init_fn=_leave_signals_to_the_main_process if workers else None,
+        worker_init_fn=_obey_the_main_process_alone if workers else None,
         # its own generator: drawing the loader's base seed from the global one would part a resumed run from an unbroken one
         generator=torch.Generator().manual_seed(0),
     )

@@ -6,6 +6,7 @@ calls `train` directly.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any, cast
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -26,7 +28,7 @@ from packtrain.config.limits import micro_batch_limits
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import TokenDataset
 from packtrain.data.prepare import prepare
-from packtrain.errors import CheckFailed, PeerFailed
+from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, UserError
 from packtrain.packing.balance import Limits
 from packtrain.packing.batches import Schedule, make_schedule
 from packtrain.run_folder import RunFolder, write_json
@@ -75,9 +77,9 @@ def train(verb: str, config: RunConfig) -> int:
     process = _join(config)
     try:
         return train_sft(config, process)
-    except RuntimeError as error:
-        if process.world_size > 1 and _is_lost_peer(error):
-            raise _lost_peer(error, process, RunFolder.of(config)) from error
+    except (RuntimeError, OSError, SafetensorError) as error:
+        if known := _no_bug_of_ours(error, process, RunFolder.of(config)):
+            raise known from error
         raise
     finally:
         if torch.distributed.is_initialized():
@@ -143,15 +145,24 @@ def _join(config: RunConfig) -> Process:
     return Process(state.process_index, state.num_processes, cast(torch.device, state.device))
 
 
-def _is_lost_peer(error: RuntimeError) -> bool:
-    """NCCL and the store have an error type of their own; gloo's errors are known by the source file they name."""
-    return isinstance(error, torch.distributed.DistError) or "gloo/" in str(error)
+def _no_bug_of_ours(error: Exception, process: Process, folder: RunFolder) -> PacktrainError | None:
+    """What the user is told of a lost process or a full disk; None for any other error.
 
-
-def _lost_peer(error: RuntimeError, process: Process, folder: RunFolder) -> PeerFailed:
+    NCCL and the store have an error type of their own; gloo's errors are known by the source file they name. So are
+    those of torch.save; safetensors says the system's words.
+    """
     said = str(error).strip().partition("\n")[0]
-    fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
-    return PeerFailed(f"rank {process.rank} lost the other processes: {said}", fix=fix)
+    if process.world_size > 1 and (isinstance(error, torch.distributed.DistError) or "gloo/" in said):
+        fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
+        return PeerFailed(f"rank {process.rank} lost the other processes: {said}", fix=fix)
+    if "DataLoader worker (pid" in said:
+        fix = "the system kills for want of memory: set it lower, or to 0"
+        return PeerFailed(said, where="trainer.loader_workers", fix=fix)
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+    if full or "inline_container.cc" in said or "No space left" in said:
+        fix = "make room and start the same command again: complete checkpoints are kept"
+        return UserError(f"cannot write: {said}", where=f"trainer.output_dir ({folder.root})", fix=fix)
+    return None
 
 
 def _checkpoint_to_resume(setting: Setting) -> Path | None:
