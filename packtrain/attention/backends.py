@@ -1,31 +1,36 @@
-"""Which attention serves the flattened rows: decided once, with the reason, and carried as a value.
+"""The backends that attend by Segments, and how one is put in place on a model.
 
-`flash` is transformers' own flash path (FlashAttention 4, 3 or 2, whichever is installed), which takes a row's borders as
-`cu_seq_lens_q/k`; `segmented` runs everywhere. Padded batches keep the attention that the model came with.
+| name | rows | how |
+|---|---|---|
+| flash | flattened | varlen kernels on a GPU |
+| segmented | flattened | an ordinary attention function once per segment, on any device |
+| per_document | taken apart | the model once per document, whatever its layers do |
+| sdpa_mask | flattened | one dense mask: the plain reference |
+
+Padded batches keep the attention that the model came with, whichever backend serves flattened rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel
-from transformers.utils import (
-    is_flash_attn_2_available,
-    is_flash_attn_3_available,
-    is_flash_attn_4_available,
-)
 
-from packtrain.attention import segmented
-from packtrain.errors import UserError
+from packtrain.attention import dense_mask, segmented
+from packtrain.attention.per_document import run_one_document_at_a_time
+
+PER_DOCUMENT = "per_document"
+IMPLEMENTATIONS = {"segmented": segmented.NAME, "sdpa_mask": dense_mask.NAME}
+"""Names in transformers' AttentionInterface of the backends that are attention functions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`name` as in model.attention, `implementation` as transformers knows it, and `why` it was taken."""
+    """`name` as in model.attention, and `why` it was taken."""
 
     name: str
-    implementation: str
     why: str
 
 
@@ -34,32 +39,31 @@ def own_attention(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation)
 
 
-def choose_backend(wanted: str, model: PreTrainedModel, device: torch.device) -> Backend:
-    """The backend for flattened rows of `model` on `device`.
-
-    Raises UserError where `wanted` (model.attention) names one that is not available here: it is never replaced silently.
-    """
-    flash, lack = _flash_implementation(model, device)
-    if wanted == "flash" and flash is None:
-        raise UserError(f"flash attention is not available: {lack}", where="model.attention", fix="set it to auto")
-    if flash is not None and wanted in ("auto", "flash"):
-        return Backend("flash", flash, "asked for" if wanted == "flash" else "fastest kernel on this device")
-    return Backend("segmented", segmented.NAME, "asked for" if wanted == "segmented" else f"no flash kernel: {lack}")
+def attend_by(model: PreTrainedModel, name: str) -> Callable[[], None]:
+    """Has flattened rows of `model` served by the backend `name` from now on; returns a function that takes it back."""
+    if name == PER_DOCUMENT:
+        return run_one_document_at_a_time(model)
+    own = own_attention(model)
+    model.set_attn_implementation(IMPLEMENTATIONS[name])
+    return lambda: model.set_attn_implementation(own)
 
 
-def _flash_implementation(model: PreTrainedModel, device: torch.device) -> tuple[str | None, str]:
-    """The newest flash path that can run, or None and what is lacking."""
-    if device.type != "cuda":
-        return None, f"the device is {device.type}"
-    if model.dtype not in (torch.bfloat16, torch.float16):
-        return None, f"the weights are {model.dtype}, the kernels take bfloat16 and float16"
-    if not model._supports_flash_attn:
-        return None, f"{type(model).__name__} does not support it"
-    for version, available in (
-        (4, is_flash_attn_4_available),
-        (3, is_flash_attn_3_available),
-        (2, is_flash_attn_2_available),
-    ):
-        if available():
-            return f"flash_attention_{version}", ""
-    return None, "no flash-attn package is installed"
+@contextmanager
+def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """`attend_by` inside the block."""
+    undo = attend_by(model, name)
+    try:
+        yield
+    finally:
+        undo()
+
+
+@contextmanager
+def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """The model with another attention implementation inside the block, by transformers' name."""
+    own = own_attention(model)
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)

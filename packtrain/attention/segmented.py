@@ -2,8 +2,8 @@
 
 No dense T×T mask is built and nothing is computed between documents, so the cost is O(Σ l²) in place of O(T²). The
 function that is run is one of transformers' own: sdpa where it can express the layer, else the model's eager function
-(soft-cap, attention sinks). Grouped queries and sliding windows are served by both. Segments of equal length go through in
-one call.
+(soft-cap, attention sinks). Grouped queries and sliding windows are served by both. Neighbouring segments of equal length
+go through in one call. The keys and values of a shared prefix are put in front of the segment's own.
 
 It is registered under NAME in `AttentionInterface` only: a name that `AttentionMaskInterface` does not know makes
 transformers build no mask at all, so a model's mask builder, which may or may not look at `position_ids`, is out of the
@@ -14,7 +14,8 @@ down to its layers fails here at once instead of leaking.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from packtrain.attention.locality import local_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
@@ -44,69 +46,117 @@ def segmented_attention(
     """Attention of one flattened row, with transformers' signature.
 
     Shapes: `query` [1, heads, T, d], `key` and `value` [1, kv_heads, T, d], result [1, T, heads, d]; T is
-    `segments.tokens`. Raises CheckFailed where the layer is not told the segments of its row.
+    `segments.tokens`. Raises CheckFailed where the layer is not told the segments of its row, or its reach is not known.
     """
-    if segments is None or segments.tokens != query.shape[2] or query.shape[0] != 1:
-        raise CheckFailed(
-            f"{type(module).__name__} ran on a flattened row without knowing its documents",
-            fix="this model does not pass keyword arguments to its attention: set packing.mode=padding",
-        )
-    if sliding_window is None:
-        _refuse_hidden_window(module, max(segments.lengths))
-    attend = _attention_function(module, kwargs)
-    runs = [(length, sum(1 for _ in group)) for length, group in groupby(segments.lengths)]
-    # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
-    sizes = [length * count for length, count in runs]
-    pieces = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
+    segments, window = row_of(module, query, segments, sliding_window, kwargs)
+    attend = attention_function(module, kwargs)
+    kwargs["is_causal"] = True  # a module may say otherwise and leave causality to the mask
     outputs: list[torch.Tensor] = []
-    for (length, count), piece in zip(runs, pieces, strict=True):
-        # [1, heads, count · length, d] → [count, heads, length, d]
-        folded = (tensor[0].unflatten(1, (count, length)).transpose(0, 1) for tensor in piece)
-        mask = _window_mask(attend, length, sliding_window, query.dtype, query.device)
+    for run, (q, k, v) in _folded(_runs(segments), query, key, value):
+        mask = mask_of(attend, run.length, run.before + run.length, window, query.dtype, query.device)
         # [count, length, heads, d] → [1, count · length, heads, d]
-        outputs.append(attend(module, *folded, mask, sliding_window=sliding_window, **kwargs)[0].flatten(0, 1)[None])
+        outputs.append(attend(module, q, k, v, mask, sliding_window=window, **kwargs)[0].flatten(0, 1)[None])
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
 
 
-def _refuse_hidden_window(module: torch.nn.Module, longest: int) -> None:
-    """Raises CheckFailed where a layer that is local by its config leaves that to the mask, which there is none of here.
+def row_of(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    segments: Segments | None,
+    sliding_window: int | None,
+    kwargs: dict[str, Any],
+) -> tuple[Segments, int | None]:
+    """The segments of the row that `query` [1, heads, T, d] is, as this layer sees them, and its window.
 
-    Documents within the window or chunk are exact all the same, those of the isolation proof among them: it is the
-    longer ones (`longest` tokens of a document) that would silently see too much.
+    Raises CheckFailed where the layer is not told them, where its reach is not known, or where it adds a bias that was made
+    for the whole row.
     """
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    kind = kinds[layer] if kinds and layer is not None else None
-    for local, name in (("sliding_attention", "sliding_window"), ("chunked_attention", "attention_chunk_size")):
-        reach = getattr(config, name, None) if kind in (None, local) else None
-        if isinstance(reach, int) and longest > reach:
-            raise CheckFailed(
-                f"{type(module).__name__} sees {reach} tokens back by its config, but does not tell its attention function",
-                fix=f"set packing.mode=padding, or data.max_length={reach} at most",
-            )
+    name = type(module).__name__
+    if segments is None or segments.tokens != query.shape[2] or query.shape[0] != 1:
+        raise CheckFailed(
+            f"{name} ran on a flattened row without knowing its documents",
+            fix="this model does not pass keyword arguments to its attention: set model.attention=per_document",
+        )
+    if kwargs.get("position_bias") is not None:
+        raise CheckFailed(f"{name} adds a bias by position in the row", fix="set model.attention=per_document")
+    return local_segments(module, segments, sliding_window)
 
 
-def _attention_function(module: torch.nn.Module, kwargs: dict) -> Callable[..., Any]:
-    """The function that one segment of this layer goes through: sdpa, or the model's own eager one."""
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """`count` neighbouring segments of `length` tokens each; the keys of `prefixes[i]`, `before` tokens, come before those of i."""
+
+    length: int
+    before: int
+    prefixes: tuple[int | None, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.prefixes)
+
+
+@lru_cache(maxsize=64)  # the same for every layer
+def _runs(segments: Segments) -> tuple[_Run, ...]:
+    each = zip(segments.lengths, segments.prefix_lengths, segments.shared, strict=True)
+    return tuple(
+        _Run(length, before, tuple(prefix for _, _, prefix in group))
+        for (length, before), group in groupby(each, key=lambda one: one[:2])
+    )
+
+
+def _folded(
+    runs: tuple[_Run, ...], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[_Run, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    """For each run its queries [count, heads, length, d], and its keys and values [count, kv_heads, before + length, d]."""
+    # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
+    sizes = [run.length * run.count for run in runs]
+    queries, keys, values = (
+        [
+            # [1, heads, count · length, d] → [count, heads, length, d]
+            piece[0].unflatten(1, (run.count, run.length)).transpose(0, 1)
+            for run, piece in zip(runs, tensor.split(sizes, dim=2), strict=True)
+        ]
+        for tensor in (query, key, value)
+    )
+    if not any(run.before for run in runs):
+        yield from zip(runs, zip(queries, keys, values, strict=True), strict=True)
+        return
+    segment_keys = [segment for run in keys for segment in run.unbind(0)]
+    segment_values = [segment for run in values for segment in run.unbind(0)]
+    for run, q, k, v in zip(runs, queries, keys, values, strict=True):
+        if run.before:
+            named = [prefix for prefix in run.prefixes if prefix is not None]
+            k = torch.cat([torch.stack([segment_keys[prefix] for prefix in named]), k], dim=2)
+            v = torch.cat([torch.stack([segment_values[prefix] for prefix in named]), v], dim=2)
+        yield run, (q, k, v)
+
+
+def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """The function that this layer's scores go through: sdpa, or the model's own eager one."""
     if all(kwargs.get(name) is None for name in _EAGER_ONLY):
         return sdpa_attention_forward
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
 @lru_cache(maxsize=16)
-def _window_mask(
-    attend: Callable, length: int, window: int | None, dtype: torch.dtype, device: torch.device
+def mask_of(
+    attend: Callable, queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """The causal mask of a lone segment: None where sdpa's `is_causal` says it all, else [1, 1, length, length].
+    """The causal mask of a lone segment whose `queries` are the last of its `keys`, [1, 1, queries, keys].
 
-    Boolean (True = visible) for sdpa, additive for eager functions.
+    Boolean (True = visible) for sdpa, additive for eager functions; None where sdpa's `is_causal` says it all.
     """
-    narrow = window if window is not None and window < length else None
-    if attend is sdpa_attention_forward and narrow is None:
+    narrow = window if window is not None and window < keys else None
+    if attend is sdpa_attention_forward and narrow is None and queries == keys:
         return None
-    visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     if narrow is not None:
-        visible = visible.triu(1 - narrow)  # a query sees itself and the window - 1 keys before it
+        visible = visible.triu(keys - queries + 1 - narrow)  # a query sees itself and the window - 1 keys before it
+    return as_mask(attend, visible, dtype)
+
+
+def as_mask(attend: Callable, visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`visible` [queries, keys] as `attend` takes it: boolean for sdpa, additive for eager functions, [1, 1, queries, keys]."""
     if attend is sdpa_attention_forward:
         return visible[None, None]
     return torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)[None, None]

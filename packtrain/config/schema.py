@@ -35,8 +35,8 @@ class Model:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "float32", "Number format of the weights; auto keeps that of the file."
     )
-    attention: Literal["auto", "flash", "segmented"] = key(
-        "auto", "Attention backend of flattened rows; auto takes the fastest that is exact on this device."
+    attention: Literal["auto", "flash", "segmented", "per_document", "sdpa_mask"] = key(
+        "auto", "Attention of packed rows; auto takes the fastest that proves exact on the loaded model."
     )
 
 
@@ -103,6 +103,12 @@ class Objective:
 
     loss: Literal["nll", "dft"] = key("nll", "Negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629).")
     neftune_alpha: float | None = key(None, "Scale of NEFTune's noise on the embeddings (arXiv 2310.05914).", above=0)
+    router_aux_coef: float | None = key(
+        None,
+        "Weight of the routers' load-balancing loss over the real tokens of a step, part of loss; none for the model's own "
+        "where model.config.output_router_logits is set, else 0. Steps of several micro-batches take one forward pass more.",
+        minimum=0,
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -226,7 +232,11 @@ class Tracking:
 class Verify:
     """Proofs on the loaded model."""
 
-    preflight: bool = key(True, "Prove before step 1 that documents in a row cannot see each other.")
+    preflight: bool = key(
+        True,
+        "Prove before step 1 that documents in a row cannot see each other, and compare the first loss with that of "
+        "padded batches; model.attention=auto is always proved.",
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -11,22 +11,20 @@ from typing import Any
 from rich.markup import escape
 from transformers import PreTrainedModel
 
-from packtrain.attention.backends import Backend
-from packtrain.attention.isolation import Proof
+from packtrain.attention.choice import Decision
 from packtrain.config.schema import RunConfig
 from packtrain.data.prepare import PreparedData
-from packtrain.errors import CheckFailed
 from packtrain.run_folder import RunFolder
 from packtrain.train.loader import Steps
+from packtrain.train.model import base_model
 from packtrain.train.rank_log import RankLog
-from packtrain.train.sft import PackedSFTTrainer, base_model
+from packtrain.train.sft import PackedSFTTrainer
 
 
 def decisions(
     log: RankLog,
     config: RunConfig,
     model: PreTrainedModel,
-    backend: Backend,
     data: PreparedData,
     steps: Steps,
     evaluation: Steps | None,
@@ -40,10 +38,6 @@ def decisions(
         f"[bold]model[/]      {escape(str(name))} ({type(base).__name__}, {base.num_parameters() / 1e6:.1f} M parameters,"
         f" {trainable / 1e6:.1f} M trained, {str(base.dtype).removeprefix('torch.')})"
     )
-    if config.packing.mode == "padding":
-        log.say(f"[bold]attention[/]  {base.config._attn_implementation} on padded batches, as the model comes")
-    else:
-        log.say(f"[bold]attention[/]  {backend.name} ({backend.why})")
     for title, part in (("data", data.train), ("held out", data.eval)):
         if part is not None:
             log.say(f"[bold]{title:<10}[/] {escape(_documents(part.report))}")
@@ -55,26 +49,18 @@ def decisions(
     )
 
 
-def proof(log: RankLog, proof: Proof) -> None:
-    """The isolation proof's figures."""
-    log.say(
-        f"[bold]isolation[/]  {proof.verdict}: a changed document moves the others by"
-        f" {max(proof.moved_before, proof.moved_after):.1g}, each equals itself alone within {proof.alone:.1g}"
-        f" (tolerance {proof.tolerance:.0g}; without isolation {proof.control:.1g})"
-    )
-
-
-def not_exact(model: PreTrainedModel, proof: Proof) -> CheckFailed:
-    """The error of a proof that did not come out exact."""
-    name = type(model).__name__
-    if proof.verdict == "leaks":
-        off = max(proof.alone, proof.moved_before, proof.moved_after)
-        what = f"documents of a row are not kept apart: {name} with {proof.backend} attention is off by {off:.2g}"
-        fix = "this architecture cannot be flattened exactly: set packing.mode=padding"
-    else:
-        what = f"isolation cannot be shown: without it {name} moves by {proof.control:.2g} only"
-        fix = "set packing.mode=padding, or verify.preflight=false if you know this architecture to be exact"
-    return CheckFailed(f"{what} (tolerance {proof.tolerance:.1g})", fix=fix)
+def attention(log: RankLog, model: PreTrainedModel, decision: Decision | None) -> None:
+    """Which attention serves the rows and why, and the isolation proof's figures; `decision` is None for padded batches."""
+    if decision is None:
+        log.say(f"[bold]attention[/]  {model.config._attn_implementation} on padded batches, as the model comes")
+        return
+    log.say(f"[bold]attention[/]  {decision.backend.name} ({escape(decision.backend.why)})")
+    if (proof := decision.proof) is not None:
+        log.say(
+            f"[bold]isolation[/]  {proof.verdict}: a changed document moves the others by"
+            f" {max(proof.moved_before, proof.moved_after):.1g}, each equals itself alone within {proof.alone:.1g}"
+            f" (tolerance {proof.tolerance:.0g}; without isolation {proof.control:.1g})"
+        )
 
 
 def first_step(log: RankLog, seconds: float, checkpoint: Path | None) -> None:
@@ -90,7 +76,7 @@ class Summary:
     config: RunConfig
     trainer: PackedSFTTrainer
     data: PreparedData
-    proof: Proof | None
+    decision: Decision | None
     started: float
 
     def to_json(self, status: str) -> dict[str, Any]:
@@ -115,7 +101,7 @@ class Summary:
             "truncated": report.truncated,
             "dropped": dict(report.dropped),
             "data": report.to_json(),
-            "verify": self.proof.to_json() if self.proof else None,
+            "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
             "seconds": round(time.perf_counter() - self.started, 1),
         }
 

@@ -82,6 +82,11 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
     return _add_adapters(model, peft, seed) if peft.kind == "lora" else model
 
 
+def base_model(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model inside adapters, or the model itself."""
+    return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else cast(PreTrainedModel, model)
+
+
 def check_positions(model: PreTrainedModel, longest: int) -> None:
     """Raises UserError where a document of `longest` tokens goes beyond the positions that the model was made for.
 

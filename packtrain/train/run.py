@@ -18,12 +18,14 @@ from typing import Any, cast
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from rich.markup import escape
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.attention.backends import Backend, choose_backend, own_attention
-from packtrain.attention.isolation import Proof, prove_isolation, tolerance_of
+from packtrain.attention.backends import own_attention
+from packtrain.attention.choice import Decision
+from packtrain.attention.isolation import tolerance_of
 from packtrain.config.limits import micro_batch_limits
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import TokenDataset
@@ -36,12 +38,12 @@ from packtrain.train import announce
 from packtrain.train.arguments import training_arguments
 from packtrain.train.callbacks import EarlyStop, Intervals, MetricsFile, TerminalProgress
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
-from packtrain.train.forward import check_loss_sum
 from packtrain.train.loader import Steps
-from packtrain.train.model import check_positions, load_model, load_tokenizer
+from packtrain.train.model import base_model, check_positions, load_model, load_tokenizer
+from packtrain.train.preflight import FirstStepWatch, autocast_of, check_head, put_attention_in_place
 from packtrain.train.rank_log import RankLog
 from packtrain.train.samples import answer
-from packtrain.train.sft import PackedSFTTrainer, base_model, quiet_transformers
+from packtrain.train.sft import PackedSFTTrainer, quiet_transformers
 from packtrain.train.stop import StopCallback, StopRequest
 
 
@@ -103,20 +105,19 @@ def train_sft(config: RunConfig, process: Process) -> int:
         check_origin(checkpoint, trained_by(config, model))
     check_positions(model, max(int(part.lengths.max()) for part in (data.train, data.eval) if part))
     as_it_came = own_attention(base_model(model))
-    backend = choose_backend(config.model.attention, base_model(model), process.device)
     steps = _steps(setting, data.train, model, tokenizer, whole_set=False)
     evaluation = _steps(setting, data.eval, model, tokenizer, whole_set=True) if data.eval else None
-    announce.decisions(log, config, model, backend, data, steps, evaluation, process.world_size)
+    announce.decisions(log, config, model, data, steps, evaluation, process.world_size)
 
     trainer = _trainer(setting, model, tokenizer, steps, evaluation, checkpoint)
-    proof = _prove(setting, trainer, backend)
+    decision = _preflight(setting, trainer, as_it_came)
     before = _answers(setting, model, tokenizer, as_it_came)
     announce.first_step(log, time.perf_counter() - started, checkpoint)
     _clear_the_way(setting, checkpoint)
     setting.stop.listen()  # until here a signal ends the process as usual: there is nothing to save
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
-    summary = announce.Summary(config, trainer, data, proof, started)
+    summary = announce.Summary(config, trainer, data, decision, started)
     if setting.stop.agreed:
         _write(setting, summary.to_json("stopped"))
         announce.stopped(log, setting.stop.agreed, trainer.state.global_step)
@@ -167,8 +168,10 @@ def _no_bug_of_ours(error: Exception, process: Process, folder: RunFolder) -> Pa
 
 def _checkpoint_to_resume(setting: Setting) -> Path | None:
     """The checkpoint to go on from; decided by the main process, for all."""
-    resume, checkpoints = setting.config.trainer.resume, setting.folder.checkpoints
-    found = [find_resume(resume, checkpoints) if setting.process.main else None]
+    resume, folder = setting.config.trainer.resume, setting.folder
+    if resume == "auto" and folder.gives_way(resume):
+        resume = "never"
+    found = [find_resume(resume, folder.checkpoints) if setting.process.main else None]
     checkpoint, remarks = cast(list, broadcast_object_list(found))[0]
     for remark in remarks:
         setting.log.say(f"[yellow]{remark}[/]")
@@ -176,11 +179,21 @@ def _checkpoint_to_resume(setting: Setting) -> Path | None:
 
 
 def _clear_the_way(setting: Setting, checkpoint: Path | None) -> None:
-    """Takes away what an earlier course of this run left and this one will not make true again."""
+    """Makes the run folder this run's, now that every process is ready to train.
+
+    An earlier run moves out of the way, or what an earlier course of this run left and this one will not make true again.
+    """
+    PartialState().wait_for_everyone()
     if not setting.process.main:
         return
-    setting.folder.summary.unlink(missing_ok=True)
-    for remark in set_aside(setting.folder.checkpoints, step_of(checkpoint) if checkpoint else 0):
+    folder = setting.folder
+    try:
+        if moved := folder.begin(setting.config.trainer.resume):
+            setting.log.say(escape(f"{folder.root} held another run: it is in {moved} now"))
+    except OSError as error:
+        raise UserError(f"cannot begin: {error}", where=f"trainer.output_dir ({folder.root})") from error
+    folder.summary.unlink(missing_ok=True)
+    for remark in set_aside(folder.checkpoints, step_of(checkpoint) if checkpoint else 0):
         setting.log.say(f"[yellow]{remark}[/]")
 
 
@@ -294,25 +307,19 @@ def _trainer(
     )
 
 
-def _prove(setting: Setting, trainer: PackedSFTTrainer, backend: Backend) -> Proof | None:
-    """Puts the backend in place for flattened rows, after proving it; returns None for padded batches."""
+def _preflight(setting: Setting, trainer: PackedSFTTrainer, as_it_came: str) -> Decision | None:
+    """Puts the attention of packed rows in place, after proving it, and has step 1 watched; None for padded batches."""
     config, model = setting.config, base_model(trainer.model)
-    mixed = config.trainer.mixed_precision == "bf16"
-    proof = None
+    decision = None
     if config.packing.mode != "padding":
+        decision = put_attention_in_place(config, model, setting.process.world_size)
         if config.verify.preflight:
-            with torch.random.fork_rng():
-                proof = prove_isolation(model, backend)
-            announce.proof(setting.log, proof)
-            if proof.verdict != "exact":
-                raise announce.not_exact(model, proof)
-        model.set_attn_implementation(backend.implementation)
+            tolerance = tolerance_of(autocast_of(config) or model.dtype)
+            trainer.watch = FirstStepWatch(as_it_came, tolerance, trainer.steps.pad_token_id)
+    announce.attention(setting.log, model, decision)
     if config.verify.preflight and config.objective.loss == "nll":
-        with torch.random.fork_rng(), torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=mixed):
-            model.eval()
-            check_loss_sum(model, trainer.probe(), tolerance=tolerance_of(torch.bfloat16 if mixed else model.dtype))
-            model.train()
-    return proof
+        check_head(config, model, trainer.probe())
+    return decision
 
 
 def _answers(setting: Setting, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, attention: str) -> list[str]:

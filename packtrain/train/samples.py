@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.attention.isolation import attention_of
+from packtrain.attention.backends import attention_of
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 What is changed, and nothing else: a loader item is a whole optimizer step (any number of micro-batches); the loss is Σ of
 token losses over the global batch / Σ of its trained tokens, counted as tensors and reduced over ranks before the first
-forward pass; evaluation is exact over the set; checkpoints are complete or absent.
+forward pass, plus the weighted loss of routers where one is asked for; evaluation is exact over the set, and of the tokens
+alone; checkpoints are complete or absent.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from packtrain.train import checkpoint
 from packtrain.train.callbacks import TerminalProgress
 from packtrain.train.forward import add_loss_sum
 from packtrain.train.loader import MicroBatch, Steps, step_loader
+from packtrain.train.model import base_model
+from packtrain.train.preflight import FirstStepWatch
+from packtrain.train.routers import router_loss, without_labels
 from packtrain.train.stop import StopRequest
 
 _PROBE_TOKENS = 64
@@ -73,13 +77,15 @@ class PackedSFTTrainer(SFTTrainer):
             eval_dataset=datasets.Dataset.from_dict(_PLACEHOLDER) if evaluation is not None else None,
             callbacks=callbacks,
         )
-        if routers is not None:  # TRL turns them on for its auxiliary loss, which is no part of ours
+        if routers is not None:  # TRL turns them on for its auxiliary loss; ours asks for them itself
             text_config.output_router_logits = routers
+        self.routers = router_loss(base_model(self.model), objective.router_aux_coef)
         self.remove_callback(PrinterCallback)
         add_loss_sum(base_model(self.model), loss=objective.loss, neftune_alpha=objective.neftune_alpha)
         self.steps, self._evaluation, self._stop = steps, evaluation, stop
         self._first_step, self._loader_workers = first_step, loader_workers
         self._checkpoints, self._keep_checkpoints, self._origin = checkpoints, keep_checkpoints, origin
+        self.watch: FirstStepWatch | None = None
         self._window = _Window()
         self._flops_share = self._flops_share_of_a_token()
 
@@ -111,16 +117,21 @@ class PackedSFTTrainer(SFTTrainer):
 
         Returns this rank's part of the loss, scaled so that the mean over ranks is the global token mean.
         """
+        if self.watch is not None and (rows := [batch.inputs for batch in inputs if "segments" in batch.inputs]):
+            self.watch.check(self.model, self._prepare_inputs(rows[0]))
+            self.watch = None
         model.train()
         assert num_items_in_batch is not None
         # DDP averages gradients over ranks; clamped so that a step without trained tokens is a zero and not 0 / 0
         scale = self.accelerator.num_processes / num_items_in_batch.clamp(min=1)
         total = torch.zeros((), device=self.args.device)
+        if self.routers is not None:
+            self.routers.open_step(inputs, self._run_without_labels, self.accelerator)
         for number, batch in enumerate(inputs, start=1):
             last = number == len(inputs)
             with nullcontext() if last else self.accelerator.no_sync(model):
                 with self.maybe_activation_offload_context:
-                    loss = model(**self._prepare_inputs(batch.inputs), loss_sum=True) * scale
+                    loss = self._loss_of(model, batch, scale)
                 self.accelerator.backward(loss)
             total += loss.detach()
         _, tokens, _, _, *signals = self._window.last.tolist()
@@ -128,6 +139,18 @@ class PackedSFTTrainer(SFTTrainer):
         self.state.num_input_tokens_seen += tokens
         self._stop.agree(*signals)
         return total
+
+    def _loss_of(self, model: torch.nn.Module, batch: MicroBatch, scale: torch.Tensor) -> torch.Tensor:
+        """The token losses of a micro-batch times `scale`, and its part of the routers' loss, scaled as the step's is."""
+        inputs = self._prepare_inputs(batch.inputs)
+        if self.routers is None:
+            return model(**inputs, loss_sum=True) * scale
+        with self.routers.watching(real=batch.examples > 0) as loads:
+            loss = model(**inputs, loss_sum=True) * scale
+        return loss + self.routers.part(loads) * self.accelerator.num_processes
+
+    def _run_without_labels(self, batch: MicroBatch) -> None:
+        self.model(**self._prepare_inputs(without_labels(batch.inputs)), loss_sum=True)
 
     def probe(self) -> dict[str, Any]:
         """Inputs of one short real document with every token trained, to check the output head with."""
@@ -154,6 +177,8 @@ class PackedSFTTrainer(SFTTrainer):
             logs["padding_fraction"] = 1 - tokens / max(slots, 1)
             logs["examples"] = examples
             logs["mfu"] = rate * self._flops_share if self._flops_share else None
+            if self.routers is not None:
+                logs["router_aux_loss"] = self.routers.value()
         super().log(logs, start_time)
 
     def _flops_share_of_a_token(self) -> float | None:
@@ -265,11 +290,6 @@ class _Window:
         counts, seconds = self._sum, time.perf_counter() - (self._since or time.perf_counter())
         self._sum, self._since = torch.zeros_like(self._sum), None
         return counts, seconds
-
-
-def base_model(model: torch.nn.Module) -> PreTrainedModel:
-    """The transformers model inside adapters, or the model itself."""
-    return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else cast(PreTrainedModel, model)
 
 
 def quiet_transformers() -> None:

@@ -1,0 +1,99 @@
+"""Which backend serves the packed rows of a model: decided once, by measuring, and carried as a value.
+
+`auto` takes the first of flash, segmented and per_document that is there and proves exact on the loaded model, and says
+what each better one lacked. A backend that is asked for by name is never replaced: it is exact, or the run ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from packtrain.attention.backends import PER_DOCUMENT, Backend
+from packtrain.attention.isolation import Proof, prove_isolation
+from packtrain.attention.leak import find_leak
+from packtrain.errors import CheckFailed, UserError
+
+AUTO = ("flash", "segmented", PER_DOCUMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The backend, its proof (None where it was not asked for), and what each better candidate lacked, best first."""
+
+    backend: Backend
+    proof: Proof | None
+    lacking: tuple[tuple[str, str], ...] = ()
+
+
+def decide(
+    wanted: str,
+    model: PreTrainedModel,
+    device: torch.device,
+    *,
+    autocast: torch.dtype | None = None,
+    prove: bool = True,
+) -> Decision:
+    """The backend for packed rows of `model` on `device`; `wanted` is model.attention, `autocast` what training computes in.
+
+    `auto` always proves, since that is how it decides; without `prove` a named backend is taken as it is. Raises UserError
+    where a named backend is not available here, CheckFailed where it is not exact or nothing is.
+    """
+    if wanted != "auto":
+        if lack := _unavailable(wanted, model, device, autocast):
+            raise UserError(
+                f"{wanted} attention is not available: {lack}", where="model.attention", fix="set it to auto"
+            )
+        proof = prove_isolation(model, wanted, autocast=_precision(wanted, autocast)) if prove else None
+        if proof and proof.verdict != "exact":
+            raise CheckFailed(_what_is_wrong(model, proof), fix="set model.attention=auto")
+        return Decision(Backend(wanted, "asked for"), proof)
+    lacking: list[tuple[str, str]] = []
+    for name in AUTO:
+        lack, proof = _tried(name, model, device, autocast)
+        if proof is not None and not lack:
+            why = "; ".join(f"no {other}: {what}" for other, what in lacking) or "the fastest exact one here"
+            return Decision(Backend(name, why), proof, tuple(lacking))
+        lacking.append((name, lack))
+    raise CheckFailed(
+        f"no way to run packed rows of {type(model).__name__} exactly: {lacking[-1][1]}",
+        fix="set packing.mode=padding",
+    )
+
+
+def _tried(
+    name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None
+) -> tuple[str, Proof | None]:
+    """What the backend lacks for this model, or "" and its proof."""
+    if lack := _unavailable(name, model, device, autocast):
+        return lack, None
+    try:
+        proof = prove_isolation(model, name, autocast=_precision(name, autocast))
+    except CheckFailed as refusal:
+        return refusal.problems[0].what, None
+    return ("" if proof.verdict == "exact" else _what_is_wrong(model, proof)), proof
+
+
+def _unavailable(name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None) -> str:
+    """Why the backend cannot run here at all; "" where it can."""
+    if name == "flash":
+        return f"the device is {device.type}" if device.type != "cuda" else "not in this version"
+    return ""
+
+
+def _precision(name: str, autocast: torch.dtype | None) -> torch.dtype | None:
+    """What the proof computes in: float32 where it can, see isolation.py."""
+    return autocast if name == "flash" else None
+
+
+def _what_is_wrong(model: PreTrainedModel, proof: Proof) -> str:
+    """A proof that did not come out exact, in words: how far off, and where."""
+    name = type(model).__name__
+    if proof.verdict == "unsupported":
+        return f"isolation cannot be shown: without it {name} moves by {proof.control:.2g} only (tolerance {proof.tolerance:.1g})"
+    off = max(proof.alone, proof.moved_before, proof.moved_after)
+    leak = find_leak(model, proof.backend)
+    where = leak.sentence() if leak else "nothing passes between documents, but they come out otherwise than alone"
+    return f"documents are not kept apart, off by {off:.2g} (tolerance {proof.tolerance:.1g}): {where}"

@@ -1,0 +1,59 @@
+"""How far back a layer sees within a document: from what it tells its attention function, else from the model's config.
+
+Most local layers hand `sliding_window` to their attention function. Some leave their window or chunk to the mask that the
+model builds, and flattened rows have none: what their config says is then applied here, and where that is ambiguous the
+layer is refused, also when all documents of this row are shorter than the window, the isolation proof's among them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from packtrain.errors import CheckFailed
+from packtrain.packing.segments import Segments
+
+_UNSURE = "it cannot be flattened exactly: set model.attention=per_document"
+
+
+def local_segments(
+    module: torch.nn.Module, segments: Segments, sliding_window: int | None
+) -> tuple[Segments, int | None]:
+    """The segments of the row as this layer sees them, and its window in tokens (itself included) or None.
+
+    Chunked attention is plain attention over smaller segments. Raises CheckFailed where the layer's reach is not known.
+    """
+    if sliding_window is not None:
+        return segments, sliding_window
+    config: Any = getattr(module, "config", None)
+    kind = _layer_kind(config, getattr(module, "layer_idx", None))
+    window, chunk = (_positive(config, name) for name in ("sliding_window", "attention_chunk_size"))
+    if kind == "sliding_attention" and window:
+        return segments, window
+    if kind == "chunked_attention" and chunk:
+        if any(segments.prefix_lengths):
+            raise CheckFailed(f"{type(module).__name__} attends by chunks, which cannot share a prefix", fix=_UNSURE)
+        return _chunks(segments, chunk), None
+    if kind is None and (window or chunk):
+        raise CheckFailed(
+            f"{type(module).__name__} may see only {window or chunk} tokens back by its config, but does not say so",
+            fix=_UNSURE,
+        )
+    return segments, None
+
+
+def _layer_kind(config: Any, layer: int | None) -> str | None:
+    kinds = getattr(config, "layer_types", None)
+    return kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
+
+
+def _positive(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+@lru_cache(maxsize=64)
+def _chunks(segments: Segments, size: int) -> Segments:
+    return segments.chunks(size)

@@ -1,0 +1,114 @@
+"""`per_document`: the row is taken apart and the model runs once per document, for models that cannot be flattened exactly.
+
+State-space layers, linear attention, convolutions along the row and code that nobody here has seen keep a state that does
+not stop at a document's border. Planner, collator and loss still see packed rows; only the forward pass is over documents,
+neighbours or not, of equal length together, so there is no padding. It is exact by construction, whatever the model does;
+what it costs is kernels on fewer tokens at a time.
+
+A segment with a prefix runs with its own copy of it: nothing is shared, and the outputs are those of the shared row.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from packtrain.packing.collate import IGNORE
+from packtrain.packing.segments import Segments
+
+_PER_TOKEN = ("input_ids", "shift_labels", "labels")
+_OF_THE_ROW = ("segments", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
+    """From now on a call of `model` with `segments` runs per document; returns a function that takes it back.
+
+    The result is as for a flattened row: per-token outputs [1, T, …] in the order of the row, and sums of scalars. Calls
+    without `segments` are left as they are.
+    """
+    inner, own = model.forward, model.__dict__.get("forward")
+
+    @functools.wraps(type(model).forward)
+    def forward(self: PreTrainedModel, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
+        if segments is None:
+            return inner(*args, **kwargs)
+        groups = _groups(segments)
+        return _joined(groups, [inner(**_batch(group, kwargs)) for group in groups], segments)
+
+    def undo() -> None:
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own
+
+    model.forward = types.MethodType(forward, model)
+    return undo
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Documents of equal length: their token numbers in the row `tokens` [count, length], the first `before` of them a prefix."""
+
+    segments: tuple[int, ...]
+    tokens: torch.Tensor
+    before: int
+
+
+def _groups(segments: Segments) -> list[_Group]:
+    shapes: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, shape in enumerate(zip(segments.prefix_lengths, segments.lengths, strict=True)):
+        shapes[shape].append(number)
+    return [
+        _Group(tuple(numbers), torch.stack([_tokens(segments, number) for number in numbers]), before)
+        for (before, _), numbers in shapes.items()
+    ]
+
+
+def _tokens(segments: Segments, number: int) -> torch.Tensor:
+    """int64, where the tokens of a segment and of its prefix before it are in the row."""
+    start, length, prefix = segments.starts[number], segments.lengths[number], segments.shared[number]
+    own = torch.arange(start, start + length)
+    return own if prefix is None else torch.cat([_tokens(segments, prefix), own])
+
+
+def _batch(group: _Group, row: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a row for one group: [count, before + length] tokens, nothing padded, all of them visible."""
+    tokens = group.tokens.to(row["input_ids"].device)
+    batch = {name: value for name, value in row.items() if name not in _OF_THE_ROW}
+    batch |= {name: row[name][0][tokens] for name in _PER_TOKEN if row.get(name) is not None}
+    if group.before and "shift_labels" in batch:
+        batch["shift_labels"][:, : group.before] = IGNORE  # trained with the segment that it is
+    return batch | {"attention_mask": torch.ones_like(tokens)}
+
+
+def _joined(groups: list[_Group], outputs: list[Any], segments: Segments) -> Any:
+    """One output in place of those of the groups."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        return _joined_tensor(groups, outputs, segments)
+    joined = {
+        name: _joined_tensor(groups, [output[name] for output in outputs], segments)
+        for name, value in first.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return type(first)(**joined)
+
+
+def _joined_tensor(groups: list[_Group], parts: list[torch.Tensor], segments: Segments) -> torch.Tensor:
+    """The sum of scalars; [1, T, …] of per-token parts [count, before + length, …]."""
+    if parts[0].dim() == 0:
+        return torch.stack(parts).sum()
+    own = [part[:, group.before :].unbind(0) for group, part in zip(groups, parts, strict=True)]
+    place = {
+        number: row
+        for group, rows in zip(groups, own, strict=True)
+        for number, row in zip(group.segments, rows, strict=True)
+    }
+    return torch.cat([place[number] for number in range(len(segments.lengths))])[None]

@@ -1,0 +1,114 @@
+"""What is proved on the loaded model before step 1 and at it: the attention of packed rows, the output head, the first loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from transformers import PreTrainedModel
+
+from packtrain.attention.backends import attend_by, attention_of
+from packtrain.attention.choice import Decision, decide
+from packtrain.attention.isolation import evaluating, tolerance_of
+from packtrain.config.schema import RunConfig
+from packtrain.data.dataset import Document
+from packtrain.errors import CheckFailed
+from packtrain.packing.collate import IGNORE, collate_flat, collate_padded
+from packtrain.train.forward import check_loss_sum
+from packtrain.train.model import base_model
+
+
+def put_attention_in_place(config: RunConfig, model: PreTrainedModel, processes: int) -> Decision:
+    """Decides by proof which attention serves packed rows, the same on all processes, and puts it in place.
+
+    Raises UserError or CheckFailed where what is asked for is not there or not exact, or where processes would differ.
+    """
+    decision = decide(
+        config.model.attention,
+        model,
+        model.device,
+        autocast=autocast_of(config),
+        prove=config.verify.preflight,
+    )
+    if processes > 1:
+        names = gather_object([decision.backend.name])
+        if len(set(names)) > 1:
+            ranks = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+            raise CheckFailed(
+                f"the processes would not use the same attention ({ranks})",
+                where="model.attention",
+                fix="install the same packages everywhere, or name one backend",
+            )
+    attend_by(model, decision.backend.name)
+    return decision
+
+
+def check_head(config: RunConfig, model: PreTrainedModel, probe: dict[str, Any]) -> None:
+    """Compares the fused output head with the full logits on `probe`; raises CheckFailed where they differ."""
+    autocast = autocast_of(config)
+    with evaluating(model, autocast), torch.no_grad():
+        check_loss_sum(model, probe, tolerance=tolerance_of(autocast or model.dtype))
+
+
+def autocast_of(config: RunConfig) -> torch.dtype | None:
+    """What the model computes in where that is not the format of its weights."""
+    return torch.bfloat16 if config.trainer.mixed_precision == "bf16" else None
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStepWatch:
+    """Compares the loss of the first packed row with that of the same documents padded, each computed as the run does.
+
+    `attention` is the implementation that the model came with, which serves the padded batch. The proof before it has made
+    its own short documents; these are the real ones, at their real lengths.
+    """
+
+    attention: str
+    tolerance: float
+    pad_token_id: int
+
+    @torch.no_grad()
+    def check(self, model: Any, row: dict[str, Any]) -> float:
+        """Returns the relative difference; raises CheckFailed beyond the tolerance. Costs two forward passes of a row.
+
+        `row` is a flattened micro-batch; of its documents as many are compared as fit padded into as many slots.
+        """
+        documents = _documents_that_fit(row)
+        device = row["input_ids"].device
+        with evaluating(model):
+            packed = model(**_on(device, collate_flat(documents)), loss_sum=True).item()
+            with attention_of(base_model(model), self.attention):
+                padded = model(**_on(device, collate_padded(documents, self.pad_token_id)), loss_sum=True).item()
+        trained = max(sum(int(document.loss_mask[1:].sum()) for document in documents), 1)
+        difference = abs(packed - padded) / max(abs(padded), 1e-8)
+        if not difference <= self.tolerance and packed != padded:  # NaN fails too
+            raise CheckFailed(
+                f"the first documents have loss {packed / trained:.6g} packed and {padded / trained:.6g} padded",
+                fix="packed rows are not computed right: set model.attention=per_document or packing.mode=padding, and "
+                "please report this model",
+            )
+        return difference
+
+
+def _documents_that_fit(row: dict[str, Any]) -> list[Document]:
+    """The first documents of a flattened row, as many as take no more slots padded than the row has; at least one."""
+    lengths = row["segments"].lengths
+    ids = np.split(row["input_ids"][0].cpu().numpy().astype(np.int32), np.cumsum(lengths)[:-1])
+    labels = np.split(row["shift_labels"][0].cpu().numpy(), np.cumsum(lengths)[:-1])
+    taken, longest = 0, 0
+    for length in lengths:
+        longest = max(longest, length)
+        if taken and longest * (taken + 1) > sum(lengths):
+            break
+        taken += 1
+    return [
+        Document(one, np.concatenate([[False], label[:-1] != IGNORE]))
+        for one, label in zip(ids[:taken], labels[:taken], strict=True)
+    ]
+
+
+def _on(device: torch.device, batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
