@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -53,9 +52,27 @@ class ConfigCommand(TyperCommand):
         formatter.write("\n" + help_text(min(shutil.get_terminal_size().columns, 120)) + "\n")
 
 
-Config = Annotated[str | None, typer.Argument(metavar="CONFIG", help="A YAML file, or a recipe of packtrain.")]
+def _complete_config(incomplete: str) -> list[tuple[str, str]]:
+    from packtrain.config.completion import complete_config
+
+    return complete_config(incomplete)
+
+
+def _complete_override(incomplete: str) -> list[tuple[str, str]]:
+    from packtrain.config.completion import complete_override
+
+    return complete_override(incomplete)
+
+
+Config = Annotated[
+    str | None,
+    typer.Argument(metavar="CONFIG", help="A YAML file, or a recipe of packtrain.", autocompletion=_complete_config),
+]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the config, in Hydra's grammar.")
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE", help="Changes to the config, in Hydra's grammar.", autocompletion=_complete_override
+    ),
 ]
 
 
@@ -78,14 +95,17 @@ def _packtrain(
 def sft(
     config: Config = None,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print config and plan, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the config, and stop.")] = False,
 ) -> None:
     """Fine-tune on conversations, prompts with completions, or text."""
 
     def work() -> int:
-        run, launch = _config_and_plan(config, overrides, "sft")
+        run, launch, arguments = _config_and_plan(config, overrides, "sft")
         if dry_run:
-            return _print_plan(run, launch)
+            from packtrain.plan_view import print_plan
+
+            print_plan(run, launch, "sft", arguments, everything=False)
+            return 0
         from packtrain.launch.execute import execute
 
         return execute(launch, run, lambda: _train("sft", run))
@@ -97,15 +117,19 @@ def sft(
 def plan(
     config: Config = None,
     overrides: Overrides = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every config key and all launch settings.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Show what a run would be: the resolved config, its processes, the batch arithmetic."""
+    """Show what a run would be: its processes, batch arithmetic and memory, the command, the config."""
 
     def work() -> int:
-        run, launch = _config_and_plan(config, overrides, "sft")
-        if not as_json:
-            return _print_plan(run, launch)
-        print(json.dumps(launch.to_json(), indent=2))
+        from packtrain.plan_view import plan_json, print_plan
+
+        run, launch, arguments = _config_and_plan(config, overrides, "sft")
+        if as_json:
+            print(json.dumps(plan_json(run, launch), indent=2))
+        else:
+            print_plan(run, launch, "sft", arguments, everything=everything)
         return 0
 
     _end(work)
@@ -129,13 +153,17 @@ def _end(work: Callable[[], int]) -> NoReturn:
     raise typer.Exit(exit_code_of(work))
 
 
-def _config_and_plan(config: str | None, overrides: list[str] | None, verb: str) -> tuple[RunConfig, LaunchPlan]:
+def _config_and_plan(
+    config: str | None, overrides: list[str] | None, verb: str
+) -> tuple[RunConfig, LaunchPlan, list[str]]:
+    """The config, its plan, and the arguments that named it."""
     from packtrain.config.compose import load_config
     from packtrain.launch.plan import plan_launch
     from packtrain.launch.topology import look_around
 
-    run = load_config(*split_arguments([*([config] if config else []), *(overrides or [])]))
-    return run, plan_launch(run, look_around(), verb)
+    arguments = [*([config] if config else []), *(overrides or [])]
+    run = load_config(*split_arguments(arguments))
+    return run, plan_launch(run, look_around(), verb), arguments
 
 
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
@@ -149,25 +177,3 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     if os.path.isfile(first) or not ("=" in first or first.startswith(("~", "+", "-"))):
         return first, arguments[1:]
     return None, arguments
-
-
-def _print_plan(config: RunConfig, launch: LaunchPlan) -> int:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.syntax import Syntax
-
-    from packtrain.config.compose import to_yaml
-
-    console = Console(highlight=False, soft_wrap=True)
-    if console.is_terminal:
-        console.print(Syntax(to_yaml(config).rstrip(), "yaml", background_color="default"))
-    else:
-        print(to_yaml(config).rstrip())
-    lines = [("processes", f"{launch.num_processes}: {launch.reason}"), ("batch", launch.batch.sentence())]
-    for command in launch.commands:
-        settings = [f"{name}={value}" for name, value in command.env.items()]
-        lines.append(("command", shlex.join([*settings, *command.argv])))
-    console.print()
-    for name, text in lines:
-        console.print(f"[bold]{name:<10}[/]{escape(text)}")
-    return 0

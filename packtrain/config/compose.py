@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config import missing, rules
 from packtrain.config.findings import Finding
-from packtrain.config.keys import groups, keys
+from packtrain.config.keys import groups
 from packtrain.config.origins import Origins
 from packtrain.config.overrides import COMMAND_LINE, NO_HYDRA, Argument, check_choice, no_choice, parse
 from packtrain.config.schema import RunConfig
@@ -71,9 +71,19 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return asdict(config)
 
 
-def to_yaml(config: RunConfig) -> str:
-    """The config as YAML that `load_config` reads back to an equal one."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
+def changes(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Group → key → value of the keys that do not have their defaults."""
+    defaults = asdict(RunConfig())
+    changed = {
+        group: {name: value for name, value in values.items() if value != defaults[group][name]}
+        for group, values in asdict(config).items()
+    }
+    return {group: values for group, values in changed.items() if values}
+
+
+def to_yaml(config: RunConfig, *, only_changes: bool = False) -> str:
+    """The config as YAML that `load_config` reads back to an equal one; on demand without what has its default."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(changes(config) if only_changes else to_dict(config))))
 
 
 @contextmanager
@@ -149,7 +159,8 @@ def _checked(composed: DictConfig, file: Path | None) -> tuple[RunConfig, list[F
     config, wrong_values = build(values)
     findings += wrong_values
     spoilt = {key for finding in findings for key in finding.keys}
-    later = [*rules.check(config, _given(values, config)), *missing.check(config)]
+    given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
+    later = [*rules.check(config, given), *missing.check(config)]
     return config, findings + [finding for finding in later if not _touches(finding, spoilt)]
 
 
@@ -319,17 +330,6 @@ def _unresolved(error: Exception, path: str) -> Finding:
     if isinstance(error, RecursionError) or "recursi" in said.lower():
         return Finding((path,), "the interpolation goes round in a circle", "Give one of its keys a value.")
     return Finding((path,), said, "Give it a value.")
-
-
-def _given(values: Mapping[str, Any], config: RunConfig) -> frozenset[str]:
-    """The keys that were set to something else than their default."""
-    plain = asdict(config)
-    return frozenset(
-        path
-        for path, key in keys().items()
-        for group, _, name in [path.partition(".")]
-        if isinstance(values.get(group), Mapping) and name in values[group] and plain[group][name] != key.default
-    )
 
 
 def _touches(finding: Finding, spoilt: set[str]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from packtrain.config.keys import Key, describe, groups, keys_of
 from packtrain.config.schema import DataSource
-from packtrain.config.shipped import shipped
+from packtrain.config.shipped import options
 
 INTRODUCTION = """\
 # Config keys
@@ -42,7 +42,7 @@ def help_text(width: int) -> str:
     for group, cls in groups().items():
         parts += ["", *textwrap.wrap(f"{group}: {cls.__doc__}", width), *_choices_line(group)]
         for key in keys_of(cls, f"{group}.").values():
-            head = f"{key.path}  {describe(key)} [{_default(key)}]"
+            head = f"{key.path}  {describe(key).replace('|', ' | ')} [{_default(key)}]"  # long ones break at blanks
             parts += textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ")
             parts += textwrap.wrap(key.doc, width, initial_indent="      ", subsequent_indent="      ")
     parts.append("\nsource: an entry of data.train or data.eval, a mapping of")
@@ -57,7 +57,7 @@ def markdown() -> str:
     parts = [INTRODUCTION]
     for group, cls in groups().items():
         parts.append(f"## {group}\n\n{cls.__doc__}")
-        if names := _choices(group):
+        if names := options(group):
             parts.append(f"Choices (`{group}=…`): {', '.join(f'`{name}`' for name in names)}.")
         parts.append(_table(list(keys_of(cls, f"{group}.").values())))
     parts.append("## source\n\nAn entry of `data.train` and `data.eval`; text alone is its `path`.")
@@ -65,12 +65,8 @@ def markdown() -> str:
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-def _choices(group: str) -> list[str]:
-    return sorted(path.stem for path in (shipped("configs") / group).glob("*.yaml"))
-
-
 def _choices_line(group: str) -> list[str]:
-    names = _choices(group)
+    names = options(group)
     return [f"  {group}={'|'.join(names)}"] if names else []
 
 

@@ -15,3 +15,8 @@ def shipped(folder: Literal["configs", "recipes", "slurm"]) -> Path:
     """The absolute path of one of packtrain's own folders."""
     inside = PACKAGE / "_shipped" / folder
     return inside if inside.is_dir() else PACKAGE.parent / folder
+
+
+def options(group: str) -> list[str]:
+    """The choices of a group that packtrain brings: names of files in configs/GROUP/, sorted."""
+    return sorted(file.stem for file in (shipped("configs") / group).glob("*.yaml"))

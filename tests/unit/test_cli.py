@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_the_help_of_a_verb_lists_every_key(verb: str, tmp_path: Path) -> None:
     assert all(path in shown.stdout for path in keys())
 
 
-@pytest.mark.parametrize("start", [["-h"], ["sft", "-h"], ["sft", "bad.yaml"]])
+@pytest.mark.parametrize("start", [["-h"], ["sft", "-h"], ["sft", "bad.yaml"], ["plan", *COMPLETE]])
 def test_help_and_refusals_do_not_import_torch(start: list[str], tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("optim: {lr: 1}\n")
     code = (
@@ -89,19 +90,44 @@ def test_wrong_arguments_end_with_exit_code_2_and_no_traceback(arguments: list[s
 def test_overrides_of_every_form_reach_hydra(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data: {train: owner/data, eval: 0.1}\nbatch: {examples_per_step: 4}\n")
     done = packtrain(
-        "plan", "run.yaml", "~data.eval", "+peft=lora", "++optim.beta1=0.5", "model.path=owner/model", folder=tmp_path
+        "plan",
+        "--all",
+        "run.yaml",
+        "~data.eval",
+        "+peft=lora",
+        "++optim.beta1=0.5",
+        "model.path=owner/model",
+        folder=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     for line in ("  eval: null", "  kind: lora", "  beta1: 0.5", "  path: owner/model"):
         assert f"{line}\n" in done.stdout
 
 
-def test_a_dry_run_prints_config_and_batch_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
-    done = packtrain("sft", "--dry-run", *COMPLETE, "packing.mode=padding", folder=tmp_path)
+def test_a_dry_run_prints_the_plan_then_what_is_not_default_and_writes_nothing(tmp_path: Path) -> None:
+    overrides = [*COMPLETE, "packing.mode=padding", "trainer.samples=[a b]"]
+    done = packtrain("sft", *overrides, "--dry-run", folder=tmp_path, HF_HOME=str(tmp_path / "none"))
     assert done.returncode == 0, done.stderr
-    assert "learning_rate: 2.0e-05" in done.stdout
-    assert "a step is 32 documents: on 1 process 4 micro-batches of at most 8 documents" in done.stdout
+    plan, config = done.stdout.split("\n\n", 1)
+    assert [line[:10].strip() for line in plan.splitlines()] == ["processes", "batch", "memory", "folder", "run"]
+    assert "a step is 32 documents: on 1 process 4 micro-batches of at most 8 documents" in plan
+    assert "not known before loading: owner/model is not on this machine yet" in plan
+    assert "  mode: padding\n" in config and "packtrain plan --all" in config
+    assert "learning_rate" not in config
     assert list(tmp_path.iterdir()) == []
+    command = shlex.split(plan.splitlines()[-1])[1:]
+    assert command[1:] == ["-m", "packtrain", "sft", *overrides]  # can be pasted as it is
+
+
+def test_the_commands_of_several_processes_are_said_to_need_the_run_folder(tmp_path: Path) -> None:
+    several = ["topology=local", "topology.gpus_per_node=2", "trainer.output_dir=there"]
+    done = packtrain("plan", "--all", *COMPLETE, *several, folder=tmp_path)
+    lines = done.stdout.splitlines()
+    at = next(at for at, line in enumerate(lines) if line.startswith("starts"))
+    assert lines[at] == "starts    once there/config.yaml is written:"
+    assert "accelerate launch" in lines[at + 1]
+    assert lines[at - 1].startswith("run ")
+    assert "learning_rate: 2.0e-05" in done.stdout and "num_processes: 2" in done.stdout
 
 
 def test_plan_json_is_one_document_on_stdout(tmp_path: Path) -> None:
@@ -109,6 +135,8 @@ def test_plan_json_is_one_document_on_stdout(tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     assert document["num_processes"] == 2
     assert document["commands"][0]["argv"][1] == "launch"
+    assert document["config"]["optim"]["learning_rate"] == 2e-5
+    assert document["memory"] is None and "gpus_per_node=2" in document["reason"]
     assert done.stderr == ""
 
 
@@ -116,6 +144,49 @@ def test_the_shell_can_complete_verbs(tmp_path: Path) -> None:
     done = packtrain("--show-completion", "bash", folder=tmp_path, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert done.returncode == 0
     assert "complete" in done.stdout
+
+
+def completions(shell: str, folder: Path, **asked: str) -> str:
+    """What the installed command prints when the shell asks it."""
+    code = "import sys; sys.argv = ['packtrain']; from packtrain.cli import main; main()"
+    environment = {**os.environ, "_PACKTRAIN_COMPLETE": f"complete_{shell}", **asked}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["sft", "ru"], {"run.yaml", "runs/one.yaml"}),
+        (["plan", "recipes/q"], {"recipes/quickstart-sft.yaml"}),
+        (["sft", "strategy", "=", "zero1"], {"zero1"}),
+        (["sft", "run.yaml", "peft", "="], {"lora", "none"}),
+        (["sft", "run.yaml", "packing.mode", "=", "pad"], {"padding", "padding_free"}),
+        (["sft", "run.yaml", "optim.l"], {"optim.learning_rate=", "optim.learning_rate=2e-05"}),
+        (["sft", "run.yaml", "optim.b"], {"optim.beta1=", "optim.beta2="}),
+        (["sft", "run.yaml", "~optim.b"], {"~optim.beta1", "~optim.beta2"}),
+        (["sft", "run.yaml", "verify.preflight", "=", ""], {"true", "false"}),
+        (["sft", "run.yaml", "data.train", "=", "ch"], {"chats.jsonl"}),
+        (["sft", "run.yaml", "data.chat_template", "=", "chatm"], {"chatml"}),
+        (["sft", "run.yaml", "nothing.like"], set()),
+    ],
+)
+def test_bash_is_offered_what_fits(words: list[str], offered: set[str], tmp_path: Path) -> None:
+    for file in ("run.yaml", "runs/one.yaml", "runs/notes.txt", "chats.jsonl"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    # bash has cut the words at every "=", and replaces only the last piece
+    shown = completions("bash", tmp_path, COMP_WORDS="\n".join(("packtrain", *words)), COMP_CWORD=str(len(words)))
+    assert set(shown.split("\n")) - {""} == offered
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_are_offered_whole_words_with_help(shell: str, tmp_path: Path) -> None:
+    asked = {"_TYPER_COMPLETE_ARGS": "packtrain sft run.yaml peft=", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    shown = completions(shell, tmp_path, **asked)
+    assert "peft=lora" in shown and "configs/peft/lora.yaml" in shown
 
 
 @pytest.mark.parametrize(

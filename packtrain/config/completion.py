@@ -1,0 +1,113 @@
+"""What the shell offers for CONFIG and KEY=VALUE: recipes and YAML files, keys, and the values of a key.
+
+Reads names only (schema.py, folders), so that a tab is answered at once. A key that is the only one left is offered with
+its default as well: two candidates keep the shell from closing the word with a space after `=`, and the default is worth
+seeing. bash cuts words at `=` and replaces only what follows it, so there a value is offered without its key.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from packtrain.config.chat_templates import template_names
+from packtrain.config.keys import choices, groups, keys
+from packtrain.config.shipped import options, shipped
+from packtrain.config.yamlfile import SUFFIX
+
+PREFIXES = "+~"
+_PATHS = ("model.path", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "trainer.resume")
+
+
+def complete_config(incomplete: str) -> list[tuple[str, str]]:
+    """What may stand first: a YAML file, a recipe, or (where none is meant) an override. (word, help) each."""
+    if "=" in _word(incomplete) or (incomplete[:1] in PREFIXES and incomplete):
+        return complete_override(incomplete)
+    files = sorted({*_yaml_files(incomplete), *_recipes(incomplete)})
+    return [(file, "config") for file in files] or complete_override(incomplete)
+
+
+def complete_override(incomplete: str) -> list[tuple[str, str]]:
+    """`key=value` words that begin with `incomplete`, which may hold a part of the key or of the value."""
+    word = _word(incomplete)
+    plain = word.lstrip(PREFIXES)
+    sign = word[: len(word) - len(plain)]
+    key, given, value = plain.partition("=")
+    if not given:
+        return [(f"{sign}{one}", said) for one, said in _keys(key, taken_away=sign == "~")]
+    start = "" if len(incomplete) < len(word) else f"{sign}{key}="
+    return [(f"{start}{one}", said) for one, said in _values(key, value) if one.startswith(value)]
+
+
+def _word(incomplete: str) -> str:
+    """The whole word at the cursor: in bash, `incomplete` may be only what follows its `=`."""
+    words, at = os.environ.get("COMP_WORDS"), os.environ.get("COMP_CWORD", "")
+    if words is None or not at.isdigit():
+        return incomplete
+    try:
+        before = shlex.split(words)[: int(at)]
+    except ValueError:  # a quote that is still open
+        return incomplete
+    if shlex.split(words)[int(at) :][:1] == ["="]:
+        return f"{before[-1]}="
+    return f"{before[-2]}={incomplete}" if before[-1:] == ["="] and len(before) > 1 else incomplete
+
+
+def _keys(start: str, *, taken_away: bool) -> Iterator[tuple[str, str]]:
+    """Groups that have choices and keys that begin with `start`; the only one left with its values."""
+    chosen = {group: cls.__doc__ or "" for group, cls in groups().items() if options(group)}
+    found = {name: said for name, said in {**chosen, **_docs()}.items() if name.startswith(start)}
+    for name, said in found.items():
+        yield (name, said) if taken_away else (f"{name}=", said)
+    if len(found) == 1 and not taken_away:
+        (name,) = found
+        yield from ((f"{name}={value}", said) for value, said in _values(name, "") if value)
+
+
+def _docs() -> dict[str, str]:
+    return {path: key.doc for path, key in keys().items()}
+
+
+def _values(name: str, start: str) -> Iterator[tuple[str, str]]:
+    """Values of a key or choices of a group."""
+    if name in groups():
+        yield from ((choice, f"configs/{name}/{choice}{SUFFIX}") for choice in options(name))
+    if name not in keys():
+        return
+    key = keys()[name]
+    known = choices(key.type) or (("true", "false") if key.type is bool else ())
+    listed = isinstance(key.default, list)
+    yield from ((f"[{value}]" if listed else value, key.doc) for value in known)
+    if name == "data.chat_template":
+        yield from ((template, "template of TRL") for template in template_names())
+    if name in _PATHS:
+        yield from ((path, "file") for path in _entries(start))
+    if not known and not isinstance(key.default, (list, dict)):
+        yield _default(key.default), "default"
+
+
+def _default(value: Any) -> str:
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _yaml_files(start: str) -> Iterator[str]:
+    """YAML files whose path begins with `start`, and those in the folders that do."""
+    for path in _entries(start):
+        if path.endswith(os.sep):
+            yield from glob.glob(f"{glob.escape(path)}*{SUFFIX}")
+        elif path.endswith(SUFFIX):
+            yield path
+
+
+def _recipes(start: str) -> Iterator[str]:
+    names = (f"recipes/{file.name}" for file in shipped("recipes").glob(f"*{SUFFIX}"))
+    return (name for name in names if name.startswith(start))
+
+
+def _entries(start: str) -> list[str]:
+    """Files, and folders with a slash, whose path begins with `start`."""
+    found = glob.glob(f"{glob.escape(start)}*")
+    return [f"{path}{os.sep}" if os.path.isdir(path) else path for path in found]

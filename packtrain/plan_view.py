@@ -1,0 +1,87 @@
+"""A plan as a person reads it: what will happen first, then the config that made it so."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+
+from packtrain.config.compose import to_dict, to_yaml
+from packtrain.config.schema import RunConfig
+from packtrain.launch.plan import LaunchPlan
+from packtrain.memory import estimate
+from packtrain.run_folder import RunFolder
+
+
+def print_plan(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str], *, everything: bool) -> None:
+    """Processes, batch, memory and commands, then the config; `arguments` are those that named it.
+
+    Without `everything`, keys that have their defaults are left out, and so are accelerate's and DeepSpeed's settings.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    for name, text in _lines(config, launch, verb, arguments):
+        console.print(f"[bold]{name:<10}[/]{escape(text)}")
+    rest = [
+        (
+            "the whole config" if everything else "config: what differs from the defaults",
+            to_yaml(config, only_changes=not everything),
+        )
+    ]
+    if everything and not launch.in_process:
+        rest.append(("accelerate", yaml.safe_dump(dict(launch.accelerate))))
+    if everything and launch.deepspeed is not None:
+        rest.append(("deepspeed", json.dumps(launch.deepspeed, indent=2)))
+    for title, text in rest:
+        console.print(f"\n[bold]# {title}[/]")
+        console.print(
+            Syntax(text.rstrip(), "yaml", background_color="default") if console.is_terminal else escape(text.rstrip())
+        )
+    if not everything:
+        console.print("\n# all keys: packtrain plan --all")
+
+
+def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
+    """The plan's own document, the reason for its processes, the memory (null where it is not known) and the config."""
+    memory = estimate(config, launch.num_processes)
+    return {
+        **launch.to_json(),
+        "reason": launch.reason,
+        "memory": None if isinstance(memory, str) else memory.to_json(),
+        "config": to_dict(config),
+    }
+
+
+def _lines(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str]) -> list[tuple[str, str]]:
+    memory = estimate(config, launch.num_processes)
+    lines = [
+        ("processes", f"{launch.num_processes}: {launch.reason}"),
+        ("batch", launch.batch.sentence()),
+        ("memory", memory if isinstance(memory, str) else memory.sentence()),
+        ("folder", str(RunFolder.of(config).root)),
+        ("run", shlex.join([*_program(), verb, *arguments])),
+    ]
+    if launch.in_process:
+        return lines
+    for command in launch.commands:
+        settings = [f"{name}={value}" for name, value in command.env.items()]
+        where = f"on machine {command.node}, " if launch.nodes > 1 else ""
+        lines.append(("starts", f"{where}once {RunFolder.of(config).config} is written:"))
+        lines.append(("", shlex.join([*settings, *command.argv])))
+    return lines
+
+
+def _program() -> list[str]:
+    """How this packtrain was called, so that a printed command can be pasted."""
+    called = sys.argv[0]
+    if os.path.basename(called) != "packtrain":
+        return [sys.executable, "-m", "packtrain"]
+    return ["packtrain" if shutil.which("packtrain") == os.path.abspath(called) else called]
