@@ -1,7 +1,13 @@
-"""The run folder: what is in it, under which name, and how it is written (whole or not at all)."""
+"""The run folder: what is in it, under which name, and how it is written (whole or not at all).
+
+A run begins in two steps, because most runs that fail do so before their first step, on data or model, and must not cost
+an earlier run that lies here. `open_attempt` makes only logs/, with config.yaml, plan.json and so on in logs/attempt/;
+`begin`, when training can start, moves an earlier run away and these files to their places.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -83,6 +89,16 @@ class RunFolder:
         """What every process said, one file each."""
         return self.root / "logs"
 
+    @property
+    def attempt(self) -> RunFolder:
+        """Where config.yaml, plan.json, env.json and accelerate.yaml of a run are that has not begun to train."""
+        return RunFolder(self.logs / "attempt")
+
+    @property
+    def _earlier_logs(self) -> Path:
+        """The logs of the run in this folder, while logs/ is that of one which will move it."""
+        return self.root / "logs-before"
+
     def log(self, rank: int) -> Path:
         """Log file of a rank."""
         return self.logs / f"rank-{rank:05d}.log"
@@ -94,22 +110,52 @@ class RunFolder:
         except (OSError, ValueError, KeyError):
             return None
 
-    def make_room(self, resume: str) -> Path | None:
-        """Moves an earlier run out of the way where the coming one does not go on from it; nothing is ever deleted.
+    def gives_way(self, resume: str) -> bool:
+        """Whether an earlier run is here that the coming one does not go on from; `resume` is trainer.resume.
 
-        `resume` is trainer.resume. A finished run is moved, an unfinished one only by `never`; a folder that `resume`
-        lies in stays. Returns the new name of what was moved: the first free `NAME.1`, `NAME.2`, …
+        A finished run gives way, an unfinished one only to `never`; a folder that `resume` lies in stays.
         """
         ran = self.metrics.exists() or self.summary.exists() or self.checkpoints.exists()
-        going_on = (
-            resume not in ("auto", "never") and self.root.resolve() in Path(resume).expanduser().resolve().parents
-        )
-        if not ran or going_on or (resume == "auto" and self.status() != "done"):
-            return None
+        if resume not in ("auto", "never") and self.root.resolve() in Path(resume).expanduser().resolve().parents:
+            return False
+        return ran and (resume != "auto" or self.status() == "done")
+
+    def open_attempt(self, resume: str) -> None:
+        """Makes logs/ and logs/attempt/; all else stays as it is. Raises OSError also where `begin` would later."""
+        needed = [self.root] if self.root.exists() else []
+        if self.gives_way(resume):
+            needed.append(self.root.absolute().parent)
+            if self.root.resolve() in (Path.cwd(), *Path.cwd().parents):
+                raise OSError(errno.EBUSY, "it holds a run and cannot be moved from under this process", str(self.root))
+            if self.logs.exists() and not self._earlier_logs.exists():
+                self.logs.rename(self._earlier_logs)
+        for place in needed:
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+        self.attempt.root.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, resume: str) -> Path | None:
+        """Makes this the folder of the attempt; an earlier run that gives way to it is moved, nothing is ever deleted.
+
+        Returns the new name of what was moved: the first free `NAME.1`, `NAME.2`, … Open log files move along.
+        """
+        moved = self._make_room() if self.gives_way(resume) else None
+        for file in list(self.attempt.root.iterdir()):
+            os.replace(file, self.root / file.name)
+        self.attempt.root.rmdir()
+        return moved
+
+    def _make_room(self) -> Path:
         number = 1
         while (target := self.root.with_name(f"{self.root.name}.{number}")).exists():
             number += 1
-        return self.root.rename(target)
+        self.root.rename(target)
+        self.root.mkdir()
+        earlier = RunFolder(target)
+        earlier.logs.rename(self.logs)
+        if earlier._earlier_logs.exists():
+            earlier._earlier_logs.rename(earlier.logs)
+        return target
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -41,7 +41,7 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
     """
     folder = RunFolder.of(config)
     if _is_first():
-        _open_run_folder(plan, config, folder)
+        _open_attempt(plan, config, folder)
     if plan.in_process:
         os.environ.update(plan.commands[0].env)
         return train()
@@ -56,7 +56,7 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
             LOG_DIR: str(folder.logs.absolute()),
         }
         log = folder.logs / LAUNCHER_LOG
-        code, received = _run([sys.executable, *_quiet(plan, log)], environment)
+        code, received = _run([sys.executable, *_quiet(plan, folder, log)], environment)
         reported = _reported(Path(exits))
     return _outcome(code, received, reported, plan.num_processes, log)
 
@@ -95,25 +95,25 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _open_run_folder(plan: LaunchPlan, config: RunConfig, folder: RunFolder) -> None:
-    """Moves an earlier run out of the way and writes what is known before training. Raises UserError where it cannot."""
+def _open_attempt(plan: LaunchPlan, config: RunConfig, folder: RunFolder) -> None:
+    """Writes what is known before training, touching nothing of an earlier run. Raises UserError where it cannot."""
     try:
-        if moved := folder.make_room(config.trainer.resume):
-            print(f"{folder.root} held another run: it is in {moved} now")
-        folder.logs.mkdir(parents=True, exist_ok=True)
-        folder.config.write_text(to_yaml(config), encoding="utf-8")
-        write_json(folder.plan, plan.to_json())
-        write_json(folder.environment, environment())
+        folder.open_attempt(config.trainer.resume)
+        folder.attempt.config.write_text(to_yaml(config), encoding="utf-8")
+        write_json(folder.attempt.plan, plan.to_json())
+        write_json(folder.attempt.environment, environment())
         if not plan.in_process:
-            folder.accelerate.write_text(yaml.safe_dump(dict(plan.accelerate)), encoding="utf-8")
+            folder.attempt.accelerate.write_text(yaml.safe_dump(dict(plan.accelerate)), encoding="utf-8")
     except OSError as error:
         what = f"the run folder cannot be written: {error.strerror}"
         raise UserError(what, where=f"trainer.output_dir ({error.filename})", fix="Name another folder.") from error
 
 
-def _quiet(plan: LaunchPlan, log: Path) -> list[str]:
-    """The plan's `accelerate launch …`, through the launcher that writes its own words to `log`."""
-    return ["-m", "packtrain.launch.accelerate", str(log), *plan.commands[0].argv[2:]]
+def _quiet(plan: LaunchPlan, folder: RunFolder, log: Path) -> list[str]:
+    """The plan's `accelerate launch …` on the attempt's files, by the launcher that writes its own words to `log`."""
+    attempted = {str(file): str(folder.attempt.root / file.name) for file in (folder.config, folder.accelerate)}
+    arguments = [attempted.get(argument, argument) for argument in plan.commands[0].argv[2:]]
+    return ["-m", "packtrain.launch.accelerate", str(log), *arguments]
 
 
 def _run(argv: list[str], environment: dict[str, str]) -> tuple[int, int | None]:

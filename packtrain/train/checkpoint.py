@@ -125,7 +125,7 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> None:
     written = json.loads((checkpoint / ORIGIN).read_text())
     differing = [
         Problem(
-            f"the checkpoint {checkpoint.name} was made with {written.get(name)!r}, this run has {value!r}",
+            f"the checkpoint {checkpoint.name} was made with {written.get(name)}, this run has {value}",
             where=name,
             fix="set it back, or start over with trainer.resume=never",
         )

@@ -15,7 +15,7 @@ class RankLog:
 
     def __init__(self, path: Path, *, main: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
+        self._file = path.open("a", encoding="utf-8", buffering=1)  # kept open: the folder may be moved meanwhile
         self.console = Console(file=sys.stdout, highlight=False, quiet=not main, soft_wrap=True)
 
     def say(self, text: str) -> None:
@@ -25,6 +25,5 @@ class RankLog:
 
     def note(self, text: str) -> None:
         """To the file only."""
-        with self._path.open("a", encoding="utf-8") as file:
-            for line in text.splitlines():
-                file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
+        for line in text.splitlines():
+            self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")

@@ -235,7 +235,7 @@ def origin_of(config: RunConfig, data: TokenDataset) -> dict[str, Any]:
     """What the documents of every step hang on: a resumed run must agree with its checkpoint on all of it."""
     batch = config.batch
     return {
-        "data.train": data.fingerprint,
+        "data.train": f"{len(data):,} documents, {data.lengths.sum():,} tokens (fingerprint {data.fingerprint[:12]})",
         "data.shuffle": config.data.shuffle,
         "trainer.seed": config.trainer.seed,
         "batch.examples_per_step": batch.examples_per_step,

@@ -87,9 +87,10 @@ def test_processes_reduce_over_gloo_and_only_rank_0_writes_to_the_terminal(tmp_p
     code, stdout, stderr = launch(tmp_path, ALL_REDUCE)
     assert (code, stderr) == (0, "")
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert stdout == f"hello from rank 0 {threads} ['sft', 'out/config.yaml']\nsum 3.0\n"
+    assert stdout == f"hello from rank 0 {threads} ['sft', 'out/logs/attempt/config.yaml']\nsum 3.0\n"
     assert "sum 3.0" in (tmp_path / "out/logs/rank-00001.log").read_text()
-    assert {"config.yaml", "plan.json", "accelerate.yaml"} <= {file.name for file in (tmp_path / "out").iterdir()}
+    begun = {"config.yaml", "plan.json", "env.json", "accelerate.yaml"}  # these workers never begin to train
+    assert {file.name for file in (tmp_path / "out/logs/attempt").iterdir()} == begun
 
 
 @pytest.mark.parametrize(

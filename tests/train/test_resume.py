@@ -117,17 +117,25 @@ def test_what_would_change_the_order_of_the_data_is_refused_on_resume(unbroken: 
     folder, _ = unbroken
     train(folder, config_of(folder), "trainer.max_steps=3", name="changed")
     (folder / "changed" / "summary.json").unlink()
-    result = packtrain("sft", str(folder / "changed.yaml"), "trainer.seed=1", "batch.examples_per_step=5", expect=2)
-    assert "trainer.seed" in result.stderr and "batch.examples_per_step" in result.stderr
+    resolved = (folder / "changed" / "config.yaml").read_text()
+    result = packtrain("sft", str(folder / "changed.yaml"), "trainer.seed=1", "data.max_length=30", expect=2)
+    assert "trainer.seed: the checkpoint step-000003 was made with 0, this run has 1" in result.stderr
+    assert "22 documents" in result.stderr and "tokens (fingerprint " in result.stderr
     result = packtrain("sft", str(folder / "changed.yaml"), "optim.learning_rate=0.5", expect=2)
     assert "optim.learning_rate" in result.stderr
+    assert (folder / "changed" / "config.yaml").read_text() == resolved
 
 
 def test_a_finished_run_is_moved_aside_and_never_overwritten(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 1})
     first = train(tmp_path, config, name="again")
     losses = first.losses
-    train(tmp_path, config, "trainer.max_steps=2", name="again")
+    kept = {name: (first.folder / name).read_bytes() for name in ("config.yaml", "plan.json", "env.json")}
+    train(tmp_path, config, "+model.config.hiden_size=3", name="again", expect=2)
+    assert Run(tmp_path / "again").losses == losses and not (tmp_path / "again.1").exists()
+    assert {name: (first.folder / name).read_bytes() for name in kept} == kept
+    train(tmp_path, config, "trainer.max_steps=2", "topology=local", "topology.gpus_per_node=2", name="again")
+    assert "ready" in (tmp_path / "again" / "logs" / "rank-00001.log").read_text()
     assert len(Run(tmp_path / "again").losses) == 2
     assert Run(tmp_path / "again.1").losses == losses
     assert json.loads((tmp_path / "again.1" / "summary.json").read_text())["status"] == "done"
