@@ -58,6 +58,8 @@ def add_loss_sum(
                 labels = kwargs.pop("shift_labels")
                 hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
                 return _linear_nll_sum(hidden, labels, self.get_output_embeddings())
+            if getattr(self.config.get_text_config(), "output_router_logits", False):
+                kwargs["output_router_logits"] = False  # TRL's head would make a loss of them that is not used
             log_probs = inner_forward(**kwargs, fused_lm_head=True).log_probs
         return -(log_probs * log_probs.exp().detach() if loss == "dft" else log_probs).sum()
 
