@@ -319,6 +319,12 @@ def _preflight(setting: Setting, trainer: PackedSFTTrainer, as_it_came: str) -> 
     announce.attention(setting.log, model, decision)
     if config.verify.preflight and config.objective.loss == "nll":
         check_head(config, model, trainer.probe())
+    if trainer.routers is not None:
+        setting.log.say(
+            f"[bold]routers[/]    {trainer.routers.weight:g} × load-balancing loss over the tokens of a step"
+        )
+        if config.verify.preflight:
+            trainer.routers.check(model, trainer.probe(), autocast=autocast_of(config))
     return decision
 
 
