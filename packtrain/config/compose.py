@@ -22,7 +22,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from packtrain.config import missing, rules
 from packtrain.config.findings import Finding
@@ -157,11 +157,10 @@ def _checked(composed: DictConfig, file: Path | None) -> tuple[RunConfig, list[F
     """The typed config and everything that is wrong with it, each key blamed once."""
     values, findings = _values(composed, file)
     config, wrong_values = build(values)
-    findings += wrong_values
-    spoilt = {key for finding in findings for key in finding.keys}
+    findings += _new(wrong_values, findings)
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
     later = [*rules.check(config, given), *missing.check(config)]
-    return config, findings + [finding for finding in later if not _touches(finding, spoilt)]
+    return config, findings + _new(later, findings)
 
 
 def _origins(file: Path | None, texts: list[str], arguments: list[Argument]) -> Origins:
@@ -236,21 +235,24 @@ def _refused(error: Exception, arguments: list[Argument], file: Path | None) -> 
     """What Hydra said, at the argument that it named (which is returned too), else at the file."""
     said = str(error).strip() or str(error.__cause__ or type(error).__name__)
     said = said.split("\n")[0]
-    named = [argument for argument in arguments if f"'{argument.key}'" in said or argument.text in said]
+    named = [
+        argument
+        for argument in arguments
+        if f"'{argument.key}'" in said or f"'{argument.text.lstrip('+~')}'" in said or argument.text in said
+    ]
     for argument in sorted(named, key=lambda one: one.text[:1] not in "+~"):  # plain ones are made to fit
         where = f"{COMMAND_LINE}, {argument.text}"
         plain = argument.text.lstrip("+~")
         if argument.parsed.is_delete():
             differs = "The value of" in said  # ~key=value takes away only that value
             return Problem(said if differs else f"there is no {argument.key} to take away", where), argument
-        if argument.key in groups():
-            fix = f"Write {argument.key}.KEY=… for each key, or {argument.key}=CHOICE."
-            return Problem(said, where, fix), argument
         return Problem(said, where, f"Write {plain} (or ++{plain}) to replace a value."), argument
     if file is None:
         return Problem(said, COMMAND_LINE), None
-    lines = [one.line for one in key_lines(file) if one.path == "defaults" and "default" in said.lower()]
-    return Problem(said, f"{shown(file)}:{lines[0]}, defaults" if lines else shown(file)), None
+    of_defaults = isinstance(error, HydraException) or "default" in said.lower()
+    if of_defaults and (lines := [one.line for one in key_lines(file) if one.path == "defaults"]):
+        return Problem(said, f"{shown(file)}:{lines[0]}, defaults", "Write defaults: [GROUP: CHOICE, …, _self_]."), None
+    return Problem(said, shown(file)), None
 
 
 def _values(composed: DictConfig, file: Path | None) -> tuple[dict[str, Any], list[Finding]]:
@@ -258,19 +260,33 @@ def _values(composed: DictConfig, file: Path | None) -> tuple[dict[str, Any], li
 
     Interpolations see the defaults of schema.py too. A group that is given as text is the choice of that name.
     """
-    findings: list[Finding] = []
+    findings = list(_unfilled(composed))
     merged = OmegaConf.merge(_defaults_beside(composed), composed)
     values: dict[str, Any] = {}
     for group in composed:
         name = str(group)
-        value = _resolved(merged, name, name, findings)
-        if name in groups() and isinstance(value, str):
+        value = _resolved(merged, name, name, findings) if name in groups() else None
+        if isinstance(value, str):
             value = _choice(name, value, file, findings)
-        elif isinstance(value, dict) and isinstance(node := composed._get_node(group), DictConfig) and name in groups():
+        elif isinstance(value, dict) and isinstance(node := composed._get_node(group), DictConfig):
             own = {str(key) for key in node} if not node._is_interpolation() else value.keys()
             value = {key: one for key, one in value.items() if key in own}
         values[name] = value
     return values, findings
+
+
+def _unfilled(composed: DictConfig) -> Iterator[Finding]:
+    """The groups and keys that are left as ???; a default would hide them. What is inside a value, `_resolved` meets."""
+    for group in composed:
+        node = composed._get_node(group)
+        if OmegaConf.is_missing(composed, group):
+            yield _unfilled_at(str(group))
+        elif isinstance(node, DictConfig) and not node._is_interpolation() and not node._is_none():
+            yield from (_unfilled_at(f"{group}.{key}") for key in node if OmegaConf.is_missing(node, key))
+
+
+def _unfilled_at(path: str) -> Finding:
+    return Finding((path,), "found ???, a value that is still to be filled in", "Give it a value, or take it away.")
 
 
 def _defaults_beside(composed: DictConfig) -> dict[str, Any]:
@@ -297,26 +313,22 @@ def _choice(group: str, choice: str, file: Path | None, findings: list[Finding])
 
 
 def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, findings: list[Finding]) -> Any:
-    """`parent[key]` as plain containers; what cannot be resolved is left out and becomes a finding."""
+    """`parent[key]` as plain containers; what cannot be resolved is None there and becomes a finding."""
     try:
         value = parent[key]
     except (OmegaConfBaseException, RecursionError) as error:
         findings.append(_unresolved(error, path))
         return None
-    before = len(findings)
     if isinstance(value, DictConfig):
-        made = {str(one): _resolved(value, one, f"{path}.{one}", findings) for one in value}
-        return {one: made[one] for one in made if not _at(f"{path}.{one}", findings[before:])}
+        return {str(one): _resolved(value, one, f"{path}.{one}", findings) for one in value}
     if isinstance(value, ListConfig):
         return [_resolved(value, at, f"{path}[{at}]", findings) for at in range(len(value))]
     return value
 
 
-def _at(path: str, findings: list[Finding]) -> bool:
-    return any(path in finding.keys for finding in findings)
-
-
 def _unresolved(error: Exception, path: str) -> Finding:
+    if isinstance(error, MissingMandatoryValue):
+        return _unfilled_at(path)
     said = str(error).split("\n")[0]
     if variable := re.search(r"Environment variable '(.*?)' not found", said):
         name = variable[1]
@@ -332,13 +344,18 @@ def _unresolved(error: Exception, path: str) -> Finding:
     return Finding((path,), said, "Give it a value.")
 
 
-def _touches(finding: Finding, spoilt: set[str]) -> bool:
-    """Whether a key of the finding, or what it is in or holds, is already known to be wrong."""
-    return any(
-        key == bad or bad.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{bad}.")
-        for key in finding.keys
-        for bad in spoilt
-    )
+def _new(findings: list[Finding], known: list[Finding]) -> list[Finding]:
+    """The findings of which no key, nor what it is in or holds, is `known` to be wrong."""
+    spoilt = {key for finding in known for key in finding.keys}
+    return [
+        finding
+        for finding in findings
+        if not any(
+            key == bad or bad.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{bad}.")
+            for key in finding.keys
+            for bad in spoilt
+        )
+    ]
 
 
 def _escaped(value: Any) -> Any:

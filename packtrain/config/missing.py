@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from packtrain.config.chat_templates import as_name, template_names
 from packtrain.config.findings import Finding
 from packtrain.config.rules import sources
 from packtrain.config.schema import RunConfig
@@ -54,8 +55,13 @@ def _data(config: RunConfig) -> Iterator[Finding]:
     template = config.data.chat_template or ""
     if "{{" in template or "{%" in template:
         yield Finding(("data.chat_template",), "found a template's text", "Write it into a .jinja file and name that.")
-    else:
+    elif template.lower().endswith(TEMPLATE_SUFFIXES):
         yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES, "")
+    elif template and not _there(template) and as_name(template) not in template_names():
+        meant = near(as_name(template), template_names())
+        hint = f"Did you mean {' or '.join(meant)}?" if meant else "Names are chatml, llama3, qwen3 …"
+        fix = f"{hint} Or name a .jinja file."
+        yield Finding(("data.chat_template",), f"there is no chat template {template!r}", fix)
 
 
 def _model(config: RunConfig) -> Iterator[Finding]:

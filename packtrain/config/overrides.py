@@ -20,6 +20,7 @@ from packtrain.errors import Problem
 
 COMMAND_LINE = "command line"
 NO_HYDRA = "settings of Hydra itself have no effect here"
+_KEY = re.compile(r"(\+{0,2}|~)[\w$-]+([./][\w$-]+)*(@[\w.:]*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,11 @@ class Argument:
 
     def for_hydra(self, listed: Collection[str]) -> str:
         """The argument as Hydra takes it, where the defaults list has the groups `listed`."""
-        if self.parsed.is_add() or self.parsed.is_force_add() or self.parsed.is_delete():
-            return self.text
-        if self.choice is None:
-            return self.text if self.key in groups() else f"++{self.text}"
-        return self.text if self.key in listed else f"+{self.text}"
+        if self.choice is not None:
+            bare = self.text.lstrip("+")
+            return bare if self.key in listed else f"+{bare}"
+        changed = self.parsed.is_add() or self.parsed.is_force_add() or self.parsed.is_delete()
+        return self.text if changed else f"++{self.text}"
 
 
 def parse(texts: list[str]) -> tuple[list[Argument], list[Problem]]:
@@ -46,20 +47,19 @@ def parse(texts: list[str]) -> tuple[list[Argument], list[Problem]]:
     arguments: list[Argument] = []
     problems: list[Problem] = []
     for text in texts:
-        if text in ("-m", "--multirun"):
-            problems.append(_no_sweep(text))
+        if problem := _misspelt(text):
+            problems.append(problem)
             continue
         try:
             parsed = parser.parse_override(text)
-        except HydraException as error:
+        except (HydraException, RecursionError) as error:
             problems.append(_unreadable(text, error))
             continue
-        if parsed.is_sweep_override():
-            problems.append(_no_sweep(text))
-        elif re.match(r"hydra\b", parsed.key_or_group):
-            problems.append(Problem(NO_HYDRA, f"{COMMAND_LINE}, {text}", "Take it away."))
+        argument = _argument(text, parsed)
+        if problem := _unusable(argument):
+            problems.append(problem)
         else:
-            arguments.append(_argument(text, parsed))
+            arguments.append(argument)
     return arguments, problems
 
 
@@ -84,15 +84,44 @@ def _argument(text: str, parsed: Override) -> Argument:
     return Argument(text, key, choice, parsed)
 
 
-def _unreadable(text: str, error: HydraException) -> Problem:
+def _misspelt(text: str) -> Problem | None:
+    """What is wrong with the form of an argument, up to its value."""
     where = f"{COMMAND_LINE}, {text}"
+    key, equals, value = text.partition("=")
+    if text in ("-m", "--multirun"):
+        return _no_sweep(text)
     if text.startswith("-"):
         return Problem("no such option", where, "Config keys are written key=value, without dashes; -h lists them.")
-    if "=" not in text:
+    if not equals and not text.startswith("~"):
         return Problem("not of the form key=value", where, "Example: optim.learning_rate=1e-4.")
-    key, _, value = text.partition("=")
     if key != key.strip():
         return Problem("white space around the key", where, f"Write {key.strip()}={value.strip()}.")
+    if not _KEY.fullmatch(key):
+        return Problem("no key has such a name", where, "A key is GROUP.NAME; lists are set whole: data.train=[a,b].")
+    return None
+
+
+def _unusable(argument: Argument) -> Problem | None:
+    """What Hydra could do with an argument, but has no sense here."""
+    where = f"{COMMAND_LINE}, {argument.text}"
+    key, parsed = argument.key, argument.parsed
+    if parsed.is_sweep_override():
+        return _no_sweep(argument.text)
+    if re.match(r"hydra\b", key):
+        return Problem(NO_HYDRA, where, "Take it away.")
+    if parsed.package is not None:
+        return Problem("a choice always fills its own group", where, f"Write {key}=CHOICE, without the @.")
+    if key in groups() and argument.choice is None and not parsed.is_delete():
+        fix = f"Write {key}.KEY=… for each key, or {key}=CHOICE."
+        return Problem("a group takes the name of a choice", where, fix)
+    return None
+
+
+def _unreadable(text: str, error: Exception) -> Problem:
+    where = f"{COMMAND_LINE}, {text}"
+    if isinstance(error, RecursionError):
+        return Problem("nested too deeply", where, "Write it into a YAML file, with less nesting.")
+    key, _, value = text.partition("=")
     said = str(error).split("\n")[0]
     quoted = value.replace("'", "\\'")
     return Problem(f"cannot be read ({said})", where, f"Quote the value, for the shell too: \"{key}='{quoted}'\".")

@@ -7,14 +7,30 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 
 from packtrain.config.findings import Finding
+from packtrain.config.keys import keys
 from packtrain.config.limits import micro_batch_limits
 from packtrain.config.schema import DataSource, RunConfig
 from packtrain.config.suggest import near
 
-LARGEST_SEED = 2**32 - 1
+LARGEST = 10**9  # of any number: what is greater does not fit some counter, or would never end
+LARGEST_OF = {
+    "trainer.seed": 2**32 - 1,  # numpy's
+    "trainer.epochs": 10**6,
+    "topology.main_port": 65535,
+    "topology.gpus_per_node": 1024,
+    "data.workers": 1024,
+    "trainer.loader_workers": 1024,
+}
+LARGEST_WEIGHT = 10**4
+# Our names for the columns of rows, in every format.
+COLUMNS = (
+    *("messages", "prompt", "completion", "text", "chosen", "rejected", "conversations", "instruction", "output"),
+    *("input_ids", "labels", "loss_mask", "completion_mask", "assistant_masks"),
+    *("tools", "system", "input", "attention_mask", "chat_template_kwargs"),
+)
 # Arguments of transformers' schedules beside the step counts.
 SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "constant": (),
@@ -39,6 +55,7 @@ SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
 def check(config: RunConfig, given: Set[str]) -> list[Finding]:
     """Everything that is impossible in `config`, for the keys `given` with a value that is not their default."""
     return [
+        *_numbers(config),
         *_model(config),
         *_data(config, given),
         *_batch(config),
@@ -63,6 +80,35 @@ def sources(value: object) -> list[DataSource]:
         for one in values
         if isinstance(one, (str, DataSource))
     ]
+
+
+def _numbers(config: RunConfig) -> Iterator[Finding]:
+    """Numbers that no run can want."""
+    for path in keys():
+        group, _, name = path.partition(".")
+        value, largest = getattr(getattr(config, group), name), LARGEST_OF.get(path, LARGEST)
+        if isinstance(value, (int, float)) and value > largest:
+            yield Finding((path,), f"found {value}", f"Allowed: at most {largest}.")
+    for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        for at, source in enumerate(sources(value)):
+            if source.weight > LARGEST_WEIGHT:
+                place = f"{key}[{at}].weight" if isinstance(value, list) else f"{key}.weight"
+                yield Finding((place,), f"found {source.weight}", f"Allowed: at most {LARGEST_WEIGHT}.")
+    for path, number in _inside(config.model.config, "model.config"):
+        if not math.isfinite(number):
+            yield Finding((path,), f"found {number}", "Allowed: a finite number.")
+
+
+def _inside(value: object, path: str) -> Iterator[tuple[str, float]]:
+    """Every float in a value of mappings and lists, with its path."""
+    if isinstance(value, float):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _inside(one, f"{path}.{name}")
+    elif isinstance(value, list):
+        for at, one in enumerate(value):
+            yield from _inside(one, f"{path}[{at}]")
 
 
 def _model(config: RunConfig) -> Iterator[Finding]:
@@ -99,6 +145,12 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     if data.format == "preference":
         what = "packtrain sft has no use for preference pairs"
         yield Finding(("data.format",), what, "Choose messages or prompt_completion; pairs are for packtrain dpo.")
+    for ours, theirs in data.columns.items():
+        if ours not in COLUMNS:
+            meant = near(ours, COLUMNS, 1)
+            fix = f"Did you mean {meant[0]}?" if meant else f"Ours are {', '.join(COLUMNS)}."
+            fix = f"Ours comes first: {{{theirs}: {ours}}}." if theirs in COLUMNS else fix
+            yield Finding((f"data.columns.{ours}",), f"packtrain has no column {ours!r}", fix)
     if data.loss_on != "all" and data.format == "text" and "data.loss_on" in given:
         what = f"plain text has no {data.loss_on} part to train on"
         yield Finding(("data.loss_on", "data.format"), what, "Set data.loss_on to all or auto.")
@@ -170,8 +222,6 @@ def _is_number(value: object) -> bool:
 
 def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     trainer = config.trainer
-    if trainer.seed > LARGEST_SEED:
-        yield Finding(("trainer.seed",), f"found {trainer.seed}", f"Seeds end at {LARGEST_SEED}, as numpy's do.")
     if trainer.max_steps is not None and "trainer.epochs" in given:
         what = "the length of the run is set twice, in steps and in epochs"
         yield Finding(("trainer.max_steps", "trainer.epochs"), what, "Keep one of them.")
@@ -226,5 +276,3 @@ def _not_yet(config: RunConfig) -> Iterator[Finding]:
         what = f"one process cannot use {topology.gpus_per_node} GPUs"
         fix = "Choose topology=local, or take topology.gpus_per_node away."
         yield Finding(("topology.gpus_per_node", "topology.kind"), what, fix)
-    if (topology.main_port or 0) > 65535:
-        yield Finding(("topology.main_port",), f"found {topology.main_port}", "TCP ports end at 65535.")

@@ -53,6 +53,7 @@ FOREIGN = {
     "model_name_or_path": "model.path",
     "model_type": "model.config.model_type",
     "neftune_noise_alpha": "objective.neftune_alpha",
+    "router_aux_loss_coef": "objective.router_aux_coef",
     "num_epochs": "trainer.epochs",
     "num_machines": "topology.nodes",
     "num_processes": "topology.gpus_per_node",
@@ -87,8 +88,9 @@ ADVICE = {
 
 
 def near(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
-    """The names of `known` that are spelt most like `name`."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=cutoff)
+    """The names of `known` that are spelt most like `name`, in whatever case."""
+    spelt = {one.lower(): one for one in known}
+    return [spelt[one] for one in difflib.get_close_matches(name.lower(), spelt, n=count, cutoff=cutoff)]
 
 
 def advice_for(path: str) -> str:

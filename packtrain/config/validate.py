@@ -80,7 +80,8 @@ def _as(value: Any, kind: Any, path: str, findings: list[Finding]) -> Any:
     if kind is type(None):
         return None if value is None else _REFUSED
     if kind in (bool, str):
-        return value if isinstance(value, kind) else _REFUSED
+        fits = isinstance(value, kind) and not (isinstance(value, str) and "\0" in value)  # no path or name has a \0
+        return value if fits else _REFUSED
     if kind in (int, float):
         number = isinstance(value, (int, kind)) and not isinstance(value, bool)
         small = not isinstance(value, int) or abs(value) < 2**63  # greater ones fit no counter, and no float at all

@@ -19,6 +19,7 @@ from packtrain.config.suggest import near
 from packtrain.errors import Problem, UserError
 
 SUFFIX = ".yaml"
+DEEPEST = 40  # levels; Hydra and OmegaConf recurse several times as deep
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def check_text(path: Path) -> list[Problem]:
     try:
         return _check_text(path)
     except RecursionError:
-        return [Problem("nested without end: an alias (*) stands inside its own anchor (&)", shown(path))]
+        return [_too_deep(shown(path))]
 
 
 def choices_as_text(path: Path) -> dict[str, str]:
@@ -79,6 +80,9 @@ def _check_text(path: Path) -> list[Problem]:
         return [_syntax_problem(path, error)]
     if root is None:
         return []
+    deepest = next((one for one in _walk(root, "") if one.path.count(".") + one.path.count("[") > DEEPEST), None)
+    if deepest:
+        return [_too_deep(f"{shown(path)}:{deepest.line}")]
     if not isinstance(root, yaml.MappingNode):
         return [Problem("a config is a mapping of groups, such as `optim: {…}`", f"{shown(path)}:1")]
     repeated = [
@@ -89,7 +93,13 @@ def _check_text(path: Path) -> list[Problem]:
         )
         for key, first, again in _repeated(root, "")
     ]
-    return repeated + [
+    nameless = [
+        Problem(
+            "a key without a name (null)", f"{shown(path)}:{line}", 'A name that YAML takes for null is quoted: "null".'
+        )
+        for line in _nameless(root)
+    ]
+    return [*repeated, *nameless] + [
         Problem(
             f"broken interpolation: {said}", f"{shown(path)}:{line}", "Write ${group.key}, or \\${ for the text ${."
         )
@@ -122,6 +132,13 @@ def _syntax_problem(path: Path, error: yaml.YAMLError) -> Problem:
     return Problem(f"not valid YAML: {what}", f"{shown(path)}:{mark.line + 1}" if mark else shown(path), fix)
 
 
+def _too_deep(where: str) -> Problem:
+    what = (
+        f"nested without end, or more than {DEEPEST} levels deep: perhaps an alias (*) stands inside its own anchor (&)"
+    )
+    return Problem(what, where, "Write out what the alias stands for.")
+
+
 def _walk(node: yaml.Node, prefix: str) -> Iterator[KeyLine]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -132,6 +149,17 @@ def _walk(node: yaml.Node, prefix: str) -> Iterator[KeyLine]:
         for at, value in enumerate(node.value):
             yield KeyLine(f"{prefix}[{at}]", value.start_mark.line + 1)
             yield from _walk(value, f"{prefix}[{at}]")
+
+
+def _nameless(node: yaml.Node) -> Iterator[int]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:null":
+                yield key.start_mark.line + 1
+            yield from _nameless(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _nameless(value)
 
 
 def _repeated(node: yaml.Node, prefix: str) -> Iterator[tuple[str, int, int]]:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from packtrain.config import reference
-from packtrain.config.compose import load_config, to_dict, to_yaml
+from packtrain.config.chat_templates import template_names
+from packtrain.config.compose import changes, load_config, to_dict, to_yaml
 from packtrain.config.keys import groups, keys
 from packtrain.config.limits import micro_batch_limits
-from packtrain.config.rules import check
+from packtrain.config.rules import COLUMNS, check
 from packtrain.config.schema import Batch, DataSource, Optim, Packing, RunConfig, Trainer
 from packtrain.config.shipped import shipped
 from packtrain.config.suggest import ADVICE, FOREIGN
@@ -115,6 +116,20 @@ def test_yaml_and_choices_and_command_line_win_in_this_order() -> None:
     assert (config.optim.learning_rate, config.optim.beta1) == (0.5, 0.6)
 
 
+def test_a_choice_may_be_written_with_plus_signs_whether_the_defaults_list_has_the_group_or_not() -> None:
+    for text in ("", "defaults: [optim: adamw, _self_]\n"):
+        for override in ("optim=sgd", "+optim=sgd", "++optim=sgd"):
+            assert load_config(write(text), [*COMPLETE, override]).optim.name == "sgd"
+
+
+def test_what_is_not_default_is_a_config_that_gives_the_same() -> None:
+    config = load_config(
+        None, [*COMPLETE, "peft=lora", "trainer.samples=['${x}']".replace("$", "\\$"), "optim.beta1=0.9"]
+    )
+    assert set(changes(config)) == {"model", "data", "batch", "peft", "trainer"}
+    assert load_config(write(to_yaml(config, only_changes=True)), []) == config
+
+
 @pytest.mark.parametrize("listed", ["", "defaults: [peft: none, _self_]\n"])
 def test_a_choice_on_the_command_line_needs_no_defaults_list(listed: str) -> None:
     run = write(listed + "trainer: {seed: 1}\n")
@@ -155,6 +170,15 @@ def test_interpolations_see_the_environment_and_keys_that_only_have_defaults(mon
 @pytest.mark.parametrize("number", ["2e-5", "0.00002", "2.0e-05", "'2e-5'"])
 def test_numbers_of_yaml_1_1_that_look_like_text_are_numbers(number: str) -> None:
     assert load_config(write(f"optim: {{learning_rate: {number}}}\n"), COMPLETE).optim.learning_rate == 2e-5
+
+
+def test_names_of_chat_templates_and_columns_are_those_that_the_data_stage_knows() -> None:
+    from packtrain.data import formats, templates
+
+    assert list(template_names()) == templates.names()
+    required = {name for needed in formats.REQUIRED.values() for name in needed}
+    assert set(COLUMNS) == required | set(formats.OPTIONAL)
+    assert load_config(None, [*COMPLETE, "data.chat_template=Llama3.2"]).data.chat_template == "Llama3.2"
 
 
 def test_an_unquoted_no_is_the_choice_no() -> None:
@@ -258,10 +282,19 @@ def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
         ("run2.yaml", "not of the form key=value", "Example"),
         ("a=[", "cannot be read", "Quote the value"),
         ("topology=loca", "no choice 'loca'", "Did you mean local?"),
+        ("data.train[0]=x", "no key has such a name", "lists are set whole"),
+        ("optim..beta1=1", "no key has such a name", "GROUP.NAME"),
+        ("~", "no key has such a name", "GROUP.NAME"),
+        ("=1", "no key has such a name", "GROUP.NAME"),
+        ("optim=null", "the name of a choice", "optim=CHOICE"),
+        ("optim@model=sgd", "its own group", "optim=CHOICE"),
+        ("~peft=lora", "no peft to take away", ""),
+        ("OPTIM.BETA1=0.5", "no such key", "Did you mean optim"),
+        ("optim.BETA1=0.5", "no such key", "optim.beta1"),
         ("optim.learning_rte=1", "no such key", "optim.learning_rate"),
         ("peft.r=many", "the text 'many'", "whole number"),
         ("~optim.beta1", "no optim.beta1 to take away", ""),
-        ("trainer={seed: 1}", "Could not override", "trainer.KEY"),
+        ("trainer={seed: 1}", "the name of a choice", "trainer.KEY"),
     ],
 )
 def test_a_wrong_override_is_named_as_such(override: str, what: str, fix: str) -> None:
@@ -344,6 +377,16 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["trainer.mixed_precision=bf16", "model.dtype=float16"], "trainer.mixed_precision", "float16"),
         (["optim.beta1=1"], "optim.beta1", "below 1"),
         (["topology.main_port=70000"], "topology.main_port", "65535"),
+        (["trainer.epochs=1e9"], "trainer.epochs", "at most 1000000"),
+        (["trainer.max_steps=1000000000000000000"], "trainer.max_steps", "at most 1000000000"),
+        (["optim.warmup_steps=1e300"], "optim.warmup_steps", "at most 1000000000"),
+        (["data.workers=1000000"], "data.workers", "at most 1024"),
+        (["data.train=[a/b,{path: c/d, weight: 1e9}]"], "data.train[1].weight", "at most 10000"),
+        (["model.config.rope={factor: [1.0,nan]}"], "model.config.rope.factor[1]", "finite"),
+        (["data.columns={promt: question}"], "data.columns.promt", "Did you mean prompt?"),
+        (["data.columns={question: prompt}"], "data.columns.question", "Ours comes first: {prompt: question}."),
+        (["data.chat_template=chatmll"], "data.chat_template", "Did you mean chatml?"),
+        (["data.chat_template=my-own-words"], "data.chat_template", "name a .jinja file"),
     ],
 )
 def test_an_impossible_combination_is_refused(overrides: list[str], key: str, said: str) -> None:
