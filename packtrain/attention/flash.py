@@ -1,0 +1,105 @@
+"""`flash`: packed attention by varlen kernels, one call per layer for all segments of a row.
+
+No mask exists and nothing is computed between documents, as in `segmented`, without its calls per segment. Every layer
+gets the kernel that was found right for what it needs (kernel_choice.py): a model may mix layers with and without windows.
+
+It is registered under NAME in `AttentionInterface` only, so that transformers builds no mask. The name must not hold the
+word "flash": transformers would take it for one of its own implementations and look for that package.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.flash_attention import get_target_dtype
+
+from packtrain.attention.kernel_choice import Choice, Needs, choose_kernel
+from packtrain.attention.segmented import row_of
+from packtrain.attention.varlen import Scoring, attend_by_segments
+from packtrain.errors import CheckFailed
+from packtrain.packing.segments import Segments
+
+NAME = "packtrain_varlen"
+_OTHER = "set model.attention=auto: segmented and per_document need no kernel"
+
+
+def flash_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    segments: Segments | None = None,
+    sliding_window: int | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one flattened row, with transformers' signature.
+
+    Shapes: `query` [1, heads, T, d], `key` [1, kv_heads, T, d], `value` [1, kv_heads, T, d_v], `s_aux` (sinks) [heads], result
+    [1, T, heads, d_v] in the precision that the kernel computes in; T is `segments.tokens`. Raises CheckFailed where the
+    layer is not told the segments of its row, or no kernel is right for it.
+    """
+    segments, window = row_of(module, query, segments, sliding_window, kwargs)
+    if attention_mask is not None or key.shape[2] != query.shape[2]:
+        what = "brings a mask of its own" if attention_mask is not None else "attends to keys of other tokens"
+        raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=per_document")
+    # layer norms and rotary embeddings hand down float32 under autocast and with PEFT
+    dtype = get_target_dtype(query, module) or query.dtype
+    q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
+    needs = Needs(
+        dtype,
+        group=q.shape[1] // k.shape[1],
+        head_dim=q.shape[2],
+        value_dim=v.shape[2],
+        window=window is not None,
+        softcap=softcap,
+        sinks=s_aux is not None,
+        dropout=dropout > 0,
+    )
+    choice = choose_kernel(needs, query.device)
+    if choice.kernel is None:
+        raise CheckFailed(f"no flash kernel serves {type(module).__name__}: {choice.why_not()}", fix=_OTHER)
+    scoring = Scoring(q.shape[2] ** -0.5 if scaling is None else scaling, window, softcap, dropout)
+    return attend_by_segments(choice.kernel, q, k, v, segments, scoring, s_aux)[None], None
+
+
+def available(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None
+) -> tuple[Choice | None, str]:
+    """The kernel for a plain layer of `model` on `device` where there is one, and a line for people.
+
+    `dtype` is what the layers compute in: autocast's, by default that of the weights. The line names the kernel and what
+    better ones lack, or says why there is none. What single layers need beyond (windows, sinks) shows when they run; dropout
+    does not, since proofs run without it, and is looked up in the config.
+    """
+    dtype = dtype or model.dtype
+    if device.type != "cuda":
+        return None, f"the device is {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None, f"the layers compute in {dtype}, the kernels in bfloat16 and float16"
+    choice = choose_kernel(_plain_needs(model, dtype), device)
+    if choice.kernel is None:
+        return None, f"no kernel is right: {choice.why_not()}"
+    return choice, f"{choice.kernel.name} ({choice.why_not()})" if choice.lacks else choice.kernel.name
+
+
+def _plain_needs(model: PreTrainedModel, dtype: torch.dtype) -> Needs:
+    """What an attention layer of the model needs by its config, without windows, soft-cap and sinks."""
+    config: Any = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 64 * heads) // heads
+    head_dim = getattr(config, "qk_head_dim", None) or head_dim  # latent attention has heads of two widths
+    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    dropout = any(getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop", "attn_dropout"))
+    return Needs(dtype, max(1, heads // kv_heads), head_dim, value_dim, dropout=dropout)
+
+
+AttentionInterface.register(NAME, flash_attention)
