@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from packtrain.attention.isolation import evaluating, tolerance_of
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
-from packtrain.packing.collate import IGNORE, collate_flat, collate_padded
+from packtrain.packing.collate import IGNORE, collate_padded
 from packtrain.train.forward import check_loss_sum
 from packtrain.train.model import base_model
 
@@ -72,17 +73,18 @@ class FirstStepWatch:
 
     @torch.no_grad()
     def check(self, model: Any, row: dict[str, Any]) -> float:
-        """Returns the relative difference; raises CheckFailed beyond the tolerance. Costs two forward passes of a row.
+        """Returns the relative difference; raises CheckFailed beyond the tolerance.
 
-        `row` is a flattened micro-batch; of its documents as many are compared as fit padded into as many slots.
+        `row` is a flattened micro-batch. Costs one forward pass of it and some of its documents padded, each of no more slots.
         """
-        documents = _documents_that_fit(row)
-        device = row["input_ids"].device
+        device, loss = row["input_ids"].device, torch.zeros((), dtype=torch.float64)
         with evaluating(model):
-            packed = model(**_on(device, collate_flat(documents)), loss_sum=True).item()
+            packed = model(**row, loss_sum=True).item()
             with attention_of(base_model(model), self.attention):
-                padded = model(**_on(device, collate_padded(documents, self.pad_token_id)), loss_sum=True).item()
-        trained = max(sum(int(document.loss_mask[1:].sum()) for document in documents), 1)
+                for documents in _batches(_documents(row), slots=row["segments"].tokens):
+                    batch = collate_padded(documents, self.pad_token_id)
+                    loss += model(**_on(device, batch), loss_sum=True).item()
+        padded, trained = loss.item(), max(int((row["shift_labels"] != IGNORE).sum()), 1)
         difference = abs(packed - padded) / max(abs(padded), 1e-8)
         if not difference <= self.tolerance and packed != padded:  # NaN fails too
             raise CheckFailed(
@@ -93,21 +95,25 @@ class FirstStepWatch:
         return difference
 
 
-def _documents_that_fit(row: dict[str, Any]) -> list[Document]:
-    """The first documents of a flattened row, as many as take no more slots padded than the row has; at least one."""
-    lengths = row["segments"].lengths
-    ids = np.split(row["input_ids"][0].cpu().numpy().astype(np.int32), np.cumsum(lengths)[:-1])
-    labels = np.split(row["shift_labels"][0].cpu().numpy(), np.cumsum(lengths)[:-1])
-    taken, longest = 0, 0
-    for length in lengths:
-        longest = max(longest, length)
-        if taken and longest * (taken + 1) > sum(lengths):
-            break
-        taken += 1
+def _documents(row: dict[str, Any]) -> list[Document]:
+    """The documents of a flattened row, as they were before."""
+    borders = np.cumsum(row["segments"].lengths)[:-1]
+    ids = np.split(row["input_ids"][0].cpu().numpy().astype(np.int32), borders)
+    labels = np.split(row["shift_labels"][0].cpu().numpy(), borders)
     return [
-        Document(one, np.concatenate([[False], label[:-1] != IGNORE]))
-        for one, label in zip(ids[:taken], labels[:taken], strict=True)
+        Document(one, np.concatenate([[False], label[:-1] != IGNORE])) for one, label in zip(ids, labels, strict=True)
     ]
+
+
+def _batches(documents: list[Document], slots: int) -> Iterator[list[Document]]:
+    """All documents, those of like length together, in batches that take at most `slots` padded."""
+    batch: list[Document] = []
+    for document in sorted(documents, key=lambda document: len(document.input_ids)):
+        if batch and len(document.input_ids) * (len(batch) + 1) > slots:
+            yield batch
+            batch = []
+        batch.append(document)
+    yield batch
 
 
 def _on(device: torch.device, batch: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,182 @@
+"""Backends attend by Segments: the same outputs and gradients from every one of them, shared prefixes included; the choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from packtrain.attention import segmented
+from packtrain.attention.backends import attending_by
+from packtrain.attention.choice import decide
+from packtrain.attention.isolation import prove_isolation
+from packtrain.attention.leak import find_leak
+from packtrain.errors import CheckFailed, UserError
+from packtrain.packing.segments import Segments
+
+# two prompts, the answers of the first shared twice and once more later, a lone document, and an answer of equal length
+SHARED = Segments((13, 7, 7, 21, 5, 1, 30, 9), (None, 0, 0, None, 3, 3, None, 0))
+STATE_SPACE = {
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
+    "lfm2": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+}
+CPU = torch.device("cpu")
+
+
+def state_space_model(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](vocab_size=97, **STATE_SPACE[family]))
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model.eval()
+
+
+def row(segments: Segments) -> dict[str, Any]:
+    ids = np.random.default_rng(0).integers(3, 97, segments.tokens)
+    return {
+        "input_ids": torch.from_numpy(ids)[None],
+        "position_ids": segments.position_ids(),
+        "segments": segments,
+    }
+
+
+def gradients_of(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
+    """Of one fixed function of all logits [T, vocabulary]."""
+    model.zero_grad()
+    weights = torch.linspace(-1, 1, logits.numel()).reshape(logits.shape).sin()
+    (logits.float() * weights).sum().backward()
+    parts = [p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters()]
+    return torch.cat(parts)
+
+
+def alone(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:
+    """[T, vocabulary]: every segment behind its own copy of its prefix, by the model's own attention."""
+    segments, ids = batch["segments"], batch["input_ids"][0]
+    pieces = ids.split(segments.lengths)
+    outputs = []
+    for piece, prefix in zip(pieces, segments.shared, strict=True):
+        before = pieces[prefix] if prefix is not None else ids[:0]
+        outputs.append(model(torch.cat([before, piece])[None]).logits[0, len(before) :])
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("backend", ["segmented", "sdpa_mask", "per_document"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shared_prefix_is_seen_by_each_segment_after_it_as_if_it_had_its_own(family: str, backend: str) -> None:
+    model, batch = tiny_model(family), row(SHARED)
+    expected = alone(model, batch)
+    expected_gradients = gradients_of(model, expected)
+    with attending_by(model, backend):
+        logits = model(**batch, use_cache=False).logits[0]
+        gradients = gradients_of(model, logits)
+    assert (logits - expected).abs().max() < 2e-5 * expected.abs().max()
+    assert (gradients - expected_gradients).norm() < 1e-4 * expected_gradients.norm()
+
+
+@pytest.mark.parametrize("family", STATE_SPACE)
+def test_a_model_with_a_state_along_the_row_runs_per_document_and_is_exact(family: str) -> None:
+    model = state_space_model(family)
+    decision = decide("auto", model, CPU)
+    assert decision.backend.name == "per_document"
+    assert [name for name, _ in decision.lacking] == ["flash", "segmented"]
+    assert decision.proof is not None and decision.proof.verdict == "exact"
+    batch = row(SHARED)
+    expected = alone(model, batch)
+    with attending_by(model, "per_document"):
+        assert torch.allclose(model(**batch, use_cache=False).logits[0], expected, atol=1e-5)
+
+
+def test_what_was_put_in_place_can_be_taken_back() -> None:
+    model, ids = tiny_model("llama"), torch.arange(3, 20)[None]
+    before = model(ids).logits
+    for backend in ("segmented", "sdpa_mask", "per_document"):
+        with attending_by(model, backend):
+            pass
+        assert torch.equal(model(ids).logits, before)
+        assert "forward" not in model.__dict__
+
+
+def test_a_leak_is_named_by_its_innermost_module_and_kind() -> None:
+    leak = find_leak(state_space_model("mamba"), "segmented")
+    assert leak is not None
+    assert leak.module == "backbone.layers.0.mixer" and "along the row" in leak.kind
+    assert find_leak(state_space_model("mamba"), "per_document") is None
+
+
+def test_a_layer_that_forgets_its_segments_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that is exact in all layers but one, which sees the whole row."""
+    model = tiny_model("llama")
+    exact = segmented.segmented_attention
+
+    def forgetful(module: Any, query: torch.Tensor, *args: Any, segments: Segments, **kwargs: Any) -> Any:
+        whole = Segments((segments.tokens,)) if module.layer_idx == 1 else segments
+        return exact(module, query, *args, segments=whole, **kwargs)
+
+    monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, forgetful)
+    assert prove_isolation(model, "segmented").verdict == "leaks"
+    leak = find_leak(model, "segmented")
+    assert leak is not None and leak.module == "model.layers.1.self_attn" and "attention" in leak.kind
+    with pytest.raises(CheckFailed, match=r"model\.layers\.1\.self_attn"):
+        decide("segmented", model, CPU)
+    assert decide("auto", model, CPU).backend.name == "per_document"
+
+
+def test_a_backend_that_is_asked_for_is_never_replaced() -> None:
+    with pytest.raises(UserError, match="flash attention is not available: the device is cpu"):
+        decide("flash", tiny_model("llama"), CPU)
+    with pytest.raises(CheckFailed, match="not kept apart"):
+        decide("segmented", state_space_model("mamba"), CPU)
+    decision = decide("sdpa_mask", tiny_model("llama"), CPU)
+    assert (decision.backend.name, decision.backend.why, decision.lacking) == ("sdpa_mask", "asked for", ())
+
+
+def test_a_model_that_hardly_looks_at_its_context_cannot_be_proved_exact() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+    assert prove_isolation(model, "segmented").verdict == "unsupported"
+    with pytest.raises(CheckFailed, match="isolation cannot be shown"):
+        decide("segmented", model, CPU)
+
+
+def test_segments_with_prefixes_are_checked_when_made() -> None:
+    with pytest.raises(ValueError, match="earlier segment"):
+        Segments((3, 4), (1, None))
+    with pytest.raises(ValueError, match="earlier segment"):
+        Segments((3, 4, 5), (None, 0, 1))  # a prefix of a prefix
+    with pytest.raises(ValueError, match="2 segments, but 1"):
+        Segments((3, 4), (None,))
+    assert SHARED.position_ids()[0, 13:20].tolist() == list(range(13, 20))
+
+
+def test_visible_keys_of_a_shared_prefix_and_a_window_go_by_position() -> None:
+    segments = Segments((3, 2, 2), (None, 0, 0))
+    assert segments.visible().int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 0, 0, 1, 0],
+        [1, 1, 1, 0, 0, 1, 1],
+    ]
+    assert segments.visible(2)[6].int().tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert segments.visible(2)[5].int().tolist() == [0, 0, 1, 0, 0, 1, 0]
+
+
+def test_chunks_are_cut_where_positions_pass_a_multiple() -> None:
+    assert Segments((5, 8, 3)).chunks(4).lengths == (4, 1, 4, 4, 3)
