@@ -120,7 +120,7 @@ def plan(
     everything: Annotated[bool, typer.Option("--all", help="Every config key and all launch settings.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Show what a run would be: its processes, batch arithmetic and memory, the command, the config."""
+    """Show what a run would be: processes, batch, memory, config."""
 
     def work() -> int:
         from packtrain.plan_view import plan_json, print_plan

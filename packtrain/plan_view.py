@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.markup import escape
-from rich.syntax import Syntax
 
 from packtrain.config.compose import to_dict, to_yaml
 from packtrain.config.schema import RunConfig
@@ -30,21 +29,14 @@ def print_plan(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequ
     console = Console(highlight=False, soft_wrap=True)
     for name, text in _lines(config, launch, verb, arguments):
         console.print(f"[bold]{name:<10}[/]{escape(text)}")
-    rest = [
-        (
-            "the whole config" if everything else "config: what differs from the defaults",
-            to_yaml(config, only_changes=not everything),
-        )
-    ]
+    title = "the whole config" if everything else "config: what differs from the defaults"
+    rest = [(title, to_yaml(config, only_changes=not everything))]
     if everything and not launch.in_process:
         rest.append(("accelerate", yaml.safe_dump(dict(launch.accelerate))))
     if everything and launch.deepspeed is not None:
         rest.append(("deepspeed", json.dumps(launch.deepspeed, indent=2)))
     for title, text in rest:
-        console.print(f"\n[bold]# {title}[/]")
-        console.print(
-            Syntax(text.rstrip(), "yaml", background_color="default") if console.is_terminal else escape(text.rstrip())
-        )
+        console.print(f"\n[bold]# {title}[/]\n{escape(text.rstrip())}")
     if not everything:
         console.print("\n# all keys: packtrain plan --all")
 
