@@ -3,6 +3,9 @@
 It is built in a folder of its own and renamed when whole, under a lock that the operating system lets go when its
 holder dies. So processes that start together build it once, an interrupted build leaves nothing that could be taken
 for a result, and what a killed process left (`*.building`) is removed by the next one to build.
+
+What is complete is only read, so a cache may lie on a read-only disk. Nothing complete is ever removed: another process,
+or another machine on the same disk, may be training from it. The README that is put into the folder says so.
 """
 
 from __future__ import annotations
@@ -21,12 +24,21 @@ from filelock import FileLock, Timeout
 from packtrain.data.store import DamagedStore, Store
 from packtrain.errors import PeerFailed, UserError
 
+README = """Tokenised data of packtrain, one folder for each source and each way of tokenising it.
+
+Nothing here is removed by itself, and everything can be made anew. To make room:
+    rm -r THIS_FOLDER                                      while no run uses it, or
+    find THIS_FOLDER -mindepth 1 -maxdepth 1 -mtime +30 -exec rm -r {} +    for what is older than 30 days.
+"""
 STALLED_S = 900.0
 POLL_S = 0.5
 
 
 def cache_folder(configured: str | None) -> Path:
-    """data.cache_dir, else $PACKTRAIN_CACHE, else ~/.cache/packtrain; made if need be, UserError if it cannot be."""
+    """data.cache_dir, else $PACKTRAIN_CACHE, else ~/.cache/packtrain; made if need be, UserError if it cannot be.
+
+    It need not be writable: what is in it can be used.
+    """
     folder = Path(configured or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain").expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,10 +46,6 @@ def cache_folder(configured: str | None) -> Path:
         raise UserError(
             f"cannot make the cache folder: {error}", where="data.cache_dir", fix="Set data.cache_dir."
         ) from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(
-            f"cannot write into {folder}", where="data.cache_dir", fix="Set data.cache_dir to another folder."
-        )
     return folder
 
 
@@ -52,9 +60,13 @@ def open_or_build(
     final, building = folder / key, folder / f"{key}.building"
     if (found := _whole(final, say)) is not None:
         return found, False
+    if not os.access(folder, os.W_OK):
+        what = f"this data is not in {folder} yet, and nothing can be written there"
+        raise UserError(what, where="data.cache_dir", fix="Set data.cache_dir to another folder.")
     with _only_one(folder, key, say):
         if (found := _whole(final, say)) is not None:
             return found, False
+        (folder / "README.txt").write_text(README.replace("THIS_FOLDER", str(folder)), encoding="utf-8")
         _sweep(folder, key)
         shutil.rmtree(final, ignore_errors=True)
         building.mkdir()

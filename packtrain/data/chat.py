@@ -3,22 +3,23 @@
 The whole conversation is rendered to text once and tokenised once. What the model writes is found as spans of
 characters and carried over to tokens through their offsets; a border inside a token is refused. Three ways give spans:
 
-1. the template's own `{% generation %}` marks, taken at their word;
-2. the marks of TRL's twin of the template, used only if both render this very conversation to the same text. White
-   space outside the turn proper (in the generation prompt, after the end-of-turn token) is cut off, as it is in 3;
+1. the template's own `{% generation %}` marks;
+2. the marks of TRL's twin of the template, used only if both render this very conversation to the same text;
 3. prefixes: the conversation up to a turn, with the generation prompt, and up to the turn's end are rendered too. Each
    must be a prefix of the whole text, which proves that the template does not rewrite history (Qwen3, which strips
    earlier thoughts, is refused). The turn is what lies between, through its end-of-turn token.
 
+Marks are taken at their word but for three things: the role's header in front of the answer and white space after its
+end-of-turn token are not trained, and marks over what a user or the system says are refused.
 Every trained turn must end in a control token, else the model would not learn to stop: marks that leave it out are
-extended over it, and a turn without one is refused. So is a turn whose answer is not found in the text. The price of 3
-is two more renderings for each turn.
+extended over it, and a turn without one is refused. So is a turn whose answer is not found in the text, and tools that
+the template leaves out. The price of 3 is two more renderings for each turn, that of tools is one more.
 Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TRL's assistant_only_loss.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast
 
@@ -52,6 +53,8 @@ class ChatEncoder:
         """
         template = self.template.for_tools() if conversation.tools else self.template
         text, marks = self._render(template.text, conversation, conversation.messages)
+        if conversation.tools:
+            self._check_tools(template, conversation, text)
         encoded = self.codec.encode(text)
         mask = np.zeros(len(encoded.ids), dtype=bool)
         if loss_on == "all":
@@ -65,11 +68,14 @@ class ChatEncoder:
         if not wanted:
             return encoded.ids, mask
         spans, whole = self._spans(template, conversation, text, marks, turns, wanted)
+        if not whole:
+            _check_others(conversation, text, spans, template.name)
         spoken = "\n".join(text[start:end] for start, end in spans)
         _check_content(conversation, wanted, spoken if whole else text)
         _check_calls(conversation, wanted, text if template.has_marks else spoken)
         special = self.codec.special_ids
         parts = [_tokens_between(encoded, text, start, end, special) for start, end in spans]
+        parts = [self._without_tail(part, encoded, text) for part in parts]
         for part, following in zip(parts, [*parts[1:], None], strict=True):
             mask[part] = True
             mask[self._end_after(part, following, encoded, text, whole)] = True
@@ -87,8 +93,8 @@ class ChatEncoder:
         """Spans of the wanted turns, and whether each is known to be a whole turn (way 3)."""
         if not template.has_marks and template.marked is not None:
             twin, marks = self._render(template.marked, conversation, conversation.messages)
-            marks = [self._trimmed(text, span) for span in marks] if twin == text else []
-        marks = [span for span in marks if span[0] < span[1]]
+            marks = marks if twin == text else []
+        marks = [span for span in (self._without_header(text, span) for span in marks) if span[0] < span[1]]
         if marks and len(wanted) == len(turns):
             return marks, False
         if marks and len(marks) == len(turns):
@@ -110,26 +116,37 @@ class ChatEncoder:
             raise BadRow(REFUSED, what, place, ADVICE)
         return len(before), len(before) + len(through[len(before) :].rstrip())
 
-    def _trimmed(self, text: str, span: Span) -> Span:
-        """The span without the part of the generation prompt in front of it and the white space after it."""
+    def _without_header(self, text: str, span: Span) -> Span:
+        """The span without what it holds of the role's header."""
         start, end = span
-        prompt = self._generation_prompt
-        if not text.endswith(prompt, 0, start):
-            for overlap in range(1, len(prompt) + 1):
-                if text.startswith(prompt, start + overlap - len(prompt)) and start + overlap >= len(prompt):
-                    start += overlap
-                    break
-        return start, max(start, start + len(text[start:end].rstrip()))
+        for inside in range(len(self._header) + 1):
+            before = start + inside - len(self._header)
+            if before >= 0 and text.startswith(self._header, before):
+                return min(start + inside, end), end
+        return span
+
+    def _without_tail(self, part: np.ndarray, encoded: Encoded, text: str) -> np.ndarray:
+        """The tokens without the white space that follows a control token."""
+        assert encoded.starts is not None and encoded.ends is not None
+        for kept in range(len(part), 0, -1):
+            at = part[kept - 1]
+            if text[encoded.starts[at] : encoded.ends[at]].strip():
+                return part[:kept] if int(encoded.ids[at]) in self.codec.special_ids else part
+        return part
 
     @cached_property
-    def _generation_prompt(self) -> str:
+    def _header(self) -> str:
+        """What stands in front of every answer: the generation prompt, but for a thought that it opens.
+
+        Templates open one to make the model think; an answer in the data may have none there.
+        """
         question = Conversation([{"role": "user", "content": "question"}])
         try:
             plain, _ = self._render(self.template.text, question, question.messages)
             asked, _ = self._render(self.template.text, question, question.messages, generation_prompt=True)
         except BadRow:  # a template that wants more than a question: then nothing is known about its prompt
             return ""
-        return asked.removeprefix(plain) if asked.startswith(plain) else ""
+        return asked.removeprefix(plain).split("<think>")[0] if asked.startswith(plain) else ""
 
     @cached_property
     def _end_ids(self) -> frozenset[int]:
@@ -144,6 +161,13 @@ class ChatEncoder:
         if len(tail) and int(tail[0]) in self.codec.special_ids:
             ends.add(int(tail[0]))
         return frozenset(ends)
+
+    def _check_tools(self, template: Template, conversation: Conversation, text: str) -> None:
+        """Raise BadRow if the text is the same without the tools."""
+        if self._render(template.text, replace(conversation, tools=None), conversation.messages)[0] == text:
+            what = f"the chat template ({template.name}) leaves out the tools"
+            fix = "Set data.chat_template to one for tools, or take the tools out of the data."
+            raise BadRow("tools left out", what, "tools", fix)
 
     def _end_after(
         self, part: np.ndarray, following: np.ndarray | None, encoded: Encoded, text: str, whole: bool
@@ -195,6 +219,19 @@ class ChatEncoder:
             what = f"the chat template refuses the conversation: {error}"
             raise BadRow("chat template refuses", what, "messages") from error
         return texts[0], cast("list[list[Span]]", spans)[0] if marked else []
+
+
+def _check_others(conversation: Conversation, text: str, spans: list[Span], name: str) -> None:
+    """Raise BadRow if the marks of the template `name` cover what a user or the system says."""
+    ends = [0, *(end for _, end in spans)]
+    starts = [*(start for start, _ in spans), len(text)]
+    rest = "\n".join(text[end:start] for end, start in zip(ends, starts, strict=True))
+    for turn, message in enumerate(conversation.messages):
+        said = message["content"].strip()
+        if message["role"] in ("user", "system") and said not in rest and said in text:
+            what = f"the generation marks of the chat template ({name}) cover what the {message['role']} says"
+            fix = "Mark the assistant's turns only, or set data.loss_on=all to train everything."
+            raise BadRow(REFUSED, what, f"messages[{turn}].content", fix)
 
 
 def _check_content(conversation: Conversation, wanted: list[int], text: str) -> None:

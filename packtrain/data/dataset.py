@@ -11,9 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from packtrain.data.report import DataReport, add
+from packtrain.config.schema import DataSource
+from packtrain.data.report import DataReport, add, count
 from packtrain.data.store import Document, Store
 from packtrain.errors import UserError
+
+MOST_REPEATED = 2**28
+"""Documents of an epoch that a weight may make of a source: their numbers alone take 4 GiB."""
 
 
 class TokenDataset:
@@ -51,10 +55,22 @@ class TokenDataset:
 
 
 def make_dataset(
-    stores: Sequence[Store], rows: np.ndarray, names: Sequence[str], *, built: Sequence[bool], held_out: int = 0
+    stores: Sequence[Store],
+    rows: np.ndarray,
+    names: Sequence[str],
+    *,
+    built: Sequence[bool],
+    sides: Sequence[np.ndarray] | None = None,
+    held_out: int = 0,
 ) -> TokenDataset:
-    """A TokenDataset with its report; `built` says which stores were made by this process."""
-    counts = add(store.counts for store in stores)
+    """A TokenDataset with its report; `built` says which stores were made by this process.
+
+    `sides` are, for each store, the source's rows bool[its rows] that the report is about; all where it is None.
+    """
+    if sides is None:
+        counts = add(store.counts for store in stores)
+    else:
+        counts = add(count(store.fates[side], store.reasons) for store, side in zip(stores, sides, strict=True))
     lengths = np.concatenate([store.lengths for store in stores])[rows]
     trained = np.concatenate([store.trained for store in stores])[rows]
     report = DataReport(
@@ -77,29 +93,39 @@ def make_dataset(
     return TokenDataset(stores, rows, report)
 
 
-def hold_out(content: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Which documents bool[n] are held out: those of a random set of texts, about `fraction` of the documents.
+def hold_out(stores: Sequence[Store], fraction: float) -> list[np.ndarray]:
+    """For each store, which rows of its source bool[its rows] are held out: about `fraction` of all rows.
 
-    `content` uint64[n] are hashes of whole documents: equal texts, and the parts of a document that was split, always
-    fall on the same side. At least one document is held out and one is left, else UserError.
+    They are those with the lowest hashes of what they say, which is as good as drawn by lot. So equal rows and the parts
+    of a row that was split fall on the same side, and the same rows are held out with any template, tokenizer,
+    data.max_length and seed. At least one document is held out and one is left, else UserError.
     """
-    texts, inverse, times = np.unique(content, return_inverse=True, return_counts=True)
-    order = np.random.default_rng([seed, 1]).permutation(len(texts))
-    target = max(1, round(fraction * len(content)))
-    chosen = order[: int(np.searchsorted(np.cumsum(times[order]), target)) + 1]
-    mask = np.isin(inverse, chosen)
-    if mask.all():
-        what = f"cannot hold out {fraction:g} of {len(content)} documents ({len(texts)} different): none would be left"
-        raise UserError(what, where="data.eval", fix="Give data.eval a source of its own, or more documents.")
-    return mask
+    content = np.concatenate([store.fates["content"] for store in stores])
+    said, inverse, times = np.unique(content, return_inverse=True, return_counts=True)
+    last = int(np.searchsorted(np.cumsum(times), max(1, round(fraction * len(content)))))
+    held = inverse <= last
+    documents = np.concatenate([store.fates["documents"] for store in stores])
+    for side, words in ((held, "no document would be held out"), (~held, "none would be left")):
+        if not documents[side].any():
+            what = f"cannot hold out {fraction:g} of {len(content)} rows ({len(said)} different): {words}"
+            raise UserError(what, where="data.eval", fix="Give data.eval a source of its own, or more rows.")
+    return np.split(held, np.cumsum([len(store.fates) for store in stores])[:-1])
 
 
-def weighted(rows: np.ndarray, weight: float, seed: int, source: int) -> np.ndarray:
+def weighted(rows: np.ndarray, source: DataSource, number: int, seed: int, where: str) -> np.ndarray:
     """`rows` int64[n], each floor(weight) times, and a random part of them once more for the fraction of the weight.
 
-    The random part is fixed by (seed, source), and its rows keep their order.
+    The random part is fixed by (seed, number of the source), and its rows keep their order. Raises UserError for a
+    weight that takes none of them, or more than anything could be done with.
     """
+    weight = source.weight
+    if weight > 1 and not weight * len(rows) <= MOST_REPEATED:
+        what = f"weight={weight:g} makes {weight * len(rows):.2g} documents of the {len(rows):,} of {source.path}"
+        raise UserError(what, where=where, fix="Weights are relative to one epoch: lower it, raise trainer.epochs.")
     whole, part = int(weight), weight - int(weight)
-    rng = np.random.default_rng([seed, 2, source])
-    extra = np.sort(rng.permutation(len(rows))[: round(part * len(rows))])
-    return np.concatenate([*[rows] * whole, rows[extra]])
+    extra = np.random.default_rng([seed, 2, number]).permutation(len(rows))[: round(part * len(rows))]
+    taken = np.concatenate([*[rows] * whole, rows[np.sort(extra)]])
+    if not len(taken):
+        what = f"weight={weight:g} takes none of the {len(rows):,} documents of {source.path}"
+        raise UserError(what, where=where, fix="Raise its weight, or take the source away.")
+    return taken

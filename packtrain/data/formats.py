@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from packtrain.data import roles
 from packtrain.data.rows import BadRow, kind_of, too_much
 from packtrain.errors import UserError
 
@@ -30,12 +31,6 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 }
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 OPTIONAL = ("tools", "system", "input", "attention_mask", "chat_template_kwargs", *MASKS)
-SHAREGPT_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard"), "assistant"),
-    "system": "system",
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-}
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
@@ -85,10 +80,11 @@ Example = Conversation | Pair | Text | Tokens
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row under our column names; `columns` maps ours to the file's."""
+    """One row under our column names; `columns` maps ours to the file's, `named` are roles of the template."""
 
     values: Mapping[str, Any]
     columns: Mapping[str, str]
+    named: frozenset[str]
 
     def name(self, ours: str) -> str:
         return self.columns.get(ours, ours)
@@ -146,11 +142,11 @@ def recognise(first: list[str], names: list[str], wanted: str, columns: Mapping[
     return fits[0]  # type: ignore[return-value]
 
 
-def convert(values: Mapping[str, Any], format: Format, columns: Mapping[str, str]) -> Example:
-    """One raw row as an example; raises BadRow naming the field."""
-    row = Row(values, columns)
+def convert(values: Mapping[str, Any], format: Format, columns: Mapping[str, str], named: frozenset[str]) -> Example:
+    """One raw row as an example; raises BadRow naming the field. Roles `named` by the template may speak."""
+    row = Row(values, columns, named)
     if format == "messages":
-        return Conversation(_messages(row.take("messages"), row.name("messages")), _tools(row), _variables(row))
+        return Conversation(_messages(row, "messages"), _tools(row), _variables(row))
     if format == "prompt_completion":
         return _prompt_completion(row)
     if format == "text":
@@ -176,14 +172,15 @@ def _list(value: Any, where: str) -> list[Any]:
     return value
 
 
-def _messages(value: Any, where: str) -> list[dict[str, Any]]:
-    messages = [_message(one, f"{where}[{index}]") for index, one in enumerate(_list(value, where))]
+def _messages(row: Row, ours: str) -> list[dict[str, Any]]:
+    where = row.name(ours)
+    messages = [_message(one, f"{where}[{index}]", row) for index, one in enumerate(_list(row.take(ours), where))]
     if not messages:
         raise BadRow("empty", "there are no messages", where)
     return messages
 
 
-def _message(value: Any, where: str) -> dict[str, Any]:
+def _message(value: Any, where: str, row: Row) -> dict[str, Any]:
     """A message with the keys that are null left out (as apply_chat_template does), its content one string."""
     if not isinstance(value, dict):
         raise BadRow("wrong type", f"expected an object, found {kind_of(value)}", where)
@@ -196,6 +193,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str):
         raise BadRow("wrong type", f"expected a string, found {kind_of(value['role'])}", f"{where}.role")
+    roles.check(role, row.named, f"{where}.role")
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
         if not message["tool_calls"]:
@@ -267,11 +265,9 @@ def _variables(row: Row) -> dict[str, Any]:
 
 
 def _prompt_completion(row: Row) -> Example:
-    prompt, completion = row.take("prompt"), row.take("completion")
-    if isinstance(prompt, str):
+    if isinstance(row.take("prompt"), str):
         return Pair(row.text("prompt", may_be_empty=True), row.text("completion"))
-    before = _messages(prompt, row.name("prompt"))
-    after = _messages(completion, row.name("completion"))
+    before, after = _messages(row, "prompt"), _messages(row, "completion")
     return Conversation([*before, *after], _tools(row), _variables(row), answer_from=len(before))
 
 
@@ -283,14 +279,11 @@ def _sharegpt(row: Row) -> Conversation:
     for index, turn in enumerate(_list(row.take("conversations"), name)):
         place = f"{name}[{index}]"
         if isinstance(turn, dict) and "from" in turn:
-            role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
-            if role is None:
-                known = ", ".join(SHAREGPT_ROLES)
-                raise BadRow("wrong type", f"unknown speaker {turn['from']!r}; known: {known}", f"{place}.from")
+            role = roles.of_speaker(turn["from"], f"{place}.from")
             if not isinstance(turn.get("value"), str):
                 raise BadRow("wrong type", f"expected a string, found {kind_of(turn.get('value'))}", f"{place}.value")
             turn = {"role": role, "content": turn["value"]}
-        messages.append(_message(turn, place))
+        messages.append(_message(turn, place, row))
     if not any(message["role"] != "system" for message in messages):
         raise BadRow("empty", "there are no turns", name)
     return Conversation(messages, _tools(row))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 SETTLED_S = 2.0
@@ -34,8 +35,9 @@ def hash_file(path: Path, memory: Path) -> str:
         pass  # not remembered, or the note is damaged: hash anew
     digest = hash_bytes(path)
     if time.time() - stat.st_mtime > SETTLED_S:
-        memory.mkdir(parents=True, exist_ok=True)
-        aside = note.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps({"key": key, "hash": digest}), encoding="utf-8")
-        aside.replace(note)
+        with suppress(OSError):  # a cache that is read only, or full, remembers nothing
+            memory.mkdir(parents=True, exist_ok=True)
+            aside = note.with_suffix(f".{os.getpid()}")
+            aside.write_text(json.dumps({"key": key, "hash": digest}), encoding="utf-8")
+            aside.replace(note)
     return digest

@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,16 +42,16 @@ from packtrain.data.codec import codec_of
 from packtrain.data.dataset import TokenDataset, hold_out, make_dataset, weighted
 from packtrain.data.formats import Format, recognise
 from packtrain.data.hashing import hash_file
-from packtrain.data.report import Counts, add
+from packtrain.data.report import Counts
 from packtrain.data.rows import BadRow, Chunk
 from packtrain.data.store import Store, StoreWriter
 from packtrain.data.tokenise import MOST_PROBLEMS, Encoder, Outcome, Settings
-from packtrain.errors import PacktrainError, UserError
+from packtrain.errors import PacktrainError, Problem, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 2
+VERSION = 3
 """Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
 FEW_ROWS = 1000
 FEW_CHUNKS = 8
@@ -85,13 +86,13 @@ def prepare(
     with ExitStack() as stack:
         workshop = _Workshop(encoder, data.workers or min(_cores(), MOST_WORKERS), stack)
         maker = _Maker(workshop, data, cache_folder(data.cache_dir), seed, console)
-        train_sources = sources.wanted(data.train)
+        train_sources = sources.wanted(data.train, "train")
         train = [maker.store(source, "train") for source in train_sources]
         if data.eval is None or isinstance(data.eval, (int, float)):
             return _with_fraction(train, train_sources, data.eval, seed)
-        eval_sources = sources.wanted(data.eval)
+        eval_sources = sources.wanted(data.eval, "eval")
         held = [maker.store(source, "eval") for source in eval_sources]
-        return PreparedData(_mixed(train, train_sources, seed), _mixed(held, eval_sources, seed))
+        return PreparedData(_mixed(train, train_sources, "train", seed), _mixed(held, eval_sources, "eval", seed))
 
 
 Made = tuple[Store, bool]
@@ -99,34 +100,39 @@ Made = tuple[Store, bool]
 
 def _with_fraction(made: list[Made], given: list[DataSource], fraction: float | None, seed: int) -> PreparedData:
     if not fraction:
-        return PreparedData(_mixed(made, given, seed), None)
+        return PreparedData(_mixed(made, given, "train", seed), None)
     if not 0 < fraction < 1:
         raise UserError(f"data.eval={fraction} is not a fraction", where="data.eval", fix="Give a number from 0 to 1.")
-    held = hold_out(np.concatenate([store.content for store, _ in made]), fraction, seed)
-    names = [source.path for source in given]
-    train = _mixed(made, given, seed, held)
-    rows = np.flatnonzero(held).astype(np.int64)
-    return PreparedData(train, make_dataset([s for s, _ in made], rows, names, built=[new for _, new in made]))
+    stores = [store for store, _ in made]
+    held = hold_out(stores, fraction)
+    train = _mixed(made, given, "train", seed, held)
+    documents = np.concatenate(
+        [np.repeat(side, store.fates["documents"]) for store, side in zip(stores, held, strict=True)]
+    )
+    rows, names = np.flatnonzero(documents).astype(np.int64), [source.path for source in given]
+    return PreparedData(train, make_dataset(stores, rows, names, built=[new for _, new in made], sides=held))
 
 
-def _mixed(made: list[Made], given: list[DataSource], seed: int, held: np.ndarray | None = None) -> TokenDataset:
-    """All stores, each with its weight, without the documents `held` bool[all]."""
-    parts, first = [], 0
+def _mixed(
+    made: list[Made], given: list[DataSource], role: sources.Role, seed: int, held: list[np.ndarray] | None = None
+) -> TokenDataset:
+    """All stores, each with its weight, without the documents of the rows `held` (for each store bool[its rows])."""
+    parts, first, held_out = [], 0, 0
     for number, ((store, _), source) in enumerate(zip(made, given, strict=True)):
         rows = np.arange(first, first + len(store), dtype=np.int64)
         if held is not None:
-            rows = rows[~held[rows]]
-        parts.append(weighted(rows, source.weight, seed, number))
+            rows = rows[~np.repeat(held[number], store.fates["documents"])]
+            held_out += len(store) - len(rows)
+        if len(rows):
+            parts.append(weighted(rows, source, number, seed, f"data.{role}"))
         first += len(store)
-    rows = np.concatenate(parts)
-    if not len(rows):
-        raise UserError("no document is left with these weights", where="data.train", fix="Raise the weights.")
     return make_dataset(
         [store for store, _ in made],
-        rows,
+        np.concatenate(parts),
         [source.path for source in given],
         built=[new for _, new in made],
-        held_out=0 if held is None else int(held.sum()),
+        sides=None if held is None else [~side for side in held],
+        held_out=held_out,
     )
 
 
@@ -162,19 +168,19 @@ class _Maker:
         chunks = source.chunks()
         format, seen = self._look(source, chunks)
         self.workshop.encoder.check(format, source.name)
-        counts = Counts()
         with closing(StoreWriter(folder)) as writer, _bar(self.console, source.size) as advance:
-            for chunk, outcome in self.workshop.encode(_chain(seen, chunks), format):
+            rows, outcomes = 0, self.workshop.encode(_chain(seen, chunks), format)
+            for chunk, outcome in outcomes:
                 if outcome.problems:
-                    raise UserError(outcome.problems)
-                writer.add(outcome.documents)
-                counts = add((counts, outcome.counts))
-                advance(chunk.size, counts.rows)
-            if not counts.kept:
+                    raise _bad_rows(outcome, outcomes)
+                writer.add(outcome.documents, outcome.fates)
+                rows += len(outcome.fates)
+                advance(chunk.size, rows)
+            if not (counts := writer.counts).kept:
                 raise UserError(
                     _nothing_left(counts), where=source.name, fix="See data.format, data.loss_on, max_length."
                 )
-            writer.finish(counts, format, time.monotonic() - started)
+            writer.finish(format, time.monotonic() - started)
 
     def _look(self, source: sources.Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
         """The source's format, from the columns of the first chunk that has a readable row; and the chunks read."""
@@ -192,11 +198,30 @@ class _Maker:
                     names.update(dict.fromkeys(row))
             if names:
                 if problems and self.data.bad_rows == "error":
-                    raise UserError(problems[:MOST_PROBLEMS])
+                    raise _shown(problems, len(problems), complete=False)
                 return recognise(first, list(names), self.data.format, self.data.columns, source.name), seen
         if problems:
-            raise UserError(problems[:MOST_PROBLEMS])
+            raise _shown(problems, len(problems), complete=True)
         raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.")
+
+
+def _bad_rows(first: Outcome, more: Iterator[tuple[Chunk, Outcome]]) -> UserError:
+    """The error of the bad rows of `first` and of a few chunks that follow it."""
+    problems, bad = list(first.problems), first.bad
+    for _, outcome in islice(more, FEW_CHUNKS):
+        problems, bad = [*problems, *outcome.problems], bad + outcome.bad
+    return _shown(problems, bad, complete=next(more, None) is None)
+
+
+def _shown(problems: list[Problem], bad: int, *, complete: bool) -> UserError:
+    """The error of `bad` rows with the first `problems`; it says how many there are where not all are shown."""
+    shown = problems[:MOST_PROBLEMS]
+    note = "" if complete else "There may be more further down."
+    if bad > len(shown):
+        note = f"These are the first {len(shown)} of {'' if complete else 'at least '}{bad:,} bad rows."
+    if note:
+        shown[-1] = replace(shown[-1], fix=f"{shown[-1].fix} {note}")
+    return UserError(shown)
 
 
 def _nothing_left(counts: Counts) -> str:

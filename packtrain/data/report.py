@@ -1,14 +1,47 @@
 """What became of every row: a row is kept or dropped under a named reason, and nothing is lost between the two.
 
+The fate of each row is kept, 32 bytes a row, so that any part of the rows (a held-out one) has counts of its own.
 `rows == kept + sum(dropped.values())` holds for every report; the tests lean on it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FATES = np.dtype(
+    [
+        ("content", np.uint64),
+        ("cut_tokens", np.int64),
+        ("documents", np.int32),
+        ("dropped_chunks", np.int32),
+        ("dropped", np.int16),  # number of the reason; 0 is "", not dropped
+        ("truncated", bool),
+        ("split", bool),
+        ("apart", bool),
+    ],
+    align=True,
+)
+
+
+class Fate(NamedTuple):
+    """What became of one row: `documents` of them, or `dropped` for a reason; see Counts for the rest.
+
+    `content` is a hash of the row's own words (identity.py), whatever template, tokenizer and length make of them.
+    """
+
+    content: int
+    documents: int = 0
+    dropped: str = ""
+    truncated: bool = False
+    split: bool = False
+    apart: bool = False
+    dropped_chunks: int = 0
+    cut_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +62,21 @@ class Counts:
     pairs_apart: int = 0
 
 
+def count(fates: np.ndarray, reasons: Sequence[str]) -> Counts:
+    """The counts of some rows; `fates` FATES[rows], whose `dropped` are numbers of `reasons`."""
+    times = np.bincount(fates["dropped"], minlength=1).tolist()
+    return Counts(
+        rows=len(fates),
+        kept=times[0],
+        dropped={reasons[number]: rows for number, rows in enumerate(times) if number and rows},
+        truncated=int(fates["truncated"].sum()),
+        split=int(fates["split"].sum()),
+        dropped_chunks=int(fates["dropped_chunks"].sum(dtype=np.int64)),
+        cut_tokens=int(fates["cut_tokens"].sum()),
+        pairs_apart=int(fates["apart"].sum()),
+    )
+
+
 def add(counts: Iterable[Counts]) -> Counts:
     """The sum of several counts, reasons merged."""
     total: Counter[str] = Counter()
@@ -45,8 +93,9 @@ class DataReport:
     """What a data set is made of.
 
     `rows`, `kept`, `dropped`, `truncated`, `split`, `dropped_chunks`, `cut_tokens` and `pairs_apart` describe the
-    reading of the sources (see Counts). `documents`, `tokens` and `trained_tokens` describe one epoch, after weights
-    and after documents were held out; `held_out` documents went to the eval set made of a fraction of data.train.
+    reading of its rows (see Counts): all of the sources', or the part that a fraction of data.train left on this side.
+    `documents`, `tokens` and `trained_tokens` describe one epoch, with weights; `held_out` documents are on the other
+    side.
     `seconds` is the time that tokenising took (0 when it all came from the cache).
     """
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Literal, cast
 import pyarrow as pa
 
 from packtrain.config.schema import DataSource
+from packtrain.data import quickstart
+from packtrain.data.hub import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.data.readers import SUFFIXES, read_file, suffix_of
 from packtrain.data.rows import CHUNK_ROWS, Chunk, ParsedChunk, Row, TableChunk
 from packtrain.errors import UserError
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 
 Role = Literal["train", "eval"]
 HashFile = Callable[[Path], str]
+FILES = {".txt", ".md", ".tsv", ".xls", ".xlsx", ".pdf", ".docx", ".html", ".xml", ".yaml", ".yml", ".log", ".arrow"}
+FILES |= {".feather", ".orc", ".avro", ".pkl", ".npy", ".npz", ".bin", ".db", ".sqlite", ".jsonlines", ".zip", ".tar"}
+FILES |= {".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
+"""Endings of files that people have data in, and that no hub id ends in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +89,16 @@ class Quickstart:
     """packtrain's built-in conversations; `size` is not known before they are made."""
 
     name: str
-    split: str
+    split: quickstart.Split
     seed: int
     size: int = 0
 
     def identity(self, hash_file: HashFile) -> str:
         """Hash of the program that makes them."""
-        from packtrain.data import quickstart
-
         return _digest("quickstart", hash_file(Path(quickstart.__file__)), self.split, str(self.seed))
 
     def chunks(self) -> Iterator[Chunk]:
         """All rows."""
-        from packtrain.data import quickstart
-
-        if self.split not in ("train", "eval"):
-            raise UserError(f"quickstart has no split {self.split!r}", where="data.train", fix="Take train or eval.")
         rows: list[Row] = list(quickstart.conversations(self.split, self.seed, None))
         for start in range(0, len(rows), CHUNK_ROWS):
             part = rows[start : start + CHUNK_ROWS]
@@ -112,10 +112,11 @@ def _digest(*parts: str) -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def wanted(value: str | DataSource | list[str | DataSource]) -> list[DataSource]:
-    """A value of data.train or data.eval as a list of sources."""
+def wanted(value: str | DataSource | list[str | DataSource], role: Role) -> list[DataSource]:
+    """A value of data.train or data.eval as a list of sources; `quickstart` alone stands for its split of that name."""
     values = value if isinstance(value, list) else [value]
-    return [DataSource(path=one) if isinstance(one, str) else one for one in values]
+    named = {"quickstart": role}
+    return [DataSource(path=one, split=named.get(one, "train")) if isinstance(one, str) else one for one in values]
 
 
 def resolve(source: DataSource, role: Role, seed: int) -> Source:
@@ -127,7 +128,7 @@ def resolve(source: DataSource, role: Role, seed: int) -> Source:
     if not path:
         raise UserError("a source has no path", where=f"data.{role}", fix="Give a file, a folder or a hub id.")
     if path == "quickstart":
-        return Quickstart(path, "eval" if role == "eval" else source.split, seed)
+        return _quickstart(source, role, seed)
     local = Path(path).expanduser()
     if local.is_dir():
         return _folder(local, source)
@@ -143,9 +144,35 @@ def resolve(source: DataSource, role: Role, seed: int) -> Source:
                 f"no readable file matches {path!r}", where=f"data.{role}", fix=f"Readable are {_readable()}."
             )
         return _files(path, found, source)
-    if suffix_of(local) or path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if looks_local(path):
+        if suffix_of(local) is None and local.suffix:
+            what = f"no such file: {path}; files with {local.suffix!r} could not be read either"
+            raise UserError(what, where=f"data.{role}", fix=f"Readable are {_readable()}.")
         raise UserError(f"no such file: {path}", where=f"data.{role}", fix=_nearest(local))
     return Table(f"{path} [{source.split}]", _from_hub(source, role))
+
+
+def looks_local(path: str) -> bool:
+    """Whether a path that does not exist was meant as a file or a folder, and not as a hub id (owner/name)."""
+    first, *rest = path.split("/")
+    return (
+        path.startswith((".", "/", "~"))
+        or len(rest) > 1
+        or suffix_of(Path(path)) is not None
+        or Path(path).suffix.lower() in FILES
+        or ("." in first if not rest else Path(first).is_dir())
+    )
+
+
+def _quickstart(source: DataSource, role: Role, seed: int) -> Quickstart:
+    if source.subset is not None:
+        raise UserError("quickstart has no subsets", where=f"data.{role}", fix="Leave subset away.")
+    if role == "eval" and source.split == "train":
+        what = "quickstart's split train is for training: evaluating on it would measure what was learnt by heart"
+        raise UserError(what, where="data.eval", fix="Set split: eval, or data.eval=quickstart.")
+    if source.split not in ("train", "eval"):
+        raise UserError(f"quickstart has no split {source.split!r}", where=f"data.{role}", fix="Take train or eval.")
+    return Quickstart(source.path, source.split, seed)
 
 
 def _readable() -> str:
@@ -199,14 +226,12 @@ def _saved(folder: Path, source: DataSource) -> datasets.Dataset:
 def _from_hub(source: DataSource, role: Role) -> datasets.Dataset:
     import datasets
 
-    try:
-        loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
-    except Exception as error:  # network, access, name, split, subset: the library's own words say which
-        raise UserError(
-            f"cannot load {source.path!r}: {error}",
-            where=f"data.{role}",
-            fix="There is no such file here, so it was taken for a hub id; check the spelling, split and subset, "
-            "the network and your access (hf auth login).",
-        ) from error
+    with offline_unless_reachable() as online:
+        try:
+            loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
+        except Exception as error:  # network, access, name, split, subset: the library's own words say which
+            what = f"cannot load {source.path!r}: there is no such file here, so it was taken for a hub id; {error}"
+            fix = "Check the spelling, split and subset, and your access (hf auth login)." if online else OFFLINE_ADVICE
+            raise UserError(what, where=f"data.{role}", fix=fix) from error
     assert isinstance(loaded, datasets.Dataset), "load_dataset with a split gives one data set"
     return loaded

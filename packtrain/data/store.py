@@ -3,7 +3,7 @@
     tokens.arrow   record batches of input_ids list<int32>, loss_mask list<bool> (one bit a token)
     lengths.npy    int32[n]   tokens of each document
     trained.npy    int32[n]   trained targets of each document
-    content.npy    uint64[n]  hash of the token ids of the document it was, before it was cut
+    fates.npy      FATES[rows]  what became of each row of the source, in its order (report.py)
     manifest.json  sizes and hash of the above, and the counts of how it came about
 
 Documents are read through numpy views of the mapped buffers (a few microseconds each, no pyarrow objects), so all
@@ -23,12 +23,12 @@ import numpy as np
 import pyarrow as pa
 
 from packtrain.data.hashing import hash_bytes
-from packtrain.data.report import Counts
+from packtrain.data.report import FATES, Counts, Fate, count
 from packtrain.data.tokenise import Documents
 
 SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.bool_()))])
 TOKENS, MANIFEST = "tokens.arrow", "manifest.json"
-ARRAYS = ("lengths", "trained", "content")
+ARRAYS = ("lengths", "trained", "fates")
 
 
 class DamagedStore(Exception):
@@ -53,7 +53,8 @@ class StoreWriter:
         self._ids, self._mask = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
         self._lengths: list[np.ndarray] = []
         self._trained: list[np.ndarray] = []
-        self._content: list[np.ndarray] = []
+        self._fates: list[np.ndarray] = []
+        self._reasons = {"": 0}
 
     def close(self) -> None:
         """Close the file; a second time does nothing."""
@@ -61,8 +62,9 @@ class StoreWriter:
             self._writer.close()
             self._file.close()
 
-    def add(self, documents: Documents) -> None:
-        """Append documents, as one record batch."""
+    def add(self, documents: Documents, fates: list[Fate]) -> None:
+        """Append documents, as one record batch, and the fates of the rows they came from."""
+        self._fates.append(np.array([self._record(fate) for fate in fates], FATES))
         if not len(documents.lengths):
             return
         borders = np.concatenate([[0], np.cumsum(documents.lengths, dtype=np.int64)]).astype(np.int32)
@@ -73,15 +75,23 @@ class StoreWriter:
         self._mask.update(documents.mask.tobytes())
         self._lengths.append(documents.lengths)
         self._trained.append(np.add.reduceat(documents.mask, borders[:-1], dtype=np.int32))
-        self._content.append(documents.content)
 
-    def finish(self, counts: Counts, format: str, seconds: float) -> None:
+    def _record(self, fate: Fate) -> tuple[int, ...]:
+        values = {**fate._asdict(), "dropped": self._reasons.setdefault(fate.dropped, len(self._reasons))}
+        return tuple(values[name] for name in FATES.fields or ())
+
+    @property
+    def counts(self) -> Counts:
+        """The counts of all rows so far."""
+        return count(np.concatenate(self._fates or [np.empty(0, FATES)]), list(self._reasons))
+
+    def finish(self, format: str, seconds: float) -> None:
         """Write the index arrays and, last, the manifest."""
         self.close()
         lengths = np.concatenate(self._lengths)
         np.save(self.folder / "lengths.npy", lengths)
         np.save(self.folder / "trained.npy", np.concatenate(self._trained))
-        np.save(self.folder / "content.npy", np.concatenate(self._content))
+        np.save(self.folder / "fates.npy", np.concatenate(self._fates))
         whole = hashlib.blake2b(lengths.tobytes() + self._ids.digest() + self._mask.digest(), digest_size=16)
         files = [self.folder / TOKENS, *(self.folder / f"{name}.npy" for name in ARRAYS)]
         manifest = {
@@ -89,7 +99,8 @@ class StoreWriter:
             "fingerprint": whole.hexdigest(),
             "format": format,
             "seconds": round(seconds, 3),
-            "counts": asdict(counts),
+            "reasons": list(self._reasons),
+            "counts": asdict(self.counts),
         }
         with open(self.folder / MANIFEST, "w", encoding="utf-8") as file:
             json.dump(manifest, file, indent=1)
@@ -107,7 +118,9 @@ class Store:
         self.format: str = manifest["format"]
         self.seconds: float = manifest["seconds"]
         self.counts = Counts(**manifest["counts"])
-        self.lengths, self.trained, self.content = (np.load(folder / f"{name}.npy") for name in ARRAYS)
+        self.reasons: list[str] = manifest["reasons"]
+        self.lengths, self.trained = (np.load(folder / f"{name}.npy") for name in ("lengths", "trained"))
+        self.fates: np.ndarray = np.load(folder / "fates.npy", mmap_mode="r")  # hardly ever read
         try:
             self._reader = pa.ipc.open_file(pa.memory_map(str(folder / TOKENS)))
             sizes = [self._reader.get_batch(k).num_rows for k in range(self._reader.num_record_batches)]

@@ -12,12 +12,13 @@ import difflib
 import hashlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from packtrain.data.roles import words_of
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ CHATML = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+OWN = "the tokenizer's own"
 ADVICE = "Set data.chat_template to a .jinja file or a name (chatml, llama3, qwen3 …)."
 
 
@@ -43,6 +45,12 @@ class Template:
     text: str
     marked: str | None
     tools_text: str | None = None
+    name: str = field(default="the chat template", compare=False)
+
+    @property
+    def words(self) -> frozenset[str]:
+        """The quoted words of the texts, the roles that they name among them."""
+        return words_of(self.text) | words_of(self.tools_text or "")
 
     @property
     def has_marks(self) -> bool:
@@ -50,7 +58,7 @@ class Template:
 
     def for_tools(self) -> Template:
         """The variant for conversations with tools (tokenizers with several named templates have one)."""
-        return Template(self.tools_text, _twin(self.tools_text)) if self.tools_text else self
+        return Template(self.tools_text, _twin(self.tools_text), name=self.name) if self.tools_text else self
 
     @property
     def content(self) -> str:
@@ -74,8 +82,8 @@ def choose(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | N
         own = getattr(tokenizer, "chat_template", None)
         if isinstance(own, dict):
             text = own.get("default") or next(iter(own.values()), None)
-            return _checked(text, "the tokenizer", own.get("tool_use")) if text else None
-        return _checked(own, "the tokenizer") if own else None
+            return _checked(text, OWN, own.get("tool_use")) if text else None
+        return _checked(own, OWN) if own else None
     path = Path(os.path.expanduser(name))
     if path.suffix in (".jinja", ".j2") or os.path.isfile(path):
         try:
@@ -86,9 +94,9 @@ def choose(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | N
             ) from error
     key = re.sub(r"[-.\s]", "_", name.lower())
     if key == "chatml":
-        return Template(CHATML, None)
+        return Template(CHATML, None, name="chatml")
     if key in (known := names()):
-        return _checked(_shipped(key), f"the template {key}")
+        return _checked(_shipped(key), key)
     near = difflib.get_close_matches(key, known, n=3) or known
     raise UserError(
         f"no chat template is called {name!r}",
@@ -117,7 +125,7 @@ def _twin(text: str) -> str | None:
     return None
 
 
-def _checked(text: str, where: str, tools_text: str | None = None) -> Template:
+def _checked(text: str, name: str, tools_text: str | None = None) -> Template:
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -125,8 +133,8 @@ def _checked(text: str, where: str, tools_text: str | None = None) -> Template:
         try:
             render_jinja_template([[{"role": "user", "content": ""}]], chat_template=one)
         except TemplateSyntaxError as error:
-            place = f"{where}, line {error.lineno} of the chat template"
+            place = f"{name}, line {error.lineno} of the chat template"
             raise UserError(f"broken chat template: {error.message}", where=place, fix=ADVICE) from error
         except Exception:
             continue  # it refuses this message, by any error there is, which says nothing about real ones
-    return Template(text, _twin(text), tools_text)
+    return Template(text, _twin(text), tools_text, name)

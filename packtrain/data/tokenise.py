@@ -12,8 +12,6 @@ A document that is cut keeps its first tokens; `split` gives consecutive parts o
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -23,7 +21,8 @@ import numpy as np
 from packtrain.data.chat import ChatEncoder
 from packtrain.data.codec import Codec
 from packtrain.data.formats import Conversation, Example, Format, LossOn, Pair, Text, Tokens, convert
-from packtrain.data.report import Counts
+from packtrain.data.identity import content_of
+from packtrain.data.report import Fate
 from packtrain.data.rows import BadRow, Chunk
 from packtrain.data.rows import Row as RawRow
 from packtrain.data.templates import ADVICE, Template
@@ -48,25 +47,24 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Some documents end to end: ids int32[T], mask bool[T], lengths int32[n], and `content` uint64[n].
-
-    `content` is a hash of the token ids of the whole document, before it was cut: equal for equal texts and for the
-    parts of one document.
-    """
+    """Some documents end to end: ids int32[T], mask bool[T] and lengths int32[n]."""
 
     ids: np.ndarray
     mask: np.ndarray
     lengths: np.ndarray
-    content: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a chunk; `problems` (at most MOST_PROBLEMS) mean that the whole must stop."""
+    """What became of a chunk, row by row; `problems` mean that the whole must stop.
+
+    They are the first of `bad` rows, at most MOST_PROBLEMS.
+    """
 
     documents: Documents
-    counts: Counts
+    fates: list[Fate]
     problems: list[Problem]
+    bad: int
 
 
 @dataclass(frozen=True)
@@ -79,31 +77,24 @@ class Encoder:
 
     def encode(self, chunk: Chunk, format: Format) -> Outcome:
         """Every row of the chunk, in order."""
-        kept: list[tuple[np.ndarray, np.ndarray, int]] = []
-        figures: Counter[str] = Counter()
-        dropped: Counter[str] = Counter()
+        kept: list[tuple[np.ndarray, np.ndarray]] = []
+        fates: list[Fate] = []
         problems: list[Problem] = []
         for where, row in chunk.rows():
-            figures["rows"] += 1
+            content = content_of(row, format, dict(self.settings.columns))
             try:
-                ids, mask = self._tokens(row, format, figures)
+                ids, mask, apart = self._tokens(row, format)
             except BadRow as bad:
-                dropped[bad.reason] += 1
+                fates.append(Fate(content, dropped=bad.reason))
                 if self.settings.bad_rows == "error":
                     problems.append(bad.problem(where))
-            else:
-                if self.settings.overlong == "error" and self._too_long(ids):
-                    problems.append(self._overlong_problem(where, len(ids)))
-                parts, reason = self._fitted(ids, mask, figures)
-                if parts:
-                    figures["kept"] += 1
-                    content = _content_hash(ids)
-                    kept.extend((*part, content) for part in parts)
-                else:
-                    dropped[reason] += 1
-            if len(problems) == MOST_PROBLEMS:
-                break
-        return Outcome(_joined(kept), Counts(dropped=dict(dropped), **figures), problems)
+                continue
+            if self.settings.overlong == "error" and self._too_long(ids):
+                problems.append(self._overlong_problem(where, len(ids)))
+            parts, fate = self._fitted(ids, mask, Fate(content, apart=apart))
+            kept.extend(parts)
+            fates.append(fate)
+        return Outcome(_joined(kept), fates, problems[:MOST_PROBLEMS], len(problems))
 
     def check(self, format: Format, where: str) -> None:
         """Raise UserError if this tokenizer, template and data.loss_on cannot serve rows of the format at all."""
@@ -126,20 +117,21 @@ class Encoder:
                 fix=fix,
             )
 
-    def _tokens(self, row: RawRow, format: Format, figures: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _tokens(self, row: RawRow, format: Format) -> tuple[np.ndarray, np.ndarray, bool]:
+        """ids, mask, and whether a pair had to be tokenised apart."""
         if isinstance(row, BadRow):
             raise row
         try:
-            ids, mask = self._example(convert(row, format, dict(self.settings.columns)), figures)
+            ids, mask, apart = self._example(convert(row, format, dict(self.settings.columns), self._named_roles))
         except UnicodeEncodeError as error:
             what = f"not UTF-8: a lone surrogate \\u{ord(error.object[error.start]):04x} in the text"
             raise BadRow(
                 "not UTF-8", what, fix="Write it anew with the two halves of the character together."
             ) from None
         mask[:1] = False
-        return ids, mask
+        return ids, mask, apart
 
-    def _example(self, example: Example, figures: Counter[str]) -> tuple[np.ndarray, np.ndarray]:
+    def _example(self, example: Example) -> tuple[np.ndarray, np.ndarray, bool]:
         loss_on = self.settings.loss_on
         if isinstance(example, Conversation):
             if self._chat is None:
@@ -147,15 +139,15 @@ class Encoder:
                     "no chat template", f"messages need a chat template, and {self.codec.name} has none", fix=ADVICE
                 )
             default = "assistant" if example.answer_from is None else "completion"
-            return self._chat.encode(example, default if loss_on == "auto" else loss_on)
+            return *self._chat.encode(example, default if loss_on == "auto" else loss_on), False
         if isinstance(example, Pair):
-            ids, prompt_tokens = self._pair(example, figures)
+            ids, prompt_tokens, apart = self._pair(example)
             trained_from = 0 if loss_on == "all" else prompt_tokens
-            return ids, np.arange(len(ids)) >= trained_from
+            return ids, np.arange(len(ids)) >= trained_from, apart
         if isinstance(example, Text):
             ids = self._ended(self.codec.encode(example.text, special=True).ids)
-            return ids, np.ones(len(ids), dtype=bool)
-        return self._given(example)
+            return ids, np.ones(len(ids), dtype=bool), False
+        return *self._given(example), False
 
     def _given(self, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
         ids, mask, loss_on = tokens.input_ids, tokens.mask, self.settings.loss_on
@@ -176,21 +168,24 @@ class Encoder:
     def _chat(self) -> ChatEncoder | None:
         return None if self.template is None else ChatEncoder(self.codec, self.template)
 
+    @cached_property
+    def _named_roles(self) -> frozenset[str]:
+        return frozenset() if self.template is None else self.template.words
+
     def _ended(self, ids: np.ndarray) -> np.ndarray:
         """`ids` with EOS after them, unless it is there."""
         eos = self.codec.eos_id
         return ids if eos is None or (len(ids) and ids[-1] == eos) else np.append(ids, np.int32(eos))
 
-    def _pair(self, pair: Pair, figures: Counter[str]) -> tuple[np.ndarray, int]:
-        """Ids of prompt, completion and EOS, and the number of tokens of the prompt."""
+    def _pair(self, pair: Pair) -> tuple[np.ndarray, int, bool]:
+        """Ids of prompt, completion and EOS, the number of tokens of the prompt, and whether they were made apart."""
         prompt = self.codec.encode(pair.prompt, special=True).ids
         if len(prompt) and prompt[-1] == self.codec.eos_id:  # a tokenizer that ends every text, not this prompt
             prompt = prompt[:-1]
         whole = self.codec.encode(pair.prompt + pair.completion, special=True).ids
         if len(whole) > len(prompt) and np.array_equal(whole[: len(prompt)], prompt):
-            return self._ended(whole), len(prompt)
-        figures["pairs_apart"] += 1
-        return self._ended(np.concatenate([prompt, self.codec.encode(pair.completion).ids])), len(prompt)
+            return self._ended(whole), len(prompt), False
+        return self._ended(np.concatenate([prompt, self.codec.encode(pair.completion).ids])), len(prompt), True
 
     def _too_long(self, ids: np.ndarray) -> bool:
         return self.settings.max_length is not None and len(ids) > self.settings.max_length
@@ -200,23 +195,22 @@ class Encoder:
         return Problem(what, where, "Raise data.max_length, or set data.overlong to truncate, split or drop.")
 
     def _fitted(
-        self, ids: np.ndarray, mask: np.ndarray, figures: Counter[str]
-    ) -> tuple[list[tuple[np.ndarray, np.ndarray]], str]:
-        """The document's parts that are kept, each with a trained token; else no part, and why."""
+        self, ids: np.ndarray, mask: np.ndarray, fate: Fate
+    ) -> tuple[list[tuple[np.ndarray, np.ndarray]], Fate]:
+        """The document's parts that are kept, each with a trained token (or none), and `fate` with what that means."""
         if not mask.any():
-            return [], UNTRAINED
+            return [], fate._replace(dropped=UNTRAINED)
         if not self._too_long(ids):
-            return [(ids, mask)], ""
+            return [(ids, mask)], fate._replace(documents=1)
         limit = self.settings.max_length
         assert limit is not None
         if self.settings.overlong == "drop":
-            return [], TOO_LONG
+            return [], fate._replace(dropped=TOO_LONG)
         if self.settings.overlong != "split":
             if not mask[:limit].any():
-                return [], UNTRAINED_ONCE_CUT
-            figures["truncated"] += 1
-            figures["cut_tokens"] += len(ids) - limit
-            return [(ids[:limit], mask[:limit])], ""
+                return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
+            cut = fate._replace(documents=1, truncated=True, cut_tokens=len(ids) - limit)
+            return [(ids[:limit], mask[:limit])], cut
         parts = []
         for start in range(0, len(ids), limit):
             part, trained = ids[start : start + limit], mask[start : start + limit].copy()
@@ -224,21 +218,18 @@ class Encoder:
             if trained.any():
                 parts.append((part, trained))
         if not parts:
-            return [], UNTRAINED_ONCE_CUT
-        figures["split"] += 1
-        figures["dropped_chunks"] += -(-len(ids) // limit) - len(parts)
-        figures["cut_tokens"] += len(ids) - sum(len(part) for part, _ in parts)
-        return parts, ""
+            return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
+        return parts, fate._replace(
+            documents=len(parts),
+            split=True,
+            dropped_chunks=-(-len(ids) // limit) - len(parts),
+            cut_tokens=len(ids) - sum(len(part) for part, _ in parts),
+        )
 
 
-def _content_hash(ids: np.ndarray) -> int:
-    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
-
-
-def _joined(kept: list[tuple[np.ndarray, np.ndarray, int]]) -> Documents:
+def _joined(kept: list[tuple[np.ndarray, np.ndarray]]) -> Documents:
     return Documents(
-        ids=np.concatenate([ids for ids, _, _ in kept] or [np.empty(0, np.int32)]).astype(np.int32, copy=False),
-        mask=np.concatenate([mask for _, mask, _ in kept] or [np.empty(0, bool)]),
-        lengths=np.array([len(ids) for ids, _, _ in kept], dtype=np.int32),
-        content=np.array([content for _, _, content in kept], dtype=np.uint64),
+        ids=np.concatenate([ids for ids, _ in kept] or [np.empty(0, np.int32)]).astype(np.int32, copy=False),
+        mask=np.concatenate([mask for _, mask in kept] or [np.empty(0, bool)]),
+        lengths=np.array([len(ids) for ids, _ in kept], dtype=np.int32),
     )

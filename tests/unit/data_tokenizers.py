@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -93,3 +94,28 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=raw, bos_token=style.bos, eos_token=style.end, chat_template=style.template
     )
+
+
+@lru_cache
+def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer whose control tokens are those in the template's text."""
+    found = set(re.findall(r"<[|｜][^<>\n'\"]+>|<[^<>\n'\"|]+\|>|</?s>|</?think>|<\w+_of_\w+>|\[/?INST\]", template))
+    thoughts = found & {"<think>", "</think>"}  # tokens of their own, but no control tokens
+    control = [AddedToken(token, special=True, normalized=False) for token in sorted(found - thoughts)]
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s?\p{L}+|\s+"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=["<BOS>", "<EOS>", *control],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(CORPUS, trainer)
+    raw.add_tokens([AddedToken(token, normalized=False) for token in sorted(thoughts)])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<BOS>", eos_token="<EOS>", chat_template=template)

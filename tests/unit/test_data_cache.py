@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from data_tokenizers import tokenizer_of
 
 import packtrain
 from packtrain.config.schema import Data, DataSource
+from packtrain.data import cache
 from packtrain.data import prepare as module
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.tokenise import Encoder
@@ -255,39 +257,45 @@ def test_a_weight_is_how_often_each_document_appears(tmp_path, weight, total):
         assert go(tmp_path, sources, seed=1).train.fingerprint != train.fingerprint
 
 
-def test_a_fraction_is_held_out_for_eval_and_no_text_is_on_both_sides(tmp_path):
-    path = Path(write(tmp_path / "train.jsonl", 100))
-    path.write_text(path.read_text() * 2)
-    prepared = go(tmp_path, str(path), eval=0.1)
-    assert prepared.eval is not None
-    assert len(prepared.train) + len(prepared.eval) == 200
-    assert len(prepared.eval) == prepared.train.report.held_out == 20
-    assert not set(documents(prepared.train)) & set(documents(prepared.eval))
-    again, other = go(tmp_path, str(path), eval=0.1).eval, go(tmp_path, str(path), eval=0.1, seed=1).eval
-    assert again is not None and other is not None
-    assert again.fingerprint == prepared.eval.fingerprint != other.fingerprint
-
-
-def test_parts_of_a_split_document_stay_on_one_side(tmp_path):
-    path = tmp_path / "train.jsonl"
-    rows = [" ".join(f"{number}-{word}" for word in range(60)) for number in range(20)]
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    prepared = go(tmp_path, str(path), eval=0.3, max_length=32, overlong="split")
-    assert prepared.eval is not None
-    (folder,) = prepared.train.stores
-    train, held = (set(folder.content[part.rows].tolist()) for part in (prepared.train, prepared.eval))
-    assert len(train) + len(held) == 20 and not train & held
-
-
-def test_holding_out_the_only_document_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="none would be left"):
-        go(tmp_path, write(tmp_path / "train.jsonl", 1), eval=0.5)
-
-
 def test_eval_can_be_a_source_of_its_own(tmp_path):
     prepared = go(tmp_path, write(tmp_path / "train.jsonl", 5), eval=write(tmp_path / "eval.jsonl", 2, first=100))
     assert prepared.eval is not None
     assert (len(prepared.train), len(prepared.eval)) == (5, 2)
+
+
+def test_a_complete_cache_is_used_where_nothing_can_be_written(tmp_path, monkeypatch):
+    path = write(tmp_path / "train.jsonl", 5)
+    os.utime(path, (1, 1))
+    wanted = go(tmp_path, path).train.fingerprint
+    shutil.rmtree(tmp_path / "cache" / "hashes")
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(cache, "FileLock", refuses)
+    monkeypatch.setattr(Path, "write_text", refuses)
+    assert go(tmp_path, path).train.fingerprint == wanted
+    with pytest.raises(UserError, match=r"data.cache_dir: this data is not in .* yet, and nothing can be written"):
+        go(tmp_path, path, max_length=5)
+
+
+def test_the_cache_says_how_it_is_emptied(tmp_path):
+    go(tmp_path, write(tmp_path / "train.jsonl", 5))
+    assert f"rm -r {tmp_path / 'cache'}" in (tmp_path / "cache" / "README.txt").read_text()
+
+
+def test_a_weight_that_takes_nothing_or_far_too_much_is_an_error_that_names_its_source(tmp_path):
+    other = write(tmp_path / "other.jsonl", 10, first=1000)
+    path = write(tmp_path / "train.jsonl", 10)
+    for weight, words in (
+        (1e-3, "data.train: weight=0.001 takes none of the 10 documents of .*train.jsonl"),
+        (1e12, "data.train: weight=1e.12 makes 1e.13 documents of the 10 of .*train.jsonl"),
+        (float("inf"), "weight=inf makes inf documents"),
+        (float("nan"), "weight=nan"),
+    ):
+        with pytest.raises(UserError, match=words):
+            go(tmp_path, [DataSource(path=path, weight=weight), other])
 
 
 def test_quickstart_trains_on_one_split_and_evaluates_on_the_other(tmp_path):

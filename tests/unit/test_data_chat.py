@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
-from data_tokenizers import MISTRAL, SMOLLM, STYLES, shipped, tokenizer_of
+from data_tokenizers import MISTRAL, SMOLLM, STYLES, shipped, tokenizer_for, tokenizer_of
 
 from packtrain.data import templates
 from packtrain.data.chat import REFUSED, ChatEncoder
@@ -92,14 +93,67 @@ def test_marks_of_the_twin_and_prefixes_agree(style):
 
 
 @pytest.mark.parametrize("style", ["llama3", "qwen2_5", "gemma"])
-def test_own_marks_are_taken_at_their_word(style):
+def test_own_marks_are_taken_at_their_word_but_for_header_and_white_space(style):
+    """Gemma's mark holds the newline after the turn, Qwen's also the one in front of the answer."""
     marked = shipped(f"{style}_training")
     ids, mask = encoder(style, Template(marked, None)).encode(Conversation(TURNS), "assistant")
     wanted = tokenizer_of(style).apply_chat_template(
         TURNS, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
     )
     assert ids.tolist() == wanted["input_ids"]
-    assert mask.astype(int).tolist() == wanted["assistant_masks"]
+    off = np.flatnonzero(mask != np.array(wanted["assistant_masks"], dtype=bool))
+    assert {tokenizer_of(style).decode(ids[at]) for at in off} <= {"\n"}
+    assert trained(style, Conversation(TURNS), Template(marked, None)) == WANTED[style]
+
+
+NAMES = [name for name in templates.names() if not name.startswith(("idefics3", "llava_next", "smolvlm"))]  # of images
+REFUSED_NAMES = {"glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}  # no end token; rewritten history
+SPOKEN = ("<think>", "<|channel|>", " to=user", "\n<think>")  # what a model says before its answer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_template_there_is_trains_the_role_header(name):
+    tokenizer = tokenizer_for(templates.CHATML if name == "chatml" else shipped(name))
+    template = templates.choose(name, tokenizer)
+    assert template is not None
+    chat = ChatEncoder(codec_of(tokenizer), template)
+    if name in REFUSED_NAMES:
+        with pytest.raises(BadRow, match=REFUSED):
+            chat.encode(Conversation(TURNS), "assistant")
+        return
+    ids, mask = chat.encode(Conversation(TURNS), "assistant")
+    borders = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]]))).reshape(-1, 2)
+    found = [tokenizer.decode(ids[start:end]) for start, end in borders]
+    assert len(found) == 2 + name.startswith("phi3")  # Phi-3 ends the whole in EOS
+    for text, answer in zip(found, (FIRST, SECOND), strict=False):
+        before, after = text.split(answer)
+        assert not before or before.startswith(SPOKEN)
+        assert not re.search(r"assistant|model|chatbot", before.lower())
+        end = tokenizer(after, add_special_tokens=False)["input_ids"]
+        assert end and set(end) <= chat.codec.special_ids
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "completion"])
+@pytest.mark.parametrize("messages", [TURNS[:2], TURNS], ids=["one turn", "two turns"])
+def test_marks_around_what_everybody_says_never_train_the_user(messages, loss_on):
+    every = "{% for m in messages %}{% generation %}{{ m.role + m.content + eos_token }}{% endgeneration %}{% endfor %}"
+    try:
+        found = trained("smollm", Conversation(messages), Template(every, None, name="own.jinja"), loss_on)
+    except BadRow as bad:
+        assert "the generation marks of the chat template (own.jinja) cover what the user says" in bad.what
+    else:  # all marks are of no use, so the last turn is found without them
+        assert loss_on == "completion" and found == [f"assistant{SECOND}<|im_end|>"]
+
+
+def test_a_user_may_say_what_the_assistant_says():
+    echo = [{"role": role, "content": "Say it again."} for role in ("user", "assistant")]
+    assert trained("smollm", Conversation(echo), Template(templates.CHATML, None)) == ["Say it again.<|im_end|>"]
+
+
+def test_tools_that_the_template_leaves_out_are_refused():
+    with pytest.raises(BadRow, match=r"the chat template \(the tokenizer's own\) leaves out the tools") as caught:
+        trained("smollm", Conversation(TURNS, tools=TOOLS))
+    assert caught.value.reason == "tools left out"
 
 
 def test_marks_that_leave_out_the_end_token_are_extended_over_it():
@@ -119,8 +173,8 @@ def test_a_template_that_ends_no_turn_is_refused():
 
 def test_marks_followed_by_a_token_that_starts_the_next_turn_are_not_extended_over_it():
     endless = (
-        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
-        "{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'user' %}"
+        "{{ message.content }}{% else %}{% generation %}{{ message.content }}{% endgeneration %}{% endif %}{% endfor %}"
     )
     with pytest.raises(BadRow, match="would not learn to stop"):
         trained("smollm", Conversation(TURNS), Template(endless, None))

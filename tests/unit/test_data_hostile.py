@@ -121,12 +121,18 @@ def test_tool_calls_from_a_table_are_not_filled_up_with_the_fields_of_others(tmp
     assert texts(go(tmp_path, tmp_path / f"x.{kind}", tokenizer=tokenizer), tokenizer) == wanted
 
 
-@pytest.mark.parametrize("template", [None, "lfm2"])  # lfm2 lists the tools, and has a twin with marks
-def test_a_template_that_leaves_out_a_tool_call_is_refused(tmp_path, template):
-    (tmp_path / "x.jsonl").write_text(json.dumps(called("weather", city="Paris")))
-    with pytest.raises(
-        UserError, match=r"messages\[1\].tool_calls: the chat template leaves out the call of 'weather'"
-    ):
+CALL_LEFT_OUT = r"messages\[1\].tool_calls: the chat template leaves out the call of 'weather'"
+TOOLS_LEFT_OUT = r"x.jsonl:1, tools: the chat template \(the tokenizer's own\) leaves out the tools"
+
+
+@pytest.mark.parametrize(  # lfm2 lists the tools, and has a twin with marks
+    "template, with_tools, words",
+    [(None, False, CALL_LEFT_OUT), ("lfm2", True, CALL_LEFT_OUT), (None, True, TOOLS_LEFT_OUT)],
+)
+def test_a_template_that_leaves_out_tools_or_a_call_is_refused(tmp_path, template, with_tools, words):
+    row = called("weather", city="Paris")
+    (tmp_path / "x.jsonl").write_text(json.dumps(row if with_tools else {"messages": row["messages"]}))
+    with pytest.raises(UserError, match=words):
         go(tmp_path, tmp_path / "x.jsonl", chat_template=template)
 
 

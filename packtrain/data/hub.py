@@ -1,0 +1,63 @@
+"""Asking the Hugging Face hub once whether it is there, before libraries ask it again and again.
+
+Without a network huggingface_hub tries each of its many requests six times, with waits of up to 8 s between them: half a
+minute of warnings before an error. Here one request decides. Where none is answered, the libraries are told to work
+offline, as with HF_HUB_OFFLINE=1: what they have in their caches is still used, and what they have not fails at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+ANSWER_S = 6.0
+OFFLINE_ADVICE = (
+    "The hub does not answer from here: give a local path, or download it where there is a network (hf download), copy "
+    "the cache ($HF_HOME), and set HF_HUB_OFFLINE=1."
+)
+
+
+def reachable() -> bool:
+    """Whether the hub answers within ANSWER_S seconds, name look-up included; False too where HF_HUB_OFFLINE is set."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
+            answered.set()
+        except Exception:  # no route, no name, no certificate, a proxy's refusal: no answer
+            pass
+        finally:
+            done.set()
+
+    done = threading.Event()
+    threading.Thread(target=ask, daemon=True).start()  # a look-up of a name knows no timeout
+    done.wait(ANSWER_S)
+    return answered.is_set()
+
+
+@contextmanager
+def offline_unless_reachable() -> Iterator[bool]:
+    """While the `with` lasts, huggingface_hub, transformers and datasets work offline if the hub does not answer.
+
+    Gives whether it does.
+    """
+    from huggingface_hub import constants
+
+    online = reachable()
+    modules: list[Any] = [constants, *filter(None, [sys.modules.get("datasets.config")])]
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    try:
+        for module in modules:
+            module.HF_HUB_OFFLINE = module.HF_HUB_OFFLINE or not online
+        yield online
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value
