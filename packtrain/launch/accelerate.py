@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-WORKER = "packtrain.train.run"
+WORKER = "packtrain.worker"
 
 
 def launch_config(processes: int, port: int | None, *, gpus: bool) -> dict[str, Any]:

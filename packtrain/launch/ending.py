@@ -1,4 +1,4 @@
-"""The one place where errors become words on stderr and an exit code, for the command line and for every worker."""
+"""The one place where errors and signals become words on stderr and an exit code, for the command line and every worker."""
 
 from __future__ import annotations
 
@@ -6,31 +6,63 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from packtrain.errors import PacktrainError
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BUG = "This is a bug of packtrain: please report it with the lines above."
 
 
+class Stopped(KeyboardInterrupt):
+    """SIGINT or SIGTERM, where nothing better listens for it: a run that trains does (train/stop.py)."""
+
+
 def exit_code_of(work: Callable[[], int]) -> int:
-    """Does `work` and returns its exit code, or that of the error it ended with, which is printed."""
+    """Does `work` and returns its exit code, or that of the error or signal it ended with, which is printed."""
+    received: list[int] = []
     try:
-        code = work()
-        sys.stdout.flush()
-        return code
-    except PacktrainError as error:
+        with _signals_raised(received):
+            code = work()
+            sys.stdout.flush()
+            return code
+    except (Exception, KeyboardInterrupt) as error:
+        if not received:
+            return _ended_by(error)
+        # whatever came of it: an import that is interrupted may end with an error of its own
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        print(f"stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
+        return 128 + received[0]
+
+
+def _ended_by(error: Exception | KeyboardInterrupt) -> int:
+    if isinstance(error, PacktrainError):
         _print_problems(error)
         return error.exit_code
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of our output has left (`packtrain plan … | head`): nothing to say to nobody
+    if isinstance(error, BrokenPipeError):  # the reader of our output has left (`packtrain plan … | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except Exception:
-        traceback.print_exc()
-        print(BUG, file=sys.stderr)
-        return 1
+    traceback.print_exception(error)
+    print(BUG, file=sys.stderr)
+    return 1
+
+
+@contextmanager
+def _signals_raised(received: list[int]) -> Iterator[None]:
+    def stop(number: int, _: object) -> None:
+        received.append(number)
+        raise Stopped
+
+    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _print_problems(error: PacktrainError) -> None:

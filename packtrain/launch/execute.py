@@ -1,7 +1,7 @@
 """Carrying out a LaunchPlan: files in the run folder, processes, signals, and one exit code for all of them.
 
 torchrun ends with 1 whatever happened in its workers, so each worker leaves its exit code in a folder that only this
-launch knows (`report_exit`), and the launcher ends with the most telling one. Workers are in sessions of their own, out
+launch knows (worker.py), and the launcher ends with the most telling one. Workers are in sessions of their own, out
 of reach of the terminal's Ctrl-C; the launcher passes SIGINT and SIGTERM on to torchrun, which signals them.
 """
 
@@ -15,19 +15,16 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 import yaml
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import PeerFailed, UserError
-from packtrain.launch.ending import exit_code_of
 from packtrain.launch.plan import LaunchPlan
+from packtrain.launch.worker import EXIT_DIR, LOG_DIR
 from packtrain.run_folder import RunFolder, environment, write_json
 
-EXIT_DIR = "PACKTRAIN_EXIT_DIR"
-LOG_DIR = "PACKTRAIN_LOG_DIR"
 LAUNCHER_LOG = "launcher.log"
 SHUTDOWN_TIMEOUT_S = 120
 MOST_TELLING = (2, 3, 1, 4)  # a lost peer is mostly what the others see of the first three
@@ -59,36 +56,6 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
         code, received = _run([sys.executable, *_quiet(plan, folder, log)], environment)
         reported = _reported(Path(exits))
     return _outcome(code, received, reported, plan.num_processes, log)
-
-
-def run_worker(work: Callable[[], int]) -> NoReturn:
-    """The whole life of a process that the launcher started: does `work`, and ends with its exit code.
-
-    All but rank 0 write to logs/rank-0000N.log in place of the terminal. Errors are printed, never raised.
-    """
-    redirect_output()
-    code = exit_code_of(work)
-    report_exit(code)
-    sys.exit(code)
-
-
-def report_exit(code: int) -> None:
-    """Leaves a worker's exit code where its launcher looks for it; does nothing where no launcher of ours waits."""
-    if EXIT_DIR in os.environ:
-        Path(os.environ[EXIT_DIR], os.environ.get("RANK", "0")).write_text(str(code))
-
-
-def redirect_output() -> None:
-    """Sends what a worker prints to logs/rank-0000N.log, unless it is rank 0 or has no launcher of ours."""
-    rank = int(os.environ.get("RANK", "0"))
-    if LOG_DIR not in os.environ or rank == 0:
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    log = os.open(Path(os.environ[LOG_DIR], f"rank-{rank:05d}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
 
 
 def _is_first() -> bool:
@@ -155,7 +122,9 @@ def _outcome(code: int, received: int | None, reported: dict[int, int], processe
     if len(reported) == processes and not any(reported.values()):  # all at their end, a signal or not
         return 0
     if received is not None:
-        if list(reported.values()) != [128 + received] * processes:
+        if not reported:
+            print(f"stopped by {signal.Signals(received).name}", file=sys.stderr)
+        elif list(reported.values()) != [128 + received] * processes:
             print(f"not every process could end in order after the signal: see {log}", file=sys.stderr)
         return 128 + received
     if code == 0:

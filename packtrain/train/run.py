@@ -1,8 +1,4 @@
-"""One training run of one process, from the resolved config to the trained model: read `train_sft` top to bottom.
-
-`python -m packtrain.train.run VERB CONFIG_YAML` is what the launcher starts once per device; a run of a single process
-calls `train` directly.
-"""
+"""One training run of one process, from the resolved config to the trained model: read `train_sft` top to bottom."""
 
 from __future__ import annotations
 
@@ -352,16 +348,3 @@ def _save_final(
 def _write(setting: Setting, summary: dict) -> None:
     if setting.process.main:
         write_json(setting.folder.summary, summary)
-
-
-def main() -> None:
-    """Entry of the processes that the launcher starts."""
-    from packtrain.config.compose import load_config
-    from packtrain.launch.execute import run_worker
-
-    verb, config_path = sys.argv[1:]
-    run_worker(lambda: train(verb, load_config(config_path, [])))
-
-
-if __name__ == "__main__":
-    main()

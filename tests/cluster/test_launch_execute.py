@@ -1,6 +1,6 @@
 """Real processes through accelerate: which exit code comes out, what reaches the terminal, and what a signal does.
 
-The workers are small scripts in place of packtrain.train.run, so that only the launcher is under test.
+The workers are small scripts in place of packtrain.worker, so that only the launcher is under test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.exit(exit_code_of(lambda: execute(replace(plan, commands=(replace(command, a
 WORKER = """
 import os, signal, sys, time
 from packtrain.errors import CheckFailed, PeerFailed, UserError
-from packtrain.launch.execute import run_worker
+from packtrain.launch.worker import run_worker
 
 rank = int(os.environ["RANK"])
 
@@ -135,3 +135,19 @@ def test_a_signal_reaches_every_worker_and_decides_the_exit_code(number: int, tm
     assert process.returncode == 128 + number
     assert stdout == "checkpoint\n"
     assert "checkpoint" in other.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_training_ends_every_process_with_one_line(number: signal.Signals, tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        "    try:\n        time.sleep(60)\n    except BaseException:\n        raise ImportError('as an import may say')\n",
+    )
+    other = tmp_path / "out/logs/rank-00001.log"
+    while not other.exists() or "hello" not in other.read_text():
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert stderr == f"stopped by {number.name}\n"
+    assert "Traceback" not in other.read_text()
