@@ -20,6 +20,7 @@ from packtrain.errors import Problem, UserError
 
 SUFFIX = ".yaml"
 DEEPEST = 40  # levels; Hydra and OmegaConf recurse several times as deep
+MOST = 20_000  # keys and entries, aliases written out: Hydra takes seconds for as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ def find_config(name: str) -> Path:
     own = recipes / (path.relative_to("recipes") if path.parts[:1] == ("recipes",) else path)
     for candidate in (path, own):
         if os.path.isfile(candidate):
+            if candidate.name == f"_self_{SUFFIX}":
+                raise UserError("_self_ stands for the file itself in defaults lists", where=name, fix="Rename it.")
             if candidate.suffix != SUFFIX:
                 raise UserError("a config file ends with .yaml", where=name, fix=f"Rename it to {path.stem}{SUFFIX}.")
             return candidate.absolute()
@@ -80,9 +83,12 @@ def _check_text(path: Path) -> list[Problem]:
         return [_syntax_problem(path, error)]
     if root is None:
         return []
-    deepest = next((one for one in _walk(root, "") if one.path.count(".") + one.path.count("[") > DEEPEST), None)
-    if deepest:
-        return [_too_deep(f"{shown(path)}:{deepest.line}")]
+    for count, one in enumerate(_walk(root, "")):
+        if one.path.count(".") + one.path.count("[") > DEEPEST:
+            return [_too_deep(f"{shown(path)}:{one.line}")]
+        if count > MOST:
+            what = f"more than {MOST} values: perhaps aliases (*) of anchors (&) that hold aliases"
+            return [Problem(what, f"{shown(path)}:{one.line}", "Write less, or name a file with the data.")]
     if not isinstance(root, yaml.MappingNode):
         return [Problem("a config is a mapping of groups, such as `optim: {…}`", f"{shown(path)}:1")]
     repeated = [

@@ -29,6 +29,9 @@ def problems(text: str, *overrides: str) -> list[Problem]:
     return list(caught.value.problems)
 
 
+LAUGHS = "".join(f"a{at}: &a{at} [{', '.join(9 * [f'*a{at - 1}' if at else 'x'])}]\n" for at in range(9))
+
+
 @pytest.mark.parametrize(
     ("text", "place", "what"),
     [
@@ -38,6 +41,7 @@ def problems(text: str, *overrides: str) -> list[Problem]:
         ("optim: !foo {beta1: 1}\n", "run.yaml:1", "'!foo'"),
         ("optim:\n  null: 2\n", "run.yaml:2", "a key without a name (null)"),
         ("1.5: 2\n", "run.yaml:1, 1.5", "no such key"),
+        (LAUGHS, "run.yaml:", "more than 20000 values"),
         ("optim: ???\n", "run.yaml:1, optim", "still to be filled in"),
         ("optim:\n  beta1: ???\n", "run.yaml:2, optim.beta1", "still to be filled in"),
         ("data:\n  columns:\n    text: ???\n", "run.yaml:3, data.columns.text", "still to be filled in"),
@@ -89,6 +93,18 @@ def test_a_path_that_cannot_be_there_is_refused_like_one_that_is_not(path: str) 
 def test_a_config_that_cannot_be_there_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="no such config file"):
         load_config(name, [])
+
+
+@pytest.mark.parametrize(
+    "name", ["a=1.yaml", "${x}.yaml", "~a @b.yaml", "it's/[x] #1/run.v2.yaml", "a\\b/é.yaml", "null.yaml"]
+)
+def test_a_config_may_have_any_name(name: str) -> None:
+    assert load_config(write("optim: {beta1: 0.5}\n", name), [*COMPLETE, "peft=lora"]).optim.beta1 == 0.5
+
+
+def test_a_config_cannot_be_called_self() -> None:
+    with pytest.raises(UserError, match="stands for the file itself"):
+        load_config(write("", "_self_.yaml"), COMPLETE)
 
 
 def test_a_group_given_as_text_keeps_its_choice_when_the_command_line_sets_one_of_its_keys() -> None:
