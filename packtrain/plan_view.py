@@ -38,7 +38,7 @@ def print_plan(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequ
     for title, text in rest:
         console.print(f"\n[bold]# {title}[/]\n{escape(text.rstrip())}")
     if not everything:
-        console.print("\n# all keys: packtrain plan --all")
+        console.print(f"\n# every key: {escape(shlex.join([*_program(), 'plan', *arguments, '--all']))}")
 
 
 def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:

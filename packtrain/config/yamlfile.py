@@ -123,7 +123,7 @@ def _nearest(path: Path, recipes: Path) -> str:
     folder = path.parent
     beside = {one.stem: str(folder / one.name) for one in folder.glob(f"*{SUFFIX}")} if os.path.isdir(folder) else {}
     own = {one.stem: f"recipes/{one.name}" for one in sorted(recipes.glob(f"*{SUFFIX}"))}
-    found = [names[stem] for names in (beside, own) for stem in near(path.stem, names)]
+    found = dict.fromkeys(names[stem] for names in (beside, own) for stem in near(path.stem, names))
     if found:
         return f"Did you mean {' or '.join(found)}?"
     if not os.path.isdir(folder):

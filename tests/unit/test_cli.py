@@ -112,7 +112,7 @@ def test_a_dry_run_prints_the_plan_then_what_is_not_default_and_writes_nothing(t
     assert [line[:10].strip() for line in plan.splitlines()] == ["processes", "batch", "memory", "folder", "run"]
     assert "a step is 32 documents: on 1 process 4 micro-batches of at most 8 documents" in plan
     assert "not known before loading: owner/model is not on this machine yet" in plan
-    assert "  mode: padding\n" in config and "packtrain plan --all" in config
+    assert "  mode: padding\n" in config and config.rstrip().endswith(" --all")
     assert "learning_rate" not in config
     assert list(tmp_path.iterdir()) == []
     command = shlex.split(plan.splitlines()[-1])[1:]

@@ -270,6 +270,9 @@ def test_a_file_that_is_not_utf_8_is_refused() -> None:
 def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
     write("", "my-run.yaml")
     assert "my-run.yaml" in only("my-rum.yaml").fix
+    write("", "recipes/quickstart-sft.yaml")  # as in a checkout, where our recipes are found twice
+    (recipe,) = problems("recipes/quickstart-sft")
+    assert recipe.fix == "Did you mean recipes/quickstart-sft.yaml?"
     assert "is a folder" in only(".").what
 
 
