@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from packtrain.attention import flash
 from packtrain.attention.backends import PER_DOCUMENT, Backend
 from packtrain.attention.isolation import Proof, prove_isolation
 from packtrain.attention.leak import find_leak
@@ -52,9 +53,9 @@ def decide(
         return Decision(Backend(wanted, "asked for"), proof)
     lacking: list[tuple[str, str]] = []
     for name in AUTO:
-        lack, proof = _tried(name, model, device, autocast)
+        lack, proof = examine(name, model, device, autocast)
         if proof is not None and not lack:
-            why = "; ".join(f"no {other}: {what}" for other, what in lacking) or "the fastest exact one here"
+            why = "; ".join(f"no {other}: {what}" for other, what in lacking) or flash.available(model, device, autocast)[1]
             return Decision(Backend(name, why), proof, tuple(lacking))
         lacking.append((name, lack))
     raise CheckFailed(
@@ -63,10 +64,10 @@ def decide(
     )
 
 
-def _tried(
+def examine(
     name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None
 ) -> tuple[str, Proof | None]:
-    """What the backend lacks for this model, or "" and its proof."""
+    """What the backend `name` lacks for this model ("" where it is exact), and its proof; None where it cannot run."""
     if lack := _unavailable(name, model, device, autocast):
         return lack, None
     try:
@@ -80,9 +81,10 @@ def _tried(
 
 def _unavailable(name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None) -> str:
     """Why the backend cannot run here at all; "" where it can."""
-    if name == "flash":
-        return f"the device is {device.type}" if device.type != "cuda" else "not in this version"
-    return ""
+    if name != "flash":
+        return ""
+    kernel, line = flash.available(model, device, autocast)
+    return "" if kernel else line
 
 
 def _precision(name: str, autocast: torch.dtype | None) -> torch.dtype | None:
