@@ -46,8 +46,11 @@ class Choice:
     lacks: tuple[tuple[str, str], ...]
 
     def why_not(self) -> str:
-        """One line: what each candidate that was passed over lacks."""
-        return "; ".join(f"{name}: {reason}" for name, reason in self.lacks)
+        """One line: what each candidate that was passed over lacks, those with the same lack together."""
+        names: dict[str, list[str]] = {}
+        for name, reason in self.lacks:
+            names.setdefault(reason, []).append(name)
+        return "; ".join(f"{', '.join(those)}: {reason}" for reason, those in names.items())
 
 
 def tolerance_of(dtype: torch.dtype) -> float:

@@ -217,6 +217,8 @@ def test_the_first_kernel_that_is_right_is_taken_and_the_better_ones_say_what_th
     assert lacks["FlashAttention 3"].startswith("wrong by ")
     assert lacks["FlashAttention 2"] == "not installed"
     assert lacks["FlashAttention 2 of the hub"] == "the kernels package is not installed"
+    assert "FlashAttention 2: not installed" in choice.why_not()
+    assert "FlashAttention 4 of the hub, FlashAttention 3 of the hub" in choice.why_not()
 
 
 @pytest.mark.parametrize("wrong", ["gradient", "nan", "softcap", "prefix", "no code for this device"])

@@ -1,0 +1,245 @@
+"""Attention over packed rows, forward and backward: the backends side by side with a dense mask and with padding.
+
+    python benchmarks/attention.py [--device cpu|cuda] [--repeat 15] [--rows 8192,32768,131072] [--documents 64,512,2048,8192,mixed]
+
+On a CPU: 4,096 tokens in documents of 1,024, 9 heads of 64, float32: `segmented` against sdpa with a dense block mask, and
+against plain causal sdpa over the whole row (faster than a mask, and wrong: documents see each other); then what
+`segmented` costs beyond sdpa where a row is one document. On a GPU: every varlen kernel that is right there, `segmented`,
+the dense mask and padded sdpa, on rows of 8k to 128k tokens, 32 heads of 128 over 8 key heads, bfloat16; `mixed` are lengths
+drawn evenly on a log scale from 64 to 8,192. Tokens are real ones, padding not counted; the share of peak counts the
+scores that documents need (half a square each, 2 products forward and 5 backward), so that wasted work lowers it.
+
+Contestants take turns, so that a busy moment hits all of them; times are medians. Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from packtrain.attention.kernel_choice import Needs, kernel_error, tolerance_of
+from packtrain.attention.segmented import segmented_attention
+from packtrain.attention.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
+from packtrain.packing.segments import Segments
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(query [1, heads, T, d], key [1, kv_heads, T, d], value) → a tensor of T × heads × d numbers (times padding)."""
+MASK_LIMIT = 32_768  # tokens of a row; a dense mask of more is over 4 GiB in bfloat16
+MODULE = torch.nn.Module()  # transformers' functions look at the layer that calls them
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--rows", default="8192,32768,131072")
+    parser.add_argument("--documents", default="64,512,2048,8192,mixed")
+    asked = parser.parse_args()
+    if asked.device == "cpu":
+        print(
+            f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        )
+        compare_on_cpu(asked.repeat)
+    else:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+        compare_on_gpu(asked.repeat, [int(n) for n in asked.rows.split(",")], asked.documents.split(","))
+
+
+def compare_on_cpu(repeat: int) -> None:
+    """The three comparisons that packed rows on a CPU have to stand."""
+    MODULE.num_key_value_groups = 1  # type: ignore[assignment]
+    row, documents = 4096, Segments((1024,) * 4)
+    packed: dict[str, Attend] = {
+        "segmented": by_segments(documents),
+        "sdpa, dense block mask": by_sdpa(documents.visible()[None, None]),
+        "sdpa, causal over the whole row": by_sdpa(None),
+    }
+    seconds = taking_turns(packed, drawn(row, 9, 9, 64, torch.device("cpu"), torch.float32), repeat)
+    print(f"\n{row} tokens in documents of 1024, 9 heads of 64, forward + backward, median of {repeat}")
+    for name, one in seconds.items():
+        print(f"{name:<34}{one * 1e3:>9.1f} ms{one / seconds['segmented']:>8.2f} × segmented")
+    print("\none document per row")
+    for length in (256, 1024, 4096):
+        alone: dict[str, Attend] = {"segmented": by_segments(Segments((length,))), "sdpa": by_sdpa(None)}
+        tensors = drawn(length, 9, 9, 64, torch.device("cpu"), torch.float32)
+        many = repeat * max(1, 4096 // length)
+        ours, theirs = taking_turns(alone, tensors, many).values()
+        print(
+            f"{length:>5} tokens: segmented {ours * 1e3:.2f} ms, sdpa {theirs * 1e3:.2f} ms, {ours / theirs - 1:+.1%}"
+        )
+
+
+def by_segments(segments: Segments) -> Attend:
+    """`segmented` as a model's layer calls it."""
+    return lambda q, k, v: segmented_attention(MODULE, q, k, v, None, segments=segments)[0]
+
+
+def by_sdpa(mask: torch.Tensor | None) -> Attend:
+    """transformers' sdpa as a model's layer calls it; without a mask it is causal over the whole row."""
+    return lambda q, k, v: sdpa_attention_forward(MODULE, q, k, v, mask, is_causal=mask is None)[0]
+
+
+def compare_on_gpu(repeat: int, rows: list[int], documents: list[str]) -> None:
+    """A table for every length of row and of documents."""
+    heads, kv_heads, width, device = 32, 8, 128, torch.device("cuda", torch.cuda.current_device())
+    MODULE.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
+    kernels = usable_kernels(Needs(torch.bfloat16, heads // kv_heads, width, width), device)
+    peak = peak_of(device)
+    for row in rows:
+        for kind in documents:
+            segments = filled(row, kind)
+            if segments is None:
+                continue
+            tensors = drawn(row, heads, kv_heads, width, device, torch.bfloat16)
+            contestants = {kernel.name: by_kernel(kernel, segments) for kernel in kernels}
+            contestants["segmented"] = by_segments(segments)
+            contestants["padded sdpa"] = by_padding(segments, device)
+            if row <= MASK_LIMIT:
+                contestants["sdpa, dense block mask"] = by_sdpa(dense_mask(segments, device))
+            print(
+                f"\n{row} tokens in {len(segments.lengths)} documents ({kind}), {heads} / {kv_heads} heads of {width}, bfloat16"
+            )
+            work = (
+                7 * heads * width * sum(length * length for length in segments.lengths)
+            )  # 2 d l²/2 a product and head
+            fits = {name: attend for name, attend in contestants.items() if fits_in_memory(name, attend, tensors)}
+            memory = {name: peak_memory(attend, tensors) for name, attend in fits.items()}
+            for name, one in taking_turns(fits, tensors, repeat).items():
+                share = f"{work / one / peak:>7.1%} of peak" if peak else ""
+                print(
+                    f"{name:<30}{one * 1e3:>10.2f} ms{row / one:>14,.0f} tokens/s{memory[name] / 2**30:>8.2f} GiB{share}"
+                )
+
+
+def usable_kernels(needs: Needs, device: torch.device) -> list[Kernel]:
+    """The kernels that are right on the device; prints what the others lack."""
+    usable = []
+    for name, load in CANDIDATES:
+        try:
+            kernel = Kernel(name, load())
+            error = kernel_error(kernel, needs, device)
+        except Exception as reason:  # of every type, as kernels refuse
+            print(f"{name}: {(str(reason) or type(reason).__name__).splitlines()[0]}")
+            continue
+        print(f"{name}: off by {error:.2g} (tolerance {tolerance_of(needs.dtype):.2g})")
+        if error <= tolerance_of(needs.dtype):
+            usable.append(kernel)
+    return usable
+
+
+def filled(row: int, kind: str) -> Segments | None:
+    """A row of exactly `row` tokens in documents of `kind` tokens, or of mixed lengths; None where they are too long."""
+    if kind != "mixed":
+        length = int(kind)
+        return Segments((length,) * (row // length)) if row % length == 0 else None
+    random, lengths = torch.Generator().manual_seed(0), []
+    while (left := row - sum(lengths)) > 0:
+        lengths.append(min(left, int(64 * 128 ** torch.rand((), generator=random).item())))
+    return Segments(tuple(lengths))
+
+
+def by_kernel(kernel: Kernel, segments: Segments) -> Attend:
+    """A varlen kernel as `flash` calls it."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
+        return attend_by_segments(kernel, q, k, v, segments, Scoring(q.shape[-1] ** -0.5))
+
+    return attend
+
+
+def by_padding(segments: Segments, device: torch.device) -> Attend:
+    """sdpa over [documents, heads, longest, d]. The documents are laid out so beforehand, as a padded batch would be."""
+    longest = max(segments.lengths)
+    laid_out: dict[int, Tensors] = {}
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if id(q) not in laid_out:
+            shape = (len(segments.lengths), longest)
+            laid_out[id(q)] = tuple(  # type: ignore[assignment]
+                torch.randn(
+                    shape[0], t.shape[1], shape[1], t.shape[3], device=device, dtype=t.dtype, requires_grad=True
+                )
+                for t in (q, k, v)
+            )
+        padded = laid_out[id(q)]
+        return scaled_dot_product_attention(*padded, is_causal=True, enable_gqa=True)
+
+    return attend
+
+
+def dense_mask(segments: Segments, device: torch.device) -> torch.Tensor:
+    """bool [1, 1, T, T]"""
+    ids = segments.segment_ids()[0].to(device)
+    return (ids[:, None] == ids[None, :]).tril()[None, None]
+
+
+def drawn(row: int, heads: int, kv_heads: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensors:
+    """Query, key and value [1, heads, row, width], laid out in memory as a model's projections leave them."""
+    new = partial(torch.randn, device=device, dtype=dtype)
+    query, key, value = (new(1, row, count, width).requires_grad_() for count in (heads, kv_heads, kv_heads))
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def once(attend: Attend, tensors: Tensors) -> None:
+    """Forward and backward."""
+    output = attend(*tensors)
+    torch.autograd.backward(output, torch.ones_like(output))
+
+
+def taking_turns(contestants: dict[str, Attend], tensors: Tensors, repeat: int) -> dict[str, float]:
+    """Median seconds of each; they take turns, after one round that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(repeat + 1):
+        for name, attend in contestants.items():
+            synchronise(tensors[0])
+            started = time.perf_counter()
+            once(attend, tensors)
+            synchronise(tensors[0])
+            if turn:
+                times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(many) for name, many in times.items()}
+
+
+def synchronise(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+def fits_in_memory(name: str, attend: Attend, tensors: Tensors) -> bool:
+    try:
+        once(attend, tensors)
+    except torch.OutOfMemoryError:
+        print(f"{name:<30} out of memory")
+        torch.cuda.empty_cache()
+        return False
+    return True
+
+
+def peak_memory(attend: Attend, tensors: Tensors) -> int:
+    """Bytes that one forward and backward takes beyond its inputs."""
+    synchronise(tensors[0])
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    once(attend, tensors)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peak_of(device: torch.device) -> float | None:
+    """Dense bfloat16 FLOP/s that the maker states, None where TRL does not know the device."""
+    from trl.trainer.utils import get_peak_flops
+
+    return get_peak_flops(torch.cuda.get_device_name(device), "bfloat16")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Every varlen kernel that is installed, in half precision on the device against a float64 reference.
+
+A kernel that is not there, or has not what a case needs, is skipped with the reason; one that computes something wrong is
+not: the choice between kernels would pass it over, and this is where that is seen. torch's own must do what it can.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from packtrain.attention.kernel_choice import (
+    Needs,
+    choose_kernel,
+    dense_attention,
+    kernel_error,
+    tolerance_of,
+)
+from packtrain.attention.varlen import CANDIDATES, Kernel, Lacks, Scoring, attend_by_segments
+from packtrain.packing.segments import Segments
+
+NEEDS = {
+    "heads of 64": Needs(torch.bfloat16, 1, 64, 64),
+    "float16": Needs(torch.float16, 1, 64, 64),
+    "grouped queries": Needs(torch.bfloat16, 4, 128, 128),
+    "heads of 96": Needs(torch.bfloat16, 3, 96, 96),
+    "heads of 256": Needs(torch.bfloat16, 2, 256, 256),
+    "heads of 20": Needs(torch.bfloat16, 1, 20, 20),
+    "window": Needs(torch.bfloat16, 2, 128, 128, window=True),
+    "soft-cap": Needs(torch.bfloat16, 2, 128, 128, softcap=50.0),
+    "soft-cap and window": Needs(torch.bfloat16, 2, 128, 128, window=True, softcap=50.0),
+    "sinks": Needs(torch.bfloat16, 8, 64, 64, sinks=True),
+    "sinks and window": Needs(torch.bfloat16, 8, 64, 64, window=True, sinks=True),
+    "latent attention": Needs(torch.bfloat16, 1, 192, 128),
+    "dropout": Needs(torch.bfloat16, 2, 128, 128, dropout=True),
+}
+TORCH = "torch's varlen_attn"
+TORCH_HAS_NOT = ("soft-cap", "soft-cap and window", "dropout")
+
+
+@pytest.mark.parametrize("case", [case for case in NEEDS if not NEEDS[case].dropout])  # what it draws has no reference
+@pytest.mark.parametrize("name", [name for name, _ in CANDIDATES])
+def test_a_kernel_is_right_in_output_and_gradients_or_says_what_it_lacks(
+    name: str, case: str, device: torch.device
+) -> None:
+    needs, load = NEEDS[case], dict(CANDIDATES)[name]
+    kernel = None
+    for wide_values in (False, True) if needs.head_dim != needs.value_dim else (False,):
+        try:
+            kernel = Kernel(name, load(), wide_values)
+            error = kernel_error(kernel, needs, device)
+        except Exception as reason:  # of every type, as kernels refuse
+            must = name == TORCH and case not in TORCH_HAS_NOT
+            if must and (wide_values or needs.head_dim == needs.value_dim):
+                raise
+            if isinstance(reason, Lacks) or wide_values or needs.head_dim == needs.value_dim:
+                pytest.skip(f"{name}: {(str(reason) or type(reason).__name__).splitlines()[0]}")
+        else:
+            assert error <= tolerance_of(needs.dtype)
+            return
+
+
+@pytest.mark.parametrize("case", NEEDS)
+def test_a_kernel_is_found_for_what_torch_has(case: str, device: torch.device) -> None:
+    choice = choose_kernel(NEEDS[case], device)
+    print(case, "→", choice.kernel and choice.kernel.name, "|", choice.why_not())
+    if choice.kernel is None and case in TORCH_HAS_NOT:
+        pytest.skip(choice.why_not())
+    assert choice.kernel
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_rows_of_many_documents_equal_their_documents(window: int | None, device: torch.device) -> None:
+    """Tolerances as for the small row: errors of rounding do not grow with the row, only with a document's length."""
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 700, (40,), generator=random).tolist()
+    segments = Segments(tuple(lengths))
+    kernel = choose_kernel(Needs(torch.bfloat16, 4, 128, 128, window=window is not None), device).kernel
+    assert kernel
+    shapes = [(segments.tokens, heads, 128) for heads in (8, 2, 2)]
+    tensors = [torch.randn(shape, generator=random).to(device, torch.bfloat16).requires_grad_() for shape in shapes]
+    scoring = Scoring(128**-0.5, window)
+    ours = attend_by_segments(kernel, tensors[0], tensors[1], tensors[2], segments, scoring)
+    gradient = torch.randn(ours.shape, generator=random).to(device, torch.bfloat16)
+    backward = torch.autograd.grad(ours, tensors, gradient)
+    start = 0
+    for length in lengths:
+        own = slice(start, start + length)
+        start += length
+        exact = [tensor.detach()[own].double().requires_grad_() for tensor in tensors]
+        reference = dense_attention(exact[0], exact[1], exact[2], None, Segments((length,)), scoring)
+        wanted = [reference, *torch.autograd.grad(reference, exact, gradient[own].double())]
+        for a, b in zip([ours, *backward], wanted, strict=True):
+            error = (a[own].double() - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=b.norm(dim=-1).square().mean().sqrt())
+            assert error.nan_to_num(0.0).max() <= tolerance_of(torch.bfloat16)

@@ -1,0 +1,98 @@
+"""Whole models on the device: flash over flattened rows against their documents alone, and the choice of a backend."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import PreTrainedModel
+
+from packtrain.attention import flash
+from packtrain.attention.backends import attention_of
+from packtrain.attention.choice import decide
+from packtrain.attention.isolation import prove_isolation
+from packtrain.errors import CheckFailed
+from packtrain.packing.segments import Segments
+
+FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "phi", "cohere")
+SHARED = Segments((13, 7, 150, 21, 5, 1, 140, 9), (None, 0, 0, None, 3, 3, None, 0))
+
+
+def alone(model: PreTrainedModel, ids: torch.Tensor, segments: Segments) -> torch.Tensor:
+    """[T, vocabulary]: every segment behind its own copy of its prefix, by the model's own attention."""
+    pieces, outputs = ids.split(segments.lengths), []
+    for piece, prefix in zip(pieces, segments.shared, strict=True):
+        before = pieces[prefix] if prefix is not None else ids[:0]
+        outputs.append(model(torch.cat([before, piece])[None], use_cache=False).logits[0, len(before) :])
+    return torch.cat(outputs)
+
+
+def gradients(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
+    """Of one fixed function of all logits, in float32, all parameters as one vector."""
+    model.zero_grad()
+    weights = torch.linspace(-1, 1, logits.numel(), device=logits.device).reshape(logits.shape).sin()
+    (logits.float() * weights).sum().backward()
+    return torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None])
+
+
+def off(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative difference of two tensors, by their norms."""
+    return ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+@pytest.mark.parametrize("precision", ["weights", "autocast"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flash_is_as_near_to_float32_as_the_documents_alone_in_bfloat16(
+    family: str, precision: str, device: torch.device
+) -> None:
+    """bfloat16 is off by itself: flash may be off from float32 by twice what the model's own attention is."""
+    exact = tiny_model(family, max_position_embeddings=512).to(device)
+    ids = torch.randint(3, 97, (SHARED.tokens,), generator=torch.Generator().manual_seed(0)).to(device)
+    outputs = alone(exact, ids, SHARED)
+    wanted = outputs.detach(), gradients(exact, outputs)
+    model = exact.bfloat16() if precision == "weights" else exact
+    half = torch.autocast("cuda", torch.bfloat16) if precision == "autocast" else nullcontext()
+    batch: dict[str, Any] = {"input_ids": ids[None], "position_ids": SHARED.position_ids().to(device)}
+    with half:
+        own = alone(model, ids, SHARED)
+    own_off = off(own, wanted[0]), off(gradients(model, own), wanted[1])
+    with attention_of(model, flash.NAME), half:
+        try:
+            packed = model(**batch, segments=SHARED, use_cache=False).logits[0]
+        except CheckFailed as refusal:
+            if family == "gemma2":  # only soft-cap is not in torch's own kernel
+                pytest.skip(refusal.problems[0].what)
+            raise
+    assert off(packed, wanted[0]) <= 2 * own_off[0] + 1e-2
+    assert off(gradients(model, packed), wanted[1]) <= 2 * own_off[1] + 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_auto_takes_an_exact_backend_and_says_why_it_is_not_flash(family: str, device: torch.device) -> None:
+    model = tiny_model(family).to(device, torch.bfloat16)
+    decision = decide("auto", model, device)
+    print(family, decision.backend, decision.lacking)
+    assert decision.proof and decision.proof.verdict == "exact"
+    assert decision.backend.name == "flash" or decision.lacking[0][0] == "flash"
+
+
+def test_a_proof_by_flash_sees_a_leak(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama").to(device, torch.bfloat16)
+    assert prove_isolation(model, "flash").verdict == "exact"
+    blind = flash.attend_by_segments
+
+    def leaking(kernel, q, k, v, segments, scoring, sinks):
+        return blind(kernel, q, k, v, Segments((segments.tokens,)), scoring, sinks)
+
+    monkeypatch.setattr(flash, "attend_by_segments", leaking)
+    assert prove_isolation(model, "flash").verdict == "leaks"
+
+
+def test_availability_names_the_kernel(device: torch.device) -> None:
+    choice, why = flash.available(tiny_model("llama").to(device, torch.bfloat16), device)
+    assert choice and choice.kernel and why.startswith(choice.kernel.name)
+    assert flash.available(tiny_model("llama").to(device), device)[0] is None
+    assert flash.available(tiny_model("llama").to(device), device, torch.bfloat16)[0]
