@@ -44,7 +44,6 @@ def test_a_kernel_is_right_in_output_and_gradients_or_says_what_it_lacks(
     name: str, case: str, device: torch.device
 ) -> None:
     needs, load = NEEDS[case], dict(CANDIDATES)[name]
-    kernel = None
     for wide_values in (False, True) if needs.head_dim != needs.value_dim else (False,):
         try:
             kernel = Kernel(name, load(), wide_values)
