@@ -94,16 +94,15 @@ def make_dataset(
 
 
 def hold_out(stores: Sequence[Store], fraction: float) -> list[np.ndarray]:
-    """For each store, which rows of its source bool[its rows] are held out: about `fraction` of all rows.
+    """For each store, which rows of its source bool[its rows] are held out: `fraction` of the different rows.
 
     They are those with the lowest hashes of what they say, which is as good as drawn by lot. So equal rows and the parts
     of a row that was split fall on the same side, and the same rows are held out with any template, tokenizer,
     data.max_length and seed. At least one document is held out and one is left, else UserError.
     """
     content = np.concatenate([store.fates["content"] for store in stores])
-    said, inverse, times = np.unique(content, return_inverse=True, return_counts=True)
-    last = int(np.searchsorted(np.cumsum(times), max(1, round(fraction * len(content)))))
-    held = inverse <= last
+    said, inverse = np.unique(content, return_inverse=True)
+    held = inverse < max(1, round(fraction * len(said)))
     documents = np.concatenate([store.fates["documents"] for store in stores])
     for side, words in ((held, "no document would be held out"), (~held, "none would be left")):
         if not documents[side].any():
@@ -119,7 +118,7 @@ def weighted(rows: np.ndarray, source: DataSource, number: int, seed: int, where
     weight that takes none of them, or more than anything could be done with.
     """
     weight = source.weight
-    if weight > 1 and not weight * len(rows) <= MOST_REPEATED:
+    if not (weight <= 1 or weight * len(rows) <= MOST_REPEATED):  # true of NaN too
         what = f"weight={weight:g} makes {weight * len(rows):.2g} documents of the {len(rows):,} of {source.path}"
         raise UserError(what, where=where, fix="Weights are relative to one epoch: lower it, raise trainer.epochs.")
     whole, part = int(weight), weight - int(weight)

@@ -11,17 +11,22 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 ANSWER_S = 6.0
 OFFLINE_ADVICE = (
-    "The hub does not answer from here: give a local path, or download it where there is a network (hf download), copy "
-    "the cache ($HF_HOME), and set HF_HUB_OFFLINE=1."
+    "There is no hub here (no answer, or HF_HUB_OFFLINE is set): give a local path, or fill the cache where there is one "
+    "(hf download), copy it ($HF_HOME), and set HF_HUB_OFFLINE=1."
 )
 
 
+@lru_cache
 def reachable() -> bool:
-    """Whether the hub answers within ANSWER_S seconds, name look-up included; False too where HF_HUB_OFFLINE is set."""
+    """Whether the hub answers within ANSWER_S seconds, name look-up included; False too where HF_HUB_OFFLINE is set.
+
+    It is asked once in the life of a process.
+    """
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:

@@ -95,6 +95,13 @@ def test_several_bad_rows_are_named_at_once_but_not_hundreds(ready, tmp_path):
     with pytest.raises(UserError) as caught:
         ready(path)
     assert [problem.where for problem in caught.value.problems] == [f"{path}:{line}, messages" for line in range(2, 7)]
+    assert str(caught.value).endswith("These are the first 5 of 300 bad rows.")
+    write(tmp_path / "train.jsonl", *[GOOD] * 3000, *[{"messages": []}] * 3000)
+    with pytest.raises(UserError, match=r"These are the first 5 of at least 2,\d\d\d bad rows\.$"):
+        ready(path, workers=1)
+    write(tmp_path / "train.jsonl", *[b"{"] * 7)
+    with pytest.raises(UserError, match=r"These are the first 5 of 7 bad rows\.$"):
+        ready(path)
 
 
 def test_blank_lines_and_a_byte_order_mark_are_no_rows(ready, tmp_path):

@@ -51,6 +51,14 @@ def test_hub_ids_are_asked_for_at_the_hub(name):
     assert not sources.looks_local(name)
 
 
+@pytest.fixture
+def unasked():
+    """The hub as if nobody had asked it yet."""
+    hub.reachable.cache_clear()
+    yield
+    hub.reachable.cache_clear()
+
+
 class Silent:
     """A hub that is looked for and never found."""
 
@@ -58,7 +66,7 @@ class Silent:
         threading.Event().wait(60)
 
 
-def test_a_hub_that_does_not_answer_fails_soon_with_one_message(tmp_path, monkeypatch):
+def test_a_hub_that_does_not_answer_fails_soon_with_one_message(tmp_path, monkeypatch, unasked):
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: Silent())
     monkeypatch.setattr(hub, "ANSWER_S", 0.2)
     before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
@@ -72,7 +80,7 @@ def test_a_hub_that_does_not_answer_fails_soon_with_one_message(tmp_path, monkey
     assert before == (huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
 
 
-def test_a_hub_that_answers_is_left_as_it_is(monkeypatch):
+def test_a_hub_that_answers_is_left_as_it_is(monkeypatch, unasked):
     class Answers:
         def head(self, *_: Any, **__: Any) -> None: ...
 
