@@ -144,9 +144,11 @@ def results(
 
 def _documents(report: Any) -> str:
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.dropped.items()) or "none"
+    cut = f" ({report.cut_tokens:,} tokens cut)" if report.cut_tokens else ""
+    shortened = f"split {report.split:,}{cut}" if report.split else f"truncated {report.truncated:,}{cut}"
     return (
         f"{report.documents:,} documents of {report.rows:,} rows ({report.format}), {report.tokens:,} tokens,"
-        f" {report.trained_tokens:,} trained; truncated {report.truncated:,}; dropped: {dropped}"
+        f" {report.trained_tokens:,} trained; {shortened}; dropped: {dropped}"
     )
 
 
