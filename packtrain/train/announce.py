@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shlex
+import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +38,16 @@ def decisions(
     base = base_model(model)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     name = config.model.path or "new weights"
+    if config.model.path and config.model.init == "random":
+        name += ", new weights"
     log.say(
-        f"[bold]model[/]      {escape(str(name))} ({type(base).__name__}, {base.num_parameters() / 1e6:.1f} M parameters,"
-        f" {trainable / 1e6:.1f} M trained, {str(base.dtype).removeprefix('torch.')})"
+        f"[bold]model[/]      {escape(name)} ({type(base).__name__}, {_count(base.num_parameters())} parameters,"
+        f" {_count(trainable)} trained)"
     )
+    if config.peft.kind == "lora":
+        log.say(f"[bold]adapters[/]   {escape(_adapters(config))}")
+    log.say(f"[bold]precision[/]  {_precision(config, base)}")
+    log.say(f"[bold]optimizer[/]  {_optimizer(config, steps.schedule.total_steps)}")
     for title, part in (("data", data.train), ("held out", data.eval)):
         if part is not None:
             log.say(f"[bold]{title:<10}[/] {escape(_documents(part.report))}")
@@ -83,10 +93,11 @@ class Summary:
         """DESIGN's summary.json: `status, steps, train_loss, tokens, examples, truncated, dropped, verify …`."""
         state, report = self.trainer.state, self.data.train.report
         losses = [line["loss"] for line in state.log_history if "loss" in line]
-        evals = [line["eval_loss"] for line in state.log_history if "eval_loss" in line]
+        evals = {int(line["step"]): line["eval_loss"] for line in state.log_history if "eval_loss" in line}
+        best = min((step for step in evals if step > 0), key=lambda step: evals[step], default=None)
         schedule = self.trainer.steps.schedule
         stopping_early = status == "done" and self.config.trainer.early_stop_patience and state.best_metric is not None
-        kept = state.best_metric if stopping_early else evals[-1] if evals else None  # of the weights in final/
+        kept = state.best_metric if stopping_early else next(reversed(evals.values()), None)  # of the weights in final/
         return {
             "status": status,
             "steps": state.global_step,
@@ -94,8 +105,9 @@ class Summary:
             "train_loss": losses[-1] if losses else None,
             "first_loss": losses[0] if losses else None,
             "eval_loss": kept,
-            "first_eval_loss": evals[0] if evals else None,
-            "best_eval_loss": min(evals) if evals else None,
+            "first_eval_loss": next(iter(evals.values()), None),
+            "best_eval_loss": None if best is None else evals[best],
+            "best_step": best,
             "tokens": state.num_input_tokens_seen,
             "examples": schedule.documents_before(state.global_step),
             "truncated": report.truncated,
@@ -117,29 +129,73 @@ def stopped(log: RankLog, signal: int, step: int) -> None:
 
 
 def results(
-    log: RankLog, config: RunConfig, summary: Summary, before: list[str], after: list[str], folder: RunFolder
+    log: RankLog, summary: Summary, before: list[str], after: list[str], saved: list[str], folder: RunFolder
 ) -> None:
-    """The last lines of a run: losses, answers before and after, where everything is, and what to try next."""
-    figures = summary.to_json("done")
+    """The last lines of a run: answers before and after, losses, what is where (`saved`), and what to do with it."""
+    config, figures = summary.config, summary.to_json("done")
     for prompt, old, new in zip(config.trainer.samples, before, after, strict=False):
         log.say(
-            f"\n[bold]{escape(prompt)}[/]\n  [dim]before[/] {escape(_short(old))}\n  [green]after[/]  {escape(_short(new))}"
+            f"\n[bold]{escape(prompt)}[/]\n  [dim]before[/] {escape(_short(old, 80))}\n"
+            f"  [green]after[/]  {escape(_short(new, 300))}"
         )
-    loss = f"train loss {figures['first_loss']:.4f} → {figures['train_loss']:.4f}" if figures["first_loss"] else ""
-    held = (
-        f", held-out loss {figures['first_eval_loss']:.4f} → {figures['eval_loss']:.4f}"
-        if figures["eval_loss"] is not None
-        else ""
-    )
-    log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {loss}{held}")
-    root = shlex.quote(str(folder.root))
-    log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]\nnext:")
-    for command in (
-        f"head {root}/metrics.jsonl",
-        f"packtrain plan {root}/config.yaml",
-        f"packtrain sft {root}/config.yaml packing.mode=padding trainer.output_dir={root}-padding  # same losses",
+    log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
+    log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
+    for line in saved:
+        log.say(f"  {escape(line)}")
+    log.say("next:")
+    for command in following(
+        config, folder, chat=bool(getattr(summary.trainer.processing_class, "chat_template", None))
     ):
         log.say(f"  {escape(command)}")
+
+
+def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
+    """Training and held-out loss, from and to, in words."""
+    said = []
+    lines = [line["loss"] for line in summary.trainer.state.log_history if "loss" in line]
+    if lines:
+        share = max(len(lines) // 10, 1)  # single steps hold other documents: their losses do not compare
+        first, last = sum(lines[:share]) / share, sum(lines[-share:]) / share
+        over = f"means of the first and last {share} logged lines" if share > 1 else "first and last logged step"
+        said.append(f"train loss {first:.4f} → {last:.4f} ({over})")
+    if figures["eval_loss"] is not None:
+        said.append(f"held-out loss {figures['first_eval_loss']:.4f} → {figures['eval_loss']:.4f}")
+        if figures["best_step"] is not None and summary.config.trainer.early_stop_patience:
+            said.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
+        if figures["eval_loss"] > figures["first_eval_loss"]:
+            said.append("it is higher than before training")
+    return said
+
+
+def following(config: RunConfig, folder: RunFolder, *, chat: bool) -> list[str]:
+    """Commands to go on with, which run as they are printed: the model's use, its curves, another mode to compare with.
+
+    `chat` says whether the tokenizer has a chat template.
+    """
+    prompt = config.trainer.samples[0] if config.trainer.samples else "Hello"
+    asked = json.dumps([{"role": "user", "content": prompt}] if chat else prompt, ensure_ascii=False)
+    final = json.dumps(str(folder.final), ensure_ascii=False)
+    answer = '["generated_text"][-1]["content"]' if chat else '["generated_text"]'
+    code = (
+        f'from transformers import pipeline; generate = pipeline("text-generation", {final});'
+        f" print(generate({asked}, do_sample=False)[0]{answer})"
+    )
+    commands = [f"{_program('python')} -c {shlex.quote(code)}"]
+    if "tensorboard" in config.tracking.report_to:
+        commands.append(f"{_program('tensorboard')} --logdir {shlex.quote(str(folder.root))}")
+    mode = "padding_free" if config.packing.mode == "padding" else "padding"
+    words = ["sft", str(folder.config), f"packing.mode={mode}", f"trainer.output_dir={folder.root}-{mode}"]
+    if config.trainer.resume != "auto":
+        words.append("trainer.resume=auto")
+    commands.append(f"{_program('packtrain')} {shlex.join(words)}  # the same losses, at another speed")
+    return commands
+
+
+def _program(name: str) -> str:
+    """`name`, or its path where the shell would not find this environment's."""
+    here = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    return name if (found and Path(found).parent == here.parent) or not here.exists() else shlex.quote(str(here))
 
 
 def _documents(report: Any) -> str:
@@ -168,6 +224,33 @@ def _global_batch(config: RunConfig) -> str:
     return f"{config.batch.tokens_per_step:,} tokens"
 
 
-def _short(text: str, limit: int = 300) -> str:
+def _count(number: int) -> str:
+    return f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
+
+
+def _adapters(config: RunConfig) -> str:
+    peft = config.peft
+    targets = peft.target_modules if isinstance(peft.target_modules, str) else ", ".join(peft.target_modules)
+    also = f"; in full: {', '.join(peft.modules_to_save)}" if peft.modules_to_save else ""
+    return f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}, on {targets}{also}"
+
+
+def _precision(config: RunConfig, model: PreTrainedModel) -> str:
+    weights = str(model.dtype).removeprefix("torch.")
+    computed = ", computed in bfloat16" if config.trainer.mixed_precision == "bf16" else ""
+    return f"{weights} weights{computed}"
+
+
+def _optimizer(config: RunConfig, steps: int) -> str:
+    optim = config.optim
+    warmup = optim.warmup_steps if optim.warmup_steps >= 1 else math.ceil(optim.warmup_steps * steps)
+    decay = f", weight decay {optim.weight_decay:g}" if optim.weight_decay else ""
+    return (
+        f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}"
+        f"{f' after {warmup:g} warm-up steps' if warmup else ''}{decay}"
+    )
+
+
+def _short(text: str, limit: int) -> str:
     flat = " ⏎ ".join(text.splitlines())
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"

@@ -125,10 +125,13 @@ class TerminalProgress(TrainerCallback):
 
 
 class EarlyStop(TrainerCallback):
-    """Stops after `patience` evaluations in a row without a lower eval loss; each new best is checkpointed."""
+    """Stops after `patience` evaluations in a row without a lower eval loss; each new best is checkpointed.
 
-    def __init__(self, patience: int, checkpoints: Path) -> None:
-        self._patience, self._checkpoints = patience, checkpoints
+    The evaluation before training is no candidate: final/ is to hold a trained model. That none came below it is said.
+    """
+
+    def __init__(self, patience: int, checkpoints: Path, log: RankLog) -> None:
+        self._patience, self._checkpoints, self._log = patience, checkpoints, log
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         """Forgets a best evaluation whose checkpoint is not here: the run goes on from a checkpoint of another folder."""
@@ -150,5 +153,10 @@ class EarlyStop(TrainerCallback):
             state.best_metric, state.best_global_step = metrics["eval_loss"], state.global_step
             control.should_save = True
         elif (state.global_step - (state.best_global_step or 0)) // int(args.eval_steps or 1) >= self._patience:
+            if not control.should_training_stop and state.global_step < state.max_steps:
+                best = f"{state.best_metric:.4f} at step {state.best_global_step}"
+                self._log.say(
+                    f"[yellow]stopping early[/] after step {state.global_step}: the lowest eval loss was {best}"
+                )
             control.should_training_stop = True
         return control

@@ -38,8 +38,24 @@ def step_of(checkpoint: Path) -> int:
     return int(json.loads((checkpoint / STATE).read_text())["global_step"])
 
 
+def tidy(folder: Path) -> None:
+    """Takes away what libraries leave beside the weights, and gives all files the rights that the umask means.
+
+    training_args.bin is a pickle of this machine's paths that nothing reads, README.md an empty model card; safetensors
+    writes files for their owner alone.
+    """
+    for name in ("training_args.bin", "README.md"):
+        (folder / name).unlink(missing_ok=True)
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~mask)
+
+
 def complete(staging: Path, target: Path) -> None:
     """Seals `staging` with a manifest and moves it to `target`; called by one process when all have written."""
+    tidy(staging)
     files = sorted(path for path in staging.rglob("*") if path.is_file())
     manifest = {
         str(path.relative_to(staging)): {"bytes": path.stat().st_size, "blake2b": _hash(path)} for path in files

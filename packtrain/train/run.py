@@ -34,12 +34,14 @@ from packtrain.train import announce
 from packtrain.train.arguments import training_arguments
 from packtrain.train.callbacks import EarlyStop, Intervals, MetricsFile, TerminalProgress
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
+from packtrain.train.final import save_final
 from packtrain.train.loader import Steps
 from packtrain.train.model import base_model, check_positions, load_model, load_tokenizer
 from packtrain.train.preflight import FirstStepWatch, autocast_of, check_head, put_attention_in_place
+from packtrain.train.quiet import quiet_libraries, warnings_to
 from packtrain.train.rank_log import RankLog
 from packtrain.train.samples import answer
-from packtrain.train.sft import PackedSFTTrainer, quiet_transformers
+from packtrain.train.sft import PackedSFTTrainer
 from packtrain.train.stop import StopCallback, StopRequest
 
 
@@ -71,7 +73,7 @@ class Setting:
 def train(verb: str, config: RunConfig) -> int:
     """Runs `verb` in this process (of one or of many). Returns the exit code; raises PacktrainError for the user."""
     assert verb == "sft"
-    quiet_transformers()
+    quiet_libraries(on_cpu=not torch.cuda.is_available())
     process = _join(config)
     try:
         return train_sft(config, process)
@@ -89,6 +91,7 @@ def train_sft(config: RunConfig, process: Process) -> int:
     started = time.perf_counter()
     folder = RunFolder.of(config)
     log = RankLog(folder.log(process.rank), main=process.main)
+    warnings_to(log)
     setting = Setting(config, process, folder, log, StopRequest())
     checkpoint = _checkpoint_to_resume(setting)
 
@@ -118,14 +121,14 @@ def train_sft(config: RunConfig, process: Process) -> int:
         _write(setting, summary.to_json("stopped"))
         announce.stopped(log, setting.stop.agreed, trainer.state.global_step)
         return 128 + setting.stop.agreed
-    if config.trainer.early_stop_patience:
-        trainer.load_best_weights()
     if evaluation is not None and announce.last_evaluated(trainer) != trainer.state.global_step:
         trainer.evaluate()
-    _save_final(setting, trainer, model, tokenizer)
+    if config.trainer.early_stop_patience:
+        trainer.load_best_weights()
+    saved = save_final(config, folder, trainer, model, tokenizer)
     after = _answers(setting, model, tokenizer, as_it_came)
     _write(setting, summary.to_json("done"))
-    announce.results(log, config, summary, before, after, folder)
+    announce.results(log, summary, before, after, saved, folder)
     return 0
 
 
@@ -278,7 +281,7 @@ def _trainer(
     callbacks: list[TrainerCallback] = [Intervals(), StopCallback(stop), MetricsFile(folder.metrics)]
     callbacks.append(TerminalProgress(setting.log))
     if config.trainer.early_stop_patience:
-        callbacks.append(EarlyStop(config.trainer.early_stop_patience, folder.checkpoints))
+        callbacks.append(EarlyStop(config.trainer.early_stop_patience, folder.checkpoints, setting.log))
     arguments = training_arguments(
         config,
         total_steps=len(steps),
@@ -332,17 +335,6 @@ def _answers(setting: Setting, model: PreTrainedModel, tokenizer: PreTrainedToke
     with torch.random.fork_rng():
         prompts, most = list(settings.samples), settings.sample_tokens
         return answer(base_model(model), tokenizer, prompts, attention=attention, max_tokens=most)
-
-
-def _save_final(
-    setting: Setting, trainer: PackedSFTTrainer, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    final = setting.folder.final
-    trainer.save_model(str(final))
-    if setting.process.main and setting.config.peft.merge:
-        merged = cast(Any, model).merge_and_unload()
-        merged.save_pretrained(final.with_name("final-merged"))
-        tokenizer.save_pretrained(final.with_name("final-merged"))
 
 
 def _write(setting: Setting, summary: dict) -> None:

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.utils import logging as transformers_logging
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 
@@ -290,10 +289,3 @@ class _Window:
         counts, seconds = self._sum, time.perf_counter() - (self._since or time.perf_counter())
         self._sum, self._since = torch.zeros_like(self._sum), None
         return counts, seconds
-
-
-def quiet_transformers() -> None:
-    """Leaves the terminal to packtrain's own lines."""
-    transformers_logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    transformers_logging.disable_progress_bar()

@@ -57,6 +57,14 @@ def test_early_stop_keeps_the_weights_of_the_lowest_eval_loss(tmp_path: Path) ->
     assert run.summary["steps"] == best + 2 * 2 or losses[run.summary["steps"]] == losses[best]
     expected = eval_loss_by_definition(run.folder / "final", held_out, tmp_path / "cache")
     assert expected == pytest.approx(losses[best], rel=1e-4)
+    summary = run.summary
+    assert summary["best_step"] == best and summary["eval_loss"] == summary["best_eval_loss"] == losses[best]
+    said = (run.folder / "logs" / "rank-00000.log").read_text()
+    assert (
+        f"stopping early after step {summary['steps']}: the lowest eval loss was {losses[best]:.4f} at step {best}"
+        in said
+    )
+    assert f"the weights are those of step {best}" in said
 
 
 def test_lora_trains_adapters_alone_and_merges_them_on_request(tmp_path: Path) -> None:
@@ -80,6 +88,17 @@ def test_lora_trains_adapters_alone_and_merges_them_on_request(tmp_path: Path) -
     base = AutoModelForCausalLM.from_pretrained(start)(ids).logits
     assert torch.allclose(adapted, merged, atol=1e-4)
     assert (merged - base).abs().max() > 1e-2
+    said = (runs[0].folder / "logs" / "rank-00000.log").read_text()
+    assert f"final/ holds the adapters of {start}" in said and "final-merged/ holds the merged model" in said
+    assert "LoRA, rank 4" in said and "float32 weights" in said and "learning rate 0.01, constant" in said
+
+
+def test_adapters_on_a_base_that_cannot_be_named_are_merged_into_final(tmp_path: Path) -> None:
+    run = train(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}, peft={"kind": "lora"}))
+    merged = AutoModelForCausalLM.from_pretrained(run.folder / "final")
+    assert "lora" not in "".join(merged.state_dict())
+    assert (run.folder / "final-adapters" / "adapter_model.safetensors").exists()
+    assert "final/ holds the merged model" in (run.folder / "logs" / "rank-00000.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -133,6 +152,9 @@ def test_the_run_folder_holds_what_is_promised_and_nothing_of_the_machine(tmp_pa
     assert summary["examples"] == sum(step["examples"] for step in run.steps) == 16  # one epoch of what is left
     assert summary["truncated"] > 0 and summary["verify"]["verdict"] == "exact"
     assert summary["data"]["rows"] == summary["data"]["kept"] + sum(summary["dropped"].values())
+    files = {path for part in ("final", "checkpoints") for path in (run.folder / part).rglob("*") if path.is_file()}
+    assert not {"training_args.bin", "README.md"} & {path.name for path in files}
+    assert {path.stat().st_mode for path in files} == {run.folder.joinpath("summary.json").stat().st_mode}
     again = packtrain("plan", str(run.folder / "config.yaml"), "--json")
     assert json.loads(again.stdout)["num_processes"] == 1
     assert list(tmp_path.glob("run/**/events.out.tfevents*"))
