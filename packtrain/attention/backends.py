@@ -3,7 +3,7 @@
 | name | rows | how |
 |---|---|---|
 | flash | flattened | varlen kernels on a GPU |
-| segmented | flattened | an ordinary attention function once per segment, on any device |
+| segmented | flattened | an ordinary attention function, or the model's attention module, once per segment, on any device |
 | per_document | taken apart | the model once per document, whatever its layers do |
 | sdpa_mask | flattened | one dense mask: the plain reference |
 
@@ -18,11 +18,14 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from packtrain.attention import dense_mask, segmented
+from packtrain.attention import dense_mask, flash, segmented
+from packtrain.attention.module_segments import run_attention_once_per_segment, uses_attention_interface
 from packtrain.attention.per_document import run_one_document_at_a_time
+from packtrain.errors import CheckFailed
 
 PER_DOCUMENT = "per_document"
-IMPLEMENTATIONS = {"segmented": segmented.NAME, "sdpa_mask": dense_mask.NAME}
+SEGMENTED = "segmented"
+IMPLEMENTATIONS = {"flash": flash.NAME, SEGMENTED: segmented.NAME, "sdpa_mask": dense_mask.NAME}
 """Names in transformers' AttentionInterface of the backends that are attention functions."""
 
 
@@ -40,9 +43,19 @@ def own_attention(model: PreTrainedModel) -> str:
 
 
 def attend_by(model: PreTrainedModel, name: str) -> Callable[[], None]:
-    """Has flattened rows of `model` served by the backend `name` from now on; returns a function that takes it back."""
+    """Has flattened rows of `model` served by the backend `name` from now on; returns a function that takes it back.
+
+    Raises CheckFailed where the backend cannot serve this model.
+    """
     if name == PER_DOCUMENT:
         return run_one_document_at_a_time(model)
+    if not uses_attention_interface(model):
+        if name == SEGMENTED:
+            return run_attention_once_per_segment(model)
+        raise CheckFailed(
+            f"the attention of {type(model).__name__} is code of its own, which {name} cannot replace",
+            fix=f"set model.attention to {SEGMENTED} or {PER_DOCUMENT}",
+        )
     own = own_attention(model)
     model.set_attn_implementation(IMPLEMENTATIONS[name])
     return lambda: model.set_attn_implementation(own)

@@ -1,0 +1,289 @@
+"""`segmented` for models whose attention is code of their own: the whole attention module runs once per segment.
+
+bloom, mpt, falcon, gptj and others (remote code too) do not look their attention function up in transformers'
+`AttentionInterface`, so there is none to replace. What can be replaced is the forward of the attention module: it is called
+once per segment with its arguments cut to the segment, neighbouring segments of equal length in one call, and the outputs
+are put together again. Scores, biases and probabilities then exist per document only; all other layers run on the flattened
+row.
+
+An argument is cut by its role, which its name and its number of dimensions tell, never by looking for a size that happens
+to be T: so what the isolation proof shows at one length holds at all, also where T equals the width of the model. What has
+no known role is refused, and so is a shared prefix.
+
+The price: such a model still builds the mask of the whole row, T×T once per forward pass (falcon with ALiBi: one per head),
+and the projections inside the module run on one segment at a time. Where weights are gathered from other processes module by
+module (ZeRO-3), the attention module has to be gathered as one, since every process has its own number of segments.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+
+from packtrain.errors import CheckFailed
+from packtrain.packing.segments import Segments
+
+_FIX = "set model.attention=per_document"
+_FOR_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_BY_POSITION: dict[str, Literal["first", "whole"]] = {
+    # bloom and falcon, [heads, 1, T]: alone, a document has the first l; later ones differ by a constant that 16 bits round
+    "alibi": "first",
+    # roformer, [1, 1, T, d]: counts over the row whatever the position ids say
+    "sinusoidal_pos": "first",
+    # mpt, [heads, 1, longest]: the module takes the last l itself
+    "position_bias": "whole",
+}
+
+
+def uses_attention_interface(model: PreTrainedModel) -> bool:
+    """Whether the attention function of `model` can be replaced by transformers' `set_attn_implementation`."""
+    return model._can_set_attn_implementation()
+
+
+def run_attention_once_per_segment(model: PreTrainedModel) -> Callable[[], None]:
+    """From now on a call of `model` with `segments` keeps them apart in every attention module; returns what takes it back.
+
+    Calls without `segments` are left as they are. Raises CheckFailed where the model has no attention module; the call
+    raises it for segments with prefixes and for arguments of a module that cannot be cut.
+    """
+    modules = _attention_modules(model)
+    if not modules:
+        raise CheckFailed(f"{type(model).__name__} has no attention module to run once per document", fix=_FIX)
+    current = _Current()
+    undo = [_replace_forward(module, _forward_of_module(module, current)) for module in modules]
+    undo.append(_replace_forward(model, _forward_of_model(model, current)))
+
+    def take_back() -> None:
+        for one in reversed(undo):
+            one()
+
+    return take_back
+
+
+@dataclass(slots=True)
+class _Current:
+    """The segments of the row that is running, None for a padded batch, "unknown" outside the model's forward."""
+
+    row: Segments | Literal["unknown"] | None = "unknown"
+
+    @contextmanager
+    def being(self, row: Segments | None) -> Iterator[None]:
+        before, self.row = self.row, row
+        try:
+            yield
+        finally:
+            self.row = before
+
+
+def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The outermost modules whose class says that they attend, such as GPTNeoAttention and not the GPTNeoSelfAttention in it."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        attends = any(word in type(module).__name__.lower() for word in ("attention", "attn"))
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if attends and not inside and not isinstance(module, PreTrainedModel):
+            found[name] = module
+    return list(found.values())
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    own = module.__dict__.get("forward")
+
+    def undo() -> None:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+    module.forward = types.MethodType(forward, module)
+    return undo
+
+
+def _forward_of_model(model: PreTrainedModel, current: _Current) -> Callable[..., Any]:
+    inner = model.forward
+    takes = {name for part in (model, model.base_model) for name in inspect.signature(type(part).forward).parameters}
+
+    @functools.wraps(type(model).forward)
+    def forward(self: PreTrainedModel, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
+        if segments is not None:
+            if any(segments.prefix_lengths):
+                raise CheckFailed(
+                    f"the attention of {type(model).__name__} runs as a whole per document, which cannot share a prefix",
+                    fix=_FIX,
+                )
+            kwargs = {name: value for name, value in kwargs.items() if name not in _FOR_KERNELS}
+            if "position_ids" not in takes:
+                kwargs.pop("position_ids", None)
+            # no token is padding, whatever its id, and a model that takes restarting positions for borders shall not
+            kwargs["attention_mask"] = torch.ones(1, segments.tokens, dtype=torch.int64, device=self.device)
+        with current.being(segments), _known_when_recomputed(model, current, segments):
+            return inner(*args, **kwargs)
+
+    return forward
+
+
+@contextmanager
+def _known_when_recomputed(model: PreTrainedModel, current: _Current, row: Segments | None) -> Iterator[None]:
+    """Inside the block, layers under gradient checkpointing remember `row` for their second forward, in the backward pass.
+
+    By then another row may have run, so it goes into what is checkpointed.
+    """
+
+    def with_row(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(current.being(row)(function), *args, **kwargs)
+
+    layers: list[Any] = [module for module in model.modules() if "_gradient_checkpointing_func" in module.__dict__]
+    own = [(module, module._gradient_checkpointing_func) for module in layers]
+    for module, checkpoint in own:
+        module._gradient_checkpointing_func = functools.partial(with_row, checkpoint)
+    try:
+        yield
+    finally:
+        for module, checkpoint in own:
+            module._gradient_checkpointing_func = checkpoint
+
+
+def _forward_of_module(module: nn.Module, current: _Current) -> Callable[..., Any]:
+    inner = module.forward
+    signature = inspect.signature(inner)
+    name = type(module).__name__
+
+    @functools.wraps(type(module).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        row = current.row
+        if row == "unknown":
+            raise CheckFailed(
+                f"{name} ran outside the forward of its model, or was recomputed by other means than its own gradient "
+                "checkpointing: which documents its tokens belong to is not known",
+                fix=_FIX,
+            )
+        if row is None or len(row.lengths) == 1:
+            return inner(*args, **kwargs)
+        runs = _runs(row)
+        arguments = signature.bind(*args, **kwargs)
+        pieces = _cut_all(arguments.arguments, runs, name)
+        outputs = []
+        for piece in pieces:
+            one = inspect.BoundArguments(signature, piece)
+            outputs.append(inner(*one.args, **one.kwargs))
+        return _joined(outputs, runs, name)
+
+    return forward
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """`count` neighbouring segments of `length` tokens each, the first of them at token `start`."""
+
+    start: int
+    length: int
+    count: int
+
+    @property
+    def starts(self) -> range:
+        return range(self.start, self.start + self.count * self.length, self.length)
+
+
+@lru_cache(maxsize=64)  # the same for every layer
+def _runs(segments: Segments) -> tuple[_Run, ...]:
+    each = zip(segments.starts, segments.lengths, strict=True)
+    groups = (list(group) for _, group in groupby(each, key=lambda one: one[1]))
+    return tuple(_Run(*group[0], len(group)) for group in groups)
+
+
+def _cut_all(arguments: dict[str, Any], runs: tuple[_Run, ...], module: str) -> list[dict[str, Any]]:
+    """`arguments` by name for each run."""
+    cut = {name: _cut(name, value, runs, module) for name, value in arguments.items()}
+    return [{name: pieces[number] for name, pieces in cut.items()} for number in range(len(runs))]
+
+
+def _cut(name: str, value: Any, runs: tuple[_Run, ...], module: str) -> list[Any]:
+    """The argument `name` of `module` for each run, with `count` in place of a batch of one row."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return [value] * len(runs)
+    if isinstance(value, Cache) and value.get_seq_length() == 0:
+        return [None] * len(runs)  # nothing is generated from such a row, and a cache would join its documents again
+    if isinstance(value, dict):
+        return _cut_all(value, runs, module)
+    if isinstance(value, (tuple, list)):
+        columns = [_cut(name, one, runs, module) for one in value]
+        return [type(value)(column[number] for column in columns) for number in range(len(runs))]
+    if isinstance(value, torch.Tensor):
+        pieces = _cut_tensor(name, value, runs)
+        if pieces is not None:
+            return pieces
+        what = f"of shape {list(value.shape)}"
+    else:
+        what = f"a {type(value).__name__}"
+    raise CheckFailed(f"{module} takes {name!r}, {what}, which cannot be cut by document", fix=_FIX)
+
+
+def _cut_tensor(name: str, value: torch.Tensor, runs: tuple[_Run, ...]) -> list[torch.Tensor] | None:
+    """The parts of `value` for each run, or None where it has no known role."""
+    tokens = runs[-1].start + runs[-1].length * runs[-1].count
+    shape, rank = value.shape, value.dim()
+    role = _BY_POSITION.get(name)
+    if role == "whole":
+        return [value] * len(runs) if rank == 3 and shape[1] == 1 else None
+    if role == "first" and name == "alibi":
+        known = rank in (3, 4) and shape[-2:] == (1, tokens)
+        return [value[..., : run.length].repeat(run.count, *[1] * (rank - 1)) for run in runs] if known else None
+    if rank not in (2, 3, 4) or shape[0] != 1:
+        return None
+    if "mask" in name and rank > 2:
+        return _blocks(value, runs) if shape[-1] == tokens and shape[-2] in (1, tokens) else None
+    along = 2 if rank == 4 else 1  # [1, T], [1, T, d], [1, 1, T, d]
+    if shape[along] != tokens or (rank == 4 and shape[1] != 1):
+        return None
+    if role == "first":
+        return [value.narrow(along, 0, run.length) for run in runs]
+    # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
+    parts = value.split([run.length * run.count for run in runs], dim=along)
+    return [
+        # [1, …, count · length, …] → [count, …, length, …]
+        part.unflatten(along, (run.count, run.length)).movedim(along, 0).squeeze(1)
+        for run, part in zip(runs, parts, strict=True)
+    ]
+
+
+def _blocks(mask: torch.Tensor, runs: tuple[_Run, ...]) -> list[torch.Tensor]:
+    """The blocks [count, …, length or 1, length] on the diagonal of a mask [1, …, T or 1, T].
+
+    A mask with a plane for each head has a bias by position added to it (falcon's ALiBi): there the first block is the one
+    that a document has alone, to the last bit.
+    """
+    first = mask.dim() == 4 and mask.shape[1] > 1
+
+    def block(start: int, length: int) -> torch.Tensor:
+        inside = slice(start, start + length)
+        return mask[..., inside if mask.shape[-2] > 1 else slice(None), inside]
+
+    return [
+        block(0, run.length).expand(run.count, -1, -1, -1)
+        if first
+        else torch.cat([block(start, run.length) for start in run.starts])
+        for run in runs
+    ]
+
+
+def _joined(outputs: list[Any], runs: tuple[_Run, ...], module: str) -> Any:
+    """The output for the row [1, T, …]. Of several the first is taken; of the others (attention weights) what all runs share."""
+    if isinstance(outputs[0], (tuple, list)):
+        first, *others = zip(*outputs, strict=True)
+        shared = [other[0] if all(one is other[0] for one in other) else None for other in others]
+        return type(outputs[0])([_joined(list(first), runs, module), *shared])
+    for output, run in zip(outputs, runs, strict=True):
+        if not isinstance(output, torch.Tensor) or output.shape[:2] != (run.count, run.length):
+            raise CheckFailed(f"{module} does not return its tokens one by one", fix=_FIX)
+    return torch.cat([output.flatten(0, 1) for output in outputs])[None]
