@@ -102,9 +102,9 @@ def sft(
     def work() -> int:
         run, launch, arguments = _config_and_plan(config, overrides, "sft")
         if dry_run:
-            from packtrain.plan_view import print_plan
+            from packtrain.launch.plan_view import print_plan
 
-            print_plan(run, launch, "sft", arguments, everything=False)
+            print_plan(run, launch, "sft", arguments)
             return 0
         from packtrain.launch.execute import execute
 
@@ -117,20 +117,36 @@ def sft(
 def plan(
     config: Config = None,
     overrides: Overrides = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every config key and all launch settings.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Show what a run would be: processes, batch, memory, config."""
+    """Show what a run would be: the resolved config, processes, batch, memory."""
 
     def work() -> int:
-        from packtrain.plan_view import plan_json, print_plan
+        from packtrain.launch.plan_view import plan_json, print_plan
 
         run, launch, arguments = _config_and_plan(config, overrides, "sft")
         if as_json:
             print(json.dumps(plan_json(run, launch), indent=2))
         else:
-            print_plan(run, launch, "sft", arguments, everything=everything)
+            print_plan(run, launch, "sft", arguments)
         return 0
+
+    _end(work)
+
+
+@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+def verify(
+    config: Config = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Prove on the loaded model that packed rows train as the documents alone: outputs, losses, gradients."""
+
+    def work() -> int:
+        from packtrain.launch.verification import run_verification
+
+        run, _, _ = _config_and_plan(config, overrides, "verify")
+        return run_verification(run, lambda aside: _train("verify", aside), as_json=as_json)
 
     _end(work)
 

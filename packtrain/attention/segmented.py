@@ -51,6 +51,9 @@ def segmented_attention(
     segments, window = row_of(module, query, segments, sliding_window, kwargs)
     attend = attention_function(module, kwargs)
     kwargs["is_causal"] = True  # a module may say otherwise and leave causality to the mask
+    if len(segments.lengths) == 1:
+        mask = mask_of(attend, segments.tokens, segments.tokens, window, query.dtype, query.device)
+        return attend(module, query, key, value, mask, sliding_window=window, **kwargs)[0], None
     outputs: list[torch.Tensor] = []
     for run, (q, k, v) in _folded(_runs(segments), query, key, value):
         mask = mask_of(attend, run.length, run.before + run.length, window, query.dtype, query.device)
@@ -112,8 +115,8 @@ def _folded(
     sizes = [run.length * run.count for run in runs]
     queries, keys, values = (
         [
-            # [1, heads, count · length, d] → [count, heads, length, d]
-            piece[0].unflatten(1, (run.count, run.length)).transpose(0, 1)
+            # [1, heads, count · length, d] → [count, heads, length, d]; the backward of piece[0] would fill a whole tensor
+            piece.squeeze(0).unflatten(1, (run.count, run.length)).transpose(0, 1)
             for run, piece in zip(runs, tensor.split(sizes, dim=2), strict=True)
         ]
         for tensor in (query, key, value)

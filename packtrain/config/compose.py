@@ -84,9 +84,9 @@ def changes(config: RunConfig) -> dict[str, dict[str, Any]]:
     return {group: values for group, values in changed.items() if values}
 
 
-def to_yaml(config: RunConfig, *, only_changes: bool = False) -> str:
-    """The config as YAML that `load_config` reads back to an equal one; on demand without what has its default."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(changes(config) if only_changes else to_dict(config))))
+def to_yaml(config: RunConfig) -> str:
+    """The config as YAML that `load_config` reads back to an equal one."""
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.config.schema import Model, Peft
+from packtrain.data.hub import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import Problem, UserError
 
 QUICKSTART = "quickstart"
@@ -43,10 +45,12 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     if source is None:
         raise UserError("no tokenizer is named", where="model.tokenizer", fix="set it, or model.path")
     where = "model.tokenizer" if config.tokenizer else "model.path"
-    try:
-        loaded = AutoTokenizer.from_pretrained(**_location(source, config))
-    except _LOAD_ERRORS as error:
-        raise UserError(f"cannot load a tokenizer from {source}: {_first_line(error)}", where=where) from error
+    with _hub(source) as online:
+        try:
+            loaded = AutoTokenizer.from_pretrained(**_location(source, config))
+        except _LOAD_ERRORS as error:
+            what = f"cannot load a tokenizer from {source}: {_first_line(error)}"
+            raise UserError(what, where=where, fix="" if online else OFFLINE_ADVICE) from error
     if loaded.pad_token_id is None:
         loaded.pad_token = loaded.eos_token
     return loaded
@@ -59,18 +63,19 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
     tokenizer has ids that the model has no embedding for.
     """
     torch.manual_seed(seed)
-    try:
-        if config.init == "random":
-            model_config = _random_config(config, tokenizer)
-            dtype = _DTYPES[config.dtype] if config.dtype != "auto" else None
-            model = AutoModelForCausalLM.from_config(
-                model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
-            )
-        else:
-            model = _load_pretrained(config)
-    except _LOAD_ERRORS as error:
-        place = config.path or "model.config"
-        raise UserError(f"cannot load the model {place}: {_first_line(error)}", where="model.path") from error
+    with _hub(config.path) as online:
+        try:
+            if config.init == "random":
+                model_config = _random_config(config, tokenizer)
+                dtype = _DTYPES[config.dtype] if config.dtype != "auto" else None
+                model = AutoModelForCausalLM.from_config(
+                    model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+                )
+            else:
+                model = _load_pretrained(config)
+        except _LOAD_ERRORS as error:
+            what = f"cannot load the model {config.path or 'model.config'}: {_first_line(error)}"
+            raise UserError(what, where="model.path", fix="" if online else OFFLINE_ADVICE) from error
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])
     if len(tokenizer) > rows:
@@ -99,6 +104,12 @@ def check_positions(model: PreTrainedModel, longest: int) -> None:
             where="data.max_length",
             fix=f"set data.max_length to {positions}, or model.config.max_position_embeddings to what you want it to learn",
         )
+
+
+def _hub(source: str | None) -> AbstractContextManager[bool]:
+    """Within, a model named by a hub id is looked for without waiting for a hub that does not answer; gives if it does."""
+    local = source is None or Path(source).expanduser().exists()
+    return nullcontext(True) if local else offline_unless_reachable()
 
 
 def _location(source: str, config: Model) -> dict[str, Any]:

@@ -91,7 +91,6 @@ def test_overrides_of_every_form_reach_hydra(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data: {train: owner/data, eval: 0.1}\nbatch: {examples_per_step: 4}\n")
     done = packtrain(
         "plan",
-        "--all",
         "run.yaml",
         "~data.eval",
         "+peft=lora",
@@ -104,16 +103,15 @@ def test_overrides_of_every_form_reach_hydra(tmp_path: Path) -> None:
         assert f"{line}\n" in done.stdout
 
 
-def test_a_dry_run_prints_the_plan_then_what_is_not_default_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_whole_config_then_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     overrides = [*COMPLETE, "packing.mode=padding", "trainer.samples=[a b]"]
     done = packtrain("sft", *overrides, "--dry-run", folder=tmp_path, HF_HOME=str(tmp_path / "none"))
     assert done.returncode == 0, done.stderr
-    plan, config = done.stdout.split("\n\n", 1)
+    config, plan = done.stdout.split("\n\n", 1)
     assert [line[:10].strip() for line in plan.splitlines()] == ["processes", "batch", "memory", "folder", "run"]
     assert "a step is 32 documents: on 1 process 4 micro-batches of at most 8 documents" in plan
     assert "not known before loading: owner/model is not on this machine yet" in plan
-    assert "  mode: padding\n" in config and config.rstrip().endswith(" --all")
-    assert "learning_rate" not in config
+    assert "  mode: padding\n" in config and "  learning_rate: 2.0e-05\n" in config
     assert list(tmp_path.iterdir()) == []
     command = shlex.split(plan.splitlines()[-1])[1:]
     assert command[1:] == ["-m", "packtrain", "sft", *overrides]  # can be pasted as it is
@@ -121,7 +119,7 @@ def test_a_dry_run_prints_the_plan_then_what_is_not_default_and_writes_nothing(t
 
 def test_the_commands_of_several_processes_are_said_to_need_the_run_folder(tmp_path: Path) -> None:
     several = ["topology=local", "topology.gpus_per_node=2", "trainer.output_dir=there"]
-    done = packtrain("plan", "--all", *COMPLETE, *several, folder=tmp_path)
+    done = packtrain("plan", *COMPLETE, *several, folder=tmp_path)
     lines = done.stdout.splitlines()
     at = next(at for at, line in enumerate(lines) if line.startswith("starts"))
     assert lines[at] == "starts    once there/config.yaml is written:"

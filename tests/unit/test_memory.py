@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.config.compose import load_config
-from packtrain.memory import Memory, estimate
+from packtrain.launch.memory import Memory, estimate
 
 SIZES = {
     "hidden_size": 64,

@@ -1,4 +1,4 @@
-"""A plan as a person reads it: what will happen first, then the config that made it so."""
+"""A plan as a person reads it: the config that made it so, then what will happen."""
 
 from __future__ import annotations
 
@@ -17,28 +17,25 @@ from rich.markup import escape
 from packtrain.config.compose import to_dict, to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.launch.plan import LaunchPlan
-from packtrain.memory import estimate
+from packtrain.launch.memory import estimate
 from packtrain.run_folder import RunFolder
 
 
-def print_plan(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str], *, everything: bool) -> None:
-    """Processes, batch, memory and commands, then the config; `arguments` are those that named it.
+def print_plan(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str]) -> None:
+    """The resolved config and the launcher's settings, then processes, batch, memory and commands.
 
-    Without `everything`, keys that have their defaults are left out, and so are accelerate's and DeepSpeed's settings.
+    What was asked for is last, where a terminal shows it. `arguments` are those that named the config.
     """
     console = Console(highlight=False, soft_wrap=True)
+    parts = [("config", to_yaml(config))]
+    if not launch.in_process:
+        parts.append(("accelerate", yaml.safe_dump(dict(launch.accelerate))))
+    if launch.deepspeed is not None:
+        parts.append(("deepspeed", json.dumps(launch.deepspeed, indent=2)))
+    for title, text in parts:
+        console.print(f"[bold]# {title}[/]\n{escape(text.rstrip())}\n")
     for name, text in _lines(config, launch, verb, arguments):
         console.print(f"[bold]{name:<10}[/]{escape(text)}")
-    title = "the whole config" if everything else "config: what differs from the defaults"
-    rest = [(title, to_yaml(config, only_changes=not everything))]
-    if everything and not launch.in_process:
-        rest.append(("accelerate", yaml.safe_dump(dict(launch.accelerate))))
-    if everything and launch.deepspeed is not None:
-        rest.append(("deepspeed", json.dumps(launch.deepspeed, indent=2)))
-    for title, text in rest:
-        console.print(f"\n[bold]# {title}[/]\n{escape(text.rstrip())}")
-    if not everything:
-        console.print(f"\n# every key: {escape(shlex.join([*_program(), 'plan', *arguments, '--all']))}")
 
 
 def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
