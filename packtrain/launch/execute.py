@@ -39,6 +39,8 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
     folder = RunFolder.of(config)
     if _is_first():
         _open_attempt(plan, config, folder)
+    if "OMP_WAIT_POLICY" in plan.commands[0].env:
+        print("other work keeps this machine busy: threads sleep while they wait (OMP_WAIT_POLICY=passive)", flush=True)
     if plan.in_process:
         os.environ.update(plan.commands[0].env)
         return train()

@@ -77,12 +77,19 @@ def plan_launch(config: RunConfig, surroundings: Surroundings, verb: str = "sft"
 
 
 def _env(processes: Processes, surroundings: Surroundings) -> dict[str, str]:
-    """What the processes need to be told: their share of the cores, and one GPU where one process has several."""
+    """What the processes need to be told: their share of the cores, and one GPU where one process has several.
+
+    Threads that spin while they wait for one another are many times slower where other work holds a core; asleep they are
+    not, and the sums stay the same, which another number of threads would change.
+    """
     if processes.joins:
         return {}
+    told = {}
     if processes.total > 1:
-        threads = max(1, surroundings.cpus // processes.per_node)
-        return {} if "OMP_NUM_THREADS" in surroundings.env else {"OMP_NUM_THREADS": str(threads)}
-    if surroundings.gpus > 1:  # transformers would spread one process over all of them (DataParallel)
-        return {"CUDA_VISIBLE_DEVICES": surroundings.env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()}
-    return {}
+        told["OMP_NUM_THREADS"] = str(max(1, surroundings.cpus // processes.per_node))
+    threads = surroundings.env.get("OMP_NUM_THREADS") or told.get("OMP_NUM_THREADS")
+    if threads != "1" and not surroundings.gpus and surroundings.load > surroundings.cpus / 2:
+        told["OMP_WAIT_POLICY"] = "passive"
+    if processes.total == 1 and surroundings.gpus > 1:  # transformers would spread it over all of them (DataParallel)
+        told["CUDA_VISIBLE_DEVICES"] = surroundings.env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    return {name: value for name, value in told.items() if not name.startswith("OMP") or name not in surroundings.env}

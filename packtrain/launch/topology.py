@@ -20,17 +20,28 @@ from packtrain.errors import UserError
 
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # what a launcher gives each process
 ALSO_NEEDED = ("LOCAL_RANK", "MASTER_PORT")
-_RELEVANT = (*RENDEZVOUS, *ALSO_NEEDED, "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_RELEVANT = (
+    *RENDEZVOUS,
+    *ALSO_NEEDED,
+    "LOCAL_WORLD_SIZE",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+)
 _SMI_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a plan depends on beside the config: environment variables, visible GPUs, CPU cores, paths, a free port."""
+    """What a plan depends on beside the config: environment variables, visible GPUs, CPU cores, paths, a free port.
+
+    `load` is the mean number of processes that wanted a core in the last minute.
+    """
 
     env: Mapping[str, str] = field(default_factory=dict)
     gpus: int = 0
     cpus: int = 1
+    load: float = 0.0
     host: str = "localhost"
     accelerate: str = "accelerate"
     python: str = "python"
@@ -55,6 +66,7 @@ def look_around() -> Surroundings:
         env={name: os.environ[name] for name in _RELEVANT if name in os.environ},
         gpus=visible_gpus(_gpus_of_machine(), os.environ.get("CUDA_VISIBLE_DEVICES")),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
         host=socket.gethostname(),
         accelerate=str(beside) if beside.is_file() else shutil.which("accelerate") or "accelerate",
         python=sys.executable,

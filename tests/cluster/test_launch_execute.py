@@ -70,7 +70,7 @@ def start(folder: Path, body: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", LAUNCH],
         cwd=folder,
-        env={**clean, "CUDA_VISIBLE_DEVICES": ""},
+        env={**clean, "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"},  # no word on how busy the machine is
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -127,6 +127,11 @@ def test_the_port_of_the_config_wins_over_a_free_one() -> None:
         ({"kind": "single"}, {"gpus": 4}, {"CUDA_VISIBLE_DEVICES": "0"}),
         ({"kind": "single"}, {"gpus": 2, "env": {"CUDA_VISIBLE_DEVICES": "5,6"}}, {"CUDA_VISIBLE_DEVICES": "5"}),
         ({}, {"gpus": 4, "env": TORCHRUN}, {}),
+        ({}, {"cpus": 4, "load": 2.5}, {"OMP_WAIT_POLICY": "passive"}),
+        ({}, {"cpus": 4, "load": 1.5}, {}),
+        ({}, {"gpus": 1, "load": 99.0}, {}),
+        ({"gpus_per_node": 16}, {"load": 99.0}, {"OMP_NUM_THREADS": "1"}),
+        ({}, {"load": 99.0, "env": {"OMP_WAIT_POLICY": "active"}}, {}),
     ],
 )
 def test_processes_get_their_share_of_the_machine(
