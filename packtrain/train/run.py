@@ -43,6 +43,8 @@ from packtrain.train.rank_log import RankLog
 from packtrain.train.samples import answer
 from packtrain.train.sft import PackedSFTTrainer
 from packtrain.train.stop import StopCallback, StopRequest
+from packtrain.train.verify import verify
+from packtrain.train.whole_steps import Course
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +74,10 @@ class Setting:
 
 def train(verb: str, config: RunConfig) -> int:
     """Runs `verb` in this process (of one or of many). Returns the exit code; raises PacktrainError for the user."""
-    assert verb == "sft"
     quiet_libraries(on_cpu=not torch.cuda.is_available())
     process = _join(config)
     try:
-        return train_sft(config, process)
+        return {"sft": train_sft, "verify": verify}[verb](config, process)
     except (RuntimeError, OSError, SafetensorError) as error:
         if known := _no_bug_of_ours(error, process, RunFolder.of(config)):
             raise known from error
@@ -289,21 +290,17 @@ def _trainer(
         has_eval=evaluation is not None,
         starts_anew=checkpoint is None,
     )
-    return PackedSFTTrainer(
-        model,
-        arguments,
-        tokenizer,
+    course = Course(
         steps=steps,
         evaluation=evaluation,
-        objective=config.objective,
         stop=stop,
         checkpoints=folder.checkpoints,
         origin=origin_of(config, steps.data) | trained_by(config, model),
         keep_checkpoints=config.trainer.keep_checkpoints,
         first_step=step_of(checkpoint) if checkpoint else 0,
         loader_workers=config.trainer.loader_workers,
-        callbacks=callbacks,
     )
+    return PackedSFTTrainer(model, arguments, tokenizer, course=course, objective=config.objective, callbacks=callbacks)
 
 
 def _preflight(setting: Setting, trainer: PackedSFTTrainer, as_it_came: str) -> Decision | None:

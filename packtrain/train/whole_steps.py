@@ -1,0 +1,267 @@
+"""What every objective's trainer has in common: a loader item is a whole optimizer step of this process.
+
+A mixin in front of a trainer of TRL. What it changes, and nothing else: a step has any number of micro-batches; what the step
+holds is counted as tensors and reduced over ranks before the first forward pass, so that a loss can be normalised by
+the global batch; checkpoints are complete or absent; nothing is reported to anyone.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import datasets
+import torch
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
+
+from packtrain.run_folder import write_json
+from packtrain.train import checkpoint
+from packtrain.train.callbacks import TerminalProgress
+from packtrain.train.loader import MicroBatch, Steps, step_loader
+from packtrain.train.model import base_model
+from packtrain.train.preflight import FirstStepWatch
+from packtrain.train.stop import StopRequest
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object  # the trainer of TRL that this stands in front of
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The steps of a run and where it stands in them; `origin` is what a resumed run must agree on with its checkpoint."""
+
+    steps: Steps
+    evaluation: Steps | None
+    stop: StopRequest
+    checkpoints: Path
+    origin: dict[str, Any]
+    keep_checkpoints: int | None = None
+    first_step: int = 0
+    loader_workers: int = 0
+
+
+def placeholder(columns: dict[str, list[Any]]) -> datasets.Dataset:
+    """TRL wants a datasets.Dataset to look at; ours are never read through it."""
+    return datasets.Dataset.from_dict(columns)
+
+
+class WholeSteps(_Trainer):
+    """Trains along a Course. The trainer that uses it calls `open_course` in its __init__, and says what a loss is."""
+
+    model: Any  # never None here
+    state: Any
+    maybe_activation_offload_context: Any
+
+    def open_course(self, course: Course) -> None:
+        """Takes the place of TRL's own ideas of data, progress and checkpoints."""
+        self.remove_callback(PrinterCallback)
+        self.course, self.steps = course, course.steps
+        self.watch: FirstStepWatch | None = None
+        self._window = _Window()
+        self._flops_share = self._flops_share_of_a_token()
+
+    # -- what an objective says
+
+    def loss_of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """Scalar: what a micro-batch adds to the loss of the step, times the number of processes.
+
+        `counts` int64 are those of the whole step: trained targets, tokens, slots, examples.
+        """
+        raise NotImplementedError
+
+    def open_step(self, batches: list[MicroBatch]) -> None:
+        """Called before the micro-batches of a step."""
+
+    def figures(self) -> dict[str, Any]:
+        """What the objective adds to a logged training line; called on every rank."""
+        return {}
+
+    # -- what a step is made of
+
+    def get_train_dataloader(self) -> DataLoader:
+        """All steps of the run as one "epoch" of transformers' loop, from the resumed one on."""
+        return step_loader(self.steps, first=self.course.first_step, workers=self.course.loader_workers)
+
+    def _get_num_items_in_batch(
+        self, batch_samples: list[list[MicroBatch]], device: torch.device
+    ) -> torch.Tensor | None:
+        """Counts of the global step: trained targets, tokens, slots, examples. The same reduction counts what is logged, and agrees on stopping."""
+        if not batch_samples:
+            return None
+        batches = batch_samples[0]
+        counts = [
+            sum(column) for column in zip(*((b.trained, b.tokens, b.slots, b.examples) for b in batches), strict=True)
+        ]
+        total = torch.tensor([*counts, *self.course.stop.counts()], device=device)
+        total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
+        self._window.open(total)
+        return total[:4]
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: list[MicroBatch], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Forward and backward over all micro-batches; gradients are exchanged with the last one only.
+
+        Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
+        """
+        if self.watch is not None and (rows := [batch.inputs for batch in inputs if "segments" in batch.inputs]):
+            self.watch.check(self.model, self._prepare_inputs(rows[0]))
+            self.watch = None
+        model.train()
+        assert num_items_in_batch is not None
+        total = torch.zeros((), device=self.args.device)
+        self.open_step(inputs)
+        for number, batch in enumerate(inputs, start=1):
+            last = number == len(inputs)
+            with nullcontext() if last else self.accelerator.no_sync(model):
+                with self.maybe_activation_offload_context:
+                    loss = self.loss_of(model, batch, num_items_in_batch)
+                self.accelerator.backward(loss)
+            total += loss.detach()
+        _, tokens, _, _, *signals = self._window.last.tolist()
+        # with the step and not with the logged line: a checkpoint may lie between two lines
+        self.state.num_input_tokens_seen += tokens
+        self.course.stop.agree(*signals)
+        return total
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted here: the logged MFU comes from token counts."""
+        return 0
+
+    # -- what is reported
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Adds the exact counts of the steps since the last line to a training line."""
+        self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
+        if "loss" in logs:
+            counts, seconds = self._window.close()
+            _, tokens, slots, examples, _, _ = counts.tolist()
+            rate = tokens / max(seconds, 1e-9)
+            logs["tokens"] = self.state.num_input_tokens_seen
+            logs["tokens_per_second"] = rate
+            logs["padding_fraction"] = 1 - tokens / max(slots, 1)
+            logs["examples"] = examples
+            logs["mfu"] = rate * self._flops_share if self._flops_share else None
+            logs |= self.figures()
+        super().log(logs, start_time)
+
+    def _flops_share_of_a_token(self) -> float | None:
+        """Model FLOPs of a token at the mean document length / peak FLOPs of all devices in a second, by TRL's tables.
+
+        None where TRL knows neither the device nor the architecture.
+        """
+        if self.args.device.type != "cuda":
+            return None
+        precision = "bfloat16" if self.args.bf16 else str(base_model(self.model).dtype).removeprefix("torch.")
+        peak = get_peak_flops_per_device(self.accelerator, precision)
+        try:
+            flops = compute_flops_per_token(base_model(self.model).config, int(self.steps.data.lengths.mean()))
+        except (AttributeError, RuntimeError, TypeError):  # its formula asks for fields that not every config has
+            return None
+        return flops / (peak * self.accelerator.num_processes) if peak else None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class; the live bar is taken down also when training ends by an error."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, TerminalProgress):
+                    callback.close()
+
+    @torch.no_grad()
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The objective's figures over the whole evaluation set, whatever the layout and the number of ranks."""
+        started = time.perf_counter()
+        self.model.eval()
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluated().items()}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.model.train()
+        self._window.leave_out(time.perf_counter() - started)
+        return metrics
+
+    def evaluated(self) -> dict[str, float]:
+        """Figures over the evaluation set by name, `loss` among them; called in eval mode, on every rank."""
+        raise NotImplementedError
+
+    def evaluation_batches(self) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the evaluation set."""
+        assert self.course.evaluation is not None
+        for batches in step_loader(self.course.evaluation, workers=self.course.loader_workers):
+            yield from batches
+
+    # -- what is kept
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Writes the checkpoint of this step aside and renames it when all ranks have written."""
+        step, main = self.state.global_step, self.accelerator.is_main_process
+        target = checkpoint.folder_of(self.course.checkpoints, step)
+        staging = checkpoint.staging_of(self.course.checkpoints, step)
+        if main:
+            shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe of more ranks than these
+            staging.mkdir(parents=True)
+        self.accelerator.wait_for_everyone()
+        self.save_model(str(staging), _internal_call=True)
+        self._save_optimizer_and_scheduler(str(staging))
+        self._save_rng_state(str(staging))
+        if main:
+            for callback in (*self.callback_handler.callbacks, self.control):
+                if isinstance(callback, ExportableState):
+                    self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+            self.state.save_to_json(str(staging / TRAINER_STATE_NAME))
+            write_json(staging / checkpoint.ORIGIN, self.course.origin)
+        self.accelerator.wait_for_everyone()
+        if main:
+            checkpoint.complete(staging, target)
+            best = self.state.best_global_step
+            kept = checkpoint.folder_of(self.course.checkpoints, best) if best else None
+            checkpoint.prune(self.course.checkpoints, self.course.keep_checkpoints, kept)
+        self.accelerator.wait_for_everyone()
+
+    def load_best_weights(self) -> None:
+        """Puts the weights of the evaluation with the lowest loss back into the model."""
+        if self.state.best_global_step and self.state.best_global_step != self.state.global_step:
+            self.state.best_model_checkpoint = str(
+                checkpoint.folder_of(self.course.checkpoints, self.state.best_global_step)
+            )
+            self._load_best_model()
+
+    def _send_telemetry(self) -> None:
+        """packtrain reports to nobody."""
+
+
+class _Window:
+    """Counts and time of the steps since the last logged line."""
+
+    def __init__(self) -> None:
+        self.last = torch.zeros(6, dtype=torch.int64)
+        self._sum = torch.zeros(6, dtype=torch.int64)
+        self._since: float | None = None
+
+    def open(self, counts: torch.Tensor) -> None:
+        self.last = counts
+        self._sum = self._sum.to(counts.device) + counts
+        self._since = time.perf_counter() if self._since is None else self._since
+
+    def leave_out(self, seconds: float) -> None:
+        self._since = None if self._since is None else self._since + seconds
+
+    def close(self) -> tuple[torch.Tensor, float]:
+        """(counts, seconds), and starts anew."""
+        counts, seconds = self._sum, time.perf_counter() - (self._since or time.perf_counter())
+        self._sum, self._since = torch.zeros_like(self._sum), None
+        return counts, seconds
