@@ -75,6 +75,11 @@ class RunFolder:
         return self.root / "summary.json"
 
     @property
+    def verification(self) -> Path:
+        """What `packtrain verify` found; it has a folder of its own and leaves that of the run alone."""
+        return self.root / "verify.json"
+
+    @property
     def checkpoints(self) -> Path:
         """step-000123/ each."""
         return self.root / "checkpoints"

@@ -1,0 +1,143 @@
+"""`packtrain verify` from outside: starts the processes of the run on a folder that nobody keeps, and shows their report.
+
+The proof has stdout for itself: whatever libraries print meanwhile goes to stderr. This file imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from packtrain.config.schema import RunConfig
+from packtrain.errors import CheckFailed, PeerFailed
+from packtrain.launch.execute import execute
+from packtrain.launch.plan import plan_launch
+from packtrain.launch.topology import look_around
+from packtrain.run_folder import RunFolder
+
+_COLOURS = {"exact": "green", "leaks": "red", "unsupported": "yellow"}
+
+
+def run_verification(config: RunConfig, prove: Callable[[RunConfig], int], *, as_json: bool) -> int:
+    """Proves in as many processes as `config` trains in, and shows the report; returns the exit code.
+
+    `prove` does it in this process, where there is only one. trainer.output_dir is left alone.
+    """
+    folder = tempfile.mkdtemp(prefix="packtrain-verify-")
+    aside = replace(config, trainer=replace(config.trainer, output_dir=folder))
+    error_names_a_log = False
+    try:
+        launch = plan_launch(aside, look_around(), "verify")
+        with _stdout_on_stderr():
+            code = execute(launch, aside, lambda: prove(aside))
+        error_names_a_log = code not in (0, CheckFailed.exit_code)
+        report = RunFolder.of(aside).verification
+        if report.exists():  # where another launcher started us, only the first process has it
+            show(json.loads(report.read_text()), as_json=as_json)
+        return code
+    except PeerFailed:
+        error_names_a_log = not launch.in_process
+        raise
+    finally:
+        if not error_names_a_log:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def show(report: dict[str, Any], *, as_json: bool) -> None:
+    """The report of train/verify.py on stdout: as one JSON document, or for people."""
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for name, text in _head(report):
+        console.print(f"[bold]{name:<11}[/]{escape(text)}")
+    console.print(_table(report))
+    verdict = report["verdict"]
+    if verdict == "exact" and not report["controls_see"]:
+        console.print(
+            "Controls are weak in a model that shows little of what it sees; documents that run apart need none."
+        )
+    where = (
+        f" (rank {report['rank']} of {report['processes']})" if report["processes"] > 1 and verdict != "exact" else ""
+    )
+    console.print(
+        f"[bold {_COLOURS[verdict]}]{verdict}[/]{where}"
+        + (f": {escape(report['problem'])}" if report["problem"] else "")
+    )
+    if report["fix"]:
+        console.print(f"  → {escape(report['fix'])}")
+
+
+def _head(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Name and text of the lines above the table."""
+    precision = report["dtype"] + (
+        f", computed in {report['mixed_precision']}" if report["mixed_precision"] != "no" else ""
+    )
+    adapters = "" if report["peft"] == "none" else f", {report['peft']}"
+    on = f"{report['processes']} processes, this one on " if report["processes"] > 1 else ""
+    lines = [
+        ("model", f"{report['model']} ({report['architecture']}, {precision}{adapters}) on {on}{report['device']}"),
+        ("attention", f"{report['backend'] or 'none'}: {report['why']}"),
+    ]
+    lengths = report["reference"]["documents"]
+    lines.append(
+        ("documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s")
+    )
+    return lines
+
+
+def _table(report: dict[str, Any]) -> Table:
+    """What was measured, its figure and tolerance, and whether it is within."""
+    table = Table(title=None)
+    for name, right in (("measured", False), ("figure", True), ("tolerance", True), ("", False)):
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+
+    def add(what: str, figure: float | None, limit: float | None, *, least: bool = False) -> None:
+        fine = figure is not None and limit is not None and (figure >= limit if least else figure <= limit)
+        mark = "[green]ok[/]" if fine else "[yellow]weak[/]" if least else "[red]no[/]"
+        table.add_row(what, _number(figure), (">= " if least else "<= ") + _number(limit), mark)
+
+    isolation, tolerances = report["isolation"], report["tolerances"]
+    for what, name in (
+        ("documents before a changed one move by", "max_abs_diff_before"),
+        ("documents after a changed one move by", "max_abs_diff_after"),
+        ("a document in a row and alone differ by", "max_abs_diff_alone"),
+    ):
+        add(what, isolation[name], isolation["tolerance"])
+    least = isolation["tolerance"] and 5 * isolation["tolerance"]
+    add("control: the same without borders", isolation["control"], least, least=True)
+    table.add_section()
+    for mode, figures in report["modes"].items():
+        add(f"{mode}: loss {_number(figures['loss'], 6)}", figures["loss_rel_diff"], tolerances["loss"])
+        add(f"{mode}: gradients", figures["grad_rel_diff"], tolerances["grad_rel_diff"])
+    add("control: gradients without borders", report["control"]["grad_rel_diff"], tolerances["control"], least=True)
+    return table
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "none" if value is None else f"{value:.{digits}g}"
+
+
+@contextmanager
+def _stdout_on_stderr() -> Iterator[None]:
+    """Whatever this process and its children print inside the block goes to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

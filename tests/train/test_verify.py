@@ -1,0 +1,260 @@
+"""`packtrain verify`: exact where packed rows train as the documents alone, and never silent where they do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from running import LLAMA, base_config, packtrain
+from tiny_models import tiny_model
+from trl.trainer.utils import add_fused_lm_head
+
+from packtrain.attention import segmented
+from packtrain.config.schema import Batch, Data, Model, Peft, RunConfig, Trainer
+from packtrain.errors import CheckFailed, UserError
+from packtrain.launch.verification import show
+from packtrain.packing.segments import Segments
+from packtrain.run_folder import RunFolder
+from packtrain.train import verify as verifying
+from packtrain.train.forward import add_loss_sum
+from packtrain.train.modes import MODES, Comparison, compare_modes, lengths_for
+from packtrain.train.run import Process
+from packtrain.train.verify import verify, worst_of
+
+MAMBA = {"model_type": "mamba", "hidden_size": 48, "state_size": 8, "num_hidden_layers": 2}
+GPT_OSS = {**LLAMA, "model_type": "gpt_oss", "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def proved(folder: Path, model: dict[str, Any], **groups: Any) -> tuple[int, dict[str, Any]]:
+    """Exit code and report of a proof in this process; `groups`: attention and dtype of the model, other config groups."""
+    of_model = {name: groups.pop(name) for name in ("attention", "dtype") if name in groups}
+    config = RunConfig(
+        model=Model(init="random", config=dict(model), tokenizer="quickstart", **of_model),
+        data=Data(train="quickstart"),
+        batch=Batch(examples_per_step=4),
+        **groups,
+    )
+    config = replace(config, trainer=replace(config.trainer, output_dir=str(folder)))
+    code = verify(config, Process(0, 1, torch.device("cpu")))
+    return code, json.loads(RunFolder.of(config).verification.read_text())
+
+
+def compared(model: Any, backend: str = "segmented") -> Comparison:
+    add_fused_lm_head(model)
+    add_loss_sum(model)
+    return compare_modes(model, backend, pad_token_id=0, loss="nll", autocast=None)
+
+
+def test_an_exact_model_ends_with_0_and_one_json_document_and_leaves_the_run_folder_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(base_config(tmp_path)))
+    done = packtrain("verify", str(path), "--json")
+    report = json.loads(done.stdout)
+    assert report["verdict"] == "exact" and report["backend"] == "segmented" and report["problem"] == ""
+    assert report["architecture"] == "LlamaForCausalLM" and report["model"]
+    isolation = report["isolation"]
+    for name in ("max_abs_diff_before", "max_abs_diff_after", "max_abs_diff_alone"):
+        assert 0 <= isolation[name] <= isolation["tolerance"] == 2e-4
+    assert isolation["control"] > 5 * isolation["tolerance"]
+    assert tuple(report["modes"]) == MODES
+    for figures in report["modes"].values():
+        assert figures["loss"] == pytest.approx(report["reference"]["loss"], rel=1e-5)
+        assert 0 <= figures["grad_rel_diff"] < 1e-4
+    assert report["control"]["grad_rel_diff"] > 1000 * report["tolerances"]["grad_rel_diff"]
+    assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
+
+
+def test_of_several_processes_the_worst_verdict_is_told_in_a_table_with_the_leak_and_its_cure(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(base_config(tmp_path, model={"config": MAMBA, "attention": "segmented"})))
+    done = packtrain("verify", str(path), "topology=local", "topology.gpus_per_node=2", expect=3)
+    assert "2 processes" in done.stdout and "\nleaks (rank 0 of 2): " in done.stdout
+    assert "backbone.layers.0.mixer" in done.stdout
+    assert "set model.attention=auto (it takes per_document)" in done.stdout
+    assert done.stdout.count("│ padding") == 4 and done.stdout.count("│ packed") == 2
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "groups"),
+    [
+        pytest.param(LLAMA, {"peft": Peft(kind="lora", r=4)}, id="lora"),
+        pytest.param(LLAMA, {"dtype": "bfloat16"}, id="bf16"),
+        pytest.param(LLAMA, {"trainer": Trainer(mixed_precision="bf16")}, id="mixed"),
+        pytest.param(GPT_OSS, {}, id="sinks"),
+        pytest.param({**LLAMA, "model_type": "mistral", "sliding_window": 100}, {}, id="window"),
+    ],
+)
+def test_adapters_16_bits_sinks_and_windows_are_exact(model: dict, groups: dict, tmp_path: Path) -> None:
+    code, report = proved(tmp_path, model, **groups)
+    assert (code, report["verdict"], report["backend"]) == (0, "exact", "segmented")
+    in_16_bits = "dtype" in groups or "trainer" in groups
+    assert report["tolerances"]["grad_rel_diff"] == (5e-2 if in_16_bits else 1e-4)
+    beyond_windows = {"mistral": 107, "gpt_oss": 135}  # windows of 100 and, by default, 128
+    assert report["reference"]["documents"][-1] == beyond_windows.get(model["model_type"], 71)
+
+
+def test_a_model_that_cannot_be_flattened_is_exact_one_document_at_a_time_and_says_why(tmp_path: Path) -> None:
+    code, report = proved(tmp_path, MAMBA)
+    assert (code, report["verdict"], report["backend"]) == (0, "exact", "per_document")
+    assert [one["backend"] for one in report["lacking"]] == ["flash", "segmented"]
+    assert "backbone.layers.0.mixer" in report["lacking"][1]["why"]
+
+
+def test_a_named_backend_that_leaks_is_named_with_the_first_module(tmp_path: Path, capsys: Any) -> None:
+    code, report = proved(tmp_path, MAMBA, attention="segmented")
+    assert (code, report["verdict"], report["backend"]) == (3, "leaks", "segmented")
+    assert report["where"]["module"] == "backbone.layers.0.mixer" and report["where"]["kind"]
+    assert report["isolation"]["max_abs_diff_after"] > 100 * report["isolation"]["tolerance"]
+    assert report["modes"]["packed"]["grad_rel_diff"] > 0.05
+    assert report["modes"]["padding"]["grad_rel_diff"] < 1e-4
+    show(report, as_json=True)
+    assert json.loads(capsys.readouterr().out) == report
+
+
+def test_a_named_backend_that_is_not_there_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="flash attention is not available"):
+        proved(tmp_path, LLAMA, attention="flash")
+
+
+def forgets_all_borders(segments: Segments) -> tuple[Any, ...]:
+    return (segmented._Run(segments.tokens, 0, (None,)),)
+
+
+def forgets_a_border_of_long_rows(segments: Segments) -> tuple[Any, ...]:
+    lengths = segments.lengths
+    if len(lengths) > 4:
+        lengths = (*lengths[:-2], lengths[-2] + lengths[-1])
+    return tuple(segmented._Run(length, 0, (None,)) for length in lengths)
+
+
+def test_an_attention_that_ignores_the_documents_is_caught_and_named(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(segmented, "_runs", forgets_all_borders)
+    code, report = proved(tmp_path, LLAMA, attention="segmented")
+    assert (code, report["verdict"]) == (3, "leaks")
+    assert report["where"] == {
+        "module": "model.layers.0.self_attn",
+        "kind": "attention that does not keep the documents apart",
+    }
+    assert "per_document" in report["fix"]
+
+
+def test_auto_does_not_take_a_broken_attention(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(segmented, "_runs", forgets_all_borders)
+    code, report = proved(tmp_path, LLAMA)
+    assert (code, report["backend"]) == (0, "per_document")
+
+
+def test_what_the_rows_of_the_isolation_proof_do_not_show_the_modes_do(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(segmented, "_runs", forgets_a_border_of_long_rows)
+    code, report = proved(tmp_path, LLAMA, attention="segmented")
+    assert (code, report["verdict"]) == (3, "leaks")
+    assert report["isolation"]["max_abs_diff_after"] < report["isolation"]["tolerance"]
+    assert report["problem"].startswith("isolation is exact, but packed has loss")
+    assert report["fix"].startswith("set packing.mode=padding")
+
+
+def test_a_model_that_shows_too_little_is_exact_only_where_documents_run_apart(tmp_path: Path, capsys: Any) -> None:
+    blind = {**LLAMA, "initializer_range": 1e-6}
+    code, report = proved(tmp_path, blind, attention="segmented")
+    assert (code, report["verdict"], report["controls_see"]) == (3, "unsupported", False)
+    assert "isolation cannot be shown" in report["problem"]
+    code, report = proved(tmp_path, blind)
+    assert (code, report["verdict"], report["backend"], report["controls_see"]) == (0, "exact", "per_document", False)
+    show(report, as_json=False)
+    assert "Controls are weak" in capsys.readouterr().out
+
+
+def test_a_head_that_training_would_get_wrong_is_unsupported(tmp_path: Path) -> None:
+    """RecurrentGemma caps its logits by a name that the fused head does not know: every mode is off alike, none leaks."""
+    model = {"model_type": "recurrent_gemma", "hidden_size": 32, "intermediate_size": 64, "lru_width": 32}
+    model |= {"num_hidden_layers": 2, "num_attention_heads": 4, "block_types": ["recurrent", "attention"]}
+    capped = {"logits_soft_cap": 0.5}
+    code, report = proved(tmp_path, model | capped)
+    assert (code, report["verdict"]) == (3, "unsupported")
+    assert "output head" in report["problem"]
+    code, report = proved(tmp_path, model | capped, dtype="bfloat16")
+    assert (code, report["verdict"]) == (3, "unsupported")
+
+
+def test_nothing_but_padding_is_unsupported_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CheckFailed("no way to run packed rows of it exactly", fix="set packing.mode=padding")
+
+    monkeypatch.setattr(verifying, "decide", refuse)
+    code, report = proved(tmp_path, LLAMA)
+    assert (code, report["verdict"], report["backend"]) == (3, "unsupported", None)
+    assert report["modes"]["padding"]["grad_rel_diff"] < 1e-4
+    assert report["modes"]["packed"] == {
+        "loss": None,
+        "loss_rel_diff": None,
+        "grad_rel_diff": None,
+        "problem": "nothing runs packed rows of this model exactly",
+    }
+
+
+def test_too_little_memory_is_a_sentence(tmp_path: Path, monkeypatch: Any) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.\nGPU 0 has …")
+
+    monkeypatch.setattr(verifying, "load_model", load)
+    with pytest.raises(CheckFailed, match=r"out of memory on cpu: Tried to allocate 20.00 GiB\.") as raised:
+        proved(tmp_path, LLAMA)
+    assert "peft=lora" in raised.value.problems[0].fix
+
+
+def test_processes_that_would_use_different_backends_are_not_exact() -> None:
+    exact = {"verdict": "exact", "backend": "segmented", "rank": 0}
+    assert worst_of([exact, {**exact, "rank": 1}]) == exact
+    differing = worst_of([exact, {**exact, "backend": "per_document", "rank": 1}])
+    assert differing["verdict"] == "unsupported" and "rank 1: per_document" in differing["problem"]
+    leaking = {"verdict": "leaks", "backend": "segmented", "rank": 1}
+    assert worst_of([exact, leaking]) == leaking
+
+
+def test_documents_reach_beyond_windows_and_chunks_but_not_beyond_the_positions() -> None:
+    assert max(lengths_for(tiny_model("llama"))) == 71
+    assert max(lengths_for(tiny_model("mistral", sliding_window=200))) == 207
+    assert max(lengths_for(tiny_model("mistral", sliding_window=4096))) == 71
+    assert max(lengths_for(tiny_model("llama", max_position_embeddings=64))) == 64
+
+
+def disturb_attention(model: torch.nn.Module) -> None:
+    """As another kernel would round: every attention output off by about a unit in the last place of bfloat16."""
+
+    def disturb(module: torch.nn.Module, inputs: Any, output: tuple) -> tuple:
+        return (output[0] * (1 + 2**-8 * torch.randn_like(output[0])), *output[1:])
+
+    for name, module in model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_hook(disturb)
+
+
+@pytest.mark.parametrize("broken", [None, forgets_all_borders])
+def test_routers_that_choose_otherwise_in_16_bits_are_no_leak_and_hide_none(
+    broken: Callable | None, monkeypatch: Any
+) -> None:
+    model = tiny_model("mixtral", num_local_experts=8, num_experts_per_tok=2).bfloat16()
+    disturb_attention(model)
+    if broken is not None:
+        monkeypatch.setattr(segmented, "_runs", broken)
+    comparison = compared(model)
+    assert comparison.grad_tolerance > comparison.usual == 5e-2
+    assert comparison.sees
+    assert comparison.off == ([] if broken is None else ["padding_free", "packed"])
+
+
+def test_the_gradients_are_those_of_all_trained_weights_and_none_are_left_behind() -> None:
+    model = tiny_model("llama")
+    model.lm_head.weight.requires_grad_(False)
+    comparison = compared(model)
+    assert comparison.off == [] and comparison.sees
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.config._attn_implementation != segmented.NAME
