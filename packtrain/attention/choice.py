@@ -55,7 +55,10 @@ def decide(
     for name in AUTO:
         lack, proof = examine(name, model, device, autocast)
         if proof is not None and not lack:
-            why = "; ".join(f"no {other}: {what}" for other, what in lacking) or flash.available(model, device, autocast)[1]
+            why = (
+                "; ".join(f"no {other}: {what}" for other, what in lacking)
+                or flash.available(model, device, autocast)[1]
+            )
             return Decision(Backend(name, why), proof, tuple(lacking))
         lacking.append((name, lack))
     raise CheckFailed(
@@ -97,7 +100,12 @@ def _what_is_wrong(model: PreTrainedModel, proof: Proof) -> str:
     name = type(model).__name__
     if proof.verdict == "unsupported":
         return f"isolation cannot be shown: without it {name} moves by {proof.control:.2g} only (tolerance {proof.tolerance:.1g})"
+    if max(proof.moved_before, proof.moved_after) <= proof.tolerance:
+        return (
+            f"documents come out otherwise than alone, off by {proof.alone:.2g} (tolerance {proof.tolerance:.1g}): nothing "
+            "passes between them, so its positions count on along the row, or its attention needs a mask"
+        )
     off = max(proof.alone, proof.moved_before, proof.moved_after)
     leak = find_leak(model, proof.backend)
-    where = leak.sentence() if leak else "nothing passes between documents, but they come out otherwise than alone"
-    return f"documents are not kept apart, off by {off:.2g} (tolerance {proof.tolerance:.1g}): {where}"
+    where = f": {leak.sentence()}" if leak else ""
+    return f"documents are not kept apart, off by {off:.2g} (tolerance {proof.tolerance:.1g}){where}"

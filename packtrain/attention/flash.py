@@ -46,10 +46,10 @@ def flash_attention(
     [1, T, heads, d_v] in the precision that the kernel computes in; T is `segments.tokens`. Raises CheckFailed where the
     layer is not told the segments of its row, or no kernel is right for it.
     """
-    segments, window = row_of(module, query, segments, sliding_window, kwargs)
-    if attention_mask is not None or key.shape[2] != query.shape[2]:
-        what = "brings a mask of its own" if attention_mask is not None else "attends to keys of other tokens"
-        raise CheckFailed(f"{type(module).__name__} {what}", fix="set model.attention=per_document")
+    segments, window = row_of(module, query, attention_mask, segments, sliding_window, kwargs)
+    if key.shape[2] != query.shape[2]:
+        what = f"{type(module).__name__} attends to keys of other tokens"
+        raise CheckFailed(what, fix="set model.attention=per_document")
     # layer norms and rotary embeddings hand down float32 under autocast and with PEFT
     dtype = get_target_dtype(query, module) or query.dtype
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))

@@ -2,7 +2,7 @@
 
 Three documents share a row. (1) The first, the middle and the last are replaced by other tokens in turn, and the outputs of
 the other two must not move. (2) Every document's outputs must equal those of the document alone under the model's own
-attention. (3) A positive control: the same row declared as ONE document, its positions still counted per document (else learned
+attention. Preference pairs with a shared prompt are proved the same way: an answer must not move with the other one. (3) A positive control: the same row declared as ONE document, its positions still counted per document (else learned
 positions alone would show), must differ from the documents alone by many times the tolerance, so that the proof cannot
 pass by being blind.
 
@@ -24,9 +24,13 @@ from transformers import PreTrainedModel
 from packtrain.attention.backends import attending_by
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, PacktrainError
-from packtrain.packing.collate import collate_flat, collate_padded
+from packtrain.packing.collate import collate_flat, collate_padded, row_arguments
+from packtrain.packing.segments import Segments
 
 LENGTHS = (19, 41, 11)  # 71 tokens in all, a prime: a size that no weight has
+DOCUMENTS = Segments(LENGTHS)
+PAIRS = Segments((13, 7, 9, 17, 12, 13), (None, 0, 0, None, 3, 3))
+"""Two preference pairs in a row, each a prompt and the two answers that see it; 71 tokens again."""
 CONTROL_FACTOR = 5
 
 
@@ -61,33 +65,101 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return {torch.float32: 2e-4, torch.float64: 1e-8, torch.float16: 1e-2}.get(dtype, 5e-2)
 
 
+def loss_tolerance_of(dtype: torch.dtype) -> float:
+    """Relative difference of a mean loss that rounding may cause: errors of many tokens cancel (measured: 1e-7, 6e-6, 9e-5)."""
+    return {torch.float32: 1e-5, torch.float64: 1e-9, torch.float16: 1e-3}.get(dtype, 5e-3)
+
+
 @torch.no_grad()
-def prove_isolation(model: PreTrainedModel, backend: str, *, autocast: torch.dtype | None = None) -> Proof:
+def prove_isolation(
+    model: PreTrainedModel, backend: str, *, autocast: torch.dtype | None = None, segments: Segments = DOCUMENTS
+) -> Proof:
     """Runs the proof on `model` as it is, by the backend of that name; leaves mode, attention and random state as they were.
 
-    Costs 5 forward passes of a row of 71 tokens and 3 of a single document. Raises CheckFailed where the model cannot run
-    such a row at all.
+    Costs a forward pass of the row of `segments` for each of them and two more, and one of each alone. Raises CheckFailed
+    where the model cannot run such a row at all.
     """
     rng = np.random.default_rng(0)
-    documents = [_document(rng, length, vocabulary_of(model)) for length in LENGTHS]
+    ids = rng.integers(0, vocabulary_of(model), (2, segments.tokens))
     tolerance = tolerance_of(autocast or model.dtype)
     with evaluating(model, autocast):
-        alone = [logits_of(model, collate_padded([document], 0))[0] for document in documents]
+        alone = [_alone(model, ids[0], segments, number) for number in range(len(segments.lengths))]
         with attending_by(model, backend):
-            together = _split(logits_of(model, collate_flat(documents)))
-            control = _difference(_split(logits_of(model, unseparated(documents))), alone)
+            together = _together(model, ids[0], segments)
+            control = _difference(_together(model, ids[0], segments, separated=False), alone)
             before, after = 0.0, 0.0
-            for index, length in enumerate(LENGTHS):
-                changed = [*documents[:index], _document(rng, length, vocabulary_of(model)), *documents[index + 1 :]]
-                outputs = _split(logits_of(model, collate_flat(changed)))
-                before = max(before, _difference(outputs[:index], together[:index]))
-                after = max(after, _difference(outputs[index + 1 :], together[index + 1 :]))
+            for number, (start, length) in enumerate(zip(segments.starts, segments.lengths, strict=True)):
+                changed = ids[0].copy()
+                changed[start : start + length] = ids[1, start : start + length]
+                outputs = _together(model, changed, segments)
+                # what continues the changed segment has to move with it
+                others = [i for i, prefix in enumerate(segments.shared) if number not in (i, prefix)]
+                moved = {i: _difference([outputs[i]], [together[i]]) for i in others}
+                before = max([before, *(value for i, value in moved.items() if i < number)])
+                after = max([after, *(value for i, value in moved.items() if i > number)])
     # in 16 bits a router may choose another expert for a token here and there: that is no leak
     equality = _difference(together, alone, typical=(autocast or model.dtype).itemsize < 4)
     exact = max(before, after, equality) <= tolerance
     seeing = control >= CONTROL_FACTOR * tolerance
     verdict = "exact" if exact and seeing else "leaks" if not exact else "unsupported"
     return Proof(verdict, backend, before, after, equality, control, tolerance)
+
+
+@torch.no_grad()
+def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.dtype | None = None) -> None:
+    """Raises CheckFailed where `model` is not causal, or, if `padding`, gives other outputs beside padding than alone.
+
+    Training would be nonsense in the first case (a token sees what it has to predict; BERT and its kin without is_decoder),
+    inexact in the second. By the model's own attention, with the documents of the proof.
+    """
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, vocabulary_of(model), (2, DOCUMENTS.tokens))
+    tolerance, name = tolerance_of(autocast or model.dtype), type(model).__name__
+    with evaluating(model, autocast):
+        alone = [_alone(model, ids[0], DOCUMENTS, number) for number in range(len(LENGTHS))]
+        changed = ids[0].copy()
+        changed[LENGTHS[0] - 1] = ids[1, 0] if ids[1, 0] != changed[LENGTHS[0] - 1] else ids[1, 0] - 1
+        seen = _difference([_alone(model, changed, DOCUMENTS, 0)[:-1]], [alone[0][:-1]])
+        if seen > tolerance:
+            raise CheckFailed(
+                f"{name} is not causal: a later token moves the outputs before it by {seen:.2g} (tolerance {tolerance:.1g})",
+                where="model.path",
+                fix="take a causal language model; models such as BERT need model.config.is_decoder=true",
+            )
+        if not padding:
+            return
+        documents = [Document(one, np.zeros(len(one), dtype=bool)) for one in np.split(ids[0], DOCUMENTS.starts[1:])]
+        padded = logits_of(model, collate_padded(documents, 0))
+    beside = [padded[number, :length] for number, length in enumerate(LENGTHS)]
+    off = _difference(beside, alone, typical=(autocast or model.dtype).itemsize < 4)
+    if off > tolerance:
+        raise CheckFailed(
+            f"padded documents of {name} come out otherwise than alone, off by {off:.2g} (tolerance {tolerance:.1g})",
+            where="packing.mode",
+            fix="set it to packed: its backend per_document needs no padding",
+        )
+
+
+def _alone(model: PreTrainedModel, ids: np.ndarray, segments: Segments, number: int) -> torch.Tensor:
+    """float32 [length, vocabulary] of a segment behind its prefix, by the model's own attention."""
+    places = [segments.shared[number], number]
+    tokens = np.concatenate(
+        [ids[segments.starts[i] : segments.starts[i] + segments.lengths[i]] for i in places if i is not None]
+    )
+    batch = {
+        "input_ids": torch.from_numpy(tokens)[None],
+        "attention_mask": torch.ones(1, len(tokens), dtype=torch.int64),
+    }
+    return logits_of(model, batch)[0, segments.prefix_lengths[number] :]
+
+
+def _together(
+    model: PreTrainedModel, ids: np.ndarray, segments: Segments, *, separated: bool = True
+) -> list[torch.Tensor]:
+    """float32 [length, vocabulary] of each segment in the row; not `separated`: with no border but the positions' restart."""
+    told = row_arguments(segments if separated else Segments((segments.tokens,)))
+    batch = {"input_ids": torch.from_numpy(ids)[None], **told, "position_ids": segments.position_ids()}
+    return list(logits_of(model, batch)[0].split(segments.lengths))
 
 
 @contextmanager
@@ -110,10 +182,6 @@ def vocabulary_of(model: PreTrainedModel) -> int:
     """Number of token ids that `model` embeds."""
     embeddings: Any = model.get_input_embeddings()
     return int(getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0])
-
-
-def _document(rng: np.random.Generator, length: int, vocabulary: int) -> Document:
-    return Document(rng.integers(0, vocabulary, length, dtype=np.int32), np.zeros(length, dtype=bool))
 
 
 def unseparated(documents: Sequence[Document]) -> dict[str, Any]:
@@ -154,14 +222,8 @@ def refusals_of_a_model(what: str, *, fix: str) -> Iterator[None]:
         raise CheckFailed(f"{what}: {first}", fix=fix) from error
 
 
-def _split(logits: torch.Tensor) -> list[torch.Tensor]:
-    return list(logits[0].split(LENGTHS))
-
-
 def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor], *, typical: bool = False) -> float:
     """Largest |a - b| over all tokens (or, `typical`, the mean over tokens of a token's largest) / the largest |b|."""
-    if not ours:
-        return 0.0
     a, b = torch.cat(ours), torch.cat(theirs)
     of_tokens = (a - b).abs().amax(dim=-1)
     return ((of_tokens.mean() if typical else of_tokens.max()) / b.abs().max()).item()

@@ -48,7 +48,7 @@ def segmented_attention(
     Shapes: `query` [1, heads, T, d], `key` and `value` [1, kv_heads, T, d], result [1, T, heads, d]; T is
     `segments.tokens`. Raises CheckFailed where the layer is not told the segments of its row, or its reach is not known.
     """
-    segments, window = row_of(module, query, segments, sliding_window, kwargs)
+    segments, window = row_of(module, query, attention_mask, segments, sliding_window, kwargs)
     attend = attention_function(module, kwargs)
     kwargs["is_causal"] = True  # a module may say otherwise and leave causality to the mask
     if len(segments.lengths) == 1:
@@ -65,14 +65,15 @@ def segmented_attention(
 def row_of(
     module: torch.nn.Module,
     query: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     segments: Segments | None,
     sliding_window: int | None,
     kwargs: dict[str, Any],
 ) -> tuple[Segments, int | None]:
     """The segments of the row that `query` [1, heads, T, d] is, as this layer sees them, and its window.
 
-    Raises CheckFailed where the layer is not told them, where its reach is not known, or where it adds a bias that was made
-    for the whole row.
+    Raises CheckFailed where the layer is not told them, where its reach is not known, or where it brings a mask or a bias
+    of its own (doge learns one), which was made for the whole row.
     """
     name = type(module).__name__
     if segments is None or segments.tokens != query.shape[2] or query.shape[0] != 1:
@@ -80,8 +81,9 @@ def row_of(
             f"{name} ran on a flattened row without knowing its documents",
             fix="this model does not pass keyword arguments to its attention: set model.attention=per_document",
         )
-    if kwargs.get("position_bias") is not None:
-        raise CheckFailed(f"{name} adds a bias by position in the row", fix="set model.attention=per_document")
+    if attention_mask is not None or kwargs.get("position_bias") is not None:
+        what = "brings a mask of its own" if attention_mask is not None else "adds a bias by position in the row"
+        raise CheckFailed(f"{name} {what}", fix="set model.attention=per_document")
     return local_segments(module, segments, sliding_window)
 
 

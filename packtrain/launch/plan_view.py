@@ -16,8 +16,8 @@ from rich.markup import escape
 
 from packtrain.config.compose import to_dict, to_yaml
 from packtrain.config.schema import RunConfig
-from packtrain.launch.plan import LaunchPlan
 from packtrain.launch.memory import estimate
+from packtrain.launch.plan import LaunchPlan
 from packtrain.run_folder import RunFolder
 
 

@@ -50,13 +50,24 @@ def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
     """
     documents = documents or [FILLER]
     segments = Segments(tuple(len(document.input_ids) for document in documents))
-    borders = segments.cumulative_lengths()
-    longest = max(segments.lengths)
     return {
         "input_ids": torch.from_numpy(np.concatenate([d.input_ids for d in documents]).astype(np.int64))[None],
-        "position_ids": segments.position_ids(),
         "shift_labels": torch.cat([shifted_labels(document) for document in documents])[None],
-        "segments": segments,
+        **row_arguments(segments),
+    }
+
+
+def row_arguments(segments: Segments) -> dict[str, Any]:
+    """What a model is told of a flattened row beside its tokens: `segments`, `position_ids`, and the kernels' arguments.
+
+    Those kernels know of no shared prefix: where there is one, they are told nothing.
+    """
+    told = {"position_ids": segments.position_ids(), "segments": segments}
+    if any(segments.prefix_lengths):
+        return told
+    borders, longest = segments.cumulative_lengths(), max(segments.lengths)
+    return {
+        **told,
         "cu_seq_lens_q": borders,
         "cu_seq_lens_k": borders,
         "max_length_q": longest,

@@ -19,6 +19,7 @@ from packtrain.attention.choice import Decision
 from packtrain.config.schema import RunConfig
 from packtrain.data.prepare import PreparedData
 from packtrain.run_folder import RunFolder
+from packtrain.train.forward import Head
 from packtrain.train.loader import Steps
 from packtrain.train.model import base_model
 from packtrain.train.rank_log import RankLog
@@ -70,6 +71,14 @@ def attention(log: RankLog, model: PreTrainedModel, decision: Decision | None) -
             f"[bold]isolation[/]  {proof.verdict}: a changed document moves the others by"
             f" {max(proof.moved_before, proof.moved_after):.1g}, each equals itself alone within {proof.alone:.1g}"
             f" (tolerance {proof.tolerance:.0g}; without isolation {proof.control:.1g})"
+        )
+
+
+def head(log: RankLog, model: PreTrainedModel, head: Head, off: float) -> None:
+    """Says so where the model's head needs its full logits, which take memory."""
+    if not head.fused:
+        log.say(
+            f"[bold]head[/]       full logits: the fused one does not fit {type(model).__name__} (its loss is off by {off:.1g})"
         )
 
 

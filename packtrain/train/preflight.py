@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attend_by, attention_of
 from packtrain.attention.choice import Decision, decide
-from packtrain.attention.isolation import evaluating, tolerance_of
+from packtrain.attention.isolation import evaluating, loss_tolerance_of
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import IGNORE, collate_padded
-from packtrain.train.forward import check_loss_sum
+from packtrain.train.forward import Head, choose_head
 from packtrain.train.model import base_model
 
 
@@ -47,11 +47,11 @@ def put_attention_in_place(config: RunConfig, model: PreTrainedModel, processes:
     return decision
 
 
-def check_head(config: RunConfig, model: PreTrainedModel, probe: dict[str, Any]) -> None:
-    """Compares the fused output head with the full logits on `probe`; raises CheckFailed where they differ."""
+def fit_head(config: RunConfig, model: PreTrainedModel, head: Head, probe: dict[str, Any]) -> float:
+    """Has the model's full logits made where the fused output head does not fit; returns how far that one is off."""
     autocast = autocast_of(config)
     with evaluating(model, autocast), torch.no_grad():
-        check_loss_sum(model, probe, tolerance=tolerance_of(autocast or model.dtype))
+        return choose_head(model, head, probe, tolerance=loss_tolerance_of(autocast or model.dtype))
 
 
 def autocast_of(config: RunConfig) -> torch.dtype | None:

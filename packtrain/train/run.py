@@ -21,7 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import own_attention
 from packtrain.attention.choice import Decision
-from packtrain.attention.isolation import tolerance_of
+from packtrain.attention.isolation import check_as_it_comes, tolerance_of
 from packtrain.config.limits import micro_batch_limits
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import TokenDataset
@@ -37,7 +37,7 @@ from packtrain.train.checkpoint import check_origin, find_resume, set_aside, ste
 from packtrain.train.final import save_final
 from packtrain.train.loader import Steps
 from packtrain.train.model import base_model, check_positions, load_model, load_tokenizer
-from packtrain.train.preflight import FirstStepWatch, autocast_of, check_head, put_attention_in_place
+from packtrain.train.preflight import FirstStepWatch, autocast_of, fit_head, put_attention_in_place
 from packtrain.train.quiet import quiet_libraries, warnings_to
 from packtrain.train.rank_log import RankLog
 from packtrain.train.samples import answer
@@ -313,8 +313,9 @@ def _preflight(setting: Setting, trainer: PackedSFTTrainer, as_it_came: str) -> 
             tolerance = tolerance_of(autocast_of(config) or model.dtype)
             trainer.watch = FirstStepWatch(as_it_came, tolerance, trainer.steps.pad_token_id)
     announce.attention(setting.log, model, decision)
-    if config.verify.preflight and config.objective.loss == "nll":
-        check_head(config, model, trainer.probe())
+    if config.verify.preflight:
+        check_as_it_comes(model, padding=decision is None, autocast=autocast_of(config))
+    announce.head(setting.log, model, trainer.head, fit_head(config, model, trainer.head, trainer.probe()))
     if trainer.routers is not None:
         setting.log.say(
             f"[bold]routers[/]    {trainer.routers.weight:g} × load-balancing loss over the tokens of a step"

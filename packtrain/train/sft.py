@@ -53,7 +53,8 @@ class PackedSFTTrainer(WholeSteps, SFTTrainer):
         if routers is not None:  # TRL turns them on for its auxiliary loss; ours asks for them itself
             text_config.output_router_logits = routers
         self.routers = router_loss(base_model(self.model), objective.router_aux_coef)
-        add_loss_sum(base_model(self.model), loss=objective.loss, neftune_alpha=objective.neftune_alpha)
+        base = base_model(self.model)
+        self.head = add_loss_sum(base, loss=objective.loss, neftune_alpha=objective.neftune_alpha)
         self.open_course(course)
 
     def open_step(self, batches: list[MicroBatch]) -> None:

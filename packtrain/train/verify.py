@@ -23,16 +23,16 @@ from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.attention.choice import decide, examine
-from packtrain.attention.isolation import Proof
+from packtrain.attention.isolation import Proof, check_as_it_comes
 from packtrain.attention.leak import Leak, find_leak
 from packtrain.config.schema import RunConfig
-from packtrain.errors import CheckFailed, Problem
+from packtrain.errors import CheckFailed
 from packtrain.packing.collate import collate_padded
 from packtrain.run_folder import RunFolder, write_json
-from packtrain.train.forward import add_loss_sum
+from packtrain.train.forward import Head, add_loss_sum
 from packtrain.train.model import base_model, load_model, load_tokenizer
 from packtrain.train.modes import Comparison, compare_modes, on_device, random_documents
-from packtrain.train.preflight import autocast_of, check_head
+from packtrain.train.preflight import autocast_of, fit_head
 
 if TYPE_CHECKING:
     from packtrain.train.run import Process
@@ -94,9 +94,10 @@ def _report(config: RunConfig, process: Process) -> dict[str, Any]:
     """What this process measures. Raises CheckFailed also where its memory does not suffice."""
     started = time.perf_counter()
     try:
-        model, pad_token_id = _load(config, process.device)
+        model, head, pad_token_id = _load(config, process.device)
         isolation = _isolation(config, base_model(model))
-        head = _head_problem(config, base_model(model), pad_token_id)
+        probe = collate_padded(random_documents(model)[-1:], pad_token_id)
+        fit_head(config, base_model(model), head, on_device(probe, base_model(model).device))
         comparison = compare_modes(
             model,
             isolation.backend,
@@ -110,7 +111,7 @@ def _report(config: RunConfig, process: Process) -> dict[str, Any]:
             fix="the proof takes the weights and the trained gradients twice, training more: set peft=lora, or "
             "model.dtype=bfloat16",
         ) from error
-    verdict, problem, fix = judge(isolation, comparison, head)
+    verdict, problem, fix = judge(isolation, comparison)
     base = base_model(model)
     return {
         "model": config.model.path or f"new weights ({base.config.model_type})",
@@ -121,6 +122,7 @@ def _report(config: RunConfig, process: Process) -> dict[str, Any]:
         "device": str(process.device),
         "processes": process.world_size,
         "rank": process.rank,
+        "head": "fused" if head.fused else "full logits",
         "backend": isolation.backend,
         "why": isolation.why,
         "lacking": [{"backend": name, "why": why} for name, why in isolation.lacking],
@@ -135,18 +137,23 @@ def _report(config: RunConfig, process: Process) -> dict[str, Any]:
     }
 
 
-def _load(config: RunConfig, device: torch.device) -> tuple[PreTrainedModel, int]:
-    """The model as training has it when its proofs run, and the id that padded batches are filled with."""
+def _load(config: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Head, int]:
+    """The model as training has it when its proofs run, its output head, and the id that padded batches are filled with."""
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
     add_fused_lm_head(base_model(model))
-    add_loss_sum(base_model(model), loss=config.objective.loss, neftune_alpha=config.objective.neftune_alpha)
-    return cast(Any, model).to(device), int(cast(Any, tokenizer.pad_token_id) or 0)
+    head = add_loss_sum(base_model(model), loss=config.objective.loss, neftune_alpha=config.objective.neftune_alpha)
+    return cast(Any, model).to(device), head, int(cast(Any, tokenizer.pad_token_id) or 0)
 
 
 def _isolation(config: RunConfig, model: PreTrainedModel) -> Isolation:
     """Decides on the backend as training does, but a named one that is not exact is told of with all that was measured."""
     wanted, autocast = config.model.attention, autocast_of(config)
+    try:
+        check_as_it_comes(model, padding=False, autocast=autocast)
+    except CheckFailed as refusal:
+        problem = refusal.problems[0]
+        return Isolation(None, problem.what, problem=problem.what, fix=problem.fix)
     if wanted == "auto":
         try:
             decision = decide(wanted, model, model.device, autocast=autocast)
@@ -173,25 +180,12 @@ def _instead(model: PreTrainedModel, autocast: torch.dtype | None) -> str:
         return PADDING_ONLY
 
 
-def _head_problem(config: RunConfig, model: PreTrainedModel, pad_token_id: int) -> Problem | None:
-    """What is wrong with the output head that training uses, by the check that it makes before step 1."""
-    if config.objective.loss != "nll":
-        return None
-    try:
-        check_head(config, model, on_device(collate_padded(random_documents(model)[-1:], pad_token_id), model.device))
-    except CheckFailed as refusal:
-        return refusal.problems[0]
-    return None
-
-
-def judge(isolation: Isolation, comparison: Comparison, head: Problem | None) -> tuple[str, str, str]:
-    """Verdict, what is wrong ("" where nothing is), and what to do about it; `head` is what the output head lacks."""
+def judge(isolation: Isolation, comparison: Comparison) -> tuple[str, str, str]:
+    """Verdict, what is wrong ("" where nothing is), and what to do about it."""
     proof = isolation.proof
     if isolation.problem:
         leaks = proof is not None and proof.verdict == "leaks"
         return ("leaks" if leaks else "unsupported"), isolation.problem, isolation.fix
-    if head is not None:
-        return "unsupported", head.what, head.fix
     if comparison.off:
         return _judge_off(comparison)
     for mode, figures in comparison.modes.items():

@@ -27,7 +27,7 @@ from packtrain.attention.isolation import tolerance_of
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, shifted_labels
-from packtrain.train.forward import add_loss_sum, check_loss_sum
+from packtrain.train.forward import add_loss_sum, choose_head
 
 Batch = dict[str, object]
 
@@ -80,10 +80,10 @@ def outcome_of(model_type: str) -> Outcome:
     items = documents()
     truth = one_by_one(model, items)
     add_fused_lm_head(model)
-    add_loss_sum(model)
+    head = add_loss_sum(model)
     try:
         with torch.no_grad():
-            check_loss_sum(model, collate_padded(items, 0), tolerance=tolerance_of(torch.float32))
+            choose_head(model, head, collate_padded(items, 0), tolerance=tolerance_of(torch.float32))
     except CheckFailed as refusal:
         return Outcome(model_type, "refused", _without_figures(refusal.problems[0].what))
     modes = {"padding": difference(model, [collate_padded(items[:3], 0), collate_padded(items[3:], 0)], truth)}

@@ -180,3 +180,26 @@ def test_visible_keys_of_a_shared_prefix_and_a_window_go_by_position() -> None:
 
 def test_chunks_are_cut_where_positions_pass_a_multiple() -> None:
     assert Segments((5, 8, 3)).chunks(4).lengths == (4, 1, 4, 4, 3)
+
+
+def test_a_layer_that_brings_a_mask_of_its_own_is_not_flattened() -> None:
+    """doge learns its mask from values; with its parameter at 0, as new models have it, short documents show nothing of it."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["doge"](
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".A"):
+            torch.nn.init.zeros_(parameter)
+        elif parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+    for backend in ("segmented", "sdpa_mask"):
+        with pytest.raises(CheckFailed, match="a mask of its own"):
+            decide(backend, model, CPU)
+    assert decide("auto", model, CPU).backend.name == "per_document"

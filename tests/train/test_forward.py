@@ -17,7 +17,7 @@ from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import FILLER, IGNORE, collate_flat, collate_padded, shifted_labels
 from packtrain.packing.segments import Segments
-from packtrain.train.forward import add_loss_sum, check_loss_sum
+from packtrain.train.forward import add_loss_sum, choose_head
 
 LENGTHS = (1, 2, 17, 33, 33, 33, 5, 64)
 
@@ -174,16 +174,18 @@ def test_a_layer_that_is_not_told_its_segments_fails_at_once() -> None:
         model(**batch, loss_sum=True)
 
 
-def test_the_fused_head_is_checked_against_the_full_logits() -> None:
-    model = with_loss_sum(tiny_model("llama"))
-    batch = collate_padded(documents(), 0)
+@pytest.mark.parametrize("loss", ["nll", "dft"])
+def test_a_head_that_the_fused_one_does_not_fit_is_found_and_runs_as_the_model_has_it(loss: str) -> None:
+    model, items = tiny_model("llama"), documents()
+    add_fused_lm_head(model)
+    head = add_loss_sum(model, loss=loss)
+    batch = collate_padded(items, 0)
     with torch.no_grad():
-        assert check_loss_sum(model, dict(batch), tolerance=1e-5) < 1e-5
-        head = model.lm_head
+        expected = model(**batch, loss_sum=True).item()
+        assert choose_head(model, head, dict(batch), tolerance=1e-5) < 1e-5 and head.fused
         model.get_output_embeddings = lambda: torch.nn.Linear(64, 97, bias=False)  # another head than the model uses
-        with pytest.raises(CheckFailed, match="fused output head"):
-            check_loss_sum(model, dict(batch), tolerance=1e-3)
-        assert head is model.lm_head
+        assert choose_head(model, head, dict(batch), tolerance=1e-3) > 1e-3 and not head.fused
+        assert model(**batch, loss_sum=True).item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])

@@ -172,16 +172,20 @@ def test_a_model_that_shows_too_little_is_exact_only_where_documents_run_apart(t
     assert "Controls are weak" in capsys.readouterr().out
 
 
-def test_a_head_that_training_would_get_wrong_is_unsupported(tmp_path: Path) -> None:
-    """RecurrentGemma caps its logits by a name that the fused head does not know: every mode is off alike, none leaks."""
+def test_a_head_that_the_fused_one_does_not_fit_runs_with_full_logits(tmp_path: Path) -> None:
+    """RecurrentGemma caps its logits by a name that the fused head does not know."""
     model = {"model_type": "recurrent_gemma", "hidden_size": 32, "intermediate_size": 64, "lru_width": 32}
     model |= {"num_hidden_layers": 2, "num_attention_heads": 4, "block_types": ["recurrent", "attention"]}
-    capped = {"logits_soft_cap": 0.5}
-    code, report = proved(tmp_path, model | capped)
-    assert (code, report["verdict"]) == (3, "unsupported")
-    assert "output head" in report["problem"]
-    code, report = proved(tmp_path, model | capped, dtype="bfloat16")
-    assert (code, report["verdict"]) == (3, "unsupported")
+    code, report = proved(tmp_path, model | {"logits_soft_cap": 0.5})
+    assert (code, report["verdict"], report["head"]) == (0, "exact", "full logits")
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    code, report = proved(tmp_path, {"model_type": "bert", **small})
+    assert (code, report["verdict"]) == (3, "unsupported") and "not causal" in report["problem"]
+    code, report = proved(tmp_path, {"model_type": "bert", "is_decoder": True, **small})
+    assert (code, report["verdict"], report["head"]) == (0, "exact", "full logits")
 
 
 def test_nothing_but_padding_is_unsupported_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
