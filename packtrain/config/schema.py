@@ -75,8 +75,10 @@ class Data:
         "conversations, completion for prompt_completion, all for text.",
     )
     max_length: int | None = key(2048, "Most tokens of a document; none for no limit.", minimum=2)
-    overlong: Literal["truncate", "drop", "split", "error"] = key(
-        "truncate", "What is done with a document longer than data.max_length."
+    overlong: Literal["truncate", "keep_start", "keep_end", "drop", "split", "error"] = key(
+        "truncate",
+        "What is done with a document longer than data.max_length. Preference pairs: truncate (or keep_start) cuts the "
+        "end, keep_end as much of the prompt's beginning in both documents; they are never split.",
     )
     bad_rows: Literal["error", "skip"] = key("error", "Stop at the first unreadable row, or count and skip them.")
     shuffle: bool = key(True, "New order of the documents in every epoch, from trainer.seed.")

@@ -81,6 +81,25 @@ class ChatEncoder:
             mask[self._end_after(part, following, encoded, text, whole)] = True
         return encoded.ids, mask
 
+    def encode_choice(self, chosen: Conversation, rejected: Conversation) -> list[np.ndarray]:
+        """ids int32[n] of the prompt with the generation prompt, of the chosen and of the rejected conversation.
+
+        Both have the same messages before `answer_from`. Raises BadRow when the template refuses or leaves out a part.
+        """
+        template = self.template.for_tools() if chosen.tools else self.template
+        prompt = chosen.messages[: chosen.answer_from]
+        texts = [self._render(template.text, chosen, prompt, generation_prompt=True)[0]]
+        for side in (chosen, rejected):
+            text, _ = self._render(template.text, side, side.messages)
+            if side.tools:
+                self._check_tools(template, side, text)
+            turns = range(side.answer_from or 0, len(side.messages))
+            spoken = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
+            _check_content(side, spoken, text)
+            _check_calls(side, spoken, text)
+            texts.append(text)
+        return [self.codec.encode(text).ids for text in texts]
+
     def _spans(
         self,
         template: Template,

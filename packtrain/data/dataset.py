@@ -111,13 +111,15 @@ def hold_out(stores: Sequence[Store], fraction: float) -> list[np.ndarray]:
     return np.split(held, np.cumsum([len(store.fates) for store in stores])[:-1])
 
 
-def weighted(rows: np.ndarray, source: DataSource, number: int, seed: int, where: str) -> np.ndarray:
+def weighted(
+    rows: np.ndarray, source: DataSource, number: int, seed: int, where: str, *, together: int = 1
+) -> np.ndarray:
     """`rows` int64[n], each floor(weight) times, and a random part of them once more for the fraction of the weight.
 
-    The random part is fixed by (seed, number of the source), and its rows keep their order. Raises UserError for a
+    So many neighbours stay `together`: 2 for the documents of preference pairs. The random part is fixed by (seed, number of the source), and its rows keep their order. Raises UserError for a
     weight that takes none of them, or more than anything could be done with.
     """
-    weight = source.weight
+    rows, weight = rows[::together], source.weight
     if not (weight <= 1 or weight * len(rows) <= MOST_REPEATED):  # true of NaN too
         what = f"weight={weight:g} makes {weight * len(rows):.2g} documents of the {len(rows):,} of {source.path}"
         raise UserError(what, where=where, fix="Weights are relative to one epoch: lower it, raise trainer.epochs.")
@@ -127,4 +129,4 @@ def weighted(rows: np.ndarray, source: DataSource, number: int, seed: int, where
     if not len(taken):
         what = f"weight={weight:g} takes none of the {len(rows):,} documents of {source.path}"
         raise UserError(what, where=where, fix="Raise its weight, or take the source away.")
-    return taken
+    return (taken[:, None] + np.arange(together)).ravel()

@@ -17,6 +17,7 @@ from packtrain.data import roles
 from packtrain.data.rows import BadRow, kind_of, too_much
 from packtrain.errors import UserError
 
+Objective = Literal["sft", "dpo"]
 Format = Literal["messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "tokenised"]
 LossOn = Literal["auto", "assistant", "completion", "all"]
 
@@ -29,6 +30,8 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "tokenised": ("input_ids",),
 }
+READ_TOO = {"preference": ("prompt", "conversations")}
+"""Columns beside the required ones and OPTIONAL that only this format reads."""
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 OPTIONAL = ("tools", "system", "input", "attention_mask", "chat_template_kwargs", *MASKS)
 ALPACA = (
@@ -108,8 +111,10 @@ class Row:
         return value
 
 
-def recognise(first: list[str], names: list[str], wanted: str, columns: Mapping[str, str], where: str) -> Format:
-    """The format of a source; raises UserError unless exactly one fits.
+def recognise(
+    first: list[str], names: list[str], wanted: str, columns: Mapping[str, str], where: str, objective: Objective
+) -> Format:
+    """The format of a source; raises UserError unless exactly one fits, and it is one for the objective.
 
     `auto` goes by the columns of the `first` row, so that a stray row is a bad row and not another format; `names` are
     the columns of all rows seen.
@@ -127,12 +132,20 @@ def recognise(first: list[str], names: list[str], wanted: str, columns: Mapping[
         fits = [name for name, needs in REQUIRED.items() if all(columns.get(need, need) in first for need in needs)]
     else:
         fits = [wanted]
+    if objective == "dpo" and "preference" in fits:
+        fits = ["preference"]  # other columns may hold the prompt, or the chosen answer once more
+    elif objective == "dpo":
+        seen = f"these are {' or '.join(fits)}" if fits else "the columns are not those of preference pairs"
+        fix = (
+            "Rename with data.columns, or train on them with packtrain sft. Needed are chosen, rejected; prompt if any."
+        )
+        raise UserError(f"{seen}; found: {', '.join(names)}", where=where, fix=fix)
     needs = "; ".join(f"{name}: {', '.join(required)}" for name, required in REQUIRED.items() if name != "preference")
     if len(fits) != 1:
         what = f"the columns fit {' and '.join(fits)}" if fits else "the columns fit no known format"
         fix = f"Set data.format to {' or '.join(fits)}." if fits else f"Rename with data.columns. Needed are {needs}."
         raise UserError(f"{what}; found: {', '.join(names)}", where=where, fix=fix)
-    if fits[0] == "preference":
+    if fits[0] == "preference" and objective == "sft":
         raise UserError("these are preference pairs", where=where, fix="Train on them with packtrain dpo.")
     missing = [columns.get(need, need) for need in REQUIRED[fits[0]] if columns.get(need, need) not in names]
     if missing:
@@ -146,7 +159,7 @@ def convert(values: Mapping[str, Any], format: Format, columns: Mapping[str, str
     """One raw row as an example; raises BadRow naming the field. Roles `named` by the template may speak."""
     row = Row(values, columns, named)
     if format == "messages":
-        return Conversation(_messages(row, "messages"), _tools(row), _variables(row))
+        return Conversation(messages_of(row, "messages"), tools_of(row), variables_of(row))
     if format == "prompt_completion":
         return _prompt_completion(row)
     if format == "text":
@@ -158,7 +171,7 @@ def convert(values: Mapping[str, Any], format: Format, columns: Mapping[str, str
     return _tokens(row)
 
 
-def _list(value: Any, where: str) -> list[Any]:
+def list_of(value: Any, where: str) -> list[Any]:
     """A list, or the list in a JSON string (csv and parquet files often hold nested columns that way)."""
     if isinstance(value, str):
         try:
@@ -172,9 +185,9 @@ def _list(value: Any, where: str) -> list[Any]:
     return value
 
 
-def _messages(row: Row, ours: str) -> list[dict[str, Any]]:
+def messages_of(row: Row, ours: str) -> list[dict[str, Any]]:
     where = row.name(ours)
-    messages = [_message(one, f"{where}[{index}]", row) for index, one in enumerate(_list(row.take(ours), where))]
+    messages = [_message(one, f"{where}[{index}]", row) for index, one in enumerate(list_of(row.take(ours), where))]
     if not messages:
         raise BadRow("empty", "there are no messages", where)
     return messages
@@ -225,7 +238,7 @@ def _content(value: Any, where: str, *, optional: bool) -> str:
 def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects: OpenAI's API gives JSON in a string, templates want objects."""
     calls = []
-    for index, call in enumerate(_list(value, where)):
+    for index, call in enumerate(list_of(value, where)):
         place = f"{where}[{index}]"
         if not isinstance(call, dict):
             raise BadRow("wrong type", f"expected an object, found {kind_of(call)}", place)
@@ -244,18 +257,18 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _tools(row: Row) -> list[dict[str, Any]] | None:
+def tools_of(row: Row) -> list[dict[str, Any]] | None:
     value = row.optional("tools")
     if not value:
         return None
-    tools = _list(value, row.name("tools"))
+    tools = list_of(value, row.name("tools"))
     for index, tool in enumerate(tools):
         if not isinstance(tool, dict):
             raise BadRow("wrong type", f"expected an object, found {kind_of(tool)}", f"{row.name('tools')}[{index}]")
     return tools or None
 
 
-def _variables(row: Row) -> dict[str, Any]:
+def variables_of(row: Row) -> dict[str, Any]:
     value = row.optional("chat_template_kwargs")
     if value is None:
         return {}
@@ -267,26 +280,35 @@ def _variables(row: Row) -> dict[str, Any]:
 def _prompt_completion(row: Row) -> Example:
     if isinstance(row.take("prompt"), str):
         return Pair(row.text("prompt", may_be_empty=True), row.text("completion"))
-    before, after = _messages(row, "prompt"), _messages(row, "completion")
-    return Conversation([*before, *after], _tools(row), _variables(row), answer_from=len(before))
+    before, after = messages_of(row, "prompt"), messages_of(row, "completion")
+    return Conversation([*before, *after], tools_of(row), variables_of(row), answer_from=len(before))
+
+
+def turn_of(value: Any, where: str, row: Row) -> dict[str, Any]:
+    """A message that is written as one, or as ShareGPT does ({"from", "value"})."""
+    if isinstance(value, dict) and "from" in value:
+        role = roles.of_speaker(value["from"], f"{where}.from")
+        if not isinstance(value.get("value"), str):
+            raise BadRow("wrong type", f"expected a string, found {kind_of(value.get('value'))}", f"{where}.value")
+        value = {"role": role, "content": value["value"]}
+    return _message(value, where, row)
+
+
+def system_of(row: Row) -> list[dict[str, Any]]:
+    """The message of the column `system`, if any."""
+    system = row.optional("system")
+    if not system:
+        return []
+    return [{"role": "system", "content": _content(system, row.name("system"), optional=False)}]
 
 
 def _sharegpt(row: Row) -> Conversation:
     name = row.name("conversations")
-    messages: list[dict[str, Any]] = []
-    if system := row.optional("system"):
-        messages.append({"role": "system", "content": _content(system, row.name("system"), optional=False)})
-    for index, turn in enumerate(_list(row.take("conversations"), name)):
-        place = f"{name}[{index}]"
-        if isinstance(turn, dict) and "from" in turn:
-            role = roles.of_speaker(turn["from"], f"{place}.from")
-            if not isinstance(turn.get("value"), str):
-                raise BadRow("wrong type", f"expected a string, found {kind_of(turn.get('value'))}", f"{place}.value")
-            turn = {"role": role, "content": turn["value"]}
-        messages.append(_message(turn, place, row))
+    turns = list_of(row.take("conversations"), name)
+    messages = [*system_of(row), *(turn_of(turn, f"{name}[{index}]", row) for index, turn in enumerate(turns))]
     if not any(message["role"] != "system" for message in messages):
         raise BadRow("empty", "there are no turns", name)
-    return Conversation(messages, _tools(row))
+    return Conversation(messages, tools_of(row))
 
 
 def _alpaca(row: Row) -> Conversation:
@@ -333,7 +355,7 @@ def _tokens(row: Row) -> Tokens:
 def _integers(row: Row, ours: str, length: int | None = None) -> np.ndarray:
     where = row.name(ours)
     value = row.take(ours)
-    values = _list(value, where)
+    values = list_of(value, where)
     for index, one in enumerate(values):
         if not isinstance(one, int):
             raise BadRow("wrong type", f"expected an integer, found {kind_of(one)}", f"{where}[{index}]")

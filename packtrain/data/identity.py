@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from packtrain.data.formats import OPTIONAL, REQUIRED, Format
+from packtrain.data.formats import OPTIONAL, READ_TOO, REQUIRED, Format
 from packtrain.data.rows import BadRow, Row
 
 
@@ -19,7 +19,9 @@ def content_of(row: Row, format: Format, columns: Mapping[str, str]) -> int:
     if isinstance(row, BadRow):
         said: object = [row.reason, row.what]
     else:
-        ours = {name: row.get(columns.get(name, name)) for name in (*REQUIRED[format], *OPTIONAL)}
+        ours = {
+            name: row.get(columns.get(name, name)) for name in (*REQUIRED[format], *READ_TOO.get(format, ()), *OPTIONAL)
+        }
         said = {name: value for name, value in ours.items() if value is not None}
     text = json.dumps(said, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,4 +1,4 @@
-"""`data.train` and `data.eval` to TokenDatasets: each source is tokenised once, in parallel, and cached.
+"""`data.train` and `data.eval` to TokenDatasets or PairDatasets: each source is tokenised once, in parallel, and cached.
 
 The reader (this process) cuts sources into chunks, workers parse and tokenise them, and results are written in the
 order of the source, with only a few chunks in flight: memory does not grow with the data. The result does not depend
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -40,8 +40,10 @@ from packtrain.data import sources, templates
 from packtrain.data.cache import cache_folder, open_or_build
 from packtrain.data.codec import codec_of
 from packtrain.data.dataset import TokenDataset, hold_out, make_dataset, weighted
-from packtrain.data.formats import Format, recognise
+from packtrain.data.formats import Format, Objective, recognise
 from packtrain.data.hashing import hash_file
+from packtrain.data.paired import PairEncoder
+from packtrain.data.pairs import PairDataset
 from packtrain.data.report import Counts
 from packtrain.data.rows import BadRow, Chunk
 from packtrain.data.store import Store, StoreWriter
@@ -59,81 +61,133 @@ MOST_WORKERS = 16
 LOOK_AHEAD = 3
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedData:
-    """The documents to train on, and the held-out ones where there are any."""
+Documents = TypeVar("Documents", TokenDataset, PairDataset)
 
-    train: TokenDataset
-    eval: TokenDataset | None
+
+@dataclass(frozen=True)
+class PreparedData(Generic[Documents]):
+    """The documents (or preference pairs) to train on, and the held-out ones where there are any."""
+
+    train: Documents
+    eval: Documents | None
 
 
 def prepare(
     data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, template: str | None = None, progress: bool = False
-) -> PreparedData:
+) -> PreparedData[TokenDataset]:
     """Tokenise (or find in the cache) what `data` names.
 
     `template` overrides data.chat_template; `progress` shows a bar on stderr. Raises UserError naming file, line and
     field of rows that cannot be used, or why no document is left. Every process of a launch may call it: one works,
     the others wait.
     """
+    return _prepared(data, tokenizer, seed, template, progress, "sft")
+
+
+def prepare_pairs(
+    data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, template: str | None = None, progress: bool = False
+) -> PreparedData[PairDataset]:
+    """The same for preference pairs; raises UserError for other rows, too."""
+    made = _prepared(data, tokenizer, seed, template, progress, "dpo")
+    return PreparedData(PairDataset(made.train), None if made.eval is None else PairDataset(made.eval))
+
+
+def _prepared(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    template: str | None,
+    progress: bool,
+    objective: Objective,
+) -> PreparedData[TokenDataset]:
     if data.train is None:
         raise UserError("there is nothing to train on", where="data.train", fix="Give a file, a folder or a hub id.")
-    settings = Settings(
-        data.loss_on, data.max_length, data.overlong, data.bad_rows, tuple(sorted(data.columns.items()))
-    )
-    encoder = Encoder(codec_of(tokenizer), templates.choose(template or data.chat_template, tokenizer), settings)
+    codec, chat = codec_of(tokenizer), templates.choose(template or data.chat_template, tokenizer)
+    encoder = (Encoder if objective == "sft" else PairEncoder)(codec, chat, _settings(data, objective))
     console = Console(stderr=True, quiet=not progress)
     with ExitStack() as stack:
         workshop = _Workshop(encoder, data.workers or min(_cores(), MOST_WORKERS), stack)
-        maker = _Maker(workshop, data, cache_folder(data.cache_dir), seed, console)
+        maker = _Maker(workshop, data, objective, cache_folder(data.cache_dir), seed, console)
+        mixer = _Mixer(seed, 1 if objective == "sft" else 2)
         train_sources = sources.wanted(data.train, "train")
         train = [maker.store(source, "train") for source in train_sources]
         if data.eval is None or isinstance(data.eval, (int, float)):
-            return _with_fraction(train, train_sources, data.eval, seed)
+            return mixer.with_fraction(train, train_sources, data.eval)
         eval_sources = sources.wanted(data.eval, "eval")
         held = [maker.store(source, "eval") for source in eval_sources]
-        return PreparedData(_mixed(train, train_sources, "train", seed), _mixed(held, eval_sources, "eval", seed))
+        return PreparedData(mixer.mixed(train, train_sources, "train"), mixer.mixed(held, eval_sources, "eval"))
+
+
+def _settings(data: Data, objective: Objective) -> Settings:
+    """The keys that decide the tokens; raises UserError for values that the objective has no use for."""
+    overlong, columns = data.overlong, tuple(sorted(data.columns.items()))
+    if objective == "sft":
+        if overlong in ("keep_start", "keep_end"):
+            what = f"data.overlong={overlong} is for preference pairs"
+            raise UserError(what, where="data.overlong", fix="Set it to truncate, split, drop or error.")
+        return Settings(data.loss_on, data.max_length, overlong, data.bad_rows, columns)
+    if data.format not in ("auto", "preference"):
+        what = f"data.format={data.format} has no preference pairs"
+        raise UserError(what, where="data.format", fix="Set it to auto or preference, or train with packtrain sft.")
+    if data.loss_on not in ("auto", "completion"):
+        what = f"data.loss_on={data.loss_on}, but preferences are about the answers"
+        raise UserError(what, where="data.loss_on", fix="Set it to auto or completion.")
+    if overlong == "split":
+        what = "a preference pair cannot be split: the later parts would have no prompt"
+        raise UserError(what, where="data.overlong", fix="Set it to truncate, keep_end, drop or error.")
+    overlong = "truncate" if overlong == "keep_start" else overlong
+    return Settings("completion", data.max_length, overlong, data.bad_rows, columns)
 
 
 Made = tuple[Store, bool]
 
 
-def _with_fraction(made: list[Made], given: list[DataSource], fraction: float | None, seed: int) -> PreparedData:
-    if not fraction:
-        return PreparedData(_mixed(made, given, "train", seed), None)
-    if not 0 < fraction < 1:
-        raise UserError(f"data.eval={fraction} is not a fraction", where="data.eval", fix="Give a number from 0 to 1.")
-    stores = [store for store, _ in made]
-    held = hold_out(stores, fraction)
-    train = _mixed(made, given, "train", seed, held)
-    documents = np.concatenate(
-        [np.repeat(side, store.fates["documents"]) for store, side in zip(stores, held, strict=True)]
-    )
-    rows, names = np.flatnonzero(documents).astype(np.int64), [source.path for source in given]
-    return PreparedData(train, make_dataset(stores, rows, names, built=[new for _, new in made], sides=held))
+@dataclass(frozen=True, slots=True)
+class _Mixer:
+    """Stores to data sets, documents that belong `together` (by this many) always side by side."""
 
+    seed: int
+    together: int
 
-def _mixed(
-    made: list[Made], given: list[DataSource], role: sources.Role, seed: int, held: list[np.ndarray] | None = None
-) -> TokenDataset:
-    """All stores, each with its weight, without the documents of the rows `held` (for each store bool[its rows])."""
-    parts, first, held_out = [], 0, 0
-    for number, ((store, _), source) in enumerate(zip(made, given, strict=True)):
-        rows = np.arange(first, first + len(store), dtype=np.int64)
-        if held is not None:
-            rows = rows[~np.repeat(held[number], store.fates["documents"])]
-            held_out += len(store) - len(rows)
-        if len(rows):
-            parts.append(weighted(rows, source, number, seed, f"data.{role}"))
-        first += len(store)
-    return make_dataset(
-        [store for store, _ in made],
-        np.concatenate(parts),
-        [source.path for source in given],
-        built=[new for _, new in made],
-        sides=None if held is None else [~side for side in held],
-        held_out=held_out,
-    )
+    def with_fraction(
+        self, made: list[Made], given: list[DataSource], fraction: float | None
+    ) -> PreparedData[TokenDataset]:
+        if not fraction:
+            return PreparedData(self.mixed(made, given, "train"), None)
+        if not 0 < fraction < 1:
+            raise UserError(
+                f"data.eval={fraction} is not a fraction", where="data.eval", fix="Give a number from 0 to 1."
+            )
+        stores = [store for store, _ in made]
+        held = hold_out(stores, fraction)
+        train = self.mixed(made, given, "train", held)
+        documents = np.concatenate(
+            [np.repeat(side, store.fates["documents"]) for store, side in zip(stores, held, strict=True)]
+        )
+        rows, names = np.flatnonzero(documents).astype(np.int64), [source.path for source in given]
+        return PreparedData(train, make_dataset(stores, rows, names, built=[new for _, new in made], sides=held))
+
+    def mixed(
+        self, made: list[Made], given: list[DataSource], role: sources.Role, held: list[np.ndarray] | None = None
+    ) -> TokenDataset:
+        """All stores, each with its weight, without the documents of the rows `held` (for each store bool[its rows])."""
+        parts, first, held_out = [], 0, 0
+        for number, ((store, _), source) in enumerate(zip(made, given, strict=True)):
+            rows = np.arange(first, first + len(store), dtype=np.int64)
+            if held is not None:
+                rows = rows[~np.repeat(held[number], store.fates["documents"])]
+                held_out += len(store) - len(rows)
+            if len(rows):
+                parts.append(weighted(rows, source, number, self.seed, f"data.{role}", together=self.together))
+            first += len(store)
+        return make_dataset(
+            [store for store, _ in made],
+            np.concatenate(parts),
+            [source.path for source in given],
+            built=[new for _, new in made],
+            sides=None if held is None else [~side for side in held],
+            held_out=held_out,
+        )
 
 
 @dataclass
@@ -142,20 +196,21 @@ class _Maker:
 
     workshop: _Workshop
     data: Data
+    objective: Objective
     folder: Path
     seed: int
     console: Console
 
     def store(self, given: DataSource, role: sources.Role) -> Made:
         try:
-            source = sources.resolve(given, role, self.seed)
+            source = sources.resolve(given, role, self.seed, self.objective)
             identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
         except OSError as error:
             where = str(error.filename or given.path)
             raise UserError(f"cannot be used: {error.strerror or error}", where=where) from error
         encoder = self.workshop.encoder
         chat = encoder.template.content if encoder.template else ""
-        parts = (VERSION, identity, self.data.format, encoder.settings, encoder.codec.content, chat)
+        parts = (VERSION, identity, self.objective, self.data.format, encoder.settings, encoder.codec.content, chat)
         key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
         def say(message: str) -> None:
@@ -199,7 +254,8 @@ class _Maker:
             if names:
                 if problems and self.data.bad_rows == "error":
                     raise _shown(problems, len(problems), complete=False)
-                return recognise(first, list(names), self.data.format, self.data.columns, source.name), seen
+                keys = (self.data.format, self.data.columns)
+                return recognise(first, list(names), *keys, source.name, self.objective), seen
         if problems:
             raise _shown(problems, len(problems), complete=True)
         raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.")

@@ -131,7 +131,7 @@ def conversations(split: Split, seed: int = 0, count: int | None = None) -> list
     The same arguments give the same rows on every machine, and the first rows do not depend on `count`.
     """
     rng = random.Random(f"{split}-{seed}")
-    return [{"messages": _conversation(split, rng)} for _ in range(COUNTS[split] if count is None else count)]
+    return [{"messages": conversation(split, rng)} for _ in range(COUNTS[split] if count is None else count)]
 
 
 def held_out(question: str) -> bool:
@@ -170,7 +170,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _conversation(split: Split, rng: random.Random) -> list[Message]:
+def conversation(split: Split, rng: random.Random) -> list[Message]:
     """One exercise most of the time, else a lesson of several; a third of the lessons starts with a system prompt."""
     number = 1 if rng.random() < 0.8 else 2 + min(int(rng.expovariate(0.4)), 10)
     messages: list[Message] = []

@@ -49,7 +49,7 @@ class Counts:
     """Counts of one pass over rows. `kept` rows gave at least one document; `cut_tokens` were lost to data.max_length.
 
     `dropped` counts rows by reason; `dropped_chunks` counts parts of split documents that hold no trained token.
-    `pairs_apart` are prompt/completion pairs whose parts had to be tokenised one by one (see tokenise.py).
+    `pairs_apart` are prompts whose own tokens are not those that they have before their completion (see tokenise.py).
     """
 
     rows: int = 0
@@ -89,6 +89,22 @@ def add(counts: Iterable[Counts]) -> Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class PairFigures:
+    """What preference pairs are made of: mean tokens of a prompt, a chosen and a rejected answer.
+
+    `prompt_share` is the prompts' part of all tokens, where a prompt counts in both documents of its pair: half of it is
+    what computing prompts once saves. It can be done for `shareable` of the `pairs`, whose prompts have two tokens.
+    """
+
+    pairs: int
+    prompt_tokens: float
+    chosen_tokens: float
+    rejected_tokens: float
+    prompt_share: float
+    shareable: int
+
+
+@dataclass(frozen=True, slots=True)
 class DataReport:
     """What a data set is made of.
 
@@ -96,7 +112,8 @@ class DataReport:
     reading of its rows (see Counts): all of the sources', or the part that a fraction of data.train left on this side.
     `documents`, `tokens` and `trained_tokens` describe one epoch, with weights; `held_out` documents are on the other
     side.
-    `seconds` is the time that tokenising took (0 when it all came from the cache).
+    `seconds` is the time that tokenising took (0 when it all came from the cache). Of preference pairs each makes two
+    documents, and `pairs` describes them.
     """
 
     rows: int
@@ -114,6 +131,7 @@ class DataReport:
     format: str
     sources: tuple[str, ...]
     seconds: float
+    pairs: PairFigures | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain containers, ready for json.dump."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal, cast
 import pyarrow as pa
 
 from packtrain.config.schema import DataSource
-from packtrain.data import quickstart
+from packtrain.data import quickstart, quickstart_pairs
+from packtrain.data.formats import Objective
 from packtrain.data.hub import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.data.readers import SUFFIXES, read_file, suffix_of
 from packtrain.data.rows import CHUNK_ROWS, Chunk, ParsedChunk, Row, TableChunk
@@ -86,20 +87,25 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Quickstart:
-    """packtrain's built-in conversations; `size` is not known before they are made."""
+    """packtrain's built-in conversations, or preference pairs; `size` is not known before they are made."""
 
     name: str
     split: quickstart.Split
     seed: int
+    objective: Objective = "sft"
     size: int = 0
 
     def identity(self, hash_file: HashFile) -> str:
         """Hash of the program that makes them."""
-        return _digest("quickstart", hash_file(Path(quickstart.__file__)), self.split, str(self.seed))
+        made_by = [quickstart, quickstart_pairs][: 2 if self.objective == "dpo" else 1]
+        return _digest(
+            "quickstart", *(hash_file(Path(str(part.__file__))) for part in made_by), self.split, str(self.seed)
+        )
 
     def chunks(self) -> Iterator[Chunk]:
         """All rows."""
-        rows: list[Row] = list(quickstart.conversations(self.split, self.seed, None))
+        make = quickstart.conversations if self.objective == "sft" else quickstart_pairs.preferences
+        rows: list[Row] = list(make(self.split, self.seed, None))
         for start in range(0, len(rows), CHUNK_ROWS):
             part = rows[start : start + CHUNK_ROWS]
             yield ParsedChunk(self.name, list(range(start + 1, start + 1 + len(part))), part, len(part))
@@ -119,8 +125,8 @@ def wanted(value: str | DataSource | list[str | DataSource], role: Role) -> list
     return [DataSource(path=one, split=named.get(one, "train")) if isinstance(one, str) else one for one in values]
 
 
-def resolve(source: DataSource, role: Role, seed: int) -> Source:
-    """Find what `source.path` names: quickstart, a file, a glob, a folder, else a data set of the hub.
+def resolve(source: DataSource, role: Role, seed: int, objective: Objective = "sft") -> Source:
+    """Find what `source.path` names: quickstart (for the objective), a file, a glob, a folder, else a hub data set.
 
     Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.
     """
@@ -128,7 +134,7 @@ def resolve(source: DataSource, role: Role, seed: int) -> Source:
     if not path:
         raise UserError("a source has no path", where=f"data.{role}", fix="Give a file, a folder or a hub id.")
     if path == "quickstart":
-        return _quickstart(source, role, seed)
+        return _quickstart(source, role, seed, objective)
     local = Path(path).expanduser()
     if local.is_dir():
         return _folder(local, source)
@@ -164,7 +170,7 @@ def looks_local(path: str) -> bool:
     )
 
 
-def _quickstart(source: DataSource, role: Role, seed: int) -> Quickstart:
+def _quickstart(source: DataSource, role: Role, seed: int, objective: Objective) -> Quickstart:
     if source.subset is not None:
         raise UserError("quickstart has no subsets", where=f"data.{role}", fix="Leave subset away.")
     if role == "eval" and source.split == "train":
@@ -172,7 +178,7 @@ def _quickstart(source: DataSource, role: Role, seed: int) -> Quickstart:
         raise UserError(what, where="data.eval", fix="Set split: eval, or data.eval=quickstart.")
     if source.split not in ("train", "eval"):
         raise UserError(f"quickstart has no split {source.split!r}", where=f"data.{role}", fix="Take train or eval.")
-    return Quickstart(source.path, source.split, seed)
+    return Quickstart(source.path, source.split, seed, objective)
 
 
 def _readable() -> str:

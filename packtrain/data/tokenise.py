@@ -8,13 +8,14 @@ does). Where the first tokens of the whole are not the prompt's (a token would r
 tokenised alone and put together, because that is what the model reads when it answers: these are counted.
 
 A document that is cut keeps its first tokens; `split` gives consecutive parts of data.max_length, without overlap.
+Preference pairs become two documents a row, in paired.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,6 +33,8 @@ MOST_PROBLEMS = 5
 UNTRAINED = "no trained token"
 UNTRAINED_ONCE_CUT = "no trained token within data.max_length"
 TOO_LONG = "longer than data.max_length"
+Tokenised = tuple[np.ndarray, np.ndarray]
+"""Ids int32[n] of a document and its trained targets bool[n]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Settings:
 
     loss_on: LossOn
     max_length: int | None
-    overlong: Literal["truncate", "drop", "split", "error"]
+    overlong: Literal["truncate", "keep_end", "drop", "split", "error"]
     bad_rows: Literal["error", "skip"]
     columns: tuple[tuple[str, str], ...]
 
@@ -77,21 +80,22 @@ class Encoder:
 
     def encode(self, chunk: Chunk, format: Format) -> Outcome:
         """Every row of the chunk, in order."""
-        kept: list[tuple[np.ndarray, np.ndarray]] = []
+        kept: list[Tokenised] = []
         fates: list[Fate] = []
         problems: list[Problem] = []
         for where, row in chunk.rows():
             content = content_of(row, format, dict(self.settings.columns))
             try:
-                ids, mask, apart = self._tokens(row, format)
+                documents, apart = self._tokens(row, format)
             except BadRow as bad:
                 fates.append(Fate(content, dropped=bad.reason))
                 if self.settings.bad_rows == "error":
                     problems.append(bad.problem(where))
                 continue
-            if self.settings.overlong == "error" and self._too_long(ids):
-                problems.append(self._overlong_problem(where, len(ids)))
-            parts, fate = self._fitted(ids, mask, Fate(content, apart=apart))
+            longest = max((ids for ids, _ in documents), key=len)
+            if self.settings.overlong == "error" and self._too_long(longest):
+                problems.append(self._overlong_problem(where, len(longest)))
+            parts, fate = self._fitted(documents, Fate(content, apart=apart))
             kept.extend(parts)
             fates.append(fate)
         return Outcome(_joined(kept), fates, problems[:MOST_PROBLEMS], len(problems))
@@ -117,19 +121,24 @@ class Encoder:
                 fix=fix,
             )
 
-    def _tokens(self, row: RawRow, format: Format) -> tuple[np.ndarray, np.ndarray, bool]:
-        """ids, mask, and whether a pair had to be tokenised apart."""
+    def _tokens(self, row: RawRow, format: Format) -> tuple[list[Tokenised], bool]:
+        """The row's documents, and whether prompt and completion do not meet at a token's border."""
         if isinstance(row, BadRow):
             raise row
         try:
-            ids, mask, apart = self._example(convert(row, format, dict(self.settings.columns), self._named_roles))
+            documents, apart = self._documents(row, format)
         except UnicodeEncodeError as error:
             what = f"not UTF-8: a lone surrogate \\u{ord(error.object[error.start]):04x} in the text"
             raise BadRow(
                 "not UTF-8", what, fix="Write it anew with the two halves of the character together."
             ) from None
-        mask[:1] = False
-        return ids, mask, apart
+        for _, mask in documents:
+            mask[:1] = False
+        return documents, apart
+
+    def _documents(self, row: dict[str, Any], format: Format) -> tuple[list[Tokenised], bool]:
+        ids, mask, apart = self._example(convert(row, format, dict(self.settings.columns), self._named_roles))
+        return [(ids, mask)], apart
 
     def _example(self, example: Example) -> tuple[np.ndarray, np.ndarray, bool]:
         loss_on = self.settings.loss_on
@@ -194,10 +203,9 @@ class Encoder:
         what = f"{length} tokens, but data.max_length={self.settings.max_length}"
         return Problem(what, where, "Raise data.max_length, or set data.overlong to truncate, split or drop.")
 
-    def _fitted(
-        self, ids: np.ndarray, mask: np.ndarray, fate: Fate
-    ) -> tuple[list[tuple[np.ndarray, np.ndarray]], Fate]:
+    def _fitted(self, documents: list[Tokenised], fate: Fate) -> tuple[list[Tokenised], Fate]:
         """The document's parts that are kept, each with a trained token (or none), and `fate` with what that means."""
+        ((ids, mask),) = documents
         if not mask.any():
             return [], fate._replace(dropped=UNTRAINED)
         if not self._too_long(ids):
@@ -227,7 +235,7 @@ class Encoder:
         )
 
 
-def _joined(kept: list[tuple[np.ndarray, np.ndarray]]) -> Documents:
+def _joined(kept: list[Tokenised]) -> Documents:
     return Documents(
         ids=np.concatenate([ids for ids, _ in kept] or [np.empty(0, np.int32)]).astype(np.int32, copy=False),
         mask=np.concatenate([mask for _, mask in kept] or [np.empty(0, bool)]),
