@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packtrain.data.dataset import Document, TokenDataset
+from packtrain.data.pairs import PairDataset
 from packtrain.packing.batches import Schedule
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded
+from packtrain.packing.pairs import Layout, collate_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,45 @@ class Steps(Dataset):
         )
 
 
+@dataclass(frozen=True)
+class PairSteps(Dataset):
+    """As Steps, of preference pairs: `examples` of a micro-batch are pairs, `trained` the targets of its chosen answers.
+
+    `reference` float32 [pairs, 2] has the reference's log-probabilities of the chosen and the rejected answer of each pair.
+    """
+
+    data: PairDataset
+    schedule: Schedule
+    layout: Layout
+    pad_token_id: int
+    rank: int = 0
+    world_size: int = 1
+    reference: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self.schedule.total_steps
+
+    def __getitem__(self, step: int) -> list[MicroBatch]:
+        return [self.collate(ids) for ids in self.schedule.micro_batches(step, self.rank, self.world_size)]
+
+    def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
+        """One forward pass over the pairs of these numbers."""
+        pairs = [self.data[int(number)] for number in numbers]
+        inputs = collate_pairs(pairs, self.pad_token_id, self.layout)
+        if self.reference is not None:
+            known = self.reference[numbers] if len(numbers) else np.zeros((1, 2), np.float32)
+            chosen, rejected = torch.from_numpy(known).unbind(1)
+            inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        tokens = int(inputs["attention_mask"].sum()) if pairs else 0
+        return MicroBatch(
+            inputs=inputs,
+            trained=sum(int(pair.chosen.loss_mask[1:].sum()) for pair in pairs),
+            tokens=tokens,
+            slots=inputs["input_ids"].numel() if self.layout == "padding" else tokens,
+            examples=len(pairs),
+        )
+
+
 class _FromStep(Sampler[int]):
     """Counts from a step to the last one, but has the length of the whole run: transformers takes the run's length from it."""
 
@@ -92,7 +134,7 @@ def _end_when_told(parent: int, numbers: set[signal.Signals]) -> None:
     os._exit(0)
 
 
-def step_loader(steps: Steps, *, first: int = 0, workers: int = 0) -> DataLoader:
+def step_loader(steps: Steps | PairSteps, *, first: int = 0, workers: int = 0) -> DataLoader:
     """Loads `steps` from number `first` on, in `workers` processes ahead of the model."""
     return DataLoader(
         steps,

@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from packtrain.config.schema import Objective
 from packtrain.data.dataset import Document
 from packtrain.train.forward import add_loss_sum
-from packtrain.train.loader import MicroBatch
+from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.model import base_model
 from packtrain.train.routers import router_loss, without_labels
 from packtrain.train.whole_steps import Course, WholeSteps, placeholder
@@ -90,10 +90,10 @@ class PackedSFTTrainer(WholeSteps, SFTTrainer):
 
     def probe(self) -> dict[str, Any]:
         """Inputs of one short real document with every token trained, to check the output head with."""
-        longest = int(self.steps.data.lengths.argmax())
-        ids = self.steps.data[longest].input_ids[:_PROBE_TOKENS]
+        steps = cast(Steps, self.steps)
+        ids = steps.data[int(steps.data.lengths.argmax())].input_ids[:_PROBE_TOKENS]
         document = Document(ids, np.ones(len(ids), dtype=bool))
-        return self._prepare_inputs(self.steps.collate([document]).inputs)
+        return self._prepare_inputs(steps.collate([document]).inputs)
 
     def _run_without_labels(self, batch: MicroBatch) -> None:
         self.model(**self._prepare_inputs(without_labels(batch.inputs)), loss_sum=True)

@@ -26,7 +26,7 @@ from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 from packtrain.run_folder import write_json
 from packtrain.train import checkpoint
 from packtrain.train.callbacks import TerminalProgress
-from packtrain.train.loader import MicroBatch, Steps, step_loader
+from packtrain.train.loader import MicroBatch, PairSteps, Steps, step_loader
 from packtrain.train.model import base_model
 from packtrain.train.preflight import FirstStepWatch
 from packtrain.train.stop import StopRequest
@@ -41,8 +41,8 @@ else:
 class Course:
     """The steps of a run and where it stands in them; `origin` is what a resumed run must agree on with its checkpoint."""
 
-    steps: Steps
-    evaluation: Steps | None
+    steps: Steps | PairSteps
+    evaluation: Steps | PairSteps | None
     stop: StopRequest
     checkpoints: Path
     origin: dict[str, Any]

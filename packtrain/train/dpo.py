@@ -1,0 +1,183 @@
+"""Direct preference optimisation: TRL's DPOTrainer over whole steps, its loss code unmodified.
+
+TRL computes the loss and its figures for one padded batch on each process. Here a micro-batch is such a batch (its model
+call served from a flattened row where packing says so, train/pairs.py), and what it gives is put together exactly: losses of
+pairs are means over the pairs of the global step, `sft` is a mean over its trained tokens, and every figure is averaged by
+what it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import datasets
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from trl import DPOConfig, DPOTrainer
+
+from packtrain.train.loader import MicroBatch
+from packtrain.train.model import base_model
+from packtrain.train.pairs import add_pair_layout
+from packtrain.train.whole_steps import Course, WholeSteps, placeholder
+
+_COLUMNS: dict[str, list[Any]] = {"prompt": [""], "prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
+SORTED_LOSSES = ("aot", "aot_unpaired")
+"""Losses that sort the pairs of a micro-batch, so that it cannot be split: a step has to be one."""
+TOKEN_LOSSES = ("sft",)
+"""Losses that are a mean over the trained tokens of the chosen answers."""
+PAIRS, CHOSEN, REJECTED, ANSWERS = range(4)
+FIGURES = {
+    "entropy": ANSWERS,
+    "logits/chosen": CHOSEN,
+    "logits/rejected": REJECTED,
+    "mean_token_accuracy": CHOSEN,
+    "rewards/chosen": PAIRS,
+    "rewards/rejected": PAIRS,
+    "rewards/accuracies": PAIRS,
+    "rewards/margins": PAIRS,
+    "logps/chosen": PAIRS,
+    "logps/rejected": PAIRS,
+}
+"""What TRL logs, and what each is a mean over."""
+_NOT_FIGURES = ("num_tokens",)  # ours are exact over a resume
+
+
+class PackedDPOTrainer(WholeSteps, DPOTrainer):
+    """Trains `model` along `course` against `reference`.
+
+    `reference` is a model of its own; None for `model` with its adapters off, or, with args.precompute_ref_log_probs, for
+    log-probabilities that come with the batches.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: DPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        course: Course,
+        reference: PreTrainedModel | None,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        super().__init__(
+            model=model,
+            ref_model=reference,
+            args=args,
+            processing_class=tokenizer,
+            data_collator=cast(Any, list),
+            train_dataset=placeholder(_COLUMNS),
+            eval_dataset=placeholder(_COLUMNS) if course.evaluation is not None else None,
+            callbacks=callbacks,
+        )
+        if "ref" in getattr(self.model, "peft_config", {}):  # a copy of new adapters, which are zero: off says the same
+            self.model.delete_adapter("ref")
+        outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
+        add_pair_layout(base_model(self.model), (*outputs, "log_sum_sq_probs") if self.use_weighting else outputs)
+        if reference is not None:
+            add_pair_layout(reference, ("log_probs",))
+        self.all_loss_weights = list(self.loss_weights)
+        self._sums = torch.zeros(len(FIGURES), 2, dtype=torch.float64)
+        self.open_course(course)
+
+    # -- the loss
+
+    def loss_of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """What the micro-batch's pairs add to the mean over those of the step, by TRL's own code."""
+        loss = self._weighted_loss(model, batch, counts)
+        return loss * self.accelerator.num_processes
+
+    def _weighted_loss(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        inputs = self._prepare_inputs(batch.inputs)
+        if not batch.examples:
+            return self._nothing(model, inputs)
+        pairs = batch.examples / counts[3]
+        tokens = batch.trained / counts[0].clamp(min=1)
+        # TRL takes each loss's mean over this micro-batch; what it is a mean over decides its part of the step's mean
+        self.loss_weights = [
+            weight * (tokens if name in TOKEN_LOSSES else pairs)
+            for name, weight in zip(self.loss_types, self.all_loss_weights, strict=True)
+        ]
+        with self._on_its_own(), self.accelerator.autocast():
+            loss = self._compute_loss(model, inputs, False)
+        self._take_figures(inputs["completion_mask"])
+        return loss
+
+    def _nothing(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """A zero that reaches every parameter, for the filler of an empty micro-batch."""
+        call = {name: value for name, value in inputs.items() if name != "completion_mask"}
+        labels = torch.full_like(call["input_ids"], -100)
+        return model(**call, labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
+
+    @contextmanager
+    def _on_its_own(self) -> Iterator[None]:
+        """Keeps TRL from gathering figures: processes may have different numbers of micro-batches, and would wait for ever."""
+        accelerator = self.accelerator
+        self.accelerator = cast(Accelerator, _Alone(accelerator))
+        try:
+            yield
+        finally:
+            self.accelerator = accelerator
+
+    # -- the figures
+
+    def _take_figures(self, completion_mask: torch.Tensor) -> None:
+        """Moves what TRL noted about a micro-batch into our sums, weighted by what it is a mean over."""
+        noted = self._metrics["train" if self.model.training else "eval"]
+        chosen, rejected = (part.sum().item() for part in completion_mask[:, 1:].chunk(2))
+        over = {PAIRS: len(completion_mask) // 2, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected}
+        for index, (name, kind) in enumerate(FIGURES.items()):
+            for value in noted.pop(name, ()):
+                self._sums[index] += torch.tensor([value * over[kind], over[kind]], dtype=torch.float64)
+        for name in _NOT_FIGURES:
+            noted.pop(name, None)
+        if noted:
+            raise NotImplementedError(f"figures of TRL that packtrain does not know: {sorted(noted)}")
+
+    def figures(self) -> dict[str, Any]:
+        """TRL's figures over the pairs and tokens of all processes since the last call."""
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        sums = cast(torch.Tensor, self.accelerator.reduce(sums.to(self.args.device), reduction="sum"))
+        values = (sums[:, 0] / sums[:, 1].clamp(min=1e-300)).tolist()
+        return dict(zip(FIGURES, values, strict=True))
+
+    def evaluated(self) -> dict[str, float]:
+        """The loss and all figures over the evaluation set."""
+        kept, self._sums = self._sums, torch.zeros_like(self._sums)
+        counts = torch.zeros(4, dtype=torch.int64, device=self.args.device)
+        for batch in self.evaluation_batches():
+            counts += torch.tensor([batch.trained, batch.tokens, batch.slots, batch.examples], device=counts.device)
+        counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
+        loss = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        for batch in self.evaluation_batches():
+            loss += self._weighted_loss(self.model, batch, counts).double()
+        loss = cast(torch.Tensor, self.accelerator.reduce(loss, reduction="sum"))
+        figures, self._sums = self.figures(), kept
+        return {"loss": loss.item(), "pairs": int(counts[3].item()), **figures}
+
+    def _precompute_ref_logps(self, dataset: datasets.Dataset, name: str, batch_size: int) -> datasets.Dataset:
+        """Nothing: log-probabilities made before come with our batches."""
+        return dataset
+
+
+class _Alone:
+    """An accelerator that gathers from this process alone."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    gather_for_metrics = gather
+
+
+def unsplittable(loss_types: Sequence[str]) -> list[str]:
+    """Those of `loss_types` that need all pairs of a step in one micro-batch."""
+    return [name for name in loss_types if name in SORTED_LOSSES]
