@@ -91,26 +91,19 @@ def _packtrain(
     """Options before the verb."""
 
 
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the config and the plan, and stop.")]
+
+
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
-def sft(
-    config: Config = None,
-    overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and the config, and stop.")] = False,
-) -> None:
+def sft(config: Config = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Fine-tune on conversations, prompts with completions, or text."""
+    _end(lambda: _run("sft", config, overrides, dry_run))
 
-    def work() -> int:
-        run, launch, arguments = _config_and_plan(config, overrides, "sft")
-        if dry_run:
-            from packtrain.launch.plan_view import print_plan
 
-            print_plan(run, launch, "sft", arguments)
-            return 0
-        from packtrain.launch.execute import execute
-
-        return execute(launch, run, lambda: _train("sft", run))
-
-    _end(work)
+@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+def dpo(config: Config = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Train on pairs of a preferred and a rejected answer, by any DPO loss of TRL."""
+    _end(lambda: _run("dpo", config, overrides, dry_run))
 
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
@@ -124,11 +117,11 @@ def plan(
     def work() -> int:
         from packtrain.launch.plan_view import plan_json, print_plan
 
-        run, launch, arguments = _config_and_plan(config, overrides, "sft")
+        run, launch, arguments = _config_and_plan(config, overrides)
         if as_json:
             print(json.dumps(plan_json(run, launch), indent=2))
         else:
-            print_plan(run, launch, "sft", arguments)
+            print_plan(run, launch, run.objective.kind, arguments)
         return 0
 
     _end(work)
@@ -145,10 +138,23 @@ def verify(
     def work() -> int:
         from packtrain.launch.verification import run_verification
 
-        run, _, _ = _config_and_plan(config, overrides, "verify")
+        run, _, _ = _config_and_plan(config, overrides)
         return run_verification(run, lambda aside: _train("verify", aside), as_json=as_json)
 
     _end(work)
+
+
+def _run(verb: str, config: str | None, overrides: list[str] | None, dry_run: bool) -> int:
+    """Carries out a training verb, or shows its plan."""
+    run, launch, arguments = _config_and_plan(config, overrides, verb)
+    if dry_run:
+        from packtrain.launch.plan_view import print_plan
+
+        print_plan(run, launch, verb, arguments)
+        return 0
+    from packtrain.launch.execute import execute
+
+    return execute(launch, run, lambda: _train(verb, run))
 
 
 def _train(verb: str, config: RunConfig) -> int:
@@ -170,16 +176,21 @@ def _end(work: Callable[[], int]) -> NoReturn:
 
 
 def _config_and_plan(
-    config: str | None, overrides: list[str] | None, verb: str
+    config: str | None, overrides: list[str] | None, verb: str | None = None
 ) -> tuple[RunConfig, LaunchPlan, list[str]]:
-    """The config, its plan, and the arguments that named it."""
+    """The config, its plan, and the arguments that named it; without `verb`, of the one that the config is for."""
     from packtrain.config.compose import load_config
     from packtrain.launch.plan import plan_launch
     from packtrain.launch.topology import look_around
 
     arguments = [*([config] if config else []), *(overrides or [])]
-    run = load_config(*split_arguments(arguments))
-    return run, plan_launch(run, look_around(), verb), arguments
+    path, changes = split_arguments(arguments)
+    # `packtrain dpo` says what objective.kind need not say again; under `packtrain sft` a config for dpo is a mistake
+    run = load_config(path, ["objective.kind=dpo", *changes] if verb == "dpo" else changes)
+    if verb is not None and verb != run.objective.kind:
+        what = f"this config is for packtrain {run.objective.kind}, not {verb}"
+        raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.")
+    return run, plan_launch(run, look_around(), run.objective.kind), arguments
 
 
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from packtrain.config.findings import Finding
 from packtrain.config.keys import keys
 from packtrain.config.limits import micro_batch_limits
-from packtrain.config.schema import DataSource, RunConfig
+from packtrain.config.schema import DataSource, LossType, Objective, RunConfig
 from packtrain.config.suggest import near
 
 LARGEST = 10**9  # of any number: what is greater does not fit some counter, or would never end
@@ -61,6 +61,7 @@ def check(config: RunConfig, given: Set[str]) -> list[Finding]:
         *_batch(config),
         *_optim(config),
         *_trainer(config, given),
+        *_objective(config, given),
         *_groups(config, given),
         *_not_yet(config),
     ]
@@ -142,7 +143,7 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     if isinstance(data.eval, str) and re.fullmatch(r"[0-9.]+ ?%?", data.eval):
         what = f"found the text {data.eval!r}"
         yield Finding(("data.eval",), what, "A fraction is a number without quotes, e.g. 0.05.")
-    if data.format == "preference":
+    if data.format == "preference" and config.objective.kind == "sft":
         what = "packtrain sft has no use for preference pairs"
         yield Finding(("data.format",), what, "Choose messages or prompt_completion; pairs are for packtrain dpo.")
     for ours, theirs in data.columns.items():
@@ -157,11 +158,12 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     if data.max_length is None and data.overlong != "truncate":
         what = f"without a longest length nothing is overlong, so {data.overlong!r} does nothing"
         yield Finding(("data.overlong", "data.max_length"), what, "Set data.max_length, or leave data.overlong out.")
-    row = micro_batch_limits(config)[1]
-    if row is not None and data.max_length is not None and data.max_length > row:
+    row, each = micro_batch_limits(config)[1], 1 if config.objective.kind == "sft" else 2
+    if row is not None and data.max_length is not None and data.max_length * each > row:
         origin = "" if config.batch.tokens_per_device else " (its default for packed rows)"
-        what = f"documents of {data.max_length} tokens do not fit in rows of {row}{origin}"
-        fix = f"Set batch.tokens_per_device to at least {data.max_length}, or data.max_length to at most {row}."
+        thing = "documents" if each == 1 else "pairs of documents"
+        what = f"{thing} of {data.max_length} tokens do not fit in rows of {row}{origin}"
+        fix = f"Set batch.tokens_per_device to at least {data.max_length * each}, or data.max_length to at most {row // each}."
         yield Finding(("data.max_length", "batch.tokens_per_device"), what, fix)
 
 
@@ -242,6 +244,55 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
         yield Finding(("trainer.output_dir",), "the run folder has no name", "Set it, e.g. to runs/sft.")
 
 
+def _objective(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
+    objective = config.objective
+    other = "dpo" if objective.kind == "sft" else "sft"
+    for path, key in keys().items():
+        if path in given and key.doc.startswith(f"{other}:"):
+            yield Finding((path,), f"it is a key of packtrain {other}", f"Take it away, or use packtrain {other}.")
+    if objective.kind == "sft":
+        if config.packing.share_prefix is not None:
+            what = "only preference pairs share a prompt; packtrain sft has none"
+            yield Finding(("packing.share_prefix",), what, "Take the key away.")
+        return
+    if "data.loss_on" in given:
+        yield Finding(("data.loss_on",), "of preference pairs the answers are trained", "Take the key away.")
+    if config.packing.share_prefix and config.packing.mode == "padding":
+        what = "padded batches have a prompt for every answer"
+        yield Finding(("packing.share_prefix", "packing.mode"), what, "Choose packing.mode=packed or padding_free.")
+    losses = objective.loss_type if isinstance(objective.loss_type, list) else [objective.loss_type]
+    if not losses:
+        yield Finding(("objective.loss_type",), "there is no loss", "Name at least one.")
+    if objective.loss_weights is not None and len(objective.loss_weights) != len(losses):
+        what = f"{len(objective.loss_weights)} weights for {len(losses)} losses"
+        yield Finding(("objective.loss_weights", "objective.loss_type"), what, "Give one for each, in their order.")
+    yield from _losses(objective, losses)
+    if objective.reference == "adapters_off" and config.peft.kind == "none":
+        what = "there are no adapters to switch off"
+        yield Finding(("objective.reference",), what, "Choose peft=lora, or objective.reference=model.")
+
+
+def _losses(objective: Objective, losses: list[LossType]) -> Iterator[Finding]:
+    """What TRL refuses, or silently gets wrong, for these losses."""
+    if "exo_pair" in losses and objective.label_smoothing == 0:
+        what = "the loss exo_pair needs label smoothing"
+        yield Finding(("objective.label_smoothing",), what, "Its paper recommends 1e-3.")
+    if objective.label_smoothing >= 0.5:
+        what = f"found {objective.label_smoothing:g}: from one half on the preferences are turned round"
+        yield Finding(("objective.label_smoothing",), what, "Choose a number below 0.5.")
+    smoothed = sorted({"exo_pair", "robust", "aot", "aot_unpaired"} & set(losses))
+    if objective.label_smoothing > 0 and not smoothed:
+        what = f"TRL's {', '.join(losses)} takes no label smoothing"
+        yield Finding(("objective.label_smoothing",), what, "Take it away, or choose the loss robust.")
+    diverging = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
+    if objective.f_divergence_type != "reverse_kl" and (others := sorted(set(losses) - diverging)):
+        what = f"{', '.join(others)} is not defined for {objective.f_divergence_type}"
+        yield Finding(("objective.f_divergence_type", "objective.loss_type"), what, "Use reverse_kl.")
+    if objective.use_weighting and (sorting := sorted({"aot", "aot_unpaired"} & set(losses))):
+        what = f"{', '.join(sorting)} sorts pairs, which would get the weights of others"
+        yield Finding(("objective.use_weighting", "objective.loss_type"), what, "Take it away.")
+
+
 def _groups(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     if config.peft.kind == "none":
         for key in sorted(given):
@@ -250,9 +301,6 @@ def _groups(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
                 yield Finding((key,), what, "Choose peft=lora, or take the key away.")
     if config.peft.dropout >= 1:
         yield Finding(("peft.dropout",), f"found {config.peft.dropout:g}", "A dropout probability is below 1.")
-    if config.packing.share_prefix is not None:
-        what = "only preference pairs share a prompt; packtrain sft has none"
-        yield Finding(("packing.share_prefix",), what, "Take the key away.")
 
 
 def _not_yet(config: RunConfig) -> Iterator[Finding]:

@@ -9,7 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-GROUPS_WITH_CHOICES = ("strategy", "topology", "peft")
+LossType = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+]
+"""The losses of TRL's DPOTrainer."""
 
 
 def key(default: Any, doc: str, *, minimum: float | None = None, above: float | None = None) -> Any:
@@ -103,13 +120,39 @@ class Packing:
 class Objective:
     """The loss."""
 
-    loss: Literal["nll", "dft"] = key("nll", "Negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629).")
-    neftune_alpha: float | None = key(None, "Scale of NEFTune's noise on the embeddings (arXiv 2310.05914).", above=0)
+    kind: Literal["sft", "dpo"] = key(
+        "sft", "Supervised fine-tuning, or direct preference optimisation (packtrain dpo)."
+    )
+    loss: Literal["nll", "dft"] = key("nll", "sft: negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629).")
+    neftune_alpha: float | None = key(
+        None, "sft: scale of NEFTune's noise on the embeddings (arXiv 2310.05914).", above=0
+    )
     router_aux_coef: float | None = key(
         None,
-        "Weight of the routers' load-balancing loss over the real tokens of a step, part of loss; none for the model's own "
-        "where model.config.output_router_logits is set, else 0. Steps of several micro-batches take one forward pass more.",
+        "sft: weight of the routers' load-balancing loss over the real tokens of a step, part of loss; none for the model's "
+        "own where model.config.output_router_logits is set, else 0. Steps of several micro-batches take one forward pass "
+        "more.",
         minimum=0,
+    )
+    loss_type: LossType | list[LossType] = key("sigmoid", "dpo: loss by TRL's name, or several that are added up.")
+    loss_weights: list[float] | None = key(None, "dpo: weight of each of several losses; none for 1 each.")
+    beta: float = key(0.1, "dpo: how strongly the model is held to the reference.", above=0)
+    label_smoothing: float = key(0.0, "dpo: share of pairs whose preference is taken to be wrong.", minimum=0)
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = key(
+        "reverse_kl", "dpo: divergence from the reference (arXiv 2309.16240)."
+    )
+    f_alpha_divergence_coef: float = key(0.5, "dpo: alpha of the alpha divergence.")
+    ld_alpha: float | None = key(
+        None,
+        "dpo: weight of tokens beyond the shorter answer's length (LD-DPO, arXiv 2409.06411); none for 1.",
+        minimum=0,
+    )
+    use_weighting: bool = key(False, "dpo: weigh pairs by how likely the model finds them (WPO, arXiv 2406.11827).")
+    discopop_tau: float = key(0.05, "dpo: temperature of the discopop loss.", above=0)
+    reference: str = key(
+        "auto",
+        "dpo: model (a second copy of model.path), adapters_off (LoRA), precomputed (its log-probabilities, once), or the "
+        "path of another model; auto is adapters_off with LoRA, else model.",
     )
 
 
