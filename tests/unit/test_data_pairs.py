@@ -1,0 +1,178 @@
+"""Pairs as training sees them: two documents with the same prompt, never parted, cut only as told, all counted."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_tokenizers import tokenizer_of
+
+from packtrain.config.schema import Data, DataSource
+from packtrain.data.pairs import PairDataset
+from packtrain.data.prepare import PreparedData, prepare_pairs
+from packtrain.errors import UserError
+
+TOKENIZER = tokenizer_of("smollm")
+
+
+def row(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """Pairs that all differ, of different lengths."""
+    return [row(f"{n}:" + " word" * (n % 7), f" yes {n}" + " it is" * (n % 5), f" no {n}") for n in range(count)]
+
+
+def ready(tmp_path: Path, lines: list[Any], **keys: Any) -> PreparedData[PairDataset]:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    keys = {"train": str(path), "cache_dir": str(tmp_path / "cache"), "max_length": None, **keys}
+    return prepare_pairs(Data(**keys), TOKENIZER, seed=0)
+
+
+def texts(pairs: PairDataset) -> list[tuple[str, str, str]]:
+    """Prompt, chosen and rejected of each pair."""
+    found = []
+    for pair in map(pairs.__getitem__, range(len(pairs))):
+        sides = [TOKENIZER.decode(side.input_ids[side.loss_mask]) for side in (pair.chosen, pair.rejected)]
+        found.append((TOKENIZER.decode(pair.chosen.input_ids[~pair.chosen.loss_mask]), *sides))
+    return found
+
+
+def numbers(pairs: PairDataset) -> list[int]:
+    """The number of each pair, once it is seen that its documents belong together."""
+    for prompt, chosen, rejected in texts(pairs):
+        number = prompt.split(":")[0]
+        assert chosen.startswith(f" yes {number}") and rejected.startswith(f" no {number}")
+    return [int(prompt.split(":")[0]) for prompt, _, _ in texts(pairs)]
+
+
+def test_both_documents_begin_with_the_prompt_and_train_all_that_follows(tmp_path):
+    pairs = ready(tmp_path, rows(30)).train
+    assert numbers(pairs) == list(range(30)) and len(pairs) == 30
+    for at in range(30):
+        pair = pairs[at]
+        sides = (pair.chosen, pair.rejected)
+        prompts = [side.input_ids[: pair.prompt].tolist() for side in sides]
+        assert prompts[0] == prompts[1] == TOKENIZER(rows(30)[at]["prompt"])["input_ids"]
+        assert all(
+            (np.flatnonzero(side.loss_mask) == np.arange(pair.prompt, len(side.input_ids))).all() for side in sides
+        )
+        lengths = [len(side.input_ids) for side in sides]
+        assert pairs.lengths[at] == sum(lengths)
+        assert pairs.trained[at] == sum(side.loss_mask.sum() for side in sides)
+        assert pairs.shared_lengths[at] == pair.prompt - 1 + sum(length - pair.prompt + 1 for length in lengths)
+    assert pairs.lengths.dtype == pairs.shared_lengths.dtype == pairs.trained.dtype == pairs.prompts.dtype == np.int32
+
+
+def test_a_prompt_of_fewer_than_two_tokens_has_nothing_to_share(tmp_path):
+    pairs = ready(tmp_path, [row("", "yes", "no"), row("a", " yes", " no"), row("a:", " yes", " no")]).train
+    assert pairs.prompts.tolist() == [0, 0, 2] == [pairs[at].prompt for at in range(3)]
+    assert (pairs.lengths - pairs.shared_lengths).tolist() == [0, 0, 1]
+    assert pairs.report.pairs is not None and pairs.report.pairs.shareable == 1
+
+
+def test_the_report_says_what_pairs_are_made_of(tmp_path):
+    pairs = ready(tmp_path, rows(30)).train
+    figures, report = pairs.report.pairs, pairs.report
+    assert figures is not None
+    assert (report.rows, report.kept, report.documents, figures.pairs) == (30, 30, 60, 30)
+    assert figures.prompt_tokens == pytest.approx(pairs.prompts.mean(), abs=0.05)
+    assert figures.chosen_tokens + figures.rejected_tokens == pytest.approx(pairs.trained.mean(), abs=0.1)
+    assert figures.prompt_share == pytest.approx(2 * pairs.prompts.sum() / pairs.lengths.sum(), abs=1e-4)
+    assert report.tokens == pairs.lengths.sum() and report.to_json()["pairs"]["shareable"] == 30
+
+
+def test_a_prompt_whose_tokens_change_before_an_answer_is_cut_to_what_stays_and_counted(tmp_path):
+    pairs = ready(tmp_path, [row("Hello ", "there", "you"), row("Hello", " there", " you")]).train
+    assert pairs.report.pairs_apart == 1
+    assert texts(pairs)[0] == ("Hello", " there<|im_end|>", " you<|im_end|>")
+
+
+def test_identical_answers_are_dropped_and_counted(tmp_path):
+    lines = [*rows(3), row("Hello", " there", " there"), row("Hello", " there", " there<|im_end|>")]
+    report = ready(tmp_path, lines).train.report
+    assert (report.rows, report.kept, report.dropped) == (5, 3, {"identical answers": 2})
+    long = [*rows(3), row("Hello", " there" * 40 + " yes", " there" * 40 + " no")]
+    report = ready(tmp_path, long, max_length=30).train.report
+    assert report.dropped == {"identical answers within data.max_length": 1}
+
+
+LONG = [
+    row("first" + " you" * 30 + " last:", " yes", " no no no no"),  # an over-long prompt
+    row("Hello:", " yes" * 40, " no"),  # an over-long answer
+    row("Hello:", " yes", " no"),
+]
+
+
+@pytest.mark.parametrize(
+    "overlong, kept, dropped, truncated",
+    [
+        ("truncate", 2, {"no trained token within data.max_length": 1}, 1),
+        ("keep_start", 2, {"no trained token within data.max_length": 1}, 1),
+        ("keep_end", 2, {"an answer leaves no room for its prompt within data.max_length": 1}, 1),
+        ("drop", 1, {"longer than data.max_length": 2}, 0),
+    ],
+)
+def test_pairs_that_are_too_long_are_treated_as_told_and_counted(tmp_path, overlong, kept, dropped, truncated):
+    whole, pairs = ready(tmp_path, LONG).train, ready(tmp_path, LONG, max_length=20, overlong=overlong).train
+    report = pairs.report
+    assert (report.rows, report.kept, report.dropped, report.truncated) == (3, kept, dropped, truncated)
+    found = [(len(pair.chosen.input_ids), len(pair.rejected.input_ids)) for pair in map(pairs.__getitem__, range(kept))]
+    assert max(map(max, found)) <= 20 and all(trained > 0 for trained in pairs.trained)
+    survivors = {"truncate": [1, 2], "keep_start": [1, 2], "keep_end": [0, 2], "drop": [2]}[overlong]
+    assert report.cut_tokens == whole.lengths[survivors].sum() - pairs.lengths.sum()
+
+
+def test_keep_end_cuts_the_beginning_of_the_prompt_as_much_in_both(tmp_path):
+    pairs = ready(tmp_path, LONG, max_length=20, overlong="keep_end").train
+    prompt, chosen, rejected = texts(pairs)[0]
+    assert prompt.startswith(" you you") and prompt.endswith(" last:")
+    assert (chosen, rejected) == (" yes<|im_end|>", " no no no no<|im_end|>")
+    pair = pairs[0]
+    assert len(pair.rejected.input_ids) == 20 > len(pair.chosen.input_ids)
+    assert pair.chosen.input_ids[: pair.prompt].tolist() == pair.rejected.input_ids[: pair.prompt].tolist()
+    assert not pair.chosen.loss_mask[: pair.prompt].any() and pair.chosen.loss_mask[pair.prompt :].all()
+
+
+def test_a_pair_that_is_too_long_can_be_an_error_that_names_its_line(tmp_path):
+    with pytest.raises(UserError, match=r"pairs.jsonl:2: \d+ tokens, but data.max_length=20(.|\n)*keep_end or drop"):
+        ready(tmp_path, [LONG[2], LONG[0]], max_length=20, overlong="error")
+
+
+def test_pairs_are_held_out_and_weighted_as_a_whole(tmp_path):
+    made = ready(tmp_path, rows(60), eval=0.2)
+    assert made.eval is not None
+    train, held = numbers(made.train), numbers(made.eval)
+    assert (len(train), len(held)) == (48, 12) and not set(train) & set(held)
+    assert (
+        made.train.report.held_out == 24 and made.eval.report.pairs is not None and made.eval.report.pairs.pairs == 12
+    )
+    source = DataSource(path=str(tmp_path / "pairs.jsonl"), weight=1.5)
+    thrice = numbers(ready(tmp_path, rows(60), train=[source, source.path]).train)
+    assert len(thrice) == 150 and thrice[:60] == thrice[90:] == list(range(60))
+    assert len(set(thrice[60:90])) == 30
+
+
+def test_another_prompt_makes_another_row_though_the_answers_are_the_same(tmp_path):
+    lines = [row(f"Is {n} a number?", " yes", " no") for n in range(20)]
+    made = ready(tmp_path, lines, eval=0.5)
+    assert made.eval is not None and (len(made.train), len(made.eval)) == (10, 10)
+
+
+def test_a_copy_for_a_loader_process_has_the_same_pairs(tmp_path):
+    pairs = ready(tmp_path, rows(10)).train
+    copy = pickle.loads(pickle.dumps(pairs))
+    assert texts(copy) == texts(pairs) and copy.fingerprint == pairs.fingerprint
+    assert copy.report == pairs.report and copy.shared_lengths.tolist() == pairs.shared_lengths.tolist()
+
+
+def test_workers_make_what_one_process_makes(tmp_path):
+    alone = ready(tmp_path, rows(1500), workers=1).train
+    other = ready(tmp_path, rows(1500), workers=2, cache_dir=str(tmp_path / "other")).train
+    assert other.report.seconds > 0 and other.fingerprint == alone.fingerprint
