@@ -20,10 +20,10 @@ from packtrain.config.schema import RunConfig
 from packtrain.data.prepare import PreparedData
 from packtrain.run_folder import RunFolder
 from packtrain.train.forward import Head
-from packtrain.train.loader import Steps
+from packtrain.train.loader import PairSteps, Steps
 from packtrain.train.model import base_model
 from packtrain.train.rank_log import RankLog
-from packtrain.train.sft import PackedSFTTrainer
+from packtrain.train.whole_steps import WholeSteps
 
 
 def decisions(
@@ -31,8 +31,8 @@ def decisions(
     config: RunConfig,
     model: PreTrainedModel,
     data: PreparedData,
-    steps: Steps,
-    evaluation: Steps | None,
+    steps: Steps | PairSteps,
+    evaluation: Steps | PairSteps | None,
     world_size: int,
 ) -> None:
     """The first lines of a run: what was decided, and why."""
@@ -82,6 +82,25 @@ def head(log: RankLog, model: PreTrainedModel, head: Head, off: float) -> None:
         )
 
 
+def pairs(log: RankLog, config: RunConfig, layout: str, unshared: str) -> None:
+    """How pairs run, the losses, and what they are held to."""
+    objective = config.objective
+    losses = objective.loss_type if isinstance(objective.loss_type, list) else [objective.loss_type]
+    runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
+    if layout in runs:
+        log.say(f"[bold]prompts[/]    {escape(runs[layout])}")
+    said = {
+        "model": "a second copy of the model",
+        "adapters_off": "the model with its adapters off",
+        "precomputed": "log-probabilities of the model before training, computed once",
+        "path": objective.reference,
+    }
+    log.say(
+        f"[bold]loss[/]       {escape(' + '.join(losses))}, beta {objective.beta:g}, against"
+        f" {escape(said[reference_kind(config)])}"
+    )
+
+
 def first_step(log: RankLog, seconds: float, checkpoint: Path | None) -> None:
     """Where training starts, and how long it took to get there."""
     start = f"resuming from {checkpoint.name}" if checkpoint else "training"
@@ -93,7 +112,7 @@ class Summary:
     """What summary.json is made of; `started` is the run's start by time.perf_counter."""
 
     config: RunConfig
-    trainer: PackedSFTTrainer
+    trainer: WholeSteps
     data: PreparedData
     decision: Decision | None
     started: float
@@ -127,7 +146,7 @@ class Summary:
         }
 
 
-def last_evaluated(trainer: PackedSFTTrainer) -> int | None:
+def last_evaluated(trainer: WholeSteps) -> int | None:
     """The step of the last evaluation."""
     return next((int(line["step"]) for line in reversed(trainer.state.log_history) if "eval_loss" in line), None)
 
@@ -177,7 +196,7 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
 
 
 def following(config: RunConfig, folder: RunFolder, *, chat: bool) -> list[str]:
-    """Commands to go on with, which run as they are printed: the model's use, its curves, another mode to compare with.
+    """Commands to go on with, which run as they are printed: the model's use, its curves or the proof, another mode.
 
     `chat` says whether the tokenizer has a chat template.
     """
@@ -192,6 +211,9 @@ def following(config: RunConfig, folder: RunFolder, *, chat: bool) -> list[str]:
     commands = [f"{_program('python')} -c {shlex.quote(code)}"]
     if "tensorboard" in config.tracking.report_to:
         commands.append(f"{_program('tensorboard')} --logdir {shlex.quote(str(folder.root))}")
+    else:
+        proof = shlex.join(["verify", str(folder.config)])
+        commands.append(f"{_program('packtrain')} {proof}  # proves on the model that the modes train the same")
     mode = "padding_free" if config.packing.mode == "padding" else "padding"
     words = ["sft", str(folder.config), f"packing.mode={mode}", f"trainer.output_dir={folder.root}-{mode}"]
     if config.trainer.resume != "auto":
@@ -217,7 +239,7 @@ def _documents(report: Any) -> str:
     )
 
 
-def _layout(steps: Steps, world_size: int) -> str:
+def _layout(steps: Steps | PairSteps, world_size: int) -> str:
     figures = steps.schedule.summary(world_size)
     low, high = figures.micro_batches_min, figures.micro_batches_max
     return (

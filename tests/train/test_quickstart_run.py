@@ -27,11 +27,13 @@ def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_lea
     assert out.count("before ") == out.count("after  ") == 3
     assert str(run.folder.resolve()) in out
     following = [line.strip() for line in out.split("next:")[1].splitlines() if line.strip()]
-    assert len(following) == 2
+    assert len(following) == 3
+    said = []
     for command in following:
         dry = f"{command.partition('  #')[0]} --dry-run" if " sft " in command else command
         done = subprocess.run(["bash", "-c", dry], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        if dry == command:  # the same answer as the run's own, however long
-            shown = out.split("after  ")[1].splitlines()[0].strip().removesuffix("…")
-            assert done.stdout.startswith(shown.split(" ⏎ ")[0])
+        said.append(done.stdout)
+    shown = out.split("after  ")[1].splitlines()[0].strip().removesuffix("…")
+    assert said[0].startswith(shown.split(" ⏎ ")[0])  # the same answer as the run's own, however long
+    assert said[1].rstrip().endswith("exact")
