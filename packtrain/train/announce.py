@@ -82,8 +82,8 @@ def head(log: RankLog, model: PreTrainedModel, head: Head, off: float) -> None:
         )
 
 
-def pairs(log: RankLog, config: RunConfig, layout: str, unshared: str) -> None:
-    """How pairs run, the losses, and what they are held to."""
+def pairs(log: RankLog, config: RunConfig, layout: str, unshared: str, reference: str) -> None:
+    """How pairs run, the losses, and what they are held to: `reference` by its kind (train/reference.py)."""
     objective = config.objective
     losses = objective.loss_type if isinstance(objective.loss_type, list) else [objective.loss_type]
     runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
@@ -96,8 +96,7 @@ def pairs(log: RankLog, config: RunConfig, layout: str, unshared: str) -> None:
         "path": objective.reference,
     }
     log.say(
-        f"[bold]loss[/]       {escape(' + '.join(losses))}, beta {objective.beta:g}, against"
-        f" {escape(said[reference_kind(config)])}"
+        f"[bold]loss[/]       {escape(' + '.join(losses))}, beta {objective.beta:g}, against {escape(said[reference])}"
     )
 
 

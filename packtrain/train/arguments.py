@@ -1,25 +1,35 @@
-"""RunConfig → TRL's SFTConfig: the only place where our keys meet transformers' names."""
+"""RunConfig → arguments of TRL's trainers: the only place where our keys meet transformers' names."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, TypeVar
 
 from transformers import SchedulerType
-from trl import SFTConfig
+from trl import DPOConfig, SFTConfig
 
 from packtrain.config.schema import RunConfig
 
+Arguments = TypeVar("Arguments", SFTConfig, DPOConfig)
+
 
 def training_arguments(
-    config: RunConfig, *, total_steps: int, on_cpu: bool, has_eval: bool, starts_anew: bool
-) -> SFTConfig:
-    """Arguments of a run of `total_steps` optimizer steps.
+    config: RunConfig,
+    kind: type[Arguments],
+    *,
+    total_steps: int,
+    on_cpu: bool,
+    has_eval: bool,
+    starts_anew: bool,
+    **objective: Any,
+) -> Arguments:
+    """Arguments of a run of `total_steps` optimizer steps; `objective` are those of the trainer's own.
 
     Everything about batches is left at one: a DataLoader item is a whole optimizer step of this process, already split
-    into micro-batches (train/sft.py), so transformers' own accumulation and sampling have nothing to do.
+    into micro-batches (train/whole_steps.py), so transformers' own accumulation and sampling have nothing to do.
     """
     optim, trainer = config.optim, config.trainer
-    return SFTConfig(
+    return kind(
         output_dir=trainer.output_dir,
         max_steps=total_steps,
         per_device_train_batch_size=1,
@@ -53,6 +63,6 @@ def training_arguments(
         ddp_find_unused_parameters=False,
         disable_tqdm=True,
         remove_unused_columns=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
         max_length=None,
+        **objective,
     )

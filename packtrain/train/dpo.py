@@ -24,7 +24,7 @@ from packtrain.train.model import base_model
 from packtrain.train.pairs import add_pair_layout
 from packtrain.train.whole_steps import Course, WholeSteps, placeholder
 
-_COLUMNS: dict[str, list[Any]] = {"prompt": [""], "prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
+_COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
 SORTED_LOSSES = ("aot", "aot_unpaired")
 """Losses that sort the pairs of a micro-batch, so that it cannot be split: a step has to be one."""
 TOKEN_LOSSES = ("sft",)
@@ -106,9 +106,45 @@ class PackedDPOTrainer(WholeSteps, DPOTrainer):
         self._take_figures(inputs["completion_mask"])
         return loss
 
+    def loss_alone(self, batch: MicroBatch, *, reference: tuple[torch.Tensor, torch.Tensor] | None = None) -> float:
+        """The loss of one micro-batch as if it were a step; against `reference` log-probabilities where they are given."""
+        inputs = self._prepare_inputs(batch.inputs)
+        known = self.precompute_ref_logps
+        if reference is not None:
+            self.precompute_ref_logps = True
+            inputs |= {"ref_chosen_logps": reference[0], "ref_rejected_logps": reference[1]}
+        self.loss_weights = self.all_loss_weights
+        try:
+            with self._on_its_own(), self.accelerator.autocast():
+                return self._compute_loss(self.model, inputs, False).item()
+        finally:
+            self.precompute_ref_logps = known
+            self._metrics["eval"].clear()
+
+    def policy_logps(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [pairs] of the chosen and the rejected answers, by the model that is trained, as TRL adds them up."""
+        reference, self.ref_model = self.ref_model, self.model  # so that TRL leaves adapters on
+        try:
+            return self.compute_ref_log_probs(self.model, self._prepare_inputs(batch.inputs))
+        finally:
+            self.ref_model = reference
+
+    def reference_logps(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by the reference; what comes with the batch where it does."""
+        inputs = self._prepare_inputs(batch.inputs)
+        if "ref_chosen_logps" in inputs:
+            return inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
+        return self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
+
+    @property
+    def precision(self) -> torch.dtype:
+        """What the model computes in."""
+        return torch.bfloat16 if self.args.bf16 else base_model(self.model).dtype
+
     def _nothing(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """A zero that reaches every parameter, for the filler of an empty micro-batch."""
-        call = {name: value for name, value in inputs.items() if name != "completion_mask"}
+        apart = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
+        call = {name: value for name, value in inputs.items() if name not in apart}
         labels = torch.full_like(call["input_ids"], -100)
         return model(**call, labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
 
@@ -157,6 +193,10 @@ class PackedDPOTrainer(WholeSteps, DPOTrainer):
         loss = cast(torch.Tensor, self.accelerator.reduce(loss, reduction="sum"))
         figures, self._sums = self.figures(), kept
         return {"loss": loss.item(), "pairs": int(counts[3].item()), **figures}
+
+    def _prepare_dataset(self, dataset: datasets.Dataset, *_: Any) -> datasets.Dataset:
+        """Nothing: the placeholder is never read."""
+        return dataset
 
     def _precompute_ref_logps(self, dataset: datasets.Dataset, name: str, batch_size: int) -> datasets.Dataset:
         """Nothing: log-probabilities made before come with our batches."""

@@ -15,13 +15,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from packtrain.config.schema import RunConfig
 from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint import tidy
-from packtrain.train.sft import PackedSFTTrainer
+from packtrain.train.whole_steps import WholeSteps
 
 
 def save_final(
     config: RunConfig,
     folder: RunFolder,
-    trainer: PackedSFTTrainer,
+    trainer: WholeSteps,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
 ) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from packtrain.attention.backends import attend_by, attention_of
+from packtrain.attention.backends import attention_of
 from packtrain.attention.choice import Decision, decide
 from packtrain.attention.isolation import evaluating, loss_tolerance_of
 from packtrain.config.schema import RunConfig
@@ -22,8 +22,8 @@ from packtrain.train.forward import Head, choose_head
 from packtrain.train.model import base_model
 
 
-def put_attention_in_place(config: RunConfig, model: PreTrainedModel, processes: int) -> Decision:
-    """Decides by proof which attention serves packed rows, the same on all processes, and puts it in place.
+def decide_together(config: RunConfig, model: PreTrainedModel, processes: int) -> Decision:
+    """Decides by proof which attention serves packed rows, the same on all processes.
 
     Raises UserError or CheckFailed where what is asked for is not there or not exact, or where processes would differ.
     """
@@ -34,17 +34,20 @@ def put_attention_in_place(config: RunConfig, model: PreTrainedModel, processes:
         autocast=autocast_of(config),
         prove=config.verify.preflight,
     )
-    if processes > 1:
-        names = gather_object([decision.backend.name])
-        if len(set(names)) > 1:
-            ranks = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-            raise CheckFailed(
-                f"the processes would not use the same attention ({ranks})",
-                where="model.attention",
-                fix="install the same packages everywhere, or name one backend",
-            )
-    attend_by(model, decision.backend.name)
+    same_everywhere(decision.backend.name, "attention", "model.attention", processes)
     return decision
+
+
+def same_everywhere(choice: str, what: str, where: str, processes: int) -> None:
+    """Raises CheckFailed on all processes where they did not come to the same `choice`."""
+    choices = gather_object([choice]) if processes > 1 else [choice]
+    if len(set(choices)) > 1:
+        ranks = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(choices))
+        raise CheckFailed(
+            f"the processes would not use the same {what} ({ranks})",
+            where=where,
+            fix="install the same packages everywhere, or name what to use",
+        )
 
 
 def fit_head(config: RunConfig, model: PreTrainedModel, head: Head, probe: dict[str, Any]) -> float:

@@ -1,0 +1,37 @@
+"""What every stage of a run looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from packtrain.config.schema import RunConfig
+from packtrain.run_folder import RunFolder
+from packtrain.train.rank_log import RankLog
+from packtrain.train.stop import StopRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Where this process stands in the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that talks and writes."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every stage of a run looks at."""
+
+    config: RunConfig
+    process: Process
+    folder: RunFolder
+    log: RankLog
+    stop: StopRequest
