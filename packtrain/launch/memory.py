@@ -40,18 +40,23 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`parameters` of the model, `trained` ones (adapters included), and bytes on each device (zero3_offload: its host)."""
+    """`parameters` of the model, `trained` ones (adapters included), and bytes on each device (zero3_offload: its host).
+
+    `reference` is that of a DPO run that keeps a model of its own for it, taken to be as large as the trained one.
+    """
 
     parameters: int
     trained: int
     weights: int
     gradients: int
     optimizer: int
+    reference: int = 0
 
     def sentence(self) -> str:
         """The estimate in words."""
-        parts = ", ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in ("weights", "gradients", "optimizer"))
-        total = (self.weights + self.gradients + self.optimizer) / GIB
+        names = ("weights", "gradients", "optimizer", *(["reference"] if self.reference else []))
+        parts = ", ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in names)
+        total = sum(getattr(self, name) for name in names) / GIB
         trained = "all trained" if self.trained == self.parameters else f"{self.trained / 1e6:.1f} million trained"
         size = f"{self.parameters / 1e6:.1f} million parameters, {trained}"
         return f"{total:.2f} GiB per device before activations: {parts} ({size})"
@@ -69,6 +74,7 @@ def estimate(config: RunConfig, processes: int) -> Memory | str:
     width = BYTES.get(config.model.dtype, stored_bytes)
     parameters = sum(map(math.prod, shapes.values()))
     weights = parameters * width
+    reference = weights if _keeps_a_reference(config) else 0
     if config.peft.kind == "lora":
         trained = list(_adapters(shapes, config.peft))
         if not trained:
@@ -82,10 +88,19 @@ def estimate(config: RunConfig, processes: int) -> Memory | str:
         "weights": weights,
         "gradients": count * width,
         "optimizer": sum(_state_bytes(config.optim.name, shape, width) for shape in trained),
+        "reference": reference,
     }
     shared = SHARDED[config.strategy.name]
     split = {name: math.ceil(size / processes) if name in shared else size for name, size in parts.items()}
     return Memory(parameters, count, **split)
+
+
+def _keeps_a_reference(config: RunConfig) -> bool:
+    """Whether a second model is in memory (as train/reference.py decides)."""
+    reference = config.objective.reference
+    if reference == "auto":
+        reference = "adapters_off" if config.peft.kind == "lora" else "model"
+    return config.objective.kind == "dpo" and reference not in ("adapters_off", "precomputed")
 
 
 def weights_of(model: Model) -> tuple[Shapes | str, int]:
