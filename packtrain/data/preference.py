@@ -54,10 +54,8 @@ def _of_strings(row: Row) -> Choice:
         what = f"there is no prompt; the column {asked!r} looks like one"
         raise BadRow("no prompt", what, asked, f"Set data.columns={{prompt: {asked}}}, or rename the column.")
     border = _border(chosen, rejected)
-    if (
-        border and chosen[border] != rejected[border] and chosen[border - 1] == " "
-    ):  # most tokenizers keep a space with the word behind it
-        border -= 1
+    if border and chosen[border] != rejected[border] and chosen[border - 1] == " ":
+        border -= 1  # most tokenizers keep a space with the word behind it
     if not chosen[:border].strip():
         what = f"there is no prompt: no column {row.name('prompt')!r}, and the answers begin differently"
         raise BadRow("no common prompt", what, row.name("chosen"), "Name the prompt's column with data.columns.")

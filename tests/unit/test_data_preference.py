@@ -243,3 +243,18 @@ def test_a_pair_without_a_chat_template_or_eos_is_refused(tmp_path):
         path.write_text(json.dumps(row))
         with pytest.raises(UserError, match=words):
             prepare_pairs(Data(train=str(path), cache_dir=str(tmp_path / "cache")), bare, seed=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_files_of_other_kinds_give_the_same_pairs(tmp_path, shape):
+    expected = documents(ours(tmp_path, SHAPES[shape]))
+    table = Dataset.from_list(SHAPES[shape])
+    table.to_parquet(tmp_path / "pairs.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    found = [tmp_path / "pairs.parquet", tmp_path / "saved"]
+    if shape.endswith("strings"):
+        table.to_csv(tmp_path / "pairs.csv")
+        found.append(tmp_path / "pairs.csv")
+    for path in found:
+        keys: Any = {"train": str(path), "max_length": None, "cache_dir": str(tmp_path / "cache")}
+        assert documents(prepare_pairs(Data(**keys), tokenizer_of("smollm"), seed=0).train) == expected
