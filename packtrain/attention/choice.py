@@ -47,9 +47,9 @@ def decide(
             raise UserError(
                 f"{wanted} attention is not available: {lack}", where="model.attention", fix="set it to auto"
             )
-        proof = prove_isolation(model, wanted, autocast=_precision(wanted, autocast)) if prove else None
-        if proof and proof.verdict != "exact":
-            raise CheckFailed(_what_is_wrong(model, proof), fix="set model.attention=auto")
+        lack, proof = examine(wanted, model, device, autocast) if prove else ("", None)
+        if lack:
+            raise CheckFailed(lack, fix="set model.attention=auto")
         return Decision(Backend(wanted, "asked for"), proof)
     lacking: list[tuple[str, str]] = []
     for name in AUTO:
