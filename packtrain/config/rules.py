@@ -240,6 +240,9 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     if trainer.mixed_precision == "bf16" and config.model.dtype == "float16":
         what = "bf16 computation over float16 weights is not supported"
         yield Finding(("trainer.mixed_precision", "model.dtype"), what, "Set model.dtype to float32 or bfloat16.")
+    elif config.model.dtype == "float16" and config.peft.kind == "none":
+        what = "weights in float16 cannot be trained: small updates are 0 there, and the loss soon is NaN"
+        yield Finding(("model.dtype",), what, "Set it to float32 or bfloat16, or train adapters on them: peft=lora.")
     if not trainer.output_dir.strip():
         yield Finding(("trainer.output_dir",), "the run folder has no name", "Set it, e.g. to runs/sft.")
 

@@ -383,6 +383,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["trainer.epochs=1e9"], "trainer.epochs", "at most 1000000"),
         (["trainer.max_steps=1000000000000000000"], "trainer.max_steps", "at most 1000000000"),
         (["optim.warmup_steps=1e300"], "optim.warmup_steps", "at most 1000000000"),
+        (["model.dtype=float16"], "model.dtype", "peft=lora"),
         (["data.workers=1000000"], "data.workers", "at most 1024"),
         (["data.train=[a/b,{path: c/d, weight: 1e9}]"], "data.train[1].weight", "at most 10000"),
         (["model.config.rope={factor: [1.0,nan]}"], "model.config.rope.factor[1]", "finite"),
