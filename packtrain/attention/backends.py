@@ -7,7 +7,8 @@
 | per_document | taken apart | the model once per document, whatever its layers do |
 | sdpa_mask | flattened | one dense mask: the plain reference |
 
-Padded batches keep the attention that the model came with, whichever backend serves flattened rows.
+Padded batches keep the attention that the model came with under per_document, and under segmented where the module runs
+per segment; an attention function that was replaced takes flattened rows only: see `attention_of`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from packtrain.attention import dense_mask, flash, segmented
 from packtrain.attention.module_segments import run_attention_once_per_segment, uses_attention_interface
 from packtrain.attention.per_document import run_one_document_at_a_time
+from packtrain.attention.rotary import rotate_by_document
 from packtrain.errors import CheckFailed
 
 PER_DOCUMENT = "per_document"
@@ -49,15 +51,27 @@ def attend_by(model: PreTrainedModel, name: str) -> Callable[[], None]:
     """
     if name == PER_DOCUMENT:
         return run_one_document_at_a_time(model)
-    if not uses_attention_interface(model):
-        if name == SEGMENTED:
-            return run_attention_once_per_segment(model)
+    if uses_attention_interface(model):
+        undo = _replace_attention_function(model, IMPLEMENTATIONS[name])
+    elif name == SEGMENTED:
+        undo = run_attention_once_per_segment(model)
+    else:
         raise CheckFailed(
             f"the attention of {type(model).__name__} is code of its own, which {name} cannot replace",
             fix=f"set model.attention to {SEGMENTED} or {PER_DOCUMENT}",
         )
+    turn_as_before = rotate_by_document(model)
+
+    def take_back() -> None:
+        turn_as_before()
+        undo()
+
+    return take_back
+
+
+def _replace_attention_function(model: PreTrainedModel, implementation: str) -> Callable[[], None]:
     own = own_attention(model)
-    model.set_attn_implementation(IMPLEMENTATIONS[name])
+    model.set_attn_implementation(implementation)
     return lambda: model.set_attn_implementation(own)
 
 

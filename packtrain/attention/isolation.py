@@ -1,8 +1,10 @@
 """The proof that documents in a packed row cannot see each other, measured on the loaded model.
 
 Three documents share a row. (1) The first, the middle and the last are replaced by other tokens in turn, and the outputs of
-the other two must not move. (2) Every document's outputs must equal those of the document alone under the model's own
-attention. Preference pairs with a shared prompt are proved the same way: an answer must not move with the other one. (3) A positive control: the same row declared as ONE document, its positions still counted per document (else learned
+the other two must not move; in training mode, since some layers run other code there, with the same random numbers each
+time. (2) Every document's outputs must equal those of the document alone under the model's own
+attention. Preference pairs with a shared prompt are proved the same way: an answer must not move with the other one.
+(3) A positive control: the same row declared as ONE document, its positions still counted per document (else learned
 positions alone would show), must differ from the documents alone by many times the tolerance, so that the proof cannot
 pass by being blind.
 
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attending_by
@@ -76,7 +79,7 @@ def prove_isolation(
 ) -> Proof:
     """Runs the proof on `model` as it is, by the backend of that name; leaves mode, attention and random state as they were.
 
-    Costs a forward pass of the row of `segments` for each of them and two more, and one of each alone. Raises CheckFailed
+    Costs a forward pass of the row of `segments` for each of them and three more, and one of each alone. Raises CheckFailed
     where the model cannot run such a row at all.
     """
     rng = np.random.default_rng(0)
@@ -87,6 +90,8 @@ def prove_isolation(
         with attending_by(model, backend):
             together = _together(model, ids[0], segments)
             control = _difference(_together(model, ids[0], segments, separated=False), alone)
+            train_without_dropout(model)
+            unchanged = _together(model, ids[0], segments)
             before, after = 0.0, 0.0
             for number, (start, length) in enumerate(zip(segments.starts, segments.lengths, strict=True)):
                 changed = ids[0].copy()
@@ -94,7 +99,7 @@ def prove_isolation(
                 outputs = _together(model, changed, segments)
                 # what continues the changed segment has to move with it
                 others = [i for i, prefix in enumerate(segments.shared) if number not in (i, prefix)]
-                moved = {i: _difference([outputs[i]], [together[i]]) for i in others}
+                moved = {i: _difference([outputs[i]], [unchanged[i]]) for i in others}
                 before = max([before, *(value for i, value in moved.items() if i < number)])
                 after = max([after, *(value for i, value in moved.items() if i > number)])
     # in 16 bits a router may choose another expert for a token here and there: that is no leak
@@ -110,7 +115,7 @@ def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.
     """Raises CheckFailed where `model` is not causal, or, if `padding`, gives other outputs beside padding than alone.
 
     Training would be nonsense in the first case (a token sees what it has to predict; BERT and its kin without is_decoder),
-    inexact in the second. By the model's own attention, with the documents of the proof.
+    inexact in the second. Call it with the model's own attention in place; with the documents of the proof.
     """
     rng = np.random.default_rng(0)
     ids = rng.integers(0, vocabulary_of(model), (2, DOCUMENTS.tokens))
@@ -159,7 +164,16 @@ def _together(
     """float32 [length, vocabulary] of each segment in the row; not `separated`: with no border but the positions' restart."""
     told = row_arguments(segments if separated else Segments((segments.tokens,)))
     batch = {"input_ids": torch.from_numpy(ids)[None], **told, "position_ids": segments.position_ids()}
+    torch.manual_seed(0)  # of what is drawn in training mode
     return list(logits_of(model, batch)[0].split(segments.lengths))
+
+
+def train_without_dropout(model: PreTrainedModel) -> None:
+    """Training mode, but for dropout modules: one in front of an expert draws as many numbers as tokens are routed there."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.eval()
 
 
 @contextmanager

@@ -15,7 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attending_by
-from packtrain.attention.isolation import LENGTHS, evaluating, logits_of, tolerance_of, vocabulary_of
+from packtrain.attention.isolation import (
+    LENGTHS,
+    evaluating,
+    logits_of,
+    tolerance_of,
+    train_without_dropout,
+    vocabulary_of,
+)
 from packtrain.data.dataset import Document
 from packtrain.packing.collate import collate_flat
 
@@ -46,6 +53,7 @@ def find_leak(model: PreTrainedModel, backend: str) -> Leak | None:
         np.concatenate([ids[other, : _MIDDLE.start], ids[0, _MIDDLE], ids[other, _MIDDLE.stop :]]) for other in (1, 2)
     ]
     with evaluating(model), attending_by(model, backend):
+        train_without_dropout(model)  # as the proof does
         first, second = (_watched(model, row) for row in rows)
     tolerance = tolerance_of(model.dtype)
     for name, (taken, given) in first.items():  # in the order in which the modules ended: the innermost first
@@ -75,6 +83,7 @@ def _watched(model: PreTrainedModel, row: np.ndarray) -> dict[str, tuple[list[fl
         handles.append(module.register_forward_hook(after, with_kwargs=True))
     pieces = np.split(row, np.cumsum(LENGTHS)[:-1])
     documents = [Document(piece, np.zeros(len(piece), dtype=bool)) for piece in pieces]
+    torch.manual_seed(0)
     try:
         logits_of(model, collate_flat(documents))
     finally:

@@ -61,8 +61,8 @@ def run_attention_once_per_segment(model: PreTrainedModel) -> Callable[[], None]
     if not modules:
         raise CheckFailed(f"{type(model).__name__} has no attention module to run once per document", fix=_FIX)
     current = _Current()
-    undo = [_replace_forward(module, _forward_of_module(module, current)) for module in modules]
-    undo.append(_replace_forward(model, _forward_of_model(model, current)))
+    undo = [replace_forward(module, _forward_of_module(module, current)) for module in modules]
+    undo.append(replace_forward(model, _forward_of_model(model, current)))
 
     def take_back() -> None:
         for one in reversed(undo):
@@ -97,7 +97,8 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return list(found.values())
 
 
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Has calls of `module` go to `forward(module, ...)`; returns a function that takes it back."""
     own = module.__dict__.get("forward")
 
     def undo() -> None:

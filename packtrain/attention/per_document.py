@@ -11,7 +11,6 @@ A segment with a prefix runs with its own copy of it: nothing is shared, and the
 from __future__ import annotations
 
 import functools
-import types
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from packtrain.attention.module_segments import replace_forward
 from packtrain.packing.collate import IGNORE
 from packtrain.packing.segments import Segments
 
@@ -33,7 +33,7 @@ def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
     The result is as for a flattened row: per-token outputs [1, T, …] in the order of the row, and sums of scalars. Calls
     without `segments` are left as they are.
     """
-    inner, own = model.forward, model.__dict__.get("forward")
+    inner = model.forward
 
     @functools.wraps(type(model).forward)
     def forward(self: PreTrainedModel, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
@@ -42,14 +42,7 @@ def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
         groups = _groups(segments)
         return _joined(groups, [inner(**_batch(group, kwargs)) for group in groups], segments)
 
-    def undo() -> None:
-        if own is None:
-            del model.forward
-        else:
-            model.forward = own
-
-    model.forward = types.MethodType(forward, model)
-    return undo
+    return replace_forward(model, forward)
 
 
 @dataclass(frozen=True, slots=True)

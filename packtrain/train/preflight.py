@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attention_of
 from packtrain.attention.choice import Decision, decide
-from packtrain.attention.isolation import evaluating, loss_tolerance_of
+from packtrain.attention.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
+from packtrain.attention.rotary import rotates_by_length
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
@@ -62,6 +63,9 @@ def autocast_of(config: RunConfig) -> torch.dtype | None:
     return torch.bfloat16 if config.trainer.mixed_precision == "bf16" else None
 
 
+_LESS_OF_A_ROW = "set model.attention=per_document: some models have tables by position in the row, which end before it"
+
+
 @dataclass(frozen=True, slots=True)
 class FirstStepWatch:
     """Compares the loss of the first packed row with that of the same documents padded, each computed as the run does.
@@ -76,15 +80,19 @@ class FirstStepWatch:
 
     @torch.no_grad()
     def check(self, model: Any, row: dict[str, Any]) -> float:
-        """Returns the relative difference; raises CheckFailed beyond the tolerance.
+        """Returns the relative difference; raises CheckFailed beyond the tolerance, and where a row this long cannot run.
 
         `row` is a flattened micro-batch. Costs one forward pass of it and some of its documents padded, each of no more slots.
         """
         device, loss = row["input_ids"].device, torch.zeros((), dtype=torch.float64)
+        name, tokens = type(base_model(model)).__name__, row["segments"].tokens
+        # a longer document beside them would change the others in a padded batch
+        slots = 0 if rotates_by_length(base_model(model)) else tokens
         with evaluating(model):
-            packed = model(**row, loss_sum=True).item()
+            with refusals_of_a_model(f"{name} cannot run a row of {tokens} tokens", fix=_LESS_OF_A_ROW):
+                packed = model(**row, loss_sum=True).item()
             with attention_of(base_model(model), self.attention):
-                for documents in _batches(_documents(row), slots=row["segments"].tokens):
+                for documents in _batches(_documents(row), slots):
                     batch = collate_padded(documents, self.pad_token_id)
                     loss += model(**_on(device, batch), loss_sum=True).item()
         padded, trained = loss.item(), max(int((row["shift_labels"] != IGNORE).sum()), 1)

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from packtrain.attention import segmented
 from packtrain.attention.backends import attending_by
 from packtrain.attention.choice import decide
-from packtrain.attention.isolation import prove_isolation
+from packtrain.attention.isolation import PAIRS, prove_isolation
 from packtrain.attention.leak import find_leak
 from packtrain.errors import CheckFailed, UserError
 from packtrain.packing.segments import Segments
@@ -203,3 +203,50 @@ def test_a_layer_that_brings_a_mask_of_its_own_is_not_flattened() -> None:
         with pytest.raises(CheckFailed, match="a mask of its own"):
             decide(backend, model, CPU)
     assert decide("auto", model, CPU).backend.name == "per_document"
+
+
+@pytest.mark.parametrize("backend", ["segmented", "sdpa_mask"])
+@pytest.mark.parametrize("lengths", [(110, 9, 5), (5, 110, 101, 9), (20, 9), (110, 105)])
+def test_a_long_document_leaves_the_rotary_frequencies_of_the_others_alone(
+    lengths: tuple[int, ...], backend: str
+) -> None:
+    """The proof's documents are shorter than the original context, so it cannot see this."""
+    model, batch = longrope_model(), row(Segments(lengths))
+    expected = alone(model, batch)
+    expected_gradients = gradients_of(model, expected)
+    with attending_by(model, backend):
+        logits = model(**batch, use_cache=False).logits[0]
+        gradients = gradients_of(model, logits)
+    assert (logits - expected).abs().max() < 2e-5 * expected.abs().max()
+    assert (gradients - expected_gradients).norm() < 1e-4 * expected_gradients.norm()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_rotary_frequencies_by_length_share_no_prefix() -> None:
+    model = longrope_model()
+    with attending_by(model, "segmented"), pytest.raises(CheckFailed, match="cannot share a prefix"):
+        model(**row(SHARED), use_cache=False)
+    assert prove_isolation(model, "per_document", segments=PAIRS).verdict == "exact"
+
+
+def longrope_model() -> PreTrainedModel:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    return tiny_model("phi3", rope_parameters={**rope, "original_max_position_embeddings": 100, "factor": 8.0})
+
+
+def test_a_leak_in_training_mode_alone_is_seen_and_dropout_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of state-space layers, for one, run other code where there are gradients to make."""
+    model = tiny_model("llama", attention_dropout=0.3)
+    assert prove_isolation(model, "segmented").verdict == "exact"
+    exact = segmented.segmented_attention
+
+    def forgetful(module: Any, *args: Any, segments: Segments, **kwargs: Any) -> Any:
+        whole = Segments((segments.tokens,)) if module.training else segments
+        return exact(module, *args, segments=whole, **kwargs)
+
+    monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, forgetful)
+    proof = prove_isolation(model, "segmented")
+    assert proof.verdict == "leaks" and proof.alone < proof.tolerance < proof.moved_after
+    decision = decide("auto", model, CPU)
+    assert decision.backend.name == "per_document" and "model.layers.0.self_attn" in decision.backend.why
+    assert not any(module.training for module in model.modules())

@@ -15,6 +15,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
 from packtrain.attention.backends import attend_by, own_attention
+from packtrain.attention.choice import decide
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import collate_flat
@@ -131,3 +132,16 @@ def test_the_watch_sees_a_single_forgotten_border(monkeypatch: pytest.MonkeyPatc
     attend_by(model, "segmented")
     with pytest.raises(CheckFailed, match=r"loss [\d.]+ packed and [\d.]+ padded"):
         watch.check(model, row)
+
+
+def test_the_watch_says_what_to_do_where_a_model_cannot_run_rows_of_this_length() -> None:
+    """roformer has a table of as many positions as a document may have; the proof's row has 71 tokens."""
+    model = tiny_model("roformer", is_decoder=True, embedding_size=64, max_position_embeddings=72)
+    watch = FirstStepWatch(own_attention(model), 1e-4, 0)
+    assert decide("auto", model, torch.device("cpu")).backend.name == "segmented"
+    add_fused_lm_head(model)
+    add_loss_sum(model).fused = False
+    attend_by(model, "segmented")
+    with pytest.raises(CheckFailed, match="cannot run a row of 96 tokens") as refusal:
+        watch.check(model, watched()[1])
+    assert "per_document" in refusal.value.problems[0].fix

@@ -1,0 +1,68 @@
+"""Rotary embeddings whose frequencies depend on how long the document is, computed for each document of a row by itself.
+
+"longrope" (phi3 and others) turns by other frequencies where the longest position goes beyond the original context. In a
+flattened row one long document would change them for all others: nothing passes between their tokens, and yet none comes
+out as alone. The proof cannot see it, since its own documents are short. A call costs some small operations per document
+and one wait for the device, once per forward pass, and only in models that have such embeddings.
+
+"dynamic" frequencies change beyond `max_position_embeddings` only, where documents are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from packtrain.attention.module_segments import replace_forward
+from packtrain.errors import CheckFailed
+
+
+def rotates_by_length(model: PreTrainedModel) -> bool:
+    """Whether `model` has rotary embeddings that depend on the longest document of a call."""
+    return any(map(_by_length, model.modules()))
+
+
+def rotate_by_document(model: PreTrainedModel) -> Callable[[], None]:
+    """From now on such embeddings of a flattened row are each document's own; returns a function that takes it back.
+
+    The call raises CheckFailed where a document has a shared prefix, whose keys would need other frequencies for each.
+    """
+    undo = [replace_forward(module, _by_document(module)) for module in model.modules() if _by_length(module)]
+
+    def take_back() -> None:
+        for one in undo:
+            one()
+
+    return take_back
+
+
+def _by_length(module: nn.Module) -> bool:
+    kinds = getattr(module, "rope_type", None)  # by kind of layer where these differ
+    return "longrope" in (kinds.values() if isinstance(kinds, dict) else [kinds])
+
+
+def _by_document(module: nn.Module) -> Callable[..., Any]:
+    inner = module.forward
+
+    @functools.wraps(type(module).forward)
+    def forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if position_ids.dim() != 2 or len(position_ids) != 1:
+            return inner(x, position_ids, *args, **kwargs)
+        borders = (position_ids[0].diff() != 1).nonzero()[:, 0] + 1
+        documents = position_ids.tensor_split(borders.cpu(), dim=1)
+        if len(documents) == 1:
+            return inner(x, position_ids, *args, **kwargs)
+        if position_ids[0, borders].any():
+            raise CheckFailed(
+                f"{type(self).__name__} turns by the length of a document, which cannot share a prefix",
+                fix="set model.attention=per_document",
+            )
+        parts = [inner(x, one, *args, **kwargs) for one in documents]
+        return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+
+    return forward
