@@ -108,10 +108,12 @@ class Run:
         return load_file(self.folder / place / "model.safetensors")
 
 
-def train(folder: Path, config: dict[str, Any], *overrides: str, name: str = "run", expect: int = 0) -> Run:
+def train(
+    folder: Path, config: dict[str, Any], *overrides: str, name: str = "run", expect: int = 0, command: str = "sft"
+) -> Run:
     """Writes `config`, trains by it into folder/name, and returns what is there."""
     config = {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
-    packtrain("sft", str(path), *overrides, expect=expect)
+    packtrain(command, str(path), *overrides, expect=expect)
     return Run(folder / name)
