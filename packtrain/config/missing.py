@@ -11,7 +11,7 @@ from pathlib import Path
 from packtrain.config.chat_templates import as_name, template_names
 from packtrain.config.findings import Finding
 from packtrain.config.rules import sources
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import REFERENCES, RunConfig
 from packtrain.config.suggest import near
 
 BUILT_IN = "quickstart"
@@ -65,8 +65,18 @@ def _data(config: RunConfig) -> Iterator[Finding]:
 
 
 def _model(config: RunConfig) -> Iterator[Finding]:
-    for key, path in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer)):
-        if path:
+    reference = None if config.objective.reference in REFERENCES else config.objective.reference
+    paths = {
+        "model.path": config.model.path,
+        "model.tokenizer": config.model.tokenizer,
+        "objective.reference": reference,
+    }
+    for key, path in paths.items():
+        if path and key == "objective.reference" and not _there(path) and "/" not in path:
+            meant = near(path, REFERENCES, 1)
+            hint = f"Did you mean {meant[0]}?" if meant else f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id."
+            yield Finding((key,), f"there is no reference {path!r}", hint)
+        elif path:
             yield from _missing(key, path, MODEL_SUFFIXES, "A hub id has the form owner/name.")
 
 

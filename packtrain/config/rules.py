@@ -252,7 +252,11 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     other = "dpo" if objective.kind == "sft" else "sft"
     for path, key in keys().items():
         if path in given and key.doc.startswith(f"{other}:"):
-            yield Finding((path,), f"it is a key of packtrain {other}", f"Take it away, or use packtrain {other}.")
+            yield Finding(
+                (path,),
+                f"it is a key of packtrain {other}",
+                f"Take it away, or use packtrain {other} (objective.kind={other}).",
+            )
     if objective.kind == "sft":
         if config.packing.share_prefix is not None:
             what = "only preference pairs share a prompt; packtrain sft has none"

@@ -27,6 +27,8 @@ LossType = Literal[
     "sigmoid_norm",
 ]
 """The losses of TRL's DPOTrainer."""
+REFERENCES = ("auto", "model", "adapters_off", "precomputed")
+"""What objective.reference may be beside a path."""
 
 
 def key(default: Any, doc: str, *, minimum: float | None = None, above: float | None = None) -> Any:

@@ -14,10 +14,10 @@ from packtrain.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One optimizer step: documents or tokens of it over all devices, and what each device does.
+    """One optimizer step: examples (`unit`: documents or pairs) or tokens over all devices, and what each device does.
 
     `rows_per_step` (rows of `tokens_per_device` over all devices) and `micro_batches_per_device` (the accumulation) are
-    None where they depend on the lengths of the step's documents.
+    None where they depend on the lengths of the step's examples.
     """
 
     mode: str
@@ -28,15 +28,16 @@ class BatchPlan:
     tokens_per_device: int | None
     rows_per_step: int | None
     micro_batches_per_device: int | None
+    unit: str = "documents"
 
     def sentence(self) -> str:
         """The arithmetic in words."""
-        step = f"{self.examples_per_step} documents" if self.examples_per_step else f"{self.tokens_per_step} tokens"
-        limits = [f"{self.examples_per_device} documents"] if self.examples_per_device else []
+        step = f"{self.examples_per_step} {self.unit}" if self.examples_per_step else f"{self.tokens_per_step} tokens"
+        limits = [f"{self.examples_per_device} {self.unit}"] if self.examples_per_device else []
         limits += [f"{self.tokens_per_device} tokens"] if self.tokens_per_device else []
         rows = f" = {self.rows_per_step} rows" if self.rows_per_step else ""
         times = self.micro_batches_per_device
-        number = f"{times} micro-batches" if times else "as many micro-batches as the step's documents need,"
+        number = f"{times} micro-batches" if times else f"as many micro-batches as the step's {self.unit} need,"
         where = "1 process" if self.processes == 1 else f"each of {self.processes} processes"
         return f"a step is {step}{rows}: on {where} {number} of at most {' and '.join(limits)}"
 
@@ -73,4 +74,5 @@ def plan_batch(config: RunConfig, processes: int) -> BatchPlan:
         tokens_per_device=tokens,
         rows_per_step=rows,
         micro_batches_per_device=micro_batches,
+        unit="documents" if config.objective.kind == "sft" else "pairs",
     )

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from packtrain.attention.choice import Decision
 from packtrain.config.schema import RunConfig
 from packtrain.data.prepare import PreparedData
+from packtrain.data.report import DataReport
 from packtrain.run_folder import RunFolder
 from packtrain.train.forward import Head
 from packtrain.train.loader import PairSteps, Steps
@@ -54,7 +55,7 @@ def decisions(
             log.say(f"[bold]{title:<10}[/] {escape(_documents(part.report))}")
     log.say(f"[bold]packing[/]    {config.packing.mode}: {_layout(steps, world_size)}")
     log.say(
-        f"[bold]steps[/]      {steps.schedule.total_steps:,}, each of {_global_batch(config)}, on {world_size} process"
+        f"[bold]steps[/]      {steps.schedule.total_steps:,}, each of {_global_batch(config, _thing(steps))}, on {world_size} process"
         f"{'es' if world_size > 1 else ''}"
         + (f", {len(evaluation):,} evaluation steps" if evaluation is not None else "")
     )
@@ -187,11 +188,31 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
         said.append(f"train loss {first:.4f} → {last:.4f} ({over})")
     if figures["eval_loss"] is not None:
         said.append(f"held-out loss {figures['first_eval_loss']:.4f} → {figures['eval_loss']:.4f}")
+        said += _rewards(summary)
         if figures["best_step"] is not None and summary.config.trainer.early_stop_patience:
             said.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
         if figures["eval_loss"] > figures["first_eval_loss"]:
             said.append("it is higher than before training")
     return said
+
+
+def _rewards(summary: Summary) -> list[str]:
+    """Of held-out pairs: how many have the higher reward for the chosen answer, and by how much, in words; [] for sft.
+
+    No accuracy from before training: where all rewards are 0, TRL counts no pair as right.
+    """
+    state = summary.trainer.state
+    lines = [line for line in state.log_history if "eval_rewards/margins" in line]
+    if not lines:
+        return []
+    kept = lines[-1]
+    if summary.config.trainer.early_stop_patience:
+        kept = next((line for line in lines if line["step"] == state.best_global_step), kept)
+    first, last = (line["eval_rewards/margins"] for line in (lines[0], kept))
+    accuracy = kept["eval_rewards/accuracies"]
+    return [
+        f"of {kept['eval_pairs']:,} held-out pairs {accuracy:.1%} rank right (chance: 50%), margin {first:.2f} → {last:.2f}"
+    ]
 
 
 def following(config: RunConfig, folder: RunFolder, *, chat: bool) -> list[str]:
@@ -214,7 +235,12 @@ def following(config: RunConfig, folder: RunFolder, *, chat: bool) -> list[str]:
         proof = shlex.join(["verify", str(folder.config)])
         commands.append(f"{_program('packtrain')} {proof}  # proves on the model that the modes train the same")
     mode = "padding_free" if config.packing.mode == "padding" else "padding"
-    words = ["sft", str(folder.config), f"packing.mode={mode}", f"trainer.output_dir={folder.root}-{mode}"]
+    words = [
+        config.objective.kind,
+        str(folder.config),
+        f"packing.mode={mode}",
+        f"trainer.output_dir={folder.root}-{mode}",
+    ]
     if config.trainer.resume != "auto":
         words.append("trainer.resume=auto")
     commands.append(f"{_program('packtrain')} {shlex.join(words)}  # the same losses, at another speed")
@@ -228,12 +254,16 @@ def _program(name: str) -> str:
     return name if (found and Path(found).parent == here.parent) or not here.exists() else shlex.quote(str(here))
 
 
-def _documents(report: Any) -> str:
+def _documents(report: DataReport) -> str:
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.dropped.items()) or "none"
     cut = f" ({report.cut_tokens:,} tokens cut)" if report.cut_tokens else ""
     shortened = f"split {report.split:,}{cut}" if report.split else f"truncated {report.truncated:,}{cut}"
+    made = f"{report.documents:,} documents"
+    if (pairs := report.pairs) is not None:
+        made = f"{pairs.pairs:,} pairs"
+        shortened += f"; prompts are {pairs.prompt_share:.0%} of the tokens"
     return (
-        f"{report.documents:,} documents of {report.rows:,} rows ({report.format}), {report.tokens:,} tokens,"
+        f"{made} of {report.rows:,} rows ({report.format}), {report.tokens:,} tokens,"
         f" {report.trained_tokens:,} trained; {shortened}; dropped: {dropped}"
     )
 
@@ -242,15 +272,20 @@ def _layout(steps: Steps | PairSteps, world_size: int) -> str:
     figures = steps.schedule.summary(world_size)
     low, high = figures.micro_batches_min, figures.micro_batches_max
     return (
-        f"{figures.documents_per_step:,.1f} documents and {figures.tokens_per_step:,.0f} tokens a step,"
+        f"{figures.documents_per_step:,.1f} {_thing(steps)} and {figures.tokens_per_step:,.0f} tokens a step,"
         f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
         f" {figures.padding_fraction:.1%} padding, {figures.imbalance:.1%} imbalance over processes"
     )
 
 
-def _global_batch(config: RunConfig) -> str:
+def _thing(steps: Steps | PairSteps) -> str:
+    """What a step is made of."""
+    return "pairs" if isinstance(steps, PairSteps) else "documents"
+
+
+def _global_batch(config: RunConfig, thing: str) -> str:
     if config.batch.examples_per_step is not None:
-        return f"{config.batch.examples_per_step:,} documents"
+        return f"{config.batch.examples_per_step:,} {thing}"
     return f"{config.batch.tokens_per_step:,} tokens"
 
 

@@ -101,7 +101,10 @@ class TerminalProgress(TrainerCallback):
         """Shows the step's figures."""
         place = f"step {state.global_step}/{state.max_steps}"
         if "eval_loss" in logs:
-            self._log.say(f"{place}  eval loss {logs['eval_loss']:.4f}")
+            told = ""
+            if logs.get("eval_rewards/margins"):  # at a zero margin no pair is ranked
+                told = f"  pairs ranked right {logs['eval_rewards/accuracies']:.1%}"
+            self._log.say(f"{place}  eval loss {logs['eval_loss']:.4f}{told}")
         elif "loss" in logs:
             figures = (
                 f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"

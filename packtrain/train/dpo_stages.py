@@ -14,6 +14,7 @@ from trl import DPOConfig
 from packtrain.attention.backends import attend_by, own_attention
 from packtrain.attention.choice import Decision
 from packtrain.attention.isolation import PAIRS, check_as_it_comes, prove_isolation
+from packtrain.config.limits import micro_batch_limits
 from packtrain.config.schema import RunConfig
 from packtrain.data.pairs import PairDataset
 from packtrain.data.prepare import PreparedData, prepare_pairs
@@ -121,9 +122,21 @@ def _steps(
     # slots of a pair: padded it takes two rows as long as the longer of its documents
     longer = 2 * data.documents.lengths.reshape(-1, 2).max(axis=1)
     lengths = {"padding": longer, "flat": data.lengths, "shared": data.shared_lengths}[layout].astype(np.int32)
+    _check_fit(config, int(lengths.max(initial=0)))
     schedule = schedule_of(config, lengths, model, whole_set=whole_set)
     pad = int(cast(Any, tokenizer.pad_token_id) or 0)
     return PairSteps(data, schedule, layout, pad, process.rank, process.world_size)
+
+
+def _check_fit(config: RunConfig, longest: int) -> None:
+    """Raises UserError where a pair of `longest` token slots is more than a micro-batch takes: pairs are never split."""
+    most = micro_batch_limits(config)[1]
+    if most is not None and longest > most:
+        raise UserError(
+            f"the longest pair takes {longest} token slots, a micro-batch has {most}",
+            where="batch.tokens_per_device",
+            fix=f"set batch.tokens_per_device to at least {longest}, or data.max_length to {most // 2}",
+        )
 
 
 def _check_sorting_losses(config: RunConfig, steps: PairSteps) -> None:
@@ -134,8 +147,8 @@ def _check_sorting_losses(config: RunConfig, steps: PairSteps) -> None:
     most = steps.schedule.summary(steps.world_size).micro_batches_max
     if (sorting := unsplittable(losses)) and (steps.world_size > 1 or most > 1):
         raise UserError(
-            f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {steps.world_size} processes "
-            f"and up to {most} micro-batches",
+            f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {steps.world_size} process"
+            f"{'es' if steps.world_size > 1 else ''} and up to {most} micro-batches",
             where="objective.loss_type",
             fix="use one process and a larger batch.tokens_per_device (and batch.examples_per_device), or another loss",
         )

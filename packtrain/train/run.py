@@ -103,7 +103,7 @@ def _join(config: RunConfig) -> Process:
     if state.num_processes != expected:
         raise CheckFailed(
             f"{expected} processes were launched, but this one sees {state.num_processes}",
-            fix="start them by packtrain sft CONFIG topology.gpus_per_node=N, or by torchrun",
+            fix=f"start them by packtrain {config.objective.kind} CONFIG topology.gpus_per_node=N, or by torchrun",
         )
     return Process(state.process_index, state.num_processes, cast(torch.device, state.device))
 

@@ -158,7 +158,7 @@ def completions(shell: str, folder: Path, **asked: str) -> str:
     ("words", "offered"),
     [
         (["sft", "ru"], {"run.yaml", "runs/one.yaml"}),
-        (["plan", "recipes/q"], {"recipes/quickstart-sft.yaml"}),
+        (["plan", "recipes/q"], {"recipes/quickstart-sft.yaml", "recipes/quickstart-dpo.yaml"}),
         (["sft", "strategy", "=", "zero1"], {"zero1"}),
         (["sft", "run.yaml", "peft", "="], {"lora", "none"}),
         (["sft", "run.yaml", "packing.mode", "=", "pad"], {"padding", "padding_free"}),

@@ -272,7 +272,7 @@ def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
     assert "my-run.yaml" in only("my-rum.yaml").fix
     write("", "recipes/quickstart-sft.yaml")  # as in a checkout, where our recipes are found twice
     (recipe,) = problems("recipes/quickstart-sft")
-    assert recipe.fix == "Did you mean recipes/quickstart-sft.yaml?"
+    assert recipe.fix == "Did you mean recipes/quickstart-sft.yaml or recipes/quickstart-dpo.yaml?"
     assert "is a folder" in only(".").what
 
 
@@ -375,15 +375,20 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["data.eval=1.0"], "data.eval", "between 0 and 1"),
         (["trainer.resume=somewhere"], "trainer.resume", "no checkpoint folder somewhere"),
         (["data.format=preference"], "data.format", "packtrain dpo"),
+        (["objective.beta=0.2"], "objective.beta", "or use packtrain dpo (objective.kind=dpo)"),
+        (["objective.kind=dpo", "objective.neftune_alpha=5"], "objective.neftune_alpha", "a key of packtrain sft"),
+        (["objective.kind=dpo", "objective.reference=modle"], "objective.reference", "Did you mean model?"),
+        (["objective.kind=dpo", "objective.reference=/none/at/all"], "objective.reference", "no file or folder"),
+        (["objective.kind=dpo", "objective.reference=adapters_off"], "objective.reference", "no adapters"),
         (["+optim.schedule_options.min_lr=1"], "optim.schedule_options.min_lr", "no such option"),
         (["trainer.max_steps=5", "trainer.epochs=2"], "trainer.epochs", "set twice"),
         (["trainer.mixed_precision=bf16", "model.dtype=float16"], "trainer.mixed_precision", "float16"),
+        (["model.dtype=float16"], "model.dtype", "peft=lora"),
         (["optim.beta1=1"], "optim.beta1", "below 1"),
         (["topology.main_port=70000"], "topology.main_port", "65535"),
         (["trainer.epochs=1e9"], "trainer.epochs", "at most 1000000"),
         (["trainer.max_steps=1000000000000000000"], "trainer.max_steps", "at most 1000000000"),
         (["optim.warmup_steps=1e300"], "optim.warmup_steps", "at most 1000000000"),
-        (["model.dtype=float16"], "model.dtype", "peft=lora"),
         (["data.workers=1000000"], "data.workers", "at most 1024"),
         (["data.train=[a/b,{path: c/d, weight: 1e9}]"], "data.train[1].weight", "at most 10000"),
         (["model.config.rope={factor: [1.0,nan]}"], "model.config.rope.factor[1]", "finite"),

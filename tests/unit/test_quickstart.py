@@ -132,8 +132,9 @@ def test_a_generation_prompt_is_what_stands_before_an_answer_in_training():
     assert whole == prompt + messages[1]["content"] + END + "\n"
 
 
-def test_the_sample_questions_of_the_recipe_are_held_out():
-    samples = yaml.safe_load((shipped("recipes") / "quickstart-sft.yaml").read_text())["trainer"]["samples"]
+@pytest.mark.parametrize("recipe", ["quickstart-sft", "quickstart-dpo"])
+def test_the_sample_questions_of_the_recipe_are_held_out(recipe: str):
+    samples = yaml.safe_load((shipped("recipes") / f"{recipe}.yaml").read_text())["trainer"]["samples"]
     assert len(samples) == 3
     assert all(held_out(question) for question in samples)
     assert not set(samples) & texts("train", "user")
