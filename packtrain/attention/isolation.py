@@ -121,10 +121,10 @@ def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.
     ids = rng.integers(0, vocabulary_of(model), (2, DOCUMENTS.tokens))
     tolerance, name = tolerance_of(autocast or model.dtype), type(model).__name__
     with evaluating(model, autocast):
-        alone = [_alone(model, ids[0], DOCUMENTS, number) for number in range(len(LENGTHS))]
+        first = _alone(model, ids[0], DOCUMENTS, 0)
         changed = ids[0].copy()
         changed[LENGTHS[0] - 1] = ids[1, 0] if ids[1, 0] != changed[LENGTHS[0] - 1] else ids[1, 0] - 1
-        seen = _difference([_alone(model, changed, DOCUMENTS, 0)[:-1]], [alone[0][:-1]])
+        seen = _difference([_alone(model, changed, DOCUMENTS, 0)[:-1]], [first[:-1]])
         if seen > tolerance:
             raise CheckFailed(
                 f"{name} is not causal: a later token moves the outputs before it by {seen:.2g} (tolerance {tolerance:.1g})",
@@ -133,6 +133,7 @@ def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.
             )
         if not padding:
             return
+        alone = [first, *(_alone(model, ids[0], DOCUMENTS, number) for number in range(1, len(LENGTHS)))]
         documents = [Document(one, np.zeros(len(one), dtype=bool)) for one in np.split(ids[0], DOCUMENTS.starts[1:])]
         padded = logits_of(model, collate_padded(documents, 0))
     beside = [padded[number, :length] for number, length in enumerate(LENGTHS)]

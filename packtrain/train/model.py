@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from packtrain.attention.rotary import rotates_by_length
 from packtrain.config.schema import Model, Peft
 from packtrain.data.hub import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import Problem, UserError
@@ -92,12 +93,23 @@ def base_model(model: torch.nn.Module) -> PreTrainedModel:
     return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else cast(PreTrainedModel, model)
 
 
-def check_positions(model: PreTrainedModel, longest: int) -> None:
+def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> None:
     """Raises UserError where a document of `longest` tokens goes beyond the positions that the model was made for.
 
-    With learned positions that would be a crash in the middle of training, with rotary ones a silently worse model.
+    With learned positions that would be a crash in the middle of training, with rotary ones a silently worse model. And
+    where rotary embeddings turn by the longest document of a `padded` batch (longrope), the others would not be as alone.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config: Any = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    if padded and isinstance(original, int) and original < longest and rotates_by_length(base_model(model)):
+        raise UserError(
+            f"the longest document has {longest} tokens: beyond {original} this model turns all positions of a padded batch "
+            "otherwise",
+            where="packing.mode",
+            fix=f"set it to packed, or data.max_length to {original}",
+        )
+    positions = getattr(config, "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < longest:
         raise UserError(
             f"the longest document has {longest} tokens, the model is made for {positions} positions",

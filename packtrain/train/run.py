@@ -70,7 +70,8 @@ def train_in(config: RunConfig, process: Process) -> int:
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
     if checkpoint is not None:
         check_origin(checkpoint, trained_by(config, model))
-    check_positions(model, max(stages.longest_document(part) for part in (data.train, data.eval) if part))
+    longest = max(stages.longest_document(part) for part in (data.train, data.eval) if part)
+    check_positions(model, longest, padded=config.packing.mode == "padding")
     as_it_came = own_attention(base_model(model))
     trainer, decision = stages.build(setting, data, model, tokenizer, checkpoint)
     before = _answers(setting, model, tokenizer, as_it_came)

@@ -84,13 +84,14 @@ def _preflight(setting: Setting, trainer: PackedSFTTrainer, as_it_came: str) -> 
     decision = None
     if config.packing.mode != "padding":
         decision = decide_together(config, model, setting.process.world_size)
+    announce.attention(setting.log, model, decision)
+    if config.verify.preflight:
+        check_as_it_comes(model, padding=decision is None, autocast=autocast_of(config))
+    if decision is not None:
         attend_by(model, decision.backend.name)
         if config.verify.preflight:
             tolerance = tolerance_of(autocast_of(config) or model.dtype)
             trainer.watch = FirstStepWatch(as_it_came, tolerance, trainer.steps.pad_token_id)
-    announce.attention(setting.log, model, decision)
-    if config.verify.preflight:
-        check_as_it_comes(model, padding=decision is None, autocast=autocast_of(config))
     announce.head(setting.log, model, trainer.head, fit_head(config, model, trainer.head, trainer.probe()))
     if trainer.routers is not None:
         setting.log.say(

@@ -18,6 +18,7 @@ from packtrain.attention.isolation import PAIRS, prove_isolation
 from packtrain.attention.leak import find_leak
 from packtrain.errors import CheckFailed, UserError
 from packtrain.packing.segments import Segments
+from packtrain.train.model import check_positions
 
 # two prompts, the answers of the first shared twice and once more later, a lone document, and an answer of equal length
 SHARED = Segments((13, 7, 7, 21, 5, 1, 30, 9), (None, 0, 0, None, 3, 3, None, 0))
@@ -227,6 +228,15 @@ def test_rotary_frequencies_by_length_share_no_prefix() -> None:
     with attending_by(model, "segmented"), pytest.raises(CheckFailed, match="cannot share a prefix"):
         model(**row(SHARED), use_cache=False)
     assert prove_isolation(model, "per_document", segments=PAIRS).verdict == "exact"
+
+
+def test_padded_batches_are_refused_where_a_long_document_would_turn_the_others_otherwise() -> None:
+    model = longrope_model()
+    check_positions(model, 100, padded=False)
+    original = model.config.rope_parameters["original_max_position_embeddings"]
+    check_positions(model, original, padded=True)
+    with pytest.raises(UserError, match=r"packing\.mode"):
+        check_positions(model, original + 1, padded=True)
 
 
 def longrope_model() -> PreTrainedModel:
