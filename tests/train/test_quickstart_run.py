@@ -1,4 +1,4 @@
-"""The newcomer's first command, as it stands in the README: it learns, and says what to do next."""
+"""The newcomer's first commands, as they stand in the README: they learn, and say what to do next."""
 
 from __future__ import annotations
 
@@ -37,3 +37,20 @@ def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_lea
     shown = out.split("after  ")[1].splitlines()[0].strip().removesuffix("…")
     assert said[0].startswith(shown.split(" ⏎ ")[0])  # the same answer as the run's own, however long
     assert said[1].rstrip().endswith("exact")
+
+
+def test_the_dpo_quickstart_ranks_held_out_pairs_well_above_chance(tmp_path: Path) -> None:
+    environment = {**os.environ, "PACKTRAIN_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "packtrain", "dpo", "recipes/quickstart-dpo.yaml"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert result.returncode == 0, result.stderr
+    first, *_, last = Run(tmp_path / "runs" / "quickstart-dpo").evals
+    assert first["eval_rewards/margins"] == 0  # the model is its own reference
+    assert last["eval_rewards/accuracies"] > 0.8
+    assert f"{last['eval_rewards/accuracies']:.1%} rank right" in result.stdout
