@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from packtrain.attention import flash
 from packtrain.attention.backends import PER_DOCUMENT, Backend
-from packtrain.attention.isolation import Proof, prove_isolation
+from packtrain.attention.isolation import PAIRS, Proof, prove_isolation
 from packtrain.attention.leak import find_leak
 from packtrain.errors import CheckFailed, UserError
 
@@ -80,6 +80,18 @@ def examine(
     # documents that run apart are exact by construction, also in a model that shows too little of what it sees
     exact = proof.verdict == "exact" or (name == PER_DOCUMENT and proof.verdict != "leaks")
     return ("" if exact else _what_is_wrong(model, proof)), proof
+
+
+def examine_pairs(name: str, model: PreTrainedModel, autocast: torch.dtype | None) -> tuple[str, Proof | None]:
+    """As `examine`, of preference pairs whose prompt is computed once for both answers."""
+    if name == PER_DOCUMENT:
+        return f"{name} runs every document by itself", None
+    try:
+        proof = prove_isolation(model, name, autocast=_precision(name, autocast), segments=PAIRS)
+    except CheckFailed as refusal:
+        return refusal.problems[0].what, None
+    off = max(proof.alone, proof.moved_before, proof.moved_after)
+    return ("" if proof.verdict == "exact" else f"pairs are off by {off:.2g} (tolerance {proof.tolerance:.1g})"), proof
 
 
 def _unavailable(name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None) -> str:

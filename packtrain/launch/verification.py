@@ -90,6 +90,9 @@ def _head(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{report['model']} ({report['architecture']}, {precision}{adapters}) on {on}{report['device']}"),
         ("attention", f"{report['backend'] or 'none'}: {report['why']}"),
     ]
+    if report["pairs"]:
+        why = report["pairs"]["why"]
+        lines.append(("prompts", f"computed for each answer ({why})" if why else "computed once for both answers"))
     lengths = report["reference"]["documents"]
     lines.append(
         ("documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s")
@@ -117,12 +120,22 @@ def _table(report: dict[str, Any]) -> Table:
         add(what, isolation[name], isolation["tolerance"])
     least = isolation["tolerance"] and 5 * isolation["tolerance"]
     add("control: the same without borders", isolation["control"], least, least=True)
+    if report["pairs"] and report["pairs"]["prompts_shared"]:
+        _add_pairs(add, report["pairs"])
     table.add_section()
     for mode, figures in report["modes"].items():
         add(f"{mode}: loss {_number(figures['loss'], 6)}", figures["loss_rel_diff"], tolerances["loss"])
         add(f"{mode}: gradients", figures["grad_rel_diff"], tolerances["grad_rel_diff"])
     add("control: gradients without borders", report["control"]["grad_rel_diff"], tolerances["control"], least=True)
     return table
+
+
+def _add_pairs(add: Callable[..., None], pairs: dict[str, Any]) -> None:
+    """The rows of preference pairs that share their prompt."""
+    moved = max(pairs["max_abs_diff_before"], pairs["max_abs_diff_after"])
+    add("pairs: beside a changed one, answers move by", moved, pairs["tolerance"])
+    add("pairs: an answer in a row and alone differ by", pairs["max_abs_diff_alone"], pairs["tolerance"])
+    add("control: the same without borders", pairs["control"], 5 * pairs["tolerance"], least=True)
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -12,8 +12,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from packtrain.attention.backends import attend_by, own_attention
-from packtrain.attention.choice import Decision
-from packtrain.attention.isolation import PAIRS, check_as_it_comes, prove_isolation
+from packtrain.attention.choice import Decision, examine_pairs
+from packtrain.attention.isolation import check_as_it_comes
 from packtrain.config.limits import micro_batch_limits
 from packtrain.config.schema import RunConfig
 from packtrain.data.pairs import PairDataset
@@ -58,8 +58,9 @@ def build(
         decision = decide_together(config, base, setting.process.world_size)
         layout, unshared = _layout(config, base, decision, setting.process.world_size)
     steps = _steps(setting, data.train, model, tokenizer, layout, whole_set=False)
-    _check_sorting_losses(config, steps)
     evaluation = _steps(setting, data.eval, model, tokenizer, layout, whole_set=True) if data.eval else None
+    for part in filter(None, (steps, evaluation)):
+        _check_sorting_losses(config, part)
     announce.decisions(setting.log, config, model, data, steps, evaluation, setting.process.world_size)
     trainer = PackedDPOTrainer(
         model,
@@ -93,16 +94,7 @@ def _layout(config: RunConfig, model: PreTrainedModel, decision: Decision, proce
     """
     if config.packing.share_prefix is False:
         return "flat", "packing.share_prefix=false"
-    name, lack = decision.backend.name, ""
-    if name == "per_document":
-        lack = "per_document runs every document by itself"
-    else:
-        try:
-            autocast = autocast_of(config) if name == "flash" else None
-            proof = prove_isolation(model, name, autocast=autocast, segments=PAIRS)
-            lack = "" if proof.verdict == "exact" else f"it is off by {max(proof.alone, proof.moved_after):.2g}"
-        except CheckFailed as refusal:
-            lack = refusal.problems[0].what
+    lack, _ = examine_pairs(decision.backend.name, model, autocast_of(config))
     same_everywhere("shared" if not lack else "flat", "layout of pairs", "packing.share_prefix", processes)
     if lack and config.packing.share_prefix:
         raise CheckFailed(f"prompts cannot be shared: {lack}", where="packing.share_prefix", fix="set it to false")

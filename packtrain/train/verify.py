@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import PER_DOCUMENT
-from packtrain.attention.choice import decide, examine
+from packtrain.attention.choice import decide, examine, examine_pairs
 from packtrain.attention.isolation import Proof, check_as_it_comes
 from packtrain.attention.leak import Leak, find_leak
 from packtrain.config.schema import RunConfig
@@ -96,6 +96,7 @@ def _report(config: RunConfig, process: Process) -> dict[str, Any]:
     try:
         model, head, pad_token_id = _load(config, process.device)
         isolation = _isolation(config, base_model(model))
+        pairs = _pairs(config, base_model(model), isolation)
         probe = collate_padded(random_documents(model)[-1:], pad_token_id)
         fit_head(config, base_model(model), head, on_device(probe, base_model(model).device))
         comparison = compare_modes(
@@ -112,6 +113,9 @@ def _report(config: RunConfig, process: Process) -> dict[str, Any]:
             "model.dtype=bfloat16",
         ) from error
     verdict, problem, fix = judge(isolation, comparison)
+    if verdict == "exact" and pairs is not None and pairs.problem and config.packing.share_prefix:
+        verdict = "leaks" if pairs.proof is not None and pairs.proof.verdict == "leaks" else "unsupported"
+        problem, fix = f"prompts cannot be shared: {pairs.problem}", pairs.fix
     base = base_model(model)
     return {
         "model": config.model.path or f"new weights ({base.config.model_type})",
@@ -132,6 +136,7 @@ def _report(config: RunConfig, process: Process) -> dict[str, Any]:
         "fix": fix,
         "controls_see": comparison.sees and (isolation.proof is None or isolation.proof.verdict != "unsupported"),
         "isolation": _figures_of(isolation.proof),
+        "pairs": pairs and {**_figures_of(pairs.proof), "prompts_shared": not pairs.problem, "why": pairs.problem},
         **_figures_of_modes(comparison),
         "seconds": round(time.perf_counter() - started, 1),
     }
@@ -168,6 +173,20 @@ def _isolation(config: RunConfig, model: PreTrainedModel) -> Isolation:
     leak = find_leak(model, wanted) if proof is not None and proof.verdict == "leaks" else None
     fix = _instead(model, autocast)
     return Isolation(wanted, "asked for", proof=proof, problem=lack, leak=leak, fix=fix)
+
+
+def _pairs(config: RunConfig, model: PreTrainedModel, isolation: Isolation) -> Isolation | None:
+    """The proof of preference pairs that share their prompt, where this run would have them do so; else None.
+
+    Where it is not exact, training computes a prompt for each answer, unless packing.share_prefix insists.
+    """
+    dpo = config.objective.kind == "dpo" and config.packing.mode != "padding"
+    if not dpo or config.packing.share_prefix is False or isolation.backend is None or isolation.problem:
+        return None
+    lack, proof = examine_pairs(isolation.backend, model, autocast_of(config))
+    return Isolation(
+        isolation.backend, "", proof=proof, problem=lack, fix="set packing.share_prefix=false" if lack else ""
+    )
 
 
 def _instead(model: PreTrainedModel, autocast: torch.dtype | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,13 @@ import torch
 from running import LLAMA, WORDS, Run, write_jsonl
 
 from packtrain.config.compose import to_yaml
-from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Peft, RunConfig, Trainer
+from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Packing, Peft, RunConfig, Trainer
 from packtrain.errors import UserError
+from packtrain.launch.verification import show
 from packtrain.run_folder import RunFolder
 from packtrain.train import reference
 from packtrain.train.run import Process, train_in
+from packtrain.train.verify import verify
 
 LN2 = 0.6931472
 
@@ -133,3 +136,22 @@ def test_held_out_pairs_are_evaluated_and_told_of(start: RunConfig, capsys: pyte
 def test_what_cannot_be_is_refused_in_words_of_pairs(start: RunConfig, groups: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         trained(start, "refused", **groups)
+
+
+def test_verify_proves_that_no_answer_sees_the_other_one_nor_another_pair(
+    start: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for insists, attention, code in ((None, "auto", 0), (None, "per_document", 0), (True, "per_document", 3)):
+        packing, model = Packing(share_prefix=insists), replace(start.model, attention=attention)
+        config = replace(start, packing=packing, model=model)
+        assert verify(config, Process(0, 1, torch.device("cpu"))) == code
+        report = json.loads(RunFolder.of(config).verification.read_text())
+        proof = report["pairs"]
+        assert proof["prompts_shared"] == (attention == "auto")
+        if attention == "auto":
+            worst = max(proof[f"max_abs_diff_{what}"] for what in ("before", "after", "alone"))
+            assert worst <= proof["tolerance"] and proof["control"] > 5 * proof["tolerance"]
+        show(report, as_json=False)
+        said = capsys.readouterr().out
+        assert ("pairs: beside a changed one" in said) == (attention == "auto")
+        assert ("prompts cannot be shared: per_document" in said and "share_prefix=false" in said) == bool(insists)
