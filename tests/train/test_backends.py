@@ -232,16 +232,18 @@ def test_rotary_frequencies_by_length_share_no_prefix() -> None:
 
 def test_padded_batches_are_refused_where_a_long_document_would_turn_the_others_otherwise() -> None:
     model = longrope_model()
-    check_positions(model, 100, padded=False)
-    original = model.config.rope_parameters["original_max_position_embeddings"]
-    check_positions(model, original, padded=True)
+    check_positions(model, 100, padded=True)
+    check_positions(model, 101, padded=False)
     with pytest.raises(UserError, match=r"packing\.mode"):
-        check_positions(model, original + 1, padded=True)
+        check_positions(model, 101, padded=True)
 
 
 def longrope_model() -> PreTrainedModel:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    return tiny_model("phi3", rope_parameters={**rope, "original_max_position_embeddings": 100, "factor": 8.0})
+    rope |= {"original_max_position_embeddings": 100, "factor": 8.0}
+    model = tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=100)
+    assert model.config.rope_parameters["original_max_position_embeddings"] == 100
+    return model
 
 
 def test_a_leak_in_training_mode_alone_is_seen_and_dropout_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
