@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from packtrain.config.findings import Finding
 from packtrain.config.keys import keys
 from packtrain.config.limits import micro_batch_limits
-from packtrain.config.schema import DataSource, LossType, Objective, RunConfig
+from packtrain.config.schema import DataSource, Objective, RunConfig
 from packtrain.config.suggest import near
 
 LARGEST = 10**9  # of any number: what is greater does not fit some counter, or would never end
@@ -279,7 +279,7 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
         yield Finding(("objective.reference",), what, "Choose peft=lora, or objective.reference=model.")
 
 
-def _losses(objective: Objective, losses: list[LossType]) -> Iterator[Finding]:
+def _losses(objective: Objective, losses: Sequence[str]) -> Iterator[Finding]:
     """What TRL refuses, or silently gets wrong, for these losses."""
     if "exo_pair" in losses and objective.label_smoothing == 0:
         what = "the loss exo_pair needs label smoothing"
@@ -298,6 +298,9 @@ def _losses(objective: Objective, losses: list[LossType]) -> Iterator[Finding]:
     if objective.use_weighting and (sorting := sorted({"aot", "aot_unpaired"} & set(losses))):
         what = f"{', '.join(sorting)} sorts pairs, which would get the weights of others"
         yield Finding(("objective.use_weighting", "objective.loss_type"), what, "Take it away.")
+    if objective.use_weighting and "sft" in losses:
+        what = "sft is a mean over tokens, of which TRL cannot weigh the pairs"
+        yield Finding(("objective.use_weighting", "objective.loss_type"), what, "Take it away, or leave sft out.")
 
 
 def _groups(config: RunConfig, given: Set[str]) -> Iterator[Finding]:

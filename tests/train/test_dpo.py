@@ -17,6 +17,7 @@ from tiny_models import tiny_model
 from trl import DPOConfig, DPOTrainer
 
 from packtrain.attention.backends import attend_by, own_attention
+from packtrain.config.rules import check
 from packtrain.config.schema import LossType, Model, Objective, RunConfig
 from packtrain.data.pairs import PairDataset, Preference
 from packtrain.errors import CheckFailed, UserError
@@ -222,7 +223,37 @@ def test_a_loss_that_is_not_a_mean_over_pairs_is_told_from_those_that_are(tmp_pa
     assert unsplittable(sorted(apart)) == ["aot", "aot_unpaired"]
 
 
-# -- what sorts pairs
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        ({"loss_type": ["sigmoid", "sft"], "use_weighting": True}, "TRL cannot weigh the pairs"),
+        ({"loss_type": ["aot"], "use_weighting": True}, "would get the weights of others"),
+        ({"loss_type": ["exo_pair"]}, "exo_pair needs label smoothing"),
+        ({"loss_type": ["apo_zero"], "f_divergence_type": "forward_kl"}, "not defined for forward_kl"),
+    ],
+)
+def test_what_trl_cannot_compute_is_refused_by_the_config(objective: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+        of_trl(tmp_path, **objective)
+    config = RunConfig(objective=Objective(kind="dpo", **objective))
+    (finding,) = (one for one in check(config, set()) if one.keys[0].startswith("objective."))
+    assert said in finding.what
+
+
+def test_label_smoothing_that_trl_passes_over_is_refused_by_the_config(tmp_path: Path) -> None:
+    """TRL takes it for every loss and uses it in few: this finds those few."""
+    uses = set()
+    for name in known_to_trl() - {"exo_pair"}:
+        losses = [of_trl(tmp_path, loss_type=[name], label_smoothing=smoothing)[0] for smoothing in (0.0, 0.2)]
+        if losses[0] != losses[1]:
+            uses.add(name)
+        config = RunConfig(objective=Objective(kind="dpo", loss_type=cast(Any, name), label_smoothing=0.2))
+        refused = any("takes no label smoothing" in problem.what for problem in check(config, set()))
+        assert refused == (losses[0] == losses[1]), name
+    assert uses == {"robust", "aot", "aot_unpaired"}
 
 
 @pytest.mark.parametrize("loss_type", ["aot", ["sigmoid", "aot_unpaired"]])
