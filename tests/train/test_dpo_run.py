@@ -13,7 +13,7 @@ import datasets
 import pytest
 import torch
 import yaml
-from running import ENVIRONMENT, LLAMA, WORDS, Run, base_config, train, write_jsonl
+from running import ENVIRONMENT, LLAMA, WORDS, Run, base_config, packtrain, train, write_jsonl
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
@@ -176,6 +176,20 @@ def test_bf16_is_the_same_packed_and_padded_within_its_precision(folder: Path) -
     padded = run(folder, "bf16-padding", "packing.mode=padding", **bf16)
     packed = run(folder, "bf16-packed", SMALL, **bf16)
     assert packed.losses == pytest.approx(padded.losses, rel=5e-3)
+
+
+def test_a_loss_that_sorts_pairs_is_refused_where_only_the_evaluation_would_be_split(folder: Path) -> None:
+    one = preferences(1, 0)[0]
+    short = [{**one, "prompt": [{"role": "user", "content": word}]} for word in WORDS[:2]]
+    write_jsonl(folder / "short.jsonl", short)
+    config = config_of(folder, trainer={"max_steps": 1}, objective={"loss_type": "aot"})
+    config["data"] |= {"train": str(folder / "short.jsonl"), "eval": str(folder / "train.jsonl")}
+    path = folder / "aot.yaml"
+    path.write_text(yaml.safe_dump(config))
+    result = packtrain("dpo", str(path), SMALL, "data.eval=null")
+    assert "step 1/1" in result.stdout
+    result = packtrain("dpo", str(path), SMALL, expect=2)
+    assert "aot sorts all pairs of a step" in result.stderr
 
 
 def test_killed_and_resumed_gives_bitwise_the_same_weights(folder: Path, packed: Run) -> None:
