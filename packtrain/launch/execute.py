@@ -21,6 +21,7 @@ import yaml
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import PeerFailed, UserError
+from packtrain.launch.claim import claimed
 from packtrain.launch.plan import LaunchPlan
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR
 from packtrain.run_folder import RunFolder, environment, write_json
@@ -34,11 +35,17 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
     """Carries out the plan to its end and returns the exit code: 0, or the most telling one of the workers.
 
     A run of one process is `train()` in this one; the others start the plan's commands. Raises UserError where the run
-    folder cannot be written, PeerFailed where a worker was killed without a word.
+    folder cannot be written or another run is going on in it, PeerFailed where a worker was killed without a word.
     """
     folder = RunFolder.of(config)
-    if _is_first():
+    if not _is_first():
+        return _carry_out(plan, config, folder, train)
+    with claimed(folder.root):
         _open_attempt(plan, config, folder)
+        return _carry_out(plan, config, folder, train)
+
+
+def _carry_out(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: Callable[[], int]) -> int:
     if "OMP_WAIT_POLICY" in plan.commands[0].env:
         print("other work keeps this machine busy: threads sleep while they wait (OMP_WAIT_POLICY=passive)", flush=True)
     if plan.in_process:

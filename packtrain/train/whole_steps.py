@@ -7,6 +7,7 @@ the global batch; checkpoints are complete or absent; nothing is reported to any
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 
+from packtrain.errors import CheckFailed
 from packtrain.run_folder import write_json
 from packtrain.train import checkpoint
 from packtrain.train.callbacks import TerminalProgress
@@ -68,6 +70,7 @@ class WholeSteps(_Trainer):
         self.remove_callback(PrinterCallback)
         self.course, self.steps = course, course.steps
         self.watch: FirstStepWatch | None = None
+        self._last_loss = torch.zeros((), device=self.args.device)
         self._window = _Window()
         self._flops_share = self._flops_share_of_a_token()
 
@@ -133,6 +136,7 @@ class WholeSteps(_Trainer):
         # with the step and not with the logged line: a checkpoint may lie between two lines
         self.state.num_input_tokens_seen += tokens
         self.course.stop.agree(*signals)
+        self._last_loss = total
         return total
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -145,6 +149,7 @@ class WholeSteps(_Trainer):
         """Adds the exact counts of the steps since the last line to a training line."""
         self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
         if "loss" in logs:
+            self._refuse_nan(logs["loss"])
             counts, seconds = self._window.close()
             _, tokens, slots, examples, _, _ = counts.tolist()
             rate = tokens / max(seconds, 1e-9)
@@ -155,6 +160,15 @@ class WholeSteps(_Trainer):
             logs["mfu"] = rate * self._flops_share if self._flops_share else None
             logs |= self.figures()
         super().log(logs, start_time)
+
+    def _refuse_nan(self, loss: float) -> None:
+        """Raises CheckFailed on every process for a loss that is no number: nothing after it is worth its time."""
+        if not math.isfinite(loss):
+            raise CheckFailed(
+                f"the loss is {loss:g} at step {self.state.global_step}",
+                where="optim.learning_rate",
+                fix="lower it, warm up, or clip (optim.max_grad_norm); the checkpoints before this step are kept",
+            )
 
     def _flops_share_of_a_token(self) -> float | None:
         """Model FLOPs of a token at the mean document length / peak FLOPs of all devices in a second, by TRL's tables.
@@ -208,6 +222,8 @@ class WholeSteps(_Trainer):
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Writes the checkpoint of this step aside and renames it when all ranks have written."""
+        last = cast(torch.Tensor, self.accelerator.reduce(self._last_loss, reduction="sum"))
+        self._refuse_nan(last.item())
         step, main = self.state.global_step, self.accelerator.is_main_process
         target = checkpoint.folder_of(self.course.checkpoints, step)
         staging = checkpoint.staging_of(self.course.checkpoints, step)

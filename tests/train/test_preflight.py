@@ -145,3 +145,14 @@ def test_the_watch_says_what_to_do_where_a_model_cannot_run_rows_of_this_length(
     with pytest.raises(CheckFailed, match="cannot run a row of 96 tokens") as refusal:
         watch.check(model, watched()[1])
     assert "per_document" in refusal.value.problems[0].fix
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    config = base_config(tmp_path, optim={"learning_rate": 1e9, "max_grad_norm": 0}, trainer={"checkpoint_every": 1})
+    config["trainer"]["log_every"] = 10  # so that the checkpoint sees it first
+    path = tmp_path / "nan.yaml"
+    path.write_text(json.dumps(config))
+    result = packtrain("sft", str(path), expect=3)
+    assert "the loss is nan at step 2" in result.stderr
+    assert [one.name for one in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
