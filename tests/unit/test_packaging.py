@@ -85,7 +85,9 @@ def test_ci_refuses_a_readme_without_a_test_command(tmp_path):
     assert ran.returncode != 0 and "no test command" in ran.stderr
 
 
-@pytest.mark.parametrize("mark, ends", [("train", "packtrain sft recipes/quickstart-sft.yaml"), ("test", "pytest -n 2 --dist loadfile")])
+@pytest.mark.parametrize(
+    "mark, ends", [("train", "packtrain sft recipes/quickstart-sft.yaml"), ("test", "pytest -n 2 --dist loadfile")]
+)
 def test_the_readmes_two_commands_each_make_their_own_environment(mark, ends):
     block = (ROOT / "README.md").read_text().split(f"<!-- {mark} -->")[1].split("```")[1].removeprefix("bash\n").strip()
     assert block.startswith("python3 -m venv .venv") and block.endswith(ends)
