@@ -93,6 +93,16 @@ def base_model(model: torch.nn.Module) -> PreTrainedModel:
     return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else cast(PreTrainedModel, model)
 
 
+def check_trainable(model: PreTrainedModel) -> None:
+    """Raises UserError where float16 weights would be trained: their updates are lost or overflow, and the loss soon is NaN."""
+    if any(weight.requires_grad and weight.dtype == torch.float16 for weight in model.parameters()):
+        raise UserError(
+            "the weights of this model are float16, which cannot be trained",
+            where="model.dtype",
+            fix="set it to float32 or bfloat16, or train adapters (peft=lora)",
+        )
+
+
 def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> None:
     """Raises UserError where a document of `longest` tokens goes beyond the positions that the model was made for.
 

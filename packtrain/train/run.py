@@ -26,7 +26,7 @@ from packtrain.train import announce, dpo_stages, sft_stages
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
 from packtrain.train.course import origin_of, trained_by
 from packtrain.train.final import save_final
-from packtrain.train.model import base_model, check_positions, load_model, load_tokenizer
+from packtrain.train.model import base_model, check_positions, check_trainable, load_model, load_tokenizer
 from packtrain.train.quiet import quiet_libraries, warnings_to
 from packtrain.train.rank_log import RankLog
 from packtrain.train.samples import answer
@@ -70,6 +70,7 @@ def train_in(config: RunConfig, process: Process) -> int:
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
     if checkpoint is not None:
         check_origin(checkpoint, trained_by(config, model))
+    check_trainable(model)
     longest = max(stages.longest_document(part) for part in (data.train, data.eval) if part)
     check_positions(model, longest, padded=config.packing.mode == "padding")
     as_it_came = own_attention(base_model(model))

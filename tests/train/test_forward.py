@@ -14,10 +14,11 @@ from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
 from packtrain.data.dataset import Document
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, UserError
 from packtrain.packing.collate import FILLER, IGNORE, collate_flat, collate_padded, shifted_labels
 from packtrain.packing.segments import Segments
 from packtrain.train.forward import add_loss_sum, choose_head
+from packtrain.train.model import check_trainable
 
 LENGTHS = (1, 2, 17, 33, 33, 33, 5, 64)
 
@@ -198,3 +199,10 @@ def test_bf16_layouts_agree_within_bf16(dtype: torch.dtype) -> None:
     loss_f, grad_f = loss_and_gradients(flat, [collate_flat(items)])
     assert loss_f == pytest.approx(loss_p, rel=2e-2)
     assert relative(grad_f.float(), grad_p.float()) < 5e-2
+
+
+def test_float16_weights_are_not_trained_whatever_asked_for_them() -> None:
+    model = tiny_model("llama").to(torch.float16)
+    with pytest.raises(UserError, match="float16"):
+        check_trainable(model)
+    check_trainable(model.requires_grad_(False))

@@ -162,18 +162,12 @@ def test_the_run_folder_holds_what_is_promised_and_nothing_of_the_machine(tmp_pa
 
 def test_an_attention_that_leaks_stops_the_run_before_step_1_with_exit_3(tmp_path: Path) -> None:
     config = base_config(tmp_path)
-    config["model"]["config"] = {  # chunked attention, which the model's layers do not tell an attention function of
-        "model_type": "llama4_text",
-        **{key: value for key, value in LLAMA.items() if key != "model_type"},
-        "head_dim": 12,
-        "attention_chunk_size": 8,
-        "intermediate_size_mlp": 96,
-        "num_local_experts": 2,
-    }
+    mamba = {"model_type": "mamba", "hidden_size": 48, "num_hidden_layers": 2, "state_size": 8}
+    config["model"] |= {"config": mamba, "attention": "segmented"}
     path = tmp_path / "leaks.yaml"
     path.write_text(json.dumps(config))
     result = packtrain("sft", str(path), expect=3)
-    assert "set packing.mode=padding" in result.stderr
+    assert "backbone.layers.0.mixer" in result.stderr and "set model.attention=auto" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
