@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from running import LLAMA, Run, base_config, conversations, packtrain, train, write_jsonl
+from running import Run, base_config, conversations, packtrain, train, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.config.schema import Data
