@@ -50,7 +50,19 @@ class CheckFailed(PacktrainError):
     exit_code = 3
 
 
+class Disagreement(CheckFailed):
+    """The processes of a run differ. All of them raise it with the same words; only where `shown` are they printed."""
+
+    def __init__(self, problems: str | Problem | Sequence[Problem], *, shown: bool = True) -> None:
+        super().__init__(problems)
+        self.shown = shown
+
+
 class PeerFailed(PacktrainError):
     """Another process or the network failed while running."""
 
     exit_code = 4
+
+
+class LostPeers(PeerFailed):
+    """The others are gone in the middle of an operation: mostly what is seen here of a failure that is told elsewhere."""

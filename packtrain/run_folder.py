@@ -60,6 +60,11 @@ class RunFolder:
         return self.root / "accelerate.yaml"
 
     @property
+    def deepspeed(self) -> Path:
+        """DeepSpeed's settings, where the strategy is one of its own."""
+        return self.root / "deepspeed.json"
+
+    @property
     def environment(self) -> Path:
         """Versions and platform."""
         return self.root / "env.json"
@@ -96,7 +101,7 @@ class RunFolder:
 
     @property
     def attempt(self) -> RunFolder:
-        """Where config.yaml, plan.json, env.json and accelerate.yaml of a run are that has not begun to train."""
+        """Where config.yaml, plan.json, env.json and so on of a run are that has not begun to train."""
         return RunFolder(self.logs / "attempt")
 
     @property
@@ -134,10 +139,18 @@ class RunFolder:
                 raise OSError(errno.EBUSY, "it holds a run and cannot be moved from under this process", str(self.root))
             if self.logs.exists() and not self._earlier_logs.exists():
                 self.logs.rename(self._earlier_logs)
+                self._take_back_own_log()
         for place in needed:
             if not os.access(place, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
         self.attempt.root.mkdir(parents=True, exist_ok=True)
+
+    def _take_back_own_log(self) -> None:
+        """Slurm opened the log of this job, and put its script there, before the run began: both stay in logs/."""
+        if job := os.environ.get("SLURM_JOB_ID"):
+            self.logs.mkdir()
+            for file in [*self._earlier_logs.glob(f"slurm-{job}.*")]:
+                file.rename(self.logs / file.name)
 
     def begin(self, resume: str) -> Path | None:
         """Makes this the folder of the attempt; an earlier run that gives way to it is moved, nothing is ever deleted.

@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import missing, rules
+from packtrain.config import missing, rules, secret_rules, slurm_rules
 from packtrain.config.findings import Finding
 from packtrain.config.keys import groups
 from packtrain.config.origins import Origins
@@ -165,7 +165,12 @@ def _checked(composed: DictConfig, file: Path | None) -> tuple[RunConfig, list[F
     config, wrong_values = build(values)
     findings += _new(wrong_values, findings)
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
-    later = [*rules.check(config, given), *missing.check(config)]
+    later = [
+        *rules.check(config, given),
+        *slurm_rules.check(config, given),
+        *secret_rules.check(config),
+        *missing.check(config),
+    ]
     return config, findings + _new(later, findings)
 
 

@@ -1,11 +1,14 @@
-"""What one device takes at once, where the config leaves it open: the one place that knows these defaults."""
+"""What one device takes at once: the one place that knows the defaults, and the losses that need a whole step there."""
 
 from __future__ import annotations
 
-from packtrain.config.schema import RunConfig
+from collections.abc import Sequence
+
+from packtrain.config.schema import LossType, RunConfig
 
 DEFAULT_EXAMPLES = 8
 DEFAULT_ROW_TOKENS = 8192
+SORTING_LOSSES: tuple[LossType, ...] = ("aot", "aot_unpaired")
 
 
 def micro_batch_limits(config: RunConfig) -> tuple[int | None, int | None]:
@@ -18,3 +21,8 @@ def micro_batch_limits(config: RunConfig) -> tuple[int | None, int | None]:
     if config.packing.mode == "packed":
         return None, batch.tokens_per_device or DEFAULT_ROW_TOKENS
     return batch.examples_per_device or DEFAULT_EXAMPLES, batch.tokens_per_device
+
+
+def unsplittable(losses: Sequence[LossType]) -> list[LossType]:
+    """Those of `losses` that sort all pairs of a step: it has to be one micro-batch of one process."""
+    return [name for name in losses if name in SORTING_LOSSES]

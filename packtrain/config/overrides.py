@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from packtrain.config.keys import groups
-from packtrain.config.suggest import near
+from packtrain.config.suggest import advice_for, near
 from packtrain.errors import Problem
 
 COMMAND_LINE = "command line"
@@ -91,7 +91,11 @@ def _misspelt(text: str) -> Problem | None:
     if text in ("-m", "--multirun"):
         return _no_sweep(text)
     if text.startswith("-"):
-        return Problem("no such option", where, "Config keys are written key=value, without dashes; -h lists them.")
+        advice = advice_for(text.strip("-").partition("=")[0].replace("-", "_"))
+        meant = f" {advice}" if advice.startswith("Did") else ""
+        return Problem(
+            "no such option", where, f"Config keys are written key=value, without dashes; -h lists them.{meant}"
+        )
     if not equals and not text.startswith("~"):
         return Problem("not of the form key=value", where, "Example: optim.learning_rate=1e-4.")
     if key != key.strip():
@@ -129,4 +133,6 @@ def _unreadable(text: str, error: Exception) -> Problem:
 
 def _no_sweep(text: str) -> Problem:
     where = f"{COMMAND_LINE}, {text}"
-    return Problem("sweeps over several values are not supported", where, "Start one run per value; a list is [a,b].")
+    fix = "Start one run per value, or all as a Slurm job array: packtrain sbatch VERB CONFIG -m …; a list is [a,b], "
+    fix += "a text with commas \"'a,b'\"."
+    return Problem("sweeps over several values are not supported", where, fix)

@@ -5,14 +5,18 @@ Only what is certain is refused here; what depends on the data (a document longe
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 
+from packtrain.config.dpo_rules import dpo_rules
 from packtrain.config.findings import Finding
 from packtrain.config.keys import keys
 from packtrain.config.limits import micro_batch_limits
-from packtrain.config.schema import DataSource, Objective, RunConfig
+from packtrain.config.schema import DataSource, RunConfig
+from packtrain.config.secret_names import speaks_of_secrets
+from packtrain.config.strategies import check_strategy
 from packtrain.config.suggest import near
 
 LARGEST = 10**9  # of any number: what is greater does not fit some counter, or would never end
@@ -20,14 +24,22 @@ LARGEST_OF = {
     "trainer.seed": 2**32 - 1,  # numpy's
     "trainer.epochs": 10**6,
     "topology.main_port": 65535,
+    "topology.nodes": 100_000,
     "topology.gpus_per_node": 1024,
+    "topology.signal_before": 65535,  # Slurm's
     "data.workers": 1024,
     "trainer.loader_workers": 1024,
 }
 LARGEST_WEIGHT = 10**4
+# What torch is told of a launch: two sources for one number would be one too many.
+_OF_LAUNCH = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 # Our names for the columns of rows, in every format.
 COLUMNS = (
     *("messages", "prompt", "completion", "text", "chosen", "rejected", "conversations", "instruction", "output"),
+    *("answers", "scores", "ranks"),
     *("input_ids", "labels", "loss_mask", "completion_mask", "assistant_masks"),
     *("tools", "system", "input", "attention_mask", "chat_template_kwargs"),
 )
@@ -63,7 +75,8 @@ def check(config: RunConfig, given: Set[str]) -> list[Finding]:
         *_trainer(config, given),
         *_objective(config, given),
         *_groups(config, given),
-        *_not_yet(config),
+        *_topology(config),
+        *check_strategy(config),
     ]
 
 
@@ -143,9 +156,13 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     if isinstance(data.eval, str) and re.fullmatch(r"[0-9.]+ ?%?", data.eval):
         what = f"found the text {data.eval!r}"
         yield Finding(("data.eval",), what, "A fraction is a number without quotes, e.g. 0.05.")
-    if data.format == "preference" and config.objective.kind == "sft":
+    if data.format in ("preference", "ranked") and config.objective.kind == "sft":
         what = "packtrain sft has no use for preference pairs"
         yield Finding(("data.format",), what, "Choose messages or prompt_completion; pairs are for packtrain dpo.")
+    if data.overlong in ("keep_start", "keep_end") and config.objective.kind == "sft":
+        what = f"{data.overlong} is for preference pairs"
+        fix = "Choose truncate, split, drop or error, or use packtrain dpo (objective.kind=dpo)."
+        yield Finding(("data.overlong",), what, fix)
     for ours, theirs in data.columns.items():
         if ours not in COLUMNS:
             meant = near(ours, COLUMNS, 1)
@@ -262,45 +279,7 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
             what = "only preference pairs share a prompt; packtrain sft has none"
             yield Finding(("packing.share_prefix",), what, "Take the key away.")
         return
-    if "data.loss_on" in given:
-        yield Finding(("data.loss_on",), "of preference pairs the answers are trained", "Take the key away.")
-    if config.packing.share_prefix and config.packing.mode == "padding":
-        what = "padded batches have a prompt for every answer"
-        yield Finding(("packing.share_prefix", "packing.mode"), what, "Choose packing.mode=packed or padding_free.")
-    losses = objective.loss_type if isinstance(objective.loss_type, list) else [objective.loss_type]
-    if not losses:
-        yield Finding(("objective.loss_type",), "there is no loss", "Name at least one.")
-    if objective.loss_weights is not None and len(objective.loss_weights) != len(losses):
-        what = f"{len(objective.loss_weights)} weights for {len(losses)} losses"
-        yield Finding(("objective.loss_weights", "objective.loss_type"), what, "Give one for each, in their order.")
-    yield from _losses(objective, losses)
-    if objective.reference == "adapters_off" and config.peft.kind == "none":
-        what = "there are no adapters to switch off"
-        yield Finding(("objective.reference",), what, "Choose peft=lora, or objective.reference=model.")
-
-
-def _losses(objective: Objective, losses: Sequence[str]) -> Iterator[Finding]:
-    """What TRL refuses, or silently gets wrong, for these losses."""
-    if "exo_pair" in losses and objective.label_smoothing == 0:
-        what = "the loss exo_pair needs label smoothing"
-        yield Finding(("objective.label_smoothing",), what, "Its paper recommends 1e-3.")
-    if objective.label_smoothing >= 0.5:
-        what = f"found {objective.label_smoothing:g}: from one half on the preferences are turned round"
-        yield Finding(("objective.label_smoothing",), what, "Choose a number below 0.5.")
-    smoothed = sorted({"exo_pair", "robust", "aot", "aot_unpaired"} & set(losses))
-    if objective.label_smoothing > 0 and not smoothed:
-        what = f"TRL's {', '.join(losses)} takes no label smoothing"
-        yield Finding(("objective.label_smoothing",), what, "Take it away, or choose the loss robust.")
-    diverging = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
-    if objective.f_divergence_type != "reverse_kl" and (others := sorted(set(losses) - diverging)):
-        what = f"{', '.join(others)} is not defined for {objective.f_divergence_type}"
-        yield Finding(("objective.f_divergence_type", "objective.loss_type"), what, "Use reverse_kl.")
-    if objective.use_weighting and (sorting := sorted({"aot", "aot_unpaired"} & set(losses))):
-        what = f"{', '.join(sorting)} sorts pairs, which would get the weights of others"
-        yield Finding(("objective.use_weighting", "objective.loss_type"), what, "Take it away.")
-    if objective.use_weighting and "sft" in losses:
-        what = "sft is a mean over tokens, of which TRL cannot weigh the pairs"
-        yield Finding(("objective.use_weighting", "objective.loss_type"), what, "Take it away, or leave sft out.")
+    yield from dpo_rules(config, given)
 
 
 def _groups(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
@@ -313,24 +292,44 @@ def _groups(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
         yield Finding(("peft.dropout",), f"found {config.peft.dropout:g}", "A dropout probability is below 1.")
 
 
-def _not_yet(config: RunConfig) -> Iterator[Finding]:
+def _is_host(text: str) -> bool:
+    if re.fullmatch(r"[\w.-]+", text):
+        return True
+    try:
+        return bool(ipaddress.ip_address(text))
+    except ValueError:
+        return False
+
+
+def _topology(config: RunConfig) -> Iterator[Finding]:
     topology = config.topology
-    if config.strategy.name != "ddp":
-        what = f"the strategy {config.strategy.name} is not available in this version yet"
-        yield Finding(("strategy.name",), what, "Use strategy=ddp.")
-    if topology.kind in ("slurm", "manual"):
-        what = f"the topology {topology.kind} is not available in this version yet"
-        yield Finding(
-            ("topology.kind",), what, "Use topology=auto, single or local on one machine, or env in torchrun."
-        )
-    if topology.nodes > 1:
-        what = f"training on {topology.nodes} machines is not available in this version yet"
-        yield Finding(("topology.nodes",), what, "Use topology.nodes=1.")
+    if topology.kind in ("single", "local") and (topology.nodes or 1) > 1:
+        what = f"topology={topology.kind} is one machine, not {topology.nodes}"
+        yield Finding(("topology.nodes", "topology.kind"), what, "Choose topology=auto, slurm or manual.")
     for name in ("main_address", "node_rank"):
-        if getattr(topology, name) is not None:
-            what = "training on several machines is not available in this version yet"
-            yield Finding((f"topology.{name}",), what, "Take the key away.")
+        if getattr(topology, name) is not None and topology.kind in ("single", "local"):
+            what = f"topology={topology.kind} is one machine, which has no use for it"
+            yield Finding((f"topology.{name}", "topology.kind"), what, "Take the key away, or use topology=manual.")
     if topology.kind == "single" and (topology.gpus_per_node or 1) > 1:
         what = f"one process cannot use {topology.gpus_per_node} GPUs"
         fix = "Choose topology=local, or take topology.gpus_per_node away."
         yield Finding(("topology.gpus_per_node", "topology.kind"), what, fix)
+    if (address := topology.main_address) is not None and not _is_host(address):
+        what = f"{address!r} is neither a host name nor an address"
+        fix = (
+            "Write the machine alone; its port is topology.main_port." if ":" in address else "Name the first machine."
+        )
+        yield Finding(("topology.main_address",), what, fix)
+    for name, value in topology.environment.items():
+        path = f"topology.environment.{name}"
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            yield Finding((path,), f"{name!r} is no name of a variable", "It has letters, digits and _ only.")
+        if name in _OF_LAUNCH or name.startswith("PACKTRAIN_"):
+            yield Finding(
+                (path,), "packtrain sets it itself, for each process", "Take it away; use topology's own keys."
+            )
+        if not isinstance(value, (str, int, float)) or isinstance(value, bool):
+            yield Finding((path,), f"found {value!r}", "Allowed: text or number.")
+        if speaks_of_secrets(name):
+            what = "by its name it is a secret, which would be written to config.yaml"
+            yield Finding((path,), what, f"Take it away, and export {name} in the shell or your job's environment.")

@@ -43,7 +43,11 @@ def key(default: Any, doc: str, *, minimum: float | None = None, above: float | 
 class Model:
     """What is trained."""
 
-    path: str | None = key(None, "Hub id, folder, or .gguf file of the model; none for one made from model.config.")
+    path: str | None = key(
+        None,
+        "Hub id, folder, or .gguf file of the model; none for one made from model.config. A folder of adapters means its base "
+        "model with them: trained on with peft=lora, else merged.",
+    )
     init: Literal["pretrained", "random"] = key("pretrained", "Load the weights, or start from random ones.")
     config: dict[str, Any] = key({}, "Values set on the model's own config; with model_type it needs no model.path.")
     tokenizer: str | None = key(
@@ -82,8 +86,11 @@ class Data:
         None, "Held-out documents: sources, or the fraction of data.train to hold out (0 to 1)."
     )
     format: Literal[
-        "auto", "messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "tokenised"
-    ] = key("auto", "Shape of a row; auto recognises it from the columns.")
+        "auto", "messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "tokenised"
+    ] = key(
+        "auto",
+        "Shape of a row; auto recognises it from the columns. Of ranked lists of answers, the best makes a pair with the worst.",
+    )
     columns: dict[str, str] = key({}, "Our column name: the file's, where they differ (e.g. {prompt: question}).")
     chat_template: str | None = key(
         None, "Jinja file, or a name from chatml, llama3, qwen3 …; the tokenizer's own if none."
@@ -115,7 +122,9 @@ class Packing:
     strategy: Literal["best_fit", "in_order"] = key(
         "best_fit", "Fill rows by best fit, or with the documents in their order (fuller rows against kept order)."
     )
-    share_prefix: bool | None = key(None, "Preference pairs only: compute the prompt once for both answers.")
+    share_prefix: bool | None = key(
+        None, "Preference pairs only: compute the prompt once for both answers; none for where that proves exact."
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -154,8 +163,14 @@ class Objective:
     reference: str = key(
         "auto",
         "dpo: model (a second copy of model.path), adapters_off (LoRA), precomputed (its log-probabilities, once), or the "
-        "path of another model; auto is adapters_off with LoRA, else model.",
+        "path of another model or of earlier adapters (with LoRA on the same base, no second copy of it); auto is what "
+        "training starts from: adapters_off with new adapters, the same ones where model.path names adapters, else model.",
     )
+
+    @property
+    def losses(self) -> list[LossType]:
+        """The dpo losses, one or several."""
+        return self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -244,25 +259,78 @@ class Peft:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Strategy:
-    """How model and optimizer are spread over processes: strategy=ddp."""
+    """How model and optimizer are spread over processes: strategy=ddp|zero1|zero2|zero3|zero3_offload|fsdp2."""
 
-    name: Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2"] = key("ddp", "Distributed strategy.")
+    name: Literal["ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2"] = key(
+        "ddp", "What each process keeps: ddp everything, zero1 to zero3 and fsdp2 less and less (docs/strategies.md)."
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Topology:
-    """Which processes train: topology=auto|single|local|slurm|env|manual."""
+    """Which processes train, on which machines, and what a Slurm job asks for: topology=auto|single|local|slurm|env|manual."""
 
     kind: Literal["auto", "single", "local", "slurm", "env", "manual"] = key(
-        "auto", "auto: join a running launch, else all GPUs of this machine, else one CPU process."
+        "auto",
+        "auto: join a running launch, else all machines of a Slurm job, else all GPUs of this machine, else one CPU process; "
+        "manual: the same command once on every machine, each with its topology.node_rank.",
     )
-    nodes: int = key(1, "Machines.", minimum=1)
+    nodes: int | None = key(None, "Machines; none for those of the Slurm job, else 1.", minimum=1)
     gpus_per_node: int | None = key(None, "Processes per machine; none for one per visible GPU.", minimum=1)
     main_address: str | None = key(None, "Host name or address of the first machine.")
-    main_port: int | None = key(None, "Free TCP port on the first machine; none for a free one.", minimum=1)
-    node_rank: int | None = key(None, "Number of this machine, from 0.", minimum=0)
+    main_port: int | None = key(
+        None, "Free TCP port on the first machine; none for a free one (29500 with topology=manual).", minimum=1
+    )
+    node_rank: int | None = key(None, "manual: number of this machine, from 0.", minimum=0)
     join_timeout: int = key(300, "Seconds to wait for all processes at start.", minimum=1)
-    step_timeout: int = key(600, "Seconds that a collective operation may take.", minimum=1)
+    step_timeout: int = key(
+        600,
+        "Most seconds that a collective operation may take. A run that stands still is ended with a diagnosis: after 45 s (in "
+        "proportion more where this is more than 600) where the process that the others wait for does nothing at all, after "
+        "nine tenths of this while it computes, loads or writes something.",
+        minimum=1,
+    )
+    gpu_memory: float | None = key(None, "GiB of a GPU, for plans made elsewhere; none for what is found.", above=0)
+    environment: dict[str, Any] = key(
+        {}, "Environment variables of every process; they win over those that packtrain chooses."
+    )
+    partition: str | None = key(None, "Slurm: partition.")
+    account: str | None = key(None, "Slurm: account that pays.")
+    qos: str | None = key(None, "Slurm: quality of service.")
+    time: str | None = key(
+        None, 'Slurm: time limit, in quotes in a YAML (e.g. "12:00:00" or "2-00:00:00"); none for the partition\'s.'
+    )
+    gres: str | None = key(
+        None, 'Slurm: generic resources of a machine; none for gpu:N of topology.gpus_per_node, "" for no GPUs.'
+    )
+    constraint: str | None = key(None, "Slurm: features that machines must have.")
+    cpus_per_node: int | None = key(None, "Slurm: CPU cores of a machine; none for what the cluster gives.", minimum=1)
+    memory: str | int | None = key(
+        None, "Slurm: memory of a machine (e.g. 500G), 0 for all of it; none for what the cluster gives.", minimum=0
+    )
+    job_name: str | None = key(None, "Slurm: name of the job; the run folder's name if none.")
+    signal_before: int = key(
+        120, "Slurm: seconds before the time limit at which the run is told to write a checkpoint and stop.", minimum=1
+    )
+    requeue: bool = key(
+        False, "Slurm: put a job that its time limit stopped, or that lost a machine, back into the queue to go on."
+    )
+    container: str | None = key(None, "Slurm: image that the run starts in; it has packtrain in its PATH.")
+    container_runtime: Literal["pyxis", "apptainer"] = key("pyxis", "Slurm: what starts the image.")
+    container_mounts: list[str] = key(
+        [], "Slurm: folders that the image sees (HOST or HOST:INSIDE) beside the one that the job is submitted in."
+    )
+    modules: list[str] = key([], "Slurm: modules that are loaded.")
+    venv: str | None = key(
+        None, "Slurm: folder of the virtual environment that packtrain runs in (of the image, with a container)."
+    )
+    setup: list[str] = key([], "Slurm: shell lines before the run, on the first machine.")
+    sbatch: list[str] = key([], "Slurm: further options of sbatch (e.g. --exclude=n7).")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """`environment` as processes get it: numbers are text."""
+        return {name: str(value) for name, value in self.environment.items()}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -281,7 +349,7 @@ class Verify:
 
     preflight: bool = key(
         True,
-        "Prove before step 1 that documents in a row cannot see each other, and compare the first loss with that of "
+        "Prove before step 1 that documents in a row cannot see each other, and compare the first losses with those of "
         "padded batches; model.attention=auto is always proved.",
     )
 

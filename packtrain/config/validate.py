@@ -107,7 +107,9 @@ def _as_list(values: list[Any], kinds: tuple[Any, ...], path: str, findings: lis
         before = len(findings)
         taken.append(_as_any(value, kinds, f"{path}[{at}]", findings))
         if taken[-1] is _REFUSED and len(findings) == before:
-            findings.append(Finding((f"{path}[{at}]",), f"found {_found(value)}", f"Allowed: {words(kinds)}."))
+            meant = near(value, [one for kind in kinds for one in choices(kind)], 1) if isinstance(value, str) else []
+            fix = f"Allowed: {words(kinds)}." + (f" Did you mean {meant[0]}?" if meant else "")
+            findings.append(Finding((f"{path}[{at}]",), f"found {_found(value)}", fix))
     return _REFUSED if _REFUSED in taken else taken
 
 
