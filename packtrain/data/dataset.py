@@ -96,9 +96,9 @@ def make_dataset(
 def hold_out(stores: Sequence[Store], fraction: float) -> list[np.ndarray]:
     """For each store, which rows of its source bool[its rows] are held out: `fraction` of the different rows.
 
-    They are those with the lowest hashes of what they say, which is as good as drawn by lot. So equal rows and the parts
-    of a row that was split fall on the same side, and the same rows are held out with any template, tokenizer,
-    data.max_length and seed. At least one document is held out and one is left, else UserError.
+    They are those with the lowest hashes of what they say, which is as good as drawn by lot. So equal rows, the parts of a
+    row that was split and preference pairs with the same prompt fall on the same side, and the same rows are held out with
+    any template, tokenizer, data.max_length and seed. At least one document is held out and one is left, else UserError.
     """
     content = np.concatenate([store.fates["content"] for store in stores])
     said, inverse = np.unique(content, return_inverse=True)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
 from packtrain.data import roles
 from packtrain.data.rows import BadRow, kind_of, too_much
-from packtrain.errors import UserError
 
 Objective = Literal["sft", "dpo"]
-Format = Literal["messages", "prompt_completion", "text", "preference", "sharegpt", "alpaca", "tokenised"]
+Format = Literal["messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "tokenised"]
 LossOn = Literal["auto", "assistant", "completion", "all"]
 
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -26,11 +25,13 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
     "preference": ("chosen", "rejected"),
+    "ranked": ("answers",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
     "tokenised": ("input_ids",),
 }
-READ_TOO = {"preference": ("prompt", "conversations")}
+_BEFORE = ("prompt", "conversations", "instruction")
+READ_TOO = {"preference": _BEFORE, "ranked": (*_BEFORE, "scores", "ranks")}
 """Columns beside the required ones and OPTIONAL that only this format reads."""
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 OPTIONAL = ("tools", "system", "input", "attention_mask", "chat_template_kwargs", *MASKS)
@@ -109,50 +110,6 @@ class Row:
         if not may_be_empty and not value.strip():
             raise BadRow("empty", "the text is empty", self.name(ours))
         return value
-
-
-def recognise(
-    first: list[str], names: list[str], wanted: str, columns: Mapping[str, str], where: str, objective: Objective
-) -> Format:
-    """The format of a source; raises UserError unless exactly one fits, and it is one for the objective.
-
-    `auto` goes by the columns of the `first` row, so that a stray row is a bad row and not another format; `names` are
-    the columns of all rows seen.
-    """
-    known = {*(name for required in REQUIRED.values() for name in required), *OPTIONAL}
-    if strange := sorted(set(columns) - known):
-        raise UserError(
-            f"{strange[0]!r} is not a column of ours", where="data.columns", fix=f"Ours: {', '.join(sorted(known))}."
-        )
-    if absent := sorted(set(columns.values()) - set(names)):
-        raise UserError(
-            f"data.columns names the column {absent[0]!r}, which is not there; found: {', '.join(names)}", where=where
-        )
-    if wanted == "auto":
-        fits = [name for name, needs in REQUIRED.items() if all(columns.get(need, need) in first for need in needs)]
-    else:
-        fits = [wanted]
-    if objective == "dpo" and "preference" in fits:
-        fits = ["preference"]  # other columns may hold the prompt, or the chosen answer once more
-    elif objective == "dpo":
-        seen = f"these are {' or '.join(fits)}" if fits else "the columns are not those of preference pairs"
-        fix = (
-            "Rename with data.columns, or train on them with packtrain sft. Needed are chosen, rejected; prompt if any."
-        )
-        raise UserError(f"{seen}; found: {', '.join(names)}", where=where, fix=fix)
-    needs = "; ".join(f"{name}: {', '.join(required)}" for name, required in REQUIRED.items() if name != "preference")
-    if len(fits) != 1:
-        what = f"the columns fit {' and '.join(fits)}" if fits else "the columns fit no known format"
-        fix = f"Set data.format to {' or '.join(fits)}." if fits else f"Rename with data.columns. Needed are {needs}."
-        raise UserError(f"{what}; found: {', '.join(names)}", where=where, fix=fix)
-    if fits[0] == "preference" and objective == "sft":
-        raise UserError("these are preference pairs", where=where, fix="Train on them with packtrain dpo.")
-    missing = [columns.get(need, need) for need in REQUIRED[fits[0]] if columns.get(need, need) not in names]
-    if missing:
-        what = f"data.format={fits[0]} needs the column {missing[0]!r}; found: {', '.join(names)}"
-        raise UserError(what, where=where, fix=f"Rename with data.columns, or set data.format. Needed are {needs}.")
-    assert fits[0] in get_args(Format)
-    return fits[0]  # type: ignore[return-value]
 
 
 def convert(values: Mapping[str, Any], format: Format, columns: Mapping[str, str], named: frozenset[str]) -> Example:

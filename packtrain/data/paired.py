@@ -13,15 +13,19 @@ each alone, and compares answers to different prompts.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from packtrain.data.formats import Conversation, Format, Pair
-from packtrain.data.preference import Choice, choice_of
+from packtrain.data.formats import Conversation, Format, Pair, Row
+from packtrain.data.identity import number_of
+from packtrain.data.preference import Choice, asked_by, choice_of
+from packtrain.data.ranked import best_and_worst
 from packtrain.data.report import Fate
 from packtrain.data.rows import BadRow
+from packtrain.data.rows import Row as RawRow
 from packtrain.data.templates import ADVICE
 from packtrain.data.tokenise import TOO_LONG, UNTRAINED, UNTRAINED_ONCE_CUT, Encoder, Tokenised
 from packtrain.errors import Problem
@@ -35,11 +39,21 @@ NO_ROOM = "an answer leaves no room for its prompt within data.max_length"
 class PairEncoder(Encoder):
     """Turns chunks of preference pairs into documents, two for each row that is kept."""
 
+    def _content(self, row: RawRow, format: Format) -> int:
+        """The prompt's alone: all answers to it are trained, or all are held out."""
+        if isinstance(row, dict):
+            with suppress(BadRow):
+                return number_of(asked_by(self._pair_in(row, format)))
+        return super()._content(row, format)
+
     def _documents(self, row: dict[str, Any], format: Format) -> tuple[list[Tokenised], bool]:
-        choice = choice_of(row, dict(self.settings.columns), self._named_roles)
-        prompt, *answered = self._encoded(choice)
+        prompt, *answered = self._encoded(choice_of(self._pair_in(row, format)))
         border = min(_common(prompt, ids) for ids in answered)
         return [(ids, np.arange(len(ids)) >= border) for ids in answered], border < len(prompt)
+
+    def _pair_in(self, values: dict[str, Any], format: Format) -> Row:
+        row = Row(values, dict(self.settings.columns), self._named_roles)
+        return best_and_worst(row) if format == "ranked" else row
 
     def _encoded(self, choice: Choice) -> list[np.ndarray]:
         """Ids of the prompt, of prompt + chosen and of prompt + rejected."""

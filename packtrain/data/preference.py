@@ -5,9 +5,10 @@ Known are, as in TRL (https://huggingface.co/docs/trl/dataset_formats#preference
     prompt, chosen, rejected          strings, lists of messages, or a string and two conversations
     chosen, rejected                  the prompt is what both begin with: messages, or the characters of two strings
     conversations, chosen, rejected   ShareGPT's turns, then a turn each
+    instruction, chosen, rejected     what a user asks, followed by `input` where there is one (Alpaca's columns)
 
-and beside messages `tools`, `system` and chat_template_kwargs. Lists of answers with scores or ranks are not read: which
-two of them make a pair is for whoever made the data to say.
+and beside messages `tools`, `system` and chat_template_kwargs. Lists of answers with scores or ranks come here as the pair
+that ranked.py makes of them.
 
 The prompt of two strings is found as TRL finds it. That would take the words that two answers happen to begin with for
 the prompt where the prompt is in a column of another name, so rows with such a column are refused.
@@ -15,15 +16,15 @@ the prompt where the prompt is in a column of another name, so rows with such a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from packtrain.data.formats import Conversation, Pair, Row, list_of, system_of, tools_of, turn_of, variables_of
-from packtrain.data.rows import BadRow
+from packtrain.data.rows import BadRow, kind_of
 
 Messages = list[dict[str, Any]]
-ASKED = ("question", "instruction", "query", "problem")
+ASKED = ("question", "query", "problem")
 """Columns that hold the prompt in many data sets."""
 ASKING = ("system", "developer", "user")
 """Roles that no answer begins with."""
@@ -37,12 +38,24 @@ class Choice:
     rejected: Conversation | Pair
 
 
-def choice_of(values: Mapping[str, Any], columns: Mapping[str, str], named: frozenset[str]) -> Choice:
-    """One raw row as a Choice; raises BadRow naming the field. Roles `named` by the template may speak."""
-    row = Row(values, columns, named)
+def choice_of(row: Row) -> Choice:
+    """A row as a Choice; raises BadRow naming the field."""
     parts = [row.take("chosen"), row.take("rejected"), *([row.take("prompt")] if _has(row, "prompt") else [])]
-    plain = not _has(row, "conversations") and all(isinstance(part, str) for part in parts)
+    turns = _has(row, "conversations") or _instructs(row)
+    plain = not turns and all(isinstance(part, str) for part in parts)
     return _of_strings(row) if plain else _of_messages(row)
+
+
+def asked_by(row: Row) -> str | Messages:
+    """The prompt of a row, equal in all rows that ask the same; raises BadRow as `choice_of`.
+
+    Where it is what two strings begin with, without its last line, which may hold words that the two answers share.
+    """
+    chosen = choice_of(row).chosen
+    if isinstance(chosen, Conversation):
+        return chosen.messages[: chosen.answer_from]
+    before, line, _ = chosen.prompt.rpartition("\n")
+    return before if line and not _has(row, "prompt") else chosen.prompt
 
 
 def _of_strings(row: Row) -> Choice:
@@ -87,8 +100,21 @@ def _has(row: Row, ours: str) -> bool:
     return row.name(ours) in row.values
 
 
+def _instructs(row: Row) -> bool:
+    """Whether the prompt is Alpaca's."""
+    return _has(row, "instruction") and not _has(row, "prompt") and not _has(row, "conversations")
+
+
+def _instruction(row: Row) -> str:
+    more = row.text("input", may_be_empty=True) if row.optional("input") is not None else ""
+    asked = row.text("instruction")
+    return f"{asked}\n{more}" if more.strip() else asked
+
+
 def _prompt(row: Row) -> Messages | None:
     """The messages before the answers, None where only the answers hold them."""
+    if _instructs(row):
+        return [{"role": "user", "content": _instruction(row)}]
     ours = "conversations" if _has(row, "conversations") else "prompt"
     if not _has(row, ours):
         return None
@@ -107,6 +133,9 @@ def _answer(row: Row, ours: str) -> Messages:
 
 def _turns(row: Row, ours: str) -> Messages:
     name = row.name(ours)
+    if ours != "conversations" and not isinstance(row.take(ours), (str, list)):
+        what = f"expected a string or a list of messages, found {kind_of(row.take(ours))}"
+        raise BadRow("wrong type", what, name)
     messages = [turn_of(turn, f"{name}[{index}]", row) for index, turn in enumerate(list_of(row.take(ours), name))]
     if not messages:
         raise BadRow("empty", "there are no messages", name)
@@ -115,7 +144,8 @@ def _turns(row: Row, ours: str) -> Messages:
 
 def _repeats(row: Row, prompt: Messages, chosen: Messages, rejected: Messages) -> bool:
     """Whether the answers are whole conversations, which hold the prompt once more."""
-    return isinstance(row.optional("prompt"), str) or chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
+    asked = isinstance(row.optional("prompt"), str) or _instructs(row)
+    return asked or chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
 
 
 def _border(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:

@@ -40,10 +40,11 @@ from packtrain.data import sources, templates
 from packtrain.data.cache import cache_folder, open_or_build
 from packtrain.data.codec import codec_of
 from packtrain.data.dataset import TokenDataset, hold_out, make_dataset, weighted
-from packtrain.data.formats import Format, Objective, recognise
+from packtrain.data.formats import Format, Objective
 from packtrain.data.hashing import hash_file
 from packtrain.data.paired import PairEncoder
 from packtrain.data.pairs import PairDataset
+from packtrain.data.recognise import OF_PAIRS, recognise
 from packtrain.data.report import Counts
 from packtrain.data.rows import BadRow, Chunk
 from packtrain.data.store import Store, StoreWriter
@@ -53,7 +54,7 @@ from packtrain.errors import PacktrainError, Problem, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 3
+VERSION = 5
 """Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
 FEW_ROWS = 1000
 FEW_CHUNKS = 8
@@ -126,9 +127,11 @@ def _settings(data: Data, objective: Objective) -> Settings:
             what = f"data.overlong={overlong} is for preference pairs"
             raise UserError(what, where="data.overlong", fix="Set it to truncate, split, drop or error.")
         return Settings(data.loss_on, data.max_length, overlong, data.bad_rows, columns)
-    if data.format not in ("auto", "preference"):
+    if data.format not in ("auto", *OF_PAIRS):
         what = f"data.format={data.format} has no preference pairs"
-        raise UserError(what, where="data.format", fix="Set it to auto or preference, or train with packtrain sft.")
+        raise UserError(
+            what, where="data.format", fix="Set it to auto, preference or ranked, or train with packtrain sft."
+        )
     if data.loss_on not in ("auto", "completion"):
         what = f"data.loss_on={data.loss_on}, but preferences are about the answers"
         raise UserError(what, where="data.loss_on", fix="Set it to auto or completion.")
@@ -232,9 +235,8 @@ class _Maker:
                 rows += len(outcome.fates)
                 advance(chunk.size, rows)
             if not (counts := writer.counts).kept:
-                raise UserError(
-                    _nothing_left(counts), where=source.name, fix="See data.format, data.loss_on, max_length."
-                )
+                keys = "data.loss_on, max_length" if self.objective == "sft" else "data.max_length, overlong"
+                raise UserError(_nothing_left(counts), where=source.name, fix=f"See data.format, {keys}.")
             writer.finish(format, time.monotonic() - started)
 
     def _look(self, source: sources.Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:

@@ -49,7 +49,7 @@ class Counts:
     """Counts of one pass over rows. `kept` rows gave at least one document; `cut_tokens` were lost to data.max_length.
 
     `dropped` counts rows by reason; `dropped_chunks` counts parts of split documents that hold no trained token.
-    `pairs_apart` are prompts whose own tokens are not those that they have before their completion (see tokenise.py).
+    `pairs_apart` are prompts of kept rows whose own tokens are not those that they have before their completion (see tokenise.py).
     """
 
     rows: int = 0
@@ -73,7 +73,7 @@ def count(fates: np.ndarray, reasons: Sequence[str]) -> Counts:
         split=int(fates["split"].sum()),
         dropped_chunks=int(fates["dropped_chunks"].sum(dtype=np.int64)),
         cut_tokens=int(fates["cut_tokens"].sum()),
-        pairs_apart=int(fates["apart"].sum()),
+        pairs_apart=int((fates["apart"] & (fates["dropped"] == 0)).sum()),
     )
 
 

@@ -33,6 +33,10 @@ class BadRow(Exception):
         return Problem(self.what, place, f"{self.fix} Or: {SKIP_ADVICE}" if self.fix else f"Mend it, or {SKIP_ADVICE}")
 
 
+class NoPair(BadRow):
+    """A row with nothing wrong in it that no preference pair can be made of: it is counted, and never an error."""
+
+
 Row = dict[str, Any] | BadRow
 
 

@@ -24,7 +24,7 @@ from packtrain.data.codec import Codec
 from packtrain.data.formats import Conversation, Example, Format, LossOn, Pair, Text, Tokens, convert
 from packtrain.data.identity import content_of
 from packtrain.data.report import Fate
-from packtrain.data.rows import BadRow, Chunk
+from packtrain.data.rows import BadRow, Chunk, NoPair
 from packtrain.data.rows import Row as RawRow
 from packtrain.data.templates import ADVICE, Template
 from packtrain.errors import Problem, UserError
@@ -84,12 +84,12 @@ class Encoder:
         fates: list[Fate] = []
         problems: list[Problem] = []
         for where, row in chunk.rows():
-            content = content_of(row, format, dict(self.settings.columns))
+            content = self._content(row, format)
             try:
                 documents, apart = self._tokens(row, format)
             except BadRow as bad:
                 fates.append(Fate(content, dropped=bad.reason))
-                if self.settings.bad_rows == "error":
+                if self.settings.bad_rows == "error" and not isinstance(bad, NoPair):
                     problems.append(bad.problem(where))
                 continue
             longest = max((ids for ids, _ in documents), key=len)
@@ -135,6 +135,10 @@ class Encoder:
         for _, mask in documents:
             mask[:1] = False
         return documents, apart
+
+    def _content(self, row: RawRow, format: Format) -> int:
+        """What rows are told apart by, see identity.py."""
+        return content_of(row, format, dict(self.settings.columns))
 
     def _documents(self, row: dict[str, Any], format: Format) -> tuple[list[Tokenised], bool]:
         ids, mask, apart = self._example(convert(row, format, dict(self.settings.columns), self._named_roles))

@@ -74,3 +74,8 @@ def row_arguments(segments: Segments) -> dict[str, Any]:
         "max_length_k": longest,
         "seq_idx": segments.segment_ids(),
     }
+
+
+def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """`batch` with its tensors on `device`."""
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
