@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from packtrain.attention import flash
 from packtrain.attention.backends import PER_DOCUMENT, Backend
-from packtrain.attention.isolation import PAIRS, Proof, prove_isolation
+from packtrain.attention.isolation import PAIRS, Proof, check_as_it_comes, prove_isolation
 from packtrain.attention.leak import find_leak
 from packtrain.errors import CheckFailed, UserError
 
@@ -22,11 +22,16 @@ AUTO = ("flash", "segmented", PER_DOCUMENT)
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The backend, its proof (None where it was not asked for), and what each better candidate lacked, best first."""
+    """The backend, its proof (None where it was not asked for), and what each better candidate lacked, best first.
+
+    `unshared` is what keeps it from computing the prompt of a preference pair once, "" where nothing does, None where
+    that was not looked at.
+    """
 
     backend: Backend
     proof: Proof | None
     lacking: tuple[tuple[str, str], ...] = ()
+    unshared: str | None = None
 
 
 def decide(
@@ -36,9 +41,11 @@ def decide(
     *,
     autocast: torch.dtype | None = None,
     prove: bool = True,
+    pairs: bool = False,
 ) -> Decision:
     """The backend for packed rows of `model` on `device`; `wanted` is model.attention, `autocast` what training computes in.
 
+    With `pairs` it is also found out whether preference pairs can share their prompt, by the same proof where they can.
     `auto` always proves, since that is how it decides; without `prove` a named backend is taken as it is. Raises UserError
     where a named backend is not available here, CheckFailed where it is not exact or nothing is.
     """
@@ -47,23 +54,25 @@ def decide(
             raise UserError(
                 f"{wanted} attention is not available: {lack}", where="model.attention", fix="set it to auto"
             )
-        lack, proof = examine(wanted, model, device, autocast) if prove else ("", None)
+        if not prove:
+            return Decision(Backend(wanted, "asked for"), None)
+        lack, proof, unshared = _examine_both(wanted, model, device, autocast, pairs=pairs)
         if lack:
             raise CheckFailed(lack, fix="set model.attention=auto")
-        return Decision(Backend(wanted, "asked for"), proof)
+        return Decision(Backend(wanted, "asked for"), proof, unshared=unshared)
     lacking: list[tuple[str, str]] = []
     for name in AUTO:
-        lack, proof = examine(name, model, device, autocast)
+        lack, proof, unshared = _examine_both(name, model, device, autocast, pairs=pairs)
         if proof is not None and not lack:
             why = (
                 "; ".join(f"no {other}: {what}" for other, what in lacking)
                 or flash.available(model, device, autocast)[1]
             )
-            return Decision(Backend(name, why), proof, tuple(lacking))
+            return Decision(Backend(name, why), proof, tuple(lacking), unshared)
         lacking.append((name, lack))
     raise CheckFailed(
         f"no way to run packed rows of {type(model).__name__} exactly: {lacking[-1][1]}",
-        fix="set packing.mode=padding",
+        fix=_instead_of_rows(model, autocast),
     )
 
 
@@ -94,6 +103,18 @@ def examine_pairs(name: str, model: PreTrainedModel, autocast: torch.dtype | Non
     return ("" if proof.verdict == "exact" else f"pairs are off by {off:.2g} (tolerance {proof.tolerance:.1g})"), proof
 
 
+def _examine_both(
+    name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None, *, pairs: bool
+) -> tuple[str, Proof | None, str | None]:
+    """As `examine`, and, with `pairs`, as `examine_pairs`: a row of pairs, which has a document in it, proves both at once."""
+    unshared = None
+    if pairs and not _unavailable(name, model, device, autocast):
+        unshared, proof = examine_pairs(name, model, autocast)
+        if not unshared:
+            return "", proof, ""
+    return (*examine(name, model, device, autocast), unshared)
+
+
 def _unavailable(name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None) -> str:
     """Why the backend cannot run here at all; "" where it can."""
     if name != "flash":
@@ -105,6 +126,15 @@ def _unavailable(name: str, model: PreTrainedModel, device: torch.device, autoca
 def _precision(name: str, autocast: torch.dtype | None) -> torch.dtype | None:
     """What the proof computes in: float32 where it can, see isolation.py."""
     return autocast if name == "flash" else None
+
+
+def _instead_of_rows(model: PreTrainedModel, autocast: torch.dtype | None) -> str:
+    """What to do where nothing runs packed rows: padding, unless that is not exact either."""
+    try:
+        check_as_it_comes(model, padding=True, autocast=autocast)
+    except CheckFailed as refusal:
+        return f"take another model: {refusal.problems[0].what}"
+    return "set packing.mode=padding"
 
 
 def _what_is_wrong(model: PreTrainedModel, proof: Proof) -> str:

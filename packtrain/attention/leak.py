@@ -95,7 +95,7 @@ def _watched(model: PreTrainedModel, row: np.ndarray) -> dict[str, tuple[list[fl
 def _sums(value: Any) -> list[float]:
     """Σ and Σ|·| over the middle document's part of every floating-point tensor in `value` that runs along the row."""
     if isinstance(value, torch.Tensor):
-        along = [dim for dim, size in enumerate(value.shape) if _ROW <= size < _ROW + _LONGEST_FILTER]
+        along = _along_the_row(value.shape)
         if not value.is_floating_point() or not along:
             return []
         part = value.narrow(along[0], _MIDDLE.start, LENGTHS[1]).double()
@@ -111,6 +111,12 @@ def _sums(value: Any) -> list[float]:
     if isinstance(value, (list, tuple)):
         return [total for one in value for total in _sums(one)]
     return []
+
+
+def _along_the_row(shape: torch.Size) -> list[int]:
+    """The dimensions that run along the row: those of its size, else of the nearest that a convolution may give it."""
+    sizes = [size for size in shape if _ROW <= size < _ROW + _LONGEST_FILTER]
+    return [dim for dim, size in enumerate(shape) if sizes and size == min(sizes)]
 
 
 def _moved(first: list[float], second: list[float], tolerance: float) -> bool:

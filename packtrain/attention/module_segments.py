@@ -2,8 +2,8 @@
 
 bloom, mpt, falcon, gptj and others (remote code too) do not look their attention function up in transformers'
 `AttentionInterface`, so there is none to replace. What can be replaced is the forward of the attention module: it is called
-once per segment with its arguments cut to the segment, neighbouring segments of equal length in one call, and the outputs
-are put together again. Scores, biases and probabilities then exist per document only; all other layers run on the flattened
+once per segment with its arguments cut to the segment, segments of equal length in one call, and the outputs are put
+together again. Scores, biases and probabilities then exist per document only; all other layers run on the flattened
 row.
 
 An argument is cut by its role, which its name and its number of dimensions tell, never by looking for a size that happens
@@ -20,11 +20,11 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -185,22 +185,25 @@ def _forward_of_module(module: nn.Module, current: _Current) -> Callable[..., An
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """`count` neighbouring segments of `length` tokens each, the first of them at token `start`."""
+    """Segments of `length` tokens each: their `numbers` in the row, and the tokens at which they start."""
 
-    start: int
     length: int
-    count: int
+    numbers: tuple[int, ...]
+    starts: tuple[int, ...]
 
     @property
-    def starts(self) -> range:
-        return range(self.start, self.start + self.count * self.length, self.length)
+    def count(self) -> int:
+        return len(self.numbers)
 
 
 @lru_cache(maxsize=64)  # the same for every layer
 def _runs(segments: Segments) -> tuple[_Run, ...]:
-    each = zip(segments.starts, segments.lengths, strict=True)
-    groups = (list(group) for _, group in groupby(each, key=lambda one: one[1]))
-    return tuple(_Run(*group[0], len(group)) for group in groups)
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for number, length in enumerate(segments.lengths):
+        numbers[length].append(number)
+    return tuple(
+        _Run(length, tuple(same), tuple(segments.starts[number] for number in same)) for length, same in numbers.items()
+    )
 
 
 def _cut_all(arguments: dict[str, Any], runs: tuple[_Run, ...], module: str) -> list[dict[str, Any]]:
@@ -232,7 +235,7 @@ def _cut(name: str, value: Any, runs: tuple[_Run, ...], module: str) -> list[Any
 
 def _cut_tensor(name: str, value: torch.Tensor, runs: tuple[_Run, ...]) -> list[torch.Tensor] | None:
     """The parts of `value` for each run, or None where it has no known role."""
-    tokens = runs[-1].start + runs[-1].length * runs[-1].count
+    tokens = sum(run.length * run.count for run in runs)
     shape, rank = value.shape, value.dim()
     role = _BY_POSITION.get(name)
     if role == "whole":
@@ -249,13 +252,10 @@ def _cut_tensor(name: str, value: torch.Tensor, runs: tuple[_Run, ...]) -> list[
         return None
     if role == "first":
         return [value.narrow(along, 0, run.length) for run in runs]
+    lengths = {number: run.length for run in runs for number in run.numbers}
     # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
-    parts = value.split([run.length * run.count for run in runs], dim=along)
-    return [
-        # [1, …, count · length, …] → [count, …, length, …]
-        part.unflatten(along, (run.count, run.length)).movedim(along, 0).squeeze(1)
-        for run, part in zip(runs, parts, strict=True)
-    ]
+    parts = value.split([lengths[number] for number in range(len(lengths))], dim=along)
+    return [torch.cat([parts[number] for number in run.numbers]) for run in runs]  # [count, …, length, …]
 
 
 def _blocks(mask: torch.Tensor, runs: tuple[_Run, ...]) -> list[torch.Tensor]:
@@ -284,7 +284,9 @@ def _joined(outputs: list[Any], runs: tuple[_Run, ...], module: str) -> Any:
         first, *others = zip(*outputs, strict=True)
         shared = [other[0] if all(one is other[0] for one in other) else None for other in others]
         return type(outputs[0])([_joined(list(first), runs, module), *shared])
+    segments: dict[int, torch.Tensor] = {}
     for output, run in zip(outputs, runs, strict=True):
         if not isinstance(output, torch.Tensor) or output.shape[:2] != (run.count, run.length):
             raise CheckFailed(f"{module} does not return its tokens one by one", fix=_FIX)
-    return torch.cat([output.flatten(0, 1) for output in outputs])[None]
+        segments |= zip(run.numbers, output.unbind(0), strict=True)
+    return torch.cat([segments[number] for number in range(len(segments))])[None]

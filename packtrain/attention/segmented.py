@@ -2,8 +2,8 @@
 
 No dense T×T mask is built and nothing is computed between documents, so the cost is O(Σ l²) in place of O(T²). The
 function that is run is one of transformers' own: sdpa where it can express the layer, else the model's eager function
-(soft-cap, attention sinks). Grouped queries and sliding windows are served by both. Neighbouring segments of equal length
-go through in one call. The keys and values of a shared prefix are put in front of the segment's own.
+(soft-cap, attention sinks). Grouped queries and sliding windows are served by both. Segments of equal length go through in
+one call, which takes no copy where they are neighbours. The keys and values of a shared prefix are put in front of the segment's own.
 
 It is registered under NAME in `AttentionInterface` only: a name that `AttentionMaskInterface` does not know makes
 transformers build no mask at all, so a model's mask builder, which may or may not look at `position_ids`, is out of the
@@ -14,6 +14,7 @@ down to its layers fails here at once instead of leaking.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -54,12 +55,17 @@ def segmented_attention(
     if len(segments.lengths) == 1:
         mask = mask_of(attend, segments.tokens, segments.tokens, window, query.dtype, query.device)
         return attend(module, query, key, value, mask, sliding_window=window, **kwargs)[0], None
-    outputs: list[torch.Tensor] = []
-    for run, (q, k, v) in _folded(_runs(segments), query, key, value):
+    runs = _runs(segments)
+    folded = list(_folded(runs, query, key, value))
+    outputs: dict[int, torch.Tensor] = {}
+    for together in _calls(runs):
+        run, parts = runs[together[0]], zip(*(folded[number] for number in together), strict=True)
+        q, k, v = (part[0] if len(part) == 1 else torch.cat(part) for part in parts)
         mask = mask_of(attend, run.length, run.before + run.length, window, query.dtype, query.device)
-        # [count, length, heads, d] → [1, count · length, heads, d]
-        outputs.append(attend(module, q, k, v, mask, sliding_window=window, **kwargs)[0].flatten(0, 1)[None])
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+        output = attend(module, q, k, v, mask, sliding_window=window, **kwargs)[0]  # [count, length, heads, d]
+        outputs |= zip(together, output.split([runs[number].count for number in together]), strict=True)
+    rows = [outputs[number].flatten(0, 1) for number in range(len(runs))]
+    return (rows[0] if len(rows) == 1 else torch.cat(rows))[None], None
 
 
 def row_of(
@@ -109,9 +115,18 @@ def _runs(segments: Segments) -> tuple[_Run, ...]:
     )
 
 
+@lru_cache(maxsize=64)
+def _calls(runs: tuple[_Run, ...]) -> tuple[tuple[int, ...], ...]:
+    """The numbers of the runs that go through in one call: those of one shape, wherever in the row they are."""
+    shapes: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for number, run in enumerate(runs):
+        shapes[run.length, run.before].append(number)
+    return tuple(map(tuple, shapes.values()))
+
+
 def _folded(
     runs: tuple[_Run, ...], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> Iterator[tuple[_Run, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For each run its queries [count, heads, length, d], and its keys and values [count, kv_heads, before + length, d]."""
     # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
     sizes = [run.length * run.count for run in runs]
@@ -124,7 +139,7 @@ def _folded(
         for tensor in (query, key, value)
     )
     if not any(run.before for run in runs):
-        yield from zip(runs, zip(queries, keys, values, strict=True), strict=True)
+        yield from zip(queries, keys, values, strict=True)
         return
     segment_keys = [segment for run in keys for segment in run.unbind(0)]
     segment_values = [segment for run in values for segment in run.unbind(0)]
@@ -133,7 +148,7 @@ def _folded(
             named = [prefix for prefix in run.prefixes if prefix is not None]
             k = torch.cat([torch.stack([segment_keys[prefix] for prefix in named]), k], dim=2)
             v = torch.cat([torch.stack([segment_values[prefix] for prefix in named]), v], dim=2)
-        yield run, (q, k, v)
+        yield q, k, v
 
 
 def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Callable[..., Any]:
