@@ -11,37 +11,52 @@ stdout and stderr, so a terminal stays one.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
+from packtrain.launch.topology import Processes
+from packtrain.launch.worker import PARENT, end_with_parent
+
 WORKER = "packtrain.worker"
+NOT_KNOWN_YET = "MAIN_ADDRESS"  # in plans for machines whose names are still to come
 
 
-def launch_config(processes: int, port: int | None, *, gpus: bool) -> dict[str, Any]:
-    """The accelerate YAML of `processes` on one machine; `port` is None for one process."""
+def launch_config(
+    processes: Processes, node: int, strategy: dict[str, Any], *, port: int | None, gpus: bool
+) -> dict[str, Any]:
+    """The accelerate YAML of machine `node`; `strategy` is what launch/strategy.py says of it."""
+    alone = processes.total == 1 or processes.joins
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU" if processes > 1 else "NO",
-        "num_machines": 1,
-        "num_processes": processes,
-        "machine_rank": 0,
+        **({"distributed_type": "NO"} if alone else strategy),
+        "num_machines": 1 if alone else processes.nodes,
+        "num_processes": 1 if alone else processes.total,  # of all machines: never those of one
+        "machine_rank": node,
         "mixed_precision": "no",  # trainer.mixed_precision is set where the model is made
-        "use_cpu": not gpus and processes == 1,
+        "use_cpu": not gpus and alone,
         "debug": False,
     }
-    if port is not None:
-        config |= {"main_process_ip": "127.0.0.1", "main_process_port": port, "same_network": True, "gpu_ids": "all"}
+    if not alone:
+        address = "127.0.0.1" if processes.nodes == 1 else processes.main_address or NOT_KNOWN_YET
+        config |= {"main_process_ip": address, "main_process_port": port, "same_network": True, "gpu_ids": "all"}
     return config
 
 
 def launch_argv(
-    accelerate: str, config_file: str, config: dict[str, Any], worker: list[str], *, join_timeout_s: int
+    accelerate: str,
+    config_file: str,
+    config: dict[str, Any],
+    strategy: list[str],
+    worker: list[str],
+    *,
+    join_timeout_s: int,
 ) -> list[str]:
     """The `accelerate launch` command that runs `python -m WORKER worker…` in every process of a `launch_config`.
 
-    Processes that have not found each other after `join_timeout_s` seconds give up.
+    `strategy` are the flags of launch/strategy.py. Processes that have not found each other after `join_timeout_s` seconds give up.
     """
-    flags = ["--config_file", config_file, "--multi_gpu", "--same_network"]
+    flags = ["--config_file", config_file, *strategy, "--same_network"]
     for name in ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port"):
         flags += [f"--{name}", str(config[name])]
     flags += ["--rdzv_conf", f"timeout={join_timeout_s}", "--mixed_precision", "no", "--dynamo_backend", "no"]
@@ -49,7 +64,12 @@ def launch_argv(
 
 
 def main(log: str, arguments: list[str]) -> None:
-    """`accelerate launch arguments…` in this process; ends it with torchrun's exit code (1 for any failure)."""
+    """`accelerate launch arguments…` in this process; ends it with torchrun's exit code (1 for any failure).
+
+    It ends with the launcher that started it, and its workers with it.
+    """
+    end_with_parent(int(os.environ[PARENT]))
+    os.environ[PARENT] = str(os.getpid())
     # Never closed: Python writes the last traceback to it after main() has ended.
     sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
     from accelerate.commands.launch import launch_command, launch_command_parser

@@ -1,7 +1,9 @@
 """One run at a time in a run folder: two would resume from each other's checkpoints, and both end well.
 
-The lock is a file of this machine's temporary folder and not of the run's, which may be moved while it is held; the system
-lets go of it when its process ends, however it ends. Runs of other machines on a shared disk are not seen.
+There are two locks, of which the system lets go when their process ends, however it ends. One is a file of this machine's
+temporary folder, because the run's may be moved while it is held. The other is in logs/, which always is the folder of the
+run that goes on: machines that share a disk see it, as far as the file system tells them of locks (NFS, Lustre and local ones
+do).
 """
 
 from __future__ import annotations
@@ -10,30 +12,60 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from packtrain.errors import UserError
 
+LOCK = "lock"
+
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Inside the block no other packtrain on this machine runs in `folder`; raises UserError where one does already."""
+    """Inside the block no other packtrain on this machine runs in `folder`.
+
+    Raises UserError where one does already, here or, by the lock in its logs/, on another machine.
+    """
+    name = hashlib.blake2b(f"{os.getuid()} {folder.resolve()}".encode(), digest_size=16).hexdigest()
+    with _locked(Path(tempfile.gettempdir(), f"packtrain-{name}.lock"), folder, "a run is going on in"):
+        if (folder / "logs" / LOCK).exists():
+            with claimed_for_others(folder):
+                pass
+        yield
+
+
+@contextmanager
+def claimed_for_others(folder: Path) -> Iterator[None]:
+    """Inside the block machines that share the disk see that a run is going on in `folder`, which has its logs/ by now.
+
+    Raises UserError where another machine has been quicker.
+    """
+    with _locked(folder / "logs" / LOCK, folder, "a run of another machine is going on in"):
+        yield
+
+
+@contextmanager
+def _locked(file: Path, folder: Path, what: str) -> Iterator[None]:
     try:
         import fcntl
     except ImportError:  # no such locks on this system
         yield
         return
-    name = hashlib.blake2b(f"{os.getuid()} {folder.resolve()}".encode(), digest_size=16).hexdigest()
-    with open(Path(tempfile.gettempdir(), f"packtrain-{name}.lock"), "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"a run is going on in {folder}",
-                where="trainer.output_dir",
-                fix="Wait for its end, or name another folder.",
-            ) from error
-        except OSError:  # a file system without locks
-            pass
+    descriptor = None
+    with suppress(OSError):  # a folder that is only read
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    if descriptor is None:
         yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        fix = "Wait for its end, or name another folder."
+        raise UserError(f"{what} {folder}", where="trainer.output_dir", fix=fix) from error
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,48 +1,53 @@
-"""What weights, gradients and optimizer take on each device, from the shapes of the weights alone: no torch, no hub.
+"""What a run takes on each device, by part, from the shapes of the weights alone: no torch, no hub.
 
-The shapes come from the headers of safetensors files in a local folder or in the hub's cache; for a model that is not
-there, from the sizes in its config, where the layers of its type are known (llama's and their kin). Where neither is at
-hand the answer says what is missing. Activations are left out: they depend on kernels and lengths, and a guess would be
-wrong by a factor.
+Every strategy is counted as its framework keeps things (docs/planning.md has the table and its sources): DDP a second copy of
+the gradients in its buckets; DeepSpeed float32 copies of the trained weights whatever their format; ZeRO-3 and FSDP2 what
+they gather at a time. Parts add up to the fullest moment of a step. What lies outside torch's allocator (CUDA's context,
+kernels, NCCL) is taken off the device before anything is said to fit; fragmentation is not foreseen.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from packtrain.config.schema import Model, Peft, RunConfig
+from packtrain.config.limits import micro_batch_limits, unsplittable
+from packtrain.config.schema import RunConfig
+from packtrain.config.strategies import check_strategy
+from packtrain.errors import UserError
+from packtrain.launch.activations import Numbers, fullest, kept
+from packtrain.launch.deepspeed import STAGES, deepspeed_config
+from packtrain.launch.reference import kind_of
+from packtrain.launch.shapes import Layers, Weights, adapter_shapes, layers_of, weights_of
 
 GIB = 2**30
+OUTSIDE = int(1.5 * GIB)  # CUDA's context, kernels and NCCL's buffers on a GPU
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ADAPTER_BYTES = 4  # peft keeps adapters in float32
 SHARDED = {  # what a strategy spreads over the processes
     "ddp": (),
     "zero1": ("optimizer",),
     "zero2": ("gradients", "optimizer"),
-    "zero3": ("weights", "gradients", "optimizer"),
-    "zero3_offload": ("weights", "gradients", "optimizer"),
-    "fsdp2": ("weights", "gradients", "optimizer"),
+    "zero3": ("weights", "gradients", "optimizer", "reference"),
+    "fsdp2": ("weights", "gradients", "optimizer", "reference"),
+    "zero3_offload": ("weights", "gradients", "optimizer", "reference"),
 }
-LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_HEADER_LIMIT = 100 * 2**20
-
-Shapes = Mapping[str, tuple[int, ...]]
+"""By what they cost in time, the cheapest first."""
+_LIVE = 10**9  # numbers of gathered weights that ZeRO-3 keeps for use again (stage3_max_live_parameters)
+_WORDS = {"activations": "activations at most"}
+_PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`parameters` of the model, `trained` ones (adapters included), and bytes on each device (zero3_offload: its host).
+    """Bytes on each device, by part; `parameters` of the model, `trained` ones (adapters included).
 
-    `reference` is that of a DPO run that keeps a model of its own for it, taken to be as large as the trained one.
+    `reference` is that of a DPO run that keeps a model (or adapters) for it, taken to be as large as the trained one;
+    `buffers` what strategies and autocast hold beside, for the fullest moment. `activations` is None where they are not
+    known, `unknown` says why. `host` is for each process, `device` that of a GPU where it is known.
     """
 
     parameters: int
@@ -50,186 +55,256 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
+    buffers: int
+    activations: int | None
     reference: int = 0
+    host: int = 0
+    unknown: str = ""
+    device: int | None = None
+    advice: str = ""
+
+    @property
+    def total(self) -> int:
+        """All parts that are known."""
+        return sum(getattr(self, name) or 0 for name in _PARTS)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits the device; None where the device is not known, or what is known fits and the rest is not known."""
+        if self.device is None:
+            return None
+        fits = self.total + OUTSIDE <= self.device
+        return None if fits and self.activations is None else fits
 
     def sentence(self) -> str:
         """The estimate in words."""
-        names = ("weights", "gradients", "optimizer", *(["reference"] if self.reference else []))
-        parts = ", ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in names)
-        total = sum(getattr(self, name) for name in names) / GIB
+        names = [name for name in _PARTS if getattr(self, name) or name not in ("reference", "buffers", "activations")]
+        parts = ", ".join(f"{_WORDS.get(name, name)} {_gib(getattr(self, name))}" for name in names)
+        before = f" before activations ({self.unknown})" if self.activations is None else ""
         trained = "all trained" if self.trained == self.parameters else f"{self.trained / 1e6:.1f} million trained"
         size = f"{self.parameters / 1e6:.1f} million parameters, {trained}"
-        return f"{total:.2f} GiB per device before activations: {parts} ({size})"
+        host = f"; and {_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
+        said = f"{_gib(self.total)} GiB per device{before}: {parts} ({size}){host}"
+        if self.fits is False:
+            own = f"{_gib(OUTSIDE)} of them for CUDA and NCCL"
+            said += f". That exceeds the {_gib(self.device or 0)} GiB of a GPU ({own}): {self.advice}"
+        return said
 
     def to_json(self) -> dict[str, Any]:
-        """The figures, and the sentence as `summary`."""
-        return {**asdict(self), "summary": self.sentence()}
+        """The figures, `total`, whether it `fits`, and the sentence as `summary`."""
+        return {**asdict(self), "total": self.total, "fits": self.fits, "summary": self.sentence()}
 
 
-def estimate(config: RunConfig, processes: int) -> Memory | str:
-    """The memory of a run on `processes` devices, or a sentence on what is missing to know it."""
-    shapes, stored_bytes = weights_of(config.model)
-    if isinstance(shapes, str):
-        return shapes
-    width = BYTES.get(config.model.dtype, stored_bytes)
-    parameters = sum(map(math.prod, shapes.values()))
-    weights = parameters * width
-    reference = weights if _keeps_a_reference(config) else 0
-    if config.peft.kind == "lora":
-        trained = list(_adapters(shapes, config.peft))
-        if not trained:
-            return "no layer of the model has a name of peft.target_modules"
-        width = ADAPTER_BYTES
-        weights += sum(map(math.prod, trained)) * width
-    else:
-        trained = list(shapes.values())
-    count = sum(map(math.prod, trained))
-    parts = {
-        "weights": weights,
-        "gradients": count * width,
-        "optimizer": sum(_state_bytes(config.optim.name, shape, width) for shape in trained),
-        "reference": reference,
-    }
-    shared = SHARDED[config.strategy.name]
-    split = {name: math.ceil(size / processes) if name in shared else size for name, size in parts.items()}
-    return Memory(parameters, count, **split)
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model in numbers, measured once for all that is tried.
+
+    `width` is that of a weight in bytes. How many weights there are in `all`, in the `linear` layers of its blocks, in the
+    largest `block`, and outside of blocks (the `rest`); how many are `trained`, and how many `factors` adafactor keeps of
+    them. `known` are its layers, or why they are not known.
+    """
+
+    width: int
+    all: int
+    linear: int
+    block: int
+    rest: int
+    trained: int
+    factors: int
+    known: Layers | str
 
 
-def _keeps_a_reference(config: RunConfig) -> bool:
-    """Whether a second model is in memory (as train/reference.py decides)."""
-    reference = config.objective.reference
-    if reference == "auto":
-        reference = "adapters_off" if config.peft.kind == "lora" else "model"
-    return config.objective.kind == "dpo" and reference not in ("adapters_off", "precomputed")
+def estimate(config: RunConfig, processes: int, device_bytes: int | None = None) -> Memory | str:
+    """The memory of a run on `processes` devices of `device_bytes` each, or a sentence on what is missing to know it.
 
-
-def weights_of(model: Model) -> tuple[Shapes | str, int]:
-    """The shapes of a model's weights by name, or what is missing to know them; and the bytes of a stored number."""
-    folder = _folder(model)
-    if model.init == "pretrained":
-        if model.path and model.path.endswith(".gguf"):
-            return "not known before loading: a .gguf file is read while loading only", 0
-        if folder is None:
-            return f"not known before loading: {model.path} is not on this machine yet", 0
-        return _headers(folder)
-    stored = _read(folder / "config.json") if folder else {}
-    return _from_sizes({**stored, **model.config}), 4
-
-
-def _folder(model: Model) -> Path | None:
-    """The local folder of the model: its path, else what the hub's cache holds of it."""
-    if model.path is None:
-        return None
-    path = Path(os.path.expanduser(model.path))
-    if path.is_dir():
-        return path
-    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub"))).expanduser()
-    repository = cache / f"models--{model.path.replace('/', '--')}"
-    revision = model.revision or "main"
-    with contextlib.suppress(OSError):  # a revision may be a commit itself
-        revision = (repository / "refs" / revision).read_text().strip()
-    snapshot = repository / "snapshots" / revision
-    return snapshot if snapshot.is_dir() else None
-
-
-def _headers(folder: Path) -> tuple[Shapes | str, int]:
-    """The shapes in the safetensors files of a folder; those of a sharded model are named by its index."""
-    index = _read(folder / "model.safetensors.index.json").get("weight_map", {})
-    files = sorted(set(index.values())) or ["model.safetensors"]
-    shapes: dict[str, tuple[int, ...]] = {}
-    width = 4
-    for file in files:
-        try:
-            with open(folder / file, "rb") as stream:
-                size = int.from_bytes(stream.read(8), "little")
-                header = json.loads(stream.read(min(size, _HEADER_LIMIT)))
-            header.pop("__metadata__", None)
-            shapes |= {name: tuple(one["shape"]) for name, one in header.items()}
-            width = 2 if any(one["dtype"] in ("BF16", "F16") for one in header.values()) else 4
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return f"not known before loading: {folder / file} cannot be read as safetensors", 0
-    return shapes, width
-
-
-def _read(path: Path) -> dict[str, Any]:
+    topology.gpu_memory (GiB) wins over `device_bytes`. Where it exceeds the device, `advice` names what would fit.
+    """
+    weights = weights_of(config.model)
+    model = weights if isinstance(weights, str) else _measure(config, weights)
+    if isinstance(model, str):
+        return model
+    if config.topology.gpu_memory is not None:
+        device_bytes = int(config.topology.gpu_memory * GIB)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        found = replace(_count(config, model, processes), device=device_bytes)
+    except UserError as error:  # of the adapters that are the reference
+        return f"not known before loading: {error}"
+    return replace(found, advice=_advice(config, model, processes, found)) if found.fits is False else found
 
 
-def _from_sizes(sizes: Mapping[str, Any]) -> Shapes | str:
-    """The weights of a llama, mistral, qwen2 or qwen3 model of these sizes."""
-    kind = sizes.get("model_type")
-    if kind not in LLAMA_KIN:
-        return f"not known before loading: the layers of model type {kind} are not among those that packtrain knows"
-    needed = _SIZES if kind == "llama" else (*_SIZES, "num_key_value_heads")
-    needed = (*needed, "head_dim") if kind == "qwen3" else needed
-    missing = [name for name in needed if not isinstance(sizes.get(name), int) or sizes[name] < 1]
-    if missing:
-        return f"not known before loading: model.config.{missing[0]} is left to the {_left_to(missing[0])}"
-    hidden, inner, layers, heads, vocabulary = (sizes[name] for name in _SIZES)
-    head = sizes.get("head_dim") or hidden // heads
-    query, shared = heads * head, (sizes.get("num_key_value_heads") or heads) * head
-    bias = kind == "qwen2" or (kind != "mistral" and sizes.get("attention_bias", False))
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocabulary, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not sizes.get("tie_word_embeddings", False):
-        shapes["lm_head.weight"] = (vocabulary, hidden)
-    for layer in range(layers):
-        at = f"model.layers.{layer}"
-        for name, rows in (("q_proj", query), ("k_proj", shared), ("v_proj", shared)):
-            shapes[f"{at}.self_attn.{name}.weight"] = (rows, hidden)
-            if bias:
-                shapes[f"{at}.self_attn.{name}.bias"] = (rows,)
-        shapes[f"{at}.self_attn.o_proj.weight"] = (hidden, query)
-        if bias and kind != "qwen2":
-            shapes[f"{at}.self_attn.o_proj.bias"] = (hidden,)
-        if kind == "qwen3":
-            shapes |= {f"{at}.self_attn.{name}.weight": (head,) for name in ("q_norm", "k_norm")}
-        shapes |= {f"{at}.mlp.{name}.weight": (inner, hidden) for name in ("gate_proj", "up_proj")}
-        shapes[f"{at}.mlp.down_proj.weight"] = (hidden, inner)
-        shapes |= {f"{at}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-    return shapes
-
-
-def _left_to(name: str) -> str:
-    return "tokenizer" if name == "vocab_size" else "model type"
-
-
-def _adapters(shapes: Shapes, peft: Peft) -> Iterator[tuple[int, ...]]:
-    """The shapes of the trained weights of LoRA: two matrices per adapted layer, and layers trained in full."""
+def _measure(config: RunConfig, weights: Weights) -> _Model | str:
+    shapes = weights.shapes
+    trained = list(shapes.values()) if config.peft.kind == "none" else adapter_shapes(shapes, config.peft)
+    if not trained:
+        return "no layer of the model has a name of peft.target_modules"
+    blocks: Counter[str] = Counter()
+    linear = 0
     for name, shape in shapes.items():
-        layer = name.removesuffix(".weight")
-        if len(shape) == 2 and _is_adapted(layer, peft.target_modules):
-            yield from ((peft.r, shape[1]), (shape[0], peft.r))
-        if any(_ends_with(layer.removesuffix(".bias"), one) for one in peft.modules_to_save):
-            yield shape
+        found = re.match(r".*?\.\d+(?=\.)", name)
+        blocks[found.group() if found else ""] += math.prod(shape)
+        linear += math.prod(shape) if found and len(shape) == 2 else 0
+    rest = blocks.pop("", 0)
+    return _Model(
+        width=BYTES.get(config.model.dtype, weights.stored),
+        all=rest + sum(blocks.values()),
+        linear=linear,
+        block=max(blocks.values(), default=0),
+        rest=rest,
+        trained=sum(map(math.prod, trained)),
+        factors=sum(sum(shape) if len(shape) >= 2 else math.prod(shape) for shape in trained),
+        known=layers_of(weights.sizes),
+    )
 
 
-def _is_adapted(layer: str, targets: str | list[str]) -> bool:
-    if targets == "all-linear":
-        return not re.search(r"embed|lm_head|\bwte\b|\bwpe\b", layer)
-    if isinstance(targets, list):
-        return any(_ends_with(layer, one) for one in targets)
-    try:
-        return re.fullmatch(targets, layer) is not None  # as in peft, text is a pattern
-    except re.error:
-        return False
+def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
+    name, full = config.strategy.name, config.peft.kind == "none"
+    rounded = (
+        name in STAGES and model.width == 2 and config.model.dtype != "float16"
+    )  # DeepSpeed's bf16 is for all weights
+    trained_width = model.width if full or rounded else ADAPTER_BYTES
+    parts = {
+        "weights": model.all * model.width + (0 if full else model.trained * trained_width),
+        "gradients": model.trained * trained_width,
+        "optimizer": _states(config, model, trained_width),
+        "reference": _reference(config, model),
+    }
+    split = {one: math.ceil(size / processes) if one in SHARDED[name] else size for one, size in parts.items()}
+    host = model.all * model.width if "weights" in SHARDED[name] else 0  # each process loads all before it is spread
+    if name == "zero3_offload":
+        split["gradients"] += math.ceil(4 * model.trained / processes)  # in float32 too, for the optimizer
+        host = max(host, sum(split.values()))
+        split = dict.fromkeys(split, 0)
+    activations, unknown = _activations(config, model)
+    buffers = _buffers(config, model, processes, trained_width)
+    stepped = math.ceil(model.trained / (processes if "optimizer" in SHARDED[name] else 1))
+    after = _of_the_step(config, stepped, trained_width) - (activations or 0)  # which are gone by then
+    return Memory(
+        parameters=model.all,
+        trained=model.trained,
+        weights=split["weights"],
+        gradients=split["gradients"],
+        optimizer=split["optimizer"],
+        reference=split["reference"],
+        buffers=max(buffers, after),
+        activations=activations,
+        host=host,
+        unknown=unknown,
+    )
 
 
-def _ends_with(layer: str, name: str) -> bool:
-    return layer == name or layer.endswith(f".{name}")
+def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
+    """(bytes, "") or (None, why they are not known)."""
+    slots = fullest(config)
+    if isinstance(model.known, str):
+        return None, f"not known: {model.known}"
+    if slots is None:
+        return None, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
+    compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
+    return kept(config, model.known, slots, Numbers(model.width, compute)), ""
 
 
-def _state_bytes(optimizer: str, shape: tuple[int, ...], width: int) -> int:
-    """Optimizer state of one trained weight whose numbers have `width` bytes."""
-    if optimizer == "sgd":
+def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: int) -> int:
+    """Bytes that the strategy and autocast hold during the backward pass."""
+    name, full, width = config.strategy.name, config.peft.kind == "none", model.width
+    copies = 0
+    if config.trainer.mixed_precision == "bf16" and width == 4 and (full or not config.trainer.gradient_checkpointing):
+        copies = (
+            2 * model.linear
+        )  # autocast keeps those of trained weights until the forward pass ends, gathered or not
+    if name == "ddp":
+        return copies + (model.trained * trained_width if processes > 1 else 0)
+    if name == "fsdp2":
+        gathered = 3 * model.block + model.rest  # a layer, what it was gathered in, and the next one; the rest stays
+        reduced = 2 * model.block + model.rest if full else 0  # gradients, and what they are reduced in
+        return copies + gathered * width + reduced * trained_width
+    settings = deepspeed_config(config) or {}
+    bucket = min(settings["zero_optimization"]["reduce_bucket_size"], model.trained) * trained_width
+    if STAGES[name] < 3:
+        return copies + 2 * bucket  # one is reduced while the other is filled (overlap_comm)
+    return copies + bucket + min(model.all, _LIVE) * width
+
+
+def _of_the_step(config: RunConfig, numbers: int, trained_width: int) -> int:
+    """Bytes of the optimizer's step over its `numbers`: DeepSpeed's float32 gradients, AdamW's temporary list of tensors."""
+    if config.strategy.name == "zero3_offload":
         return 0
-    if optimizer == "adafactor":  # a row and a column in place of a matrix
-        return 4 * (sum(shape) if len(shape) >= 2 else math.prod(shape))
-    return 2 * math.prod(shape) * (1 if "8bit" in optimizer else width)
+    widened = 4 * numbers if config.strategy.name in STAGES and trained_width == 2 else 0
+    return widened + (numbers * trained_width if config.optim.name == "adamw_torch" else 0)
+
+
+def _states(config: RunConfig, model: _Model, trained_width: int) -> int:
+    """Bytes of all optimizer states; DeepSpeed's optimizers see flat float32 copies of the trained weights."""
+    name, deepspeed = config.optim.name, config.strategy.name in STAGES
+    copies = 4 * model.trained if deepspeed else 0
+    if name == "sgd":
+        return copies
+    if name == "adafactor":  # a row and a column in place of a matrix; under ddp alone
+        return 4 * model.factors
+    return copies + 2 * model.trained * (1 if "8bit" in name else 4 if deepspeed else trained_width)
+
+
+def _reference(config: RunConfig, model: _Model) -> int:
+    """Bytes of the model or the adapters that DPO keeps for its reference."""
+    kind = kind_of(config) if config.objective.kind == "dpo" else ""
+    if kind == "adapters":
+        return model.trained * ADAPTER_BYTES
+    return model.all * model.width if kind in ("model", "path") else 0
+
+
+def _advice(config: RunConfig, model: _Model, processes: int, found: Memory) -> str:
+    """What would fit, by the least that has to change: the strategy, then checkpointing, then smaller micro-batches."""
+    least = found
+    for changes, changed in _changes(config, processes):
+        tried = _count(changed, model, processes)
+        least = min(least, tried, key=lambda one: one.total)
+        if tried.total + OUTSIDE <= (found.device or 0):
+            return f"{' '.join(changes)} would take {_gib(tried.total)} GiB"
+    more = "a larger GPU" if unsplittable(config.objective.losses) else "more or larger GPUs"
+    lora = "" if config.peft.kind == "lora" else ", or peft=lora"
+    return f"no strategy takes less than {_gib(least.total)} GiB here; use {more}{lora}"
+
+
+def _changes(config: RunConfig, processes: int) -> list[tuple[list[str], RunConfig]]:
+    """(overrides, the config with them), the most harmless first; none that changes what is computed, how exactly, or is refused."""
+    now = config.strategy.name
+    names = list(SHARDED)[list(SHARDED).index(now) :] if processes > 1 else [now]
+    if now in STAGES:  # FSDP2 keeps no float32 copies of bfloat16 weights
+        names = [name for name in names if name != "fsdp2"]
+    steps: list[tuple[list[str], RunConfig]] = [([], config)]
+    if not config.trainer.gradient_checkpointing:
+        changed = _with(config, "trainer", gradient_checkpointing=True)
+        steps.append((["trainer.gradient_checkpointing=true"], changed))
+    words, checkpointed = steps[-1]
+    for key, value in _smaller(config):
+        steps.append(([*words, f"batch.{key}={value}"], _with(checkpointed, "batch", **{key: value})))
+    quick = [(words, one, name) for words, one in steps for name in names if name != "zero3_offload"]
+    slow = [(words, one, "zero3_offload") for words, one in steps]  # many times slower than all else
+    changes = [
+        ([*([] if name == now else [f"strategy={name}"]), *words], _with(one, "strategy", name=name))
+        for words, one, name in (*quick, *slow)
+        if words or name != now
+    ]
+    return [(words, changed) for words, changed in changes if not any(check_strategy(changed))]
+
+
+def _smaller(config: RunConfig) -> list[tuple[str, int]]:
+    """Smaller micro-batches: half after half, down to what the longest document (or pair) needs."""
+    examples, tokens = micro_batch_limits(config)
+    longest = config.data.max_length
+    if unsplittable(config.objective.losses):
+        return []
+    if tokens is None and examples is not None:
+        return [("examples_per_device", examples >> shift) for shift in range(1, examples.bit_length())]
+    if tokens is None or longest is None or config.batch.tokens_per_step is not None:
+        return []
+    least = longest * (1 if config.objective.kind == "sft" else 2)
+    halves = [tokens >> shift for shift in range(1, tokens.bit_length()) if tokens >> shift > least]
+    return [("tokens_per_device", one) for one in ([*halves, least] if least < tokens else [])]
+
+
+def _with(config: RunConfig, group: str, **values: Any) -> RunConfig:
+    return replace(config, **{group: replace(getattr(config, group), **values)})
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}" if size < 100 * GIB else f"{size / GIB:.0f}"

@@ -6,6 +6,7 @@ The proof has stdout for itself: whatever libraries print meanwhile goes to stde
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -19,18 +20,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import RunConfig, Topology
+from packtrain.config.strategies import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed, PeerFailed
 from packtrain.launch.execute import execute
 from packtrain.launch.plan import plan_launch
-from packtrain.launch.topology import look_around
+from packtrain.launch.surroundings import look_around
 from packtrain.run_folder import RunFolder
 
 _COLOURS = {"exact": "green", "leaks": "red", "unsupported": "yellow"}
 
 
 def run_verification(config: RunConfig, prove: Callable[[RunConfig], int], *, as_json: bool) -> int:
-    """Proves in as many processes as `config` trains in, and shows the report; returns the exit code.
+    """Proves in as many processes as `config` trains in on this machine, and shows the report; returns the exit code.
 
     `prove` does it in this process, where there is only one. trainer.output_dir is left alone.
     """
@@ -38,7 +40,12 @@ def run_verification(config: RunConfig, prove: Callable[[RunConfig], int], *, as
     aside = replace(config, trainer=replace(config.trainer, output_dir=folder))
     error_names_a_log = False
     try:
-        launch = plan_launch(aside, look_around(), "verify")
+        surroundings = look_around()
+        launch = plan_launch(aside, surroundings, "verify")
+        if launch.nodes > 1 and not launch.in_process:  # each machine would prove the same: this one is enough
+            here = Topology(kind="local" if surroundings.gpus else "single")
+            own = {name: value for name, value in surroundings.env.items() if name.startswith(("CUDA_", "OMP_"))}
+            launch = plan_launch(replace(aside, topology=here), replace(surroundings, env=own), "verify")
         with _stdout_on_stderr():
             code = execute(launch, aside, lambda: prove(aside))
         error_names_a_log = code not in (0, CheckFailed.exit_code)
@@ -93,6 +100,11 @@ def _head(report: dict[str, Any]) -> list[tuple[str, str]]:
     if report["pairs"]:
         why = report["pairs"]["why"]
         lines.append(("prompts", f"computed for each answer ({why})" if why else "computed once for both answers"))
+    if report["strategy"] in SHARDED_WEIGHTS:
+        apart = ", but for losses and gradients: those are of the whole model" if report["modes_on"] == "whole" else ""
+        lines.append(("strategy", f"on the model as {report['strategy']} spreads it over processes{apart}"))
+    if report["objective"] == "dpo" and not report["start"]:
+        lines.append(("first loss", "any: the model is held to another than the one that it starts as"))
     lengths = report["reference"]["documents"]
     lines.append(
         ("documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s")
@@ -118,12 +130,20 @@ def _table(report: dict[str, Any]) -> Table:
         ("a document in a row and alone differ by", "max_abs_diff_alone"),
     ):
         add(what, isolation[name], isolation["tolerance"])
+    if long_row := report["long_row"]:
+        add(f"the same in a row of {sum(long_row['documents'])} tokens", long_row["off"], long_row["tolerance"])
     least = isolation["tolerance"] and 5 * isolation["tolerance"]
     add("control: the same without borders", isolation["control"], least, least=True)
     if report["pairs"] and report["pairs"]["prompts_shared"]:
         _add_pairs(add, report["pairs"])
+    if start := report["start"]:
+        table.add_section()
+        right = "ln 2" if abs(start["zero_margin"] - math.log(2)) < 1e-6 else _number(start["zero_margin"], 7)
+        off = abs(start["loss"] - start["zero_margin"])
+        add(f"first loss {_number(start['loss'], 7)} (of a zero margin: {right})", off, start["tolerance"])
     table.add_section()
-    for mode, figures in report["modes"].items():
+    shared = report["prefix_shared"]
+    for mode, figures in {**report["modes"], **({"packed with shared prompts": shared} if shared else {})}.items():
         add(f"{mode}: loss {_number(figures['loss'], 6)}", figures["loss_rel_diff"], tolerances["loss"])
         add(f"{mode}: gradients", figures["grad_rel_diff"], tolerances["grad_rel_diff"])
     add("control: gradients without borders", report["control"]["grad_rel_diff"], tolerances["control"], least=True)

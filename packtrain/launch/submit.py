@@ -1,0 +1,195 @@
+"""Handing a Slurm script over: to the terminal, a file, or sbatch, whose refusal is told in terms of config keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from packtrain.config.yamlfile import shown
+from packtrain.errors import UserError
+from packtrain.launch.sbatch import Job, plan_job, script, summary
+
+_TIMEOUT_S = 120
+# What sbatch says, in its order of precedence, and the key that the refused option came from.
+_REFUSALS = (
+    (r"account", "topology.account"),
+    (r"partition", "topology.partition"),
+    (r"qos", "topology.qos"),
+    (r"gres|tres", "topology.gpus_per_node, topology.gres"),
+    (r"--time|time limit", "topology.time"),
+    (r"feature|constraint", "topology.constraint"),
+    (r"memory|--mem\b", "topology.memory"),
+    (r"--cpus-per-task|processors|CPU count", "topology.cpus_per_node"),
+    (r"node count|--nodes", "topology.nodes"),
+    (r"array", "--multirun"),
+    (r"unrecognized option|invalid option|requires an argument|reservation|node name", "topology.sbatch"),
+    (r"node configuration", "topology.nodes, topology.gpus_per_node, topology.cpus_per_node, topology.memory"),
+)
+_NO_CLUSTER = re.compile(r"slurm controller|configuration source|slurm.conf|socket timed out", re.IGNORECASE)
+# Reasons for waiting that no waiting takes away: many clusters accept such a job all the same.
+_FOR_EVER = re.compile(r"Partition\w*Limit|PartitionConfig|BadConstraints|Invalid|NotAllowed|Max(Wall|\w+PerJob)")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is to be done with the script: `submit` it, have sbatch `test` it, or write it (to `file`, else to stdout)."""
+
+    submit: bool = False
+    test: bool = False
+    file: Path | None = None
+    as_json: bool = False
+
+
+def this_program() -> tuple[str, ...]:
+    """The command of this very packtrain, by its absolute path: a job may start without the PATH of this shell."""
+    beside = Path(sys.executable).with_name("packtrain")
+    return (str(beside),) if beside.is_file() else (sys.executable, "-m", "packtrain")
+
+
+def carry_out(job: Job, wish: Wish) -> int:
+    """Plans the job and does what is wished; returns 0.
+
+    Raises UserError where the job is impossible, sbatch is missing or refuses, or a file cannot be written.
+    """
+    if wish.test and (wish.submit or wish.file or wish.as_json):
+        fix = "Give --test-only alone; --submit asks by itself before it submits."
+        raise UserError("it only asks, and does nothing of what else is wished", where="--test-only", fix=fix)
+    plan = plan_job(job)
+    text = script(job, plan)
+    if job.topology.cpus_per_node is None and "--exclusive" not in job.topology.sbatch:
+        print(
+            "note: topology.cpus_per_node is not set; many clusters then give a job one core of each machine",
+            file=sys.stderr,
+        )
+    if wish.test:
+        print(_sbatch(["--test-only"], text), file=sys.stderr)
+        return 0
+    try:
+        job.logs.mkdir(parents=True, exist_ok=True)
+        if wish.submit:
+            _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", wish)
+        else:
+            _write(job, text, wish)
+    except OSError as error:
+        raise UserError(
+            f"cannot be written: {error.strerror}", where=str(error.filename), fix="Name another place."
+        ) from error
+    return 0
+
+
+def _write(job: Job, text: str, wish: Wish) -> None:
+    if wish.file is not None:
+        wish.file.write_text(text, encoding="utf-8")
+    if wish.as_json:
+        told = {"job_id": None, "script": str(wish.file) if wish.file else None, "text": text, **_runs(job, "%j")}
+        print(json.dumps(told, indent=2))
+    elif wish.file is not None:
+        print(f"{wish.file} is written: sbatch {shlex.quote(str(wish.file))} submits it", file=sys.stderr)
+    else:
+        print(text, end="")
+
+
+def _submit(job: Job, text: str, what: str, wish: Wish) -> None:
+    aside = job.logs / f".slurm-{os.getpid()}.sbatch"
+    aside.write_text(text, encoding="utf-8")
+    try:
+        if wish.file is not None:
+            wish.file.write_text(text, encoding="utf-8")
+        _sbatch(["--test-only", str(aside)])  # without this a cluster may take a job that none of its machines can run
+        number = _sbatch(["--parsable", str(aside)]).partition(";")[0]  # JOB or JOB;CLUSTER
+    finally:
+        aside.unlink(missing_ok=True)
+    file = wish.file or job.logs / f"slurm-{number}.sbatch"
+    if wish.file is None:
+        file.write_text(text, encoding="utf-8")
+    state = _state(number)
+    if _FOR_EVER.search(state):
+        print(f"note: Slurm says {state}: as it is the job will never start", file=sys.stderr)
+    log = shown(job.log(f"{number}_*" if job.is_sweep else number))
+    if wish.as_json:
+        print(json.dumps({"job_id": number, "state": state, "script": str(file), **_runs(job, number)}, indent=2))
+        return
+    stay = f"scontrol update JobId={number} Requeue=0 && " if job.topology.requeue else ""
+    lines = [
+        ("job", f"{number}: {what}"),
+        ("script", shown(file)),
+        ("log", log),
+        ("follow", f"tail -n +1 -F {log if job.is_sweep else shlex.quote(log)}"),
+        ("state", f"squeue -j {number}    (now: {state})"),
+        ("stop", f"{stay}scancel --signal=TERM {number}    (after a checkpoint)"),
+        ("cancel", f"scancel {number}"),
+    ]
+    runs = [(f"run {at}", shown(job.run_folder(point).root)) for at, point in enumerate(job.points)]
+    for name, value in [*(runs if job.is_sweep else []), *lines]:
+        print(f"{name:<8} {value}")
+
+
+def _runs(job: Job, number: str) -> dict[str, object]:
+    """Where logs and run folders of a job are, for --json."""
+    if not job.is_sweep:
+        return {"log": str(job.log(number)), "output_dir": str(job.run_folder(job.points[0]).root)}
+    number = "%A" if number == "%j" else number
+    runs = [
+        {
+            "log": str(job.log(f"{number}_{at}")),
+            "output_dir": str(job.run_folder(point).root),
+            "overrides": list(point.chosen),
+        }
+        for at, point in enumerate(job.points)
+    ]
+    return {"log": str(job.log(f"{number}_%a")), "runs": runs}
+
+
+def _state(number: str) -> str:
+    """What Slurm says of a job: "RUNNING", "PENDING (Resources)"; "?" where it says nothing."""
+    asked = ["squeue", "--noheader", f"--jobs={number}", "--format=%T (%r)"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return "?"
+    return next(iter(said.splitlines()), "?").removesuffix(" (None)")
+
+
+def _sbatch(arguments: list[str], text: str | None = None) -> str:
+    """What sbatch answers on stdout, for a test on stderr. Raises UserError where it refuses."""
+    command = shutil.which("sbatch")
+    if command is None:
+        fix = "Run this on a login machine of the cluster; without --submit the script is printed, and can be copied there."
+        raise UserError("there is no sbatch on this machine", where="--submit", fix=fix)
+    # inside a job (a shell of salloc), its own variables would be taken for wishes of the new one
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    try:
+        done = subprocess.run(
+            [command, *arguments], env=env, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        fix = "Look whether Slurm is up: sinfo."
+        raise UserError(f"sbatch does not answer within {_TIMEOUT_S} s", where="--submit", fix=fix) from error
+    if done.returncode:
+        raise refusal(done.stderr)
+    if not done.stdout:
+        return done.stderr.strip()
+    print(done.stderr, end="", file=sys.stderr)  # a cluster may have something to say to whom it admits
+    return done.stdout.strip()
+
+
+def refusal(said: str) -> UserError:
+    """The error of what sbatch `said`, with the config keys that it is about where they can be told."""
+    words = [
+        re.sub(r"^(sbatch: )?(error: |fatal: |allocation failure: )?", "", line)
+        for line in said.splitlines()
+        if line.strip()
+    ]
+    if _NO_CLUSTER.search(said):
+        what = f"sbatch does not reach a Slurm: {'; '.join(words)}"
+        return UserError(what, fix="See whether it is up (sinfo), and run this on a login machine of the cluster.")
+    key = next((key for form, key in _REFUSALS if re.search(form, said, re.IGNORECASE)), "")
+    fix = "See what there is: sinfo -o '%P %D %c %m %G %l %f' (partition, machines, cores, MB, GPUs, time limit, features)."
+    return UserError(f"sbatch refuses the job: {'; '.join(words)}", where=key, fix=fix if key else "")
