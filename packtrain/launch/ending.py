@@ -6,12 +6,11 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-from packtrain.errors import PacktrainError
+from packtrain.errors import Disagreement, PacktrainError
+from packtrain.launch.signals import ENDING, heard_by
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BUG = "This is a bug of packtrain: please report it with the lines above."
 
 
@@ -22,8 +21,13 @@ class Stopped(KeyboardInterrupt):
 def exit_code_of(work: Callable[[], int]) -> int:
     """Does `work` and returns its exit code, or that of the error or signal it ended with, which is printed."""
     received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        raise Stopped
+
     try:
-        with _signals_raised(received):
+        with heard_by(stop):
             code = work()
             sys.stdout.flush()
             return code
@@ -31,7 +35,7 @@ def exit_code_of(work: Callable[[], int]) -> int:
         if not received:
             return _ended_by(error)
         # whatever came of it: an import that is interrupted may end with an error of its own
-        for number in _SIGNALS:
+        for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         print(f"stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
         return 128 + received[0]
@@ -39,7 +43,8 @@ def exit_code_of(work: Callable[[], int]) -> int:
 
 def _ended_by(error: Exception | KeyboardInterrupt) -> int:
     if isinstance(error, PacktrainError):
-        _print_problems(error)
+        if not isinstance(error, Disagreement) or error.shown:
+            _print_problems(error)
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
@@ -49,20 +54,6 @@ def _ended_by(error: Exception | KeyboardInterrupt) -> int:
     traceback.print_exception(error)
     print(BUG, file=sys.stderr)
     return 1
-
-
-@contextmanager
-def _signals_raised(received: list[int]) -> Iterator[None]:
-    def stop(number: int, _: object) -> None:
-        received.append(number)
-        raise Stopped
-
-    before = {number: signal.signal(number, stop) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print_problems(error: PacktrainError) -> None:

@@ -5,16 +5,24 @@ Imports nothing heavy: from its first line on, a signal ends a worker with a wor
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from packtrain.errors import LostPeers, PacktrainError
 from packtrain.launch.ending import exit_code_of
 
 EXIT_DIR = "PACKTRAIN_EXIT_DIR"
 LOG_DIR = "PACKTRAIN_LOG_DIR"
+PLANNED = "PACKTRAIN_PLANNED"
+PARENT = "PACKTRAIN_PARENT"
+_PR_SET_PDEATHSIG = 1
 
 
 def run_worker(work: Callable[[], int]) -> NoReturn:
@@ -23,15 +31,90 @@ def run_worker(work: Callable[[], int]) -> NoReturn:
     All but rank 0 write to logs/rank-0000N.log in place of the terminal. Errors are printed, never raised.
     """
     redirect_output()
-    code = exit_code_of(work)
+    _report_start()
+    code = exit_code_of(lambda: _with_a_pulse(work))
     report_exit(code)
     sys.exit(code)
+
+
+@contextmanager
+def last_words(log: Path) -> Iterator[None]:
+    """Inside the block an error is written to `log`, too: what the terminal had is gone when somebody asks later."""
+    try:
+        yield
+    except Exception as error:
+        ours = isinstance(error, PacktrainError)
+        words = str(error) if ours else "".join(traceback.format_exception(error)).rstrip()
+        with suppress(OSError), log.open("a", encoding="utf-8") as file:
+            file.write(f"error:\n{words}\n")
+        raise
+
+
+def planned_processes() -> tuple[int, int] | None:
+    """Machines, and processes on each, as our launcher has planned them; None where another one has started this process."""
+    nodes, _, per_node = os.environ.get(PLANNED, "").partition("x")
+    return (int(nodes), int(per_node)) if per_node else None
+
+
+def _with_a_pulse(work: Callable[[], int]) -> int:
+    """Does `work`, with heartbeats; that it lost the others is left to the launcher, which knows whether there is more to say."""
+    from packtrain.launch.heartbeat import own_pulse
+
+    pulse = own_pulse()
+    first = LOG_DIR in os.environ and os.environ.get("RANK", "0") == "0"  # the others' stderr is in their logs
+    try:
+        with last_words(_log_of(0)) if first else nullcontext():
+            code = work()
+        if code == 0:
+            pulse.enter("done")
+        return code
+    except LostPeers as error:
+        if EXIT_DIR not in os.environ:
+            raise
+        Path(os.environ[EXIT_DIR], f"{os.environ.get('RANK', '0')}.lost").write_text(str(error))
+        if os.environ.get("RANK", "0") != "0":  # into its log
+            print(error, file=sys.stderr, flush=True)
+        return error.exit_code
 
 
 def report_exit(code: int) -> None:
     """Leaves a worker's exit code where its launcher looks for it; does nothing where no launcher of ours waits."""
     if EXIT_DIR in os.environ:
         Path(os.environ[EXIT_DIR], os.environ.get("RANK", "0")).write_text(str(code))
+
+
+def exit_codes(exits: Path) -> dict[int, int]:
+    """Exit codes by rank, of the workers that left one in the folder `exits`."""
+    found = {int(file.name): file.read_text() for file in exits.iterdir() if file.name.isdigit()}
+    return {rank: int(text) for rank, text in found.items() if text.lstrip("-").isdigit()}
+
+
+def process_ids(exits: Path) -> dict[int, int]:
+    """Process ids by rank, of the workers that have started."""
+    found = {int(file.stem): file.read_text() for file in exits.glob("*.pid")}
+    return {rank: int(text) for rank, text in found.items() if text.isdigit()}
+
+
+def losses(exits: Path) -> dict[int, str]:
+    """What the ranks said that only saw the others gone."""
+    return {int(file.stem): file.read_text() for file in exits.glob("*.lost")}
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the system kill this process when `parent`, which started it, ends, however that happens (Linux only).
+
+    A launcher that is killed can end nobody, and torchrun's workers, in sessions of their own, would keep GPUs and port.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # gone before
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _report_start() -> None:
+    if EXIT_DIR in os.environ:
+        Path(os.environ[EXIT_DIR], f"{os.environ.get('RANK', '0')}.pid").write_text(str(os.getpid()))
+        end_with_parent(int(os.environ[PARENT]))
 
 
 def redirect_output() -> None:
@@ -41,7 +124,11 @@ def redirect_output() -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    log = os.open(Path(os.environ[LOG_DIR], f"rank-{rank:05d}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(_log_of(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+
+
+def _log_of(rank: int) -> Path:
+    return Path(os.environ[LOG_DIR], f"rank-{rank:05d}.log")
