@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -25,6 +26,7 @@ from packtrain.launch.ending import exit_code_of
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
     from packtrain.launch.plan import LaunchPlan
+    from packtrain.launch.sbatch import Job
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _VERB_SETTINGS = {**_SETTINGS, "ignore_unknown_options": True}
@@ -144,6 +146,71 @@ def verify(
     _end(work)
 
 
+@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+def env(
+    config: Config = None,
+    overrides: Overrides = None,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Of all machines of the run, and what differs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Show what this machine is and has, for bug reports, and check whether it (and a run) is fit to train."""
+
+    def load() -> RunConfig | None:
+        from packtrain.config.compose import load_config
+
+        arguments = [*([config] if config else []), *(overrides or [])]
+        return load_config(*split_arguments(arguments)) if arguments else None
+
+    def work() -> int:
+        if cluster:
+            from packtrain.diagnose.cluster import show_cluster
+
+            given = [*([config] if config else []), *(overrides or []), "--cluster", *(["--json"] if as_json else [])]
+            return show_cluster(load, given, as_json=as_json)
+        from packtrain.diagnose.env import show_environment
+
+        return show_environment(load, as_json=as_json)
+
+    _end(work)
+
+
+@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+def sbatch(
+    verb: Annotated[str, typer.Argument(metavar="VERB", help="sft or dpo.")],
+    config: Config = None,
+    overrides: Overrides = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the script, and say where its log is.")] = False,
+    test_only: Annotated[bool, typer.Option("--test-only", help="Only ask sbatch whether it would take it.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the script, not stdout.")] = None,
+    sweep: Annotated[bool, typer.Option("--multirun", "-m", help="A job array: key=a,b runs once for each.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Write a Slurm script for a run or a sweep of runs, or submit it."""
+
+    def work() -> int:
+        from packtrain.launch.submit import Wish, carry_out
+
+        return carry_out(_job(verb, config, overrides, sweep), Wish(submit, test_only, output, as_json))
+
+    _end(work)
+
+
+@app.command(context_settings=_SETTINGS)
+def doctor(
+    run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run's folder (trainer.output_dir).")],
+    stacks: Annotated[bool, typer.Option("--stacks", help="Ask the live processes what they are doing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Say where the processes of a run are, and why it stands still or has failed; exit code 4 if it does."""
+
+    def work() -> int:
+        from packtrain.diagnose.doctor import show_run
+
+        return show_run(run, ask=stacks, as_json=as_json)
+
+    _end(work)
+
+
 def _run(verb: str, config: str | None, overrides: list[str] | None, dry_run: bool) -> int:
     """Carries out a training verb, or shows its plan."""
     run, launch, arguments = _config_and_plan(config, overrides, verb)
@@ -181,16 +248,47 @@ def _config_and_plan(
     """The config, its plan, and the arguments that named it; without `verb`, of the one that the config is for."""
     from packtrain.config.compose import load_config
     from packtrain.launch.plan import plan_launch
-    from packtrain.launch.topology import look_around
+    from packtrain.launch.surroundings import look_around
 
     arguments = [*([config] if config else []), *(overrides or [])]
     path, changes = split_arguments(arguments)
-    # `packtrain dpo` says what objective.kind need not say again; under `packtrain sft` a config for dpo is a mistake
-    run = load_config(path, ["objective.kind=dpo", *changes] if verb == "dpo" else changes)
+    run = load_config(path, [*_said_by(verb), *changes])
+    _check_verb(verb, run)
+    return run, plan_launch(run, look_around(), run.objective.kind, arguments), arguments
+
+
+def _job(verb: str, config: str | None, overrides: list[str] | None, sweep: bool) -> Job:
+    """The run, or the runs of a sweep, as a Slurm job that starts in this folder."""
+    from packtrain.config.compose import load_config
+    from packtrain.config.sweep import Point, load_points
+    from packtrain.launch.sbatch import Job
+    from packtrain.launch.submit import this_program
+
+    if verb not in ("sft", "dpo"):
+        raise UserError(f"{verb!r} is no verb of a job", where="VERB", fix="Write packtrain sbatch sft CONFIG, or dpo.")
+    arguments = [*([config] if config else []), *(overrides or [])]
+    path, changes = split_arguments(arguments)
+    if sweep:
+        points, shared = load_points(path, changes, _said_by(verb))
+    else:
+        points, shared = [Point(load_config(path, [*_said_by(verb), *changes]))], changes
+    for point in points:
+        _check_verb(verb, point.config)
+    called = ("packtrain", "sbatch", verb, *arguments, *(["-m"] if sweep else []))
+    named = (*([path] if path else []), *shared)
+    return Job(verb, called, named, tuple(points), Path.cwd(), this_program())
+
+
+def _said_by(verb: str | None) -> list[str]:
+    """What a verb says of the config: under `packtrain dpo` objective.kind need not be written."""
+    return ["objective.kind=dpo"] if verb == "dpo" else []
+
+
+def _check_verb(verb: str | None, run: RunConfig) -> None:
+    """Raises UserError where a config is for another verb; under `packtrain sft` a config for dpo is a mistake."""
     if verb is not None and verb != run.objective.kind:
         what = f"this config is for packtrain {run.objective.kind}, not {verb}"
         raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.")
-    return run, plan_launch(run, look_around(), run.objective.kind), arguments
 
 
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:

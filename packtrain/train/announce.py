@@ -24,7 +24,16 @@ from packtrain.train.forward import Head
 from packtrain.train.loader import PairSteps, Steps
 from packtrain.train.model import base_model
 from packtrain.train.rank_log import RankLog
+from packtrain.train.strategy import elements
 from packtrain.train.whole_steps import WholeSteps
+
+_SPREAD = {
+    "zero1": "each process keeps a share of the optimizer",
+    "zero2": "each process keeps a share of gradients and optimizer",
+    "zero3": "each process keeps a share of weights, gradients and optimizer",
+    "zero3_offload": "weights, gradients and optimizer are shared out and kept by the host",
+    "fsdp2": "each process keeps a share of weights, gradients and optimizer",
+}
 
 
 def decisions(
@@ -38,18 +47,20 @@ def decisions(
 ) -> None:
     """The first lines of a run: what was decided, and why."""
     base = base_model(model)
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trainable = sum(elements(p) for p in model.parameters() if p.requires_grad)
     name = config.model.path or "new weights"
     if config.model.path and config.model.init == "random":
         name += ", new weights"
     log.say(
-        f"[bold]model[/]      {escape(name)} ({type(base).__name__}, {_count(base.num_parameters())} parameters,"
+        f"[bold]model[/]      {escape(name)} ({type(base).__name__}, {_count(sum(map(elements, base.parameters())))} parameters,"
         f" {_count(trainable)} trained)"
     )
     if config.peft.kind == "lora":
         log.say(f"[bold]adapters[/]   {escape(_adapters(config))}")
     log.say(f"[bold]precision[/]  {_precision(config, base)}")
     log.say(f"[bold]optimizer[/]  {_optimizer(config, steps.schedule.total_steps)}")
+    if config.strategy.name != "ddp":
+        log.say(f"[bold]strategy[/]   {config.strategy.name}: {_SPREAD[config.strategy.name]}")
     for title, part in (("data", data.train), ("held out", data.eval)):
         if part is not None:
             log.say(f"[bold]{title:<10}[/] {escape(_documents(part.report))}")
@@ -57,7 +68,11 @@ def decisions(
     log.say(
         f"[bold]steps[/]      {steps.schedule.total_steps:,}, each of {_global_batch(config, _thing(steps))}, on {world_size} process"
         f"{'es' if world_size > 1 else ''}"
-        + (f", {len(evaluation):,} evaluation steps" if evaluation is not None else "")
+        + (
+            f", {len(evaluation):,} evaluation step{'' if len(evaluation) == 1 else 's'}"
+            if evaluation is not None
+            else ""
+        )
     )
 
 
@@ -67,7 +82,11 @@ def attention(log: RankLog, model: PreTrainedModel, decision: Decision | None) -
         log.say(f"[bold]attention[/]  {model.config._attn_implementation} on padded batches, as the model comes")
         return
     log.say(f"[bold]attention[/]  {decision.backend.name} ({escape(decision.backend.why)})")
-    if (proof := decision.proof) is not None:
+    if (proof := decision.proof) is None:
+        log.say(
+            "[bold]isolation[/]  [yellow]not proved (verify.preflight=false): documents of a row may see each other[/]"
+        )
+    else:
         log.say(
             f"[bold]isolation[/]  {proof.verdict}: a changed document moves the others by"
             f" {max(proof.moved_before, proof.moved_after):.1g}, each equals itself alone within {proof.alone:.1g}"
@@ -86,19 +105,27 @@ def head(log: RankLog, model: PreTrainedModel, head: Head, off: float) -> None:
 def pairs(log: RankLog, config: RunConfig, layout: str, unshared: str, reference: str) -> None:
     """How pairs run, the losses, and what they are held to: `reference` by its kind (train/reference.py)."""
     objective = config.objective
-    losses = objective.loss_type if isinstance(objective.loss_type, list) else [objective.loss_type]
     runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
     if layout in runs:
         log.say(f"[bold]prompts[/]    {escape(runs[layout])}")
     said = {
         "model": "a second copy of the model",
         "adapters_off": "the model with its adapters off",
+        "adapters": f"the model with the adapters of {config.model.path if objective.reference == 'auto' else objective.reference}",
         "precomputed": "log-probabilities of the model before training, computed once",
         "path": objective.reference,
     }
+    weights = objective.loss_weights or [1.0] * len(objective.losses)
+    losses = [
+        name if weight == 1 else f"{weight:g} × {name}" for name, weight in zip(objective.losses, weights, strict=True)
+    ]
     log.say(
         f"[bold]loss[/]       {escape(' + '.join(losses))}, beta {objective.beta:g}, against {escape(said[reference])}"
     )
+    if config.peft.dropout:  # TRL turns it off
+        log.say(
+            f"[bold]dropout[/]    off, peft.dropout={config.peft.dropout:g} too: a preference is not to be a draw of it"
+        )
 
 
 def first_step(log: RankLog, seconds: float, checkpoint: Path | None) -> None:
@@ -261,7 +288,13 @@ def _documents(report: DataReport) -> str:
     made = f"{report.documents:,} documents"
     if (pairs := report.pairs) is not None:
         made = f"{pairs.pairs:,} pairs"
+        if "ranked" in report.format:
+            made += " (of ranked lists, the best answer with the worst)"
         shortened += f"; prompts are {pairs.prompt_share:.0%} of the tokens"
+        if apart := pairs.pairs - pairs.shareable:
+            shortened += f", {apart:,} are of fewer than two tokens and not shared"
+        if report.pairs_apart:
+            shortened += f", {report.pairs_apart:,} have other tokens before an answer than alone"
     return (
         f"{made} of {report.rows:,} rows ({report.format}), {report.tokens:,} tokens,"
         f" {report.trained_tokens:,} trained; {shortened}; dropped: {dropped}"

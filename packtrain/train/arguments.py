@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from transformers import SchedulerType
+from transformers import PreTrainedModel, SchedulerType
 from trl import DPOConfig, SFTConfig
 
 from packtrain.config.schema import RunConfig
+from packtrain.train.strategy import arguments_of
 
 Arguments = TypeVar("Arguments", SFTConfig, DPOConfig)
 
@@ -16,6 +17,7 @@ Arguments = TypeVar("Arguments", SFTConfig, DPOConfig)
 def training_arguments(
     config: RunConfig,
     kind: type[Arguments],
+    model: PreTrainedModel,
     *,
     total_steps: int,
     on_cpu: bool,
@@ -23,7 +25,7 @@ def training_arguments(
     starts_anew: bool,
     **objective: Any,
 ) -> Arguments:
-    """Arguments of a run of `total_steps` optimizer steps; `objective` are those of the trainer's own.
+    """Arguments of a run of `total_steps` optimizer steps on the loaded `model`; `objective` are those of the trainer's own.
 
     Everything about batches is left at one: a DataLoader item is a whole optimizer step of this process, already split
     into micro-batches (train/whole_steps.py), so transformers' own accumulation and sampling have nothing to do.
@@ -45,7 +47,6 @@ def training_arguments(
         adam_beta2=optim.beta2,
         adam_epsilon=optim.epsilon,
         max_grad_norm=optim.max_grad_norm,
-        bf16=trainer.mixed_precision == "bf16",
         activation_checkpointing=trainer.gradient_checkpointing,
         use_cpu=on_cpu,  # without it several CPU processes silently train copies of their own
         seed=trainer.seed,
@@ -64,5 +65,6 @@ def training_arguments(
         disable_tqdm=True,
         remove_unused_columns=False,
         max_length=None,
+        **arguments_of(config, model),
         **objective,
     )

@@ -13,14 +13,17 @@ from packtrain.config.limits import micro_batch_limits
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import TokenDataset
 from packtrain.data.pairs import PairDataset
+from packtrain.launch.deepspeed import STAGES
 from packtrain.packing.balance import Limits
 from packtrain.packing.batches import Schedule, make_schedule
 from packtrain.train.callbacks import EarlyStop, Intervals, MetricsFile, TerminalProgress
 from packtrain.train.checkpoint import step_of
 from packtrain.train.loader import PairSteps, Steps
 from packtrain.train.model import base_model
+from packtrain.train.preflight import autocast_of
 from packtrain.train.setting import Setting
 from packtrain.train.stop import StopCallback
+from packtrain.train.strategy import elements
 from packtrain.train.whole_steps import Course
 
 
@@ -32,16 +35,20 @@ def course_of(
     checkpoint: Path | None,
 ) -> Course:
     """Where the run goes, from `checkpoint` on where there is one."""
-    trainer = setting.config.trainer
+    trainer, peers = setting.config.trainer, setting.process.peers
     return Course(
         steps=steps,
         evaluation=evaluation,
         stop=setting.stop,
         checkpoints=setting.folder.checkpoints,
-        origin=origin_of(setting.config, steps.data) | trained_by(setting.config, model),
+        origin=origin_of(setting.config, steps.data) | trained_by(setting.config, model, setting.process.world_size),
+        strategy=setting.config.strategy.name,
+        computed_in=autocast_of(setting.config),
         keep_checkpoints=trainer.keep_checkpoints,
         first_step=step_of(checkpoint) if checkpoint else 0,
         loader_workers=trainer.loader_workers,
+        machines=peers.machines() if peers and setting.process.main else (),
+        say=lambda text: setting.log.say(f"[yellow]{text}[/]"),
     )
 
 
@@ -89,13 +96,16 @@ def origin_of(config: RunConfig, data: TokenDataset | PairDataset) -> dict[str, 
     }
 
 
-def trained_by(config: RunConfig, model: PreTrainedModel) -> dict[str, Any]:
+def trained_by(config: RunConfig, model: PreTrainedModel, processes: int) -> dict[str, Any]:
     """What the weights and the state of the optimizer in a checkpoint have to fit."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trained = sum(elements(p) for p in model.parameters() if p.requires_grad)
     return {
         "model": f"{type(base_model(model)).__name__} with {trained:,} trained weights",
         # the scheduler and the optimizer go on with what the checkpoint holds: another value would do nothing, silently
         **{f"optim.{key.name}": getattr(config.optim, key.name) for key in fields(config.optim)},
+        "strategy.name": config.strategy.name,
+        # DeepSpeed's files are the shards of that many processes
+        "the number of processes": processes if config.strategy.name in STAGES else None,
     }
 
 
@@ -108,6 +118,7 @@ def attention_cost(model: PreTrainedModel) -> float:
     try:
         heads = config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return config.num_hidden_layers * heads * width / max(base_model(model).num_parameters(), 1)
+        parameters = sum(elements(parameter) for parameter in base_model(model).parameters())
+        return config.num_hidden_layers * heads * width / max(parameters, 1)
     except (AttributeError, RuntimeError, TypeError):  # no attention, or heads that differ by layer: tokens alone count
         return 0.0

@@ -8,8 +8,9 @@ what it counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import datasets
@@ -18,15 +19,18 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
+from trl.trainer import dpo_trainer as trl_dpo
 
+from packtrain.config.schema import Objective
+from packtrain.config.strategies import SHARDED_WEIGHTS
+from packtrain.errors import UserError
 from packtrain.train.loader import MicroBatch
 from packtrain.train.model import base_model
 from packtrain.train.pairs import add_pair_layout
+from packtrain.train.strategy import compute_in
 from packtrain.train.whole_steps import Course, WholeSteps, placeholder
 
 _COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
-SORTED_LOSSES = ("aot", "aot_unpaired")
-"""Losses that sort the pairs of a micro-batch, so that it cannot be split: a step has to be one."""
 TOKEN_LOSSES = ("sft",)
 """Losses that are a mean over the trained tokens of the chosen answers."""
 PAIRS, CHOSEN, REJECTED, ANSWERS = range(4)
@@ -49,8 +53,8 @@ _NOT_FIGURES = ("num_tokens",)  # ours are exact over a resume
 class PackedDPOTrainer(WholeSteps, DPOTrainer):
     """Trains `model` along `course` against `reference`.
 
-    `reference` is a model of its own; None for `model` with its adapters off, or, with args.precompute_ref_log_probs, for
-    log-probabilities that come with the batches.
+    `reference` is a model of its own; None for `model` with its adapters off (or with those in their place that it has under
+    the name of ref), or, with args.precompute_ref_log_probs, for log-probabilities that come with the batches.
     """
 
     def __init__(
@@ -63,22 +67,23 @@ class PackedDPOTrainer(WholeSteps, DPOTrainer):
         reference: PreTrainedModel | None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        super().__init__(
-            model=model,
-            ref_model=reference,
-            args=args,
-            processing_class=tokenizer,
-            data_collator=cast(Any, list),
-            train_dataset=placeholder(_COLUMNS),
-            eval_dataset=placeholder(_COLUMNS) if course.evaluation is not None else None,
-            callbacks=callbacks,
-        )
-        if "ref" in getattr(self.model, "peft_config", {}):  # a copy of new adapters, which are zero: off says the same
-            self.model.delete_adapter("ref")
+        with _weights_left_alone(model):
+            super().__init__(
+                model=model,
+                ref_model=reference,
+                args=args,
+                processing_class=tokenizer,
+                data_collator=cast(Any, list),
+                train_dataset=placeholder(_COLUMNS),
+                eval_dataset=placeholder(_COLUMNS) if course.evaluation is not None else None,
+                callbacks=callbacks,
+            )
         outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
         add_pair_layout(base_model(self.model), (*outputs, "log_sum_sq_probs") if self.use_weighting else outputs)
         if reference is not None:
             add_pair_layout(reference, ("log_probs",))
+            if course.computed_in is not None and self.is_deepspeed_enabled:
+                compute_in(reference, course.computed_in)
         self.all_loss_weights = list(self.loss_weights)
         self._sums = torch.zeros(len(FIGURES), 2, dtype=torch.float64)
         self.open_course(course)
@@ -119,7 +124,8 @@ class PackedDPOTrainer(WholeSteps, DPOTrainer):
                 return self._compute_loss(self.model, inputs, False).item()
         finally:
             self.precompute_ref_logps = known
-            self._metrics["eval"].clear()
+            for noted in self._metrics.values():
+                noted.clear()
 
     def policy_logps(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [pairs] of the chosen and the rejected answers, by the model that is trained, as TRL adds them up."""
@@ -136,17 +142,18 @@ class PackedDPOTrainer(WholeSteps, DPOTrainer):
             return inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
         return self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
 
-    @property
-    def precision(self) -> torch.dtype:
-        """What the model computes in."""
-        return torch.bfloat16 if self.args.bf16 else base_model(self.model).dtype
-
     def _nothing(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        """A zero that reaches every parameter, for the filler of an empty micro-batch."""
+        """A zero that reaches every parameter, for the filler of an empty micro-batch.
+
+        Where weights are spread the reference is called too, as the processes with pairs do.
+        """
         apart = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
         call = {name: value for name, value in inputs.items() if name not in apart}
         labels = torch.full_like(call["input_ids"], -100)
-        return model(**call, labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
+        zero = model(**call, labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
+        if self.course.strategy in SHARDED_WEIGHTS and not self.precompute_ref_logps:
+            self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
+        return zero
 
     @contextmanager
     def _on_its_own(self) -> Iterator[None]:
@@ -185,7 +192,7 @@ class PackedDPOTrainer(WholeSteps, DPOTrainer):
         kept, self._sums = self._sums, torch.zeros_like(self._sums)
         counts = torch.zeros(4, dtype=torch.int64, device=self.args.device)
         for batch in self.evaluation_batches():
-            counts += torch.tensor([batch.trained, batch.tokens, batch.slots, batch.examples], device=counts.device)
+            counts += torch.tensor(batch.counts, device=counts.device)
         counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
         loss = torch.zeros((), dtype=torch.float64, device=self.args.device)
         for batch in self.evaluation_batches():
@@ -203,6 +210,26 @@ class PackedDPOTrainer(WholeSteps, DPOTrainer):
         return dataset
 
 
+@contextmanager
+def _weights_left_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Keeps TRL, inside the block, from what it cannot do with weights that are spread, and that is done otherwise here.
+
+    It hashes them for precomputed log-probabilities (see train/reference.py), and copies adapters to have a reference: the
+    copy would not be spread. Of new adapters, which are zero, the model with adapters off says the same; what training goes
+    on from is there already (train/reference.py).
+    """
+    hash_of, trl_dpo.hash_module = trl_dpo.hash_module, lambda _: ""
+    adapted: Any = model if hasattr(model, "peft_config") else SimpleNamespace(get_parameter=None)
+    find = adapted.get_parameter
+    adapted.add_adapter = lambda *_, **__: None
+    adapted.get_parameter = lambda name: find(name.replace(".ref.", ".default."))
+    try:
+        yield
+    finally:
+        del adapted.add_adapter, adapted.get_parameter
+        trl_dpo.hash_module = hash_of
+
+
 class _Alone:
     """An accelerator that gathers from this process alone."""
 
@@ -218,6 +245,27 @@ class _Alone:
     gather_for_metrics = gather
 
 
-def unsplittable(loss_types: Sequence[str]) -> list[str]:
-    """Those of `loss_types` that need all pairs of a step in one micro-batch."""
-    return [name for name in loss_types if name in SORTED_LOSSES]
+def check_routers(model: PreTrainedModel) -> None:
+    """Raises UserError where `model` asks for the load-balancing loss of its routers: over pairs there is none."""
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise UserError(
+            "packtrain dpo adds no load-balancing loss of routers, which the model asks for",
+            where="model.config.output_router_logits",
+            fix="set it to false: the preferences are then trained without it",
+        )
+
+
+def objective_arguments(objective: Objective) -> dict[str, Any]:
+    """The loss and its settings as arguments of TRL's DPOConfig."""
+    return {
+        "beta": objective.beta,
+        "loss_type": list(objective.losses),
+        "loss_weights": list(objective.loss_weights) if objective.loss_weights else None,
+        "label_smoothing": objective.label_smoothing,
+        "f_divergence_type": objective.f_divergence_type,
+        "f_alpha_divergence_coef": objective.f_alpha_divergence_coef,
+        "ld_alpha": objective.ld_alpha,
+        "use_weighting": objective.use_weighting,
+        "discopop_tau": objective.discopop_tau,
+        "router_aux_loss_coef": 0.0,
+    }

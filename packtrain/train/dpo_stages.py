@@ -14,22 +14,28 @@ from trl import DPOConfig
 from packtrain.attention.backends import attend_by, own_attention
 from packtrain.attention.choice import Decision, examine_pairs
 from packtrain.attention.isolation import check_as_it_comes
-from packtrain.config.limits import micro_batch_limits
+from packtrain.config.limits import micro_batch_limits, unsplittable
 from packtrain.config.schema import RunConfig
+from packtrain.data.identity import number_of
 from packtrain.data.pairs import PairDataset
 from packtrain.data.prepare import PreparedData, prepare_pairs
 from packtrain.errors import CheckFailed, UserError
+from packtrain.launch.reference import adapters_of_reference, kind_of, starts_at_reference
 from packtrain.packing.pairs import Layout
 from packtrain.train import announce
+from packtrain.train.adapters import add_reference
+from packtrain.train.agreement import weights_hash
 from packtrain.train.arguments import training_arguments
+from packtrain.train.checkpoint import check_origin
 from packtrain.train.course import callbacks_of, course_of, schedule_of
-from packtrain.train.dpo import PackedDPOTrainer, unsplittable
+from packtrain.train.dpo import PackedDPOTrainer, check_routers, objective_arguments
 from packtrain.train.dpo_start import check_pair_forward, check_start
 from packtrain.train.loader import PairSteps
 from packtrain.train.model import base_model
 from packtrain.train.preflight import autocast_of, decide_together, same_everywhere
-from packtrain.train.reference import kind_of, load_reference, precompute
+from packtrain.train.reference import load_reference, precompute
 from packtrain.train.setting import Setting
+from packtrain.train.strategy import open_proofs, spread
 
 Prepared = PreparedData[PairDataset]
 prepare_data = prepare_pairs
@@ -49,27 +55,39 @@ def build(
 ) -> tuple[PackedDPOTrainer, Decision | None]:
     """The trainer, ready for step 1, and which attention was decided on for packed rows."""
     config, device, base = setting.config, setting.process.device, base_model(model)
-    cast(Any, model).to(device)
+    check_routers(base)
     as_it_came = own_attention(base)
+    if kind_of(config) == "adapters":
+        add_reference(model, adapters_of_reference(config))
+    reference, weights = load_reference(config, tokenizer, device)
+    identity = identity_of_reference(config, model, weights := weights or weights_hash(model))  # before they are spread
+    held_to = {"objective.reference": f"one of weights with hash {weights[:12]}"}
+    if checkpoint is not None:
+        check_origin(checkpoint, held_to)
+    spread(model, config, device)
+    close_proofs = open_proofs(model, config)
     decision = None
     layout: Layout = "padding"
     unshared = ""
     if config.packing.mode != "padding":
-        decision = decide_together(config, base, setting.process.world_size)
+        pairs = config.packing.share_prefix is not False
+        decision = decide_together(config, base, setting.process.world_size, pairs=pairs)
         layout, unshared = _layout(config, base, decision, setting.process.world_size)
     steps = _steps(setting, data.train, model, tokenizer, layout, whole_set=False)
     evaluation = _steps(setting, data.eval, model, tokenizer, layout, whole_set=True) if data.eval else None
     for part in filter(None, (steps, evaluation)):
         _check_sorting_losses(config, part)
     announce.decisions(setting.log, config, model, data, steps, evaluation, setting.process.world_size)
+    course = course_of(setting, steps, evaluation, model, checkpoint)
     trainer = PackedDPOTrainer(
         model,
-        _arguments(setting, steps, evaluation, starts_anew=checkpoint is None),
+        _arguments(setting, model, steps, evaluation, starts_anew=checkpoint is None),
         tokenizer,
-        course=course_of(setting, steps, evaluation, model, checkpoint),
-        reference=load_reference(config, tokenizer, device),
+        course=replace(course, origin=course.origin | held_to),
+        reference=reference,
         callbacks=callbacks_of(setting),
     )
+    trainer.close_proofs = close_proofs
     announce.attention(setting.log, base, decision)
     announce.pairs(setting.log, config, layout, unshared, kind_of(config))
     if config.verify.preflight:
@@ -79,12 +97,19 @@ def build(
         if trainer.ref_model is not None:
             attend_by(cast(Any, trainer.accelerator.unwrap_model(trainer.ref_model)), decision.backend.name)
     if kind_of(config) == "precomputed":
-        _take_precomputed(setting, trainer, data, model, tokenizer, layout)
+        _take_precomputed(setting, trainer, data, model, tokenizer, layout, identity)
     if config.verify.preflight:
         check_pair_forward(trainer, as_it_came)
-        if kind_of(config) != "path":
+        if starts_at_reference(config):
             check_start(trainer)
     return trainer, decision
+
+
+def identity_of_reference(config: RunConfig, model: PreTrainedModel, weights: str) -> str:
+    """What kept log-probabilities of `model` hang on: the hash of its `weights`, and its settings."""
+    settings = base_model(model).config.to_dict()
+    said = {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
+    return f"{weights} {number_of(said)} {config.peft.alpha / config.peft.r if config.peft.kind == 'lora' else 1}"
 
 
 def _layout(config: RunConfig, model: PreTrainedModel, decision: Decision, processes: int) -> tuple[Layout, str]:
@@ -94,7 +119,9 @@ def _layout(config: RunConfig, model: PreTrainedModel, decision: Decision, proce
     """
     if config.packing.share_prefix is False:
         return "flat", "packing.share_prefix=false"
-    lack, _ = examine_pairs(decision.backend.name, model, autocast_of(config))
+    lack = decision.unshared
+    if lack is None:  # nothing was proved
+        lack, _ = examine_pairs(decision.backend.name, model, autocast_of(config))
     same_everywhere("shared" if not lack else "flat", "layout of pairs", "packing.share_prefix", processes)
     if lack and config.packing.share_prefix:
         raise CheckFailed(f"prompts cannot be shared: {lack}", where="packing.share_prefix", fix="set it to false")
@@ -133,11 +160,8 @@ def _check_fit(config: RunConfig, longest: int) -> None:
 
 def _check_sorting_losses(config: RunConfig, steps: PairSteps) -> None:
     """Raises UserError where a loss that sorts the pairs of a step would see only some of them at a time."""
-    losses = (
-        config.objective.loss_type if isinstance(config.objective.loss_type, list) else [config.objective.loss_type]
-    )
     most = steps.schedule.summary(steps.world_size).micro_batches_max
-    if (sorting := unsplittable(losses)) and (steps.world_size > 1 or most > 1):
+    if (sorting := unsplittable(config.objective.losses)) and (steps.world_size > 1 or most > 1):
         raise UserError(
             f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {steps.world_size} process"
             f"{'es' if steps.world_size > 1 else ''} and up to {most} micro-batches",
@@ -146,27 +170,19 @@ def _check_sorting_losses(config: RunConfig, steps: PairSteps) -> None:
         )
 
 
-def _arguments(setting: Setting, steps: PairSteps, evaluation: PairSteps | None, *, starts_anew: bool) -> DPOConfig:
-    objective = setting.config.objective
-    losses = objective.loss_type if isinstance(objective.loss_type, list) else [objective.loss_type]
+def _arguments(
+    setting: Setting, model: PreTrainedModel, steps: PairSteps, evaluation: PairSteps | None, *, starts_anew: bool
+) -> DPOConfig:
     return training_arguments(
         setting.config,
         DPOConfig,
+        model,
         total_steps=len(steps),
         on_cpu=setting.process.device.type == "cpu",
         has_eval=evaluation is not None,
         starts_anew=starts_anew,
-        beta=objective.beta,
-        loss_type=list(losses),
-        loss_weights=list(objective.loss_weights) if objective.loss_weights else None,
-        label_smoothing=objective.label_smoothing,
-        f_divergence_type=objective.f_divergence_type,
-        f_alpha_divergence_coef=objective.f_alpha_divergence_coef,
-        ld_alpha=objective.ld_alpha,
-        use_weighting=objective.use_weighting,
-        discopop_tau=objective.discopop_tau,
+        **objective_arguments(setting.config.objective),
         precompute_ref_log_probs=kind_of(setting.config) == "precomputed",
-        router_aux_loss_coef=0.0,
     )
 
 
@@ -177,11 +193,12 @@ def _take_precomputed(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     layout: Layout,
+    identity: str,
 ) -> None:
     """Has what the reference says of every pair come with the batches."""
     sets = [part for part in (data.train, data.eval) if part is not None]
     whole = [_steps(setting, part, model, tokenizer, layout, whole_set=True) for part in sets]
-    said = precompute(trainer, setting.config, whole)
+    said = precompute(trainer, setting.config, whole, identity)
     course = trainer.course
     steps = replace(cast(PairSteps, course.steps), reference=said[0])
     evaluation = replace(cast(PairSteps, course.evaluation), reference=said[1]) if len(said) > 1 else None

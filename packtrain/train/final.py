@@ -9,12 +9,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+from peft import set_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.config.schema import RunConfig
+from packtrain.config.strategies import SHARDED_WEIGHTS
+from packtrain.launch.reference import base_of
 from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint import tidy
+from packtrain.train.model import load_model
+from packtrain.train.strategy import loading_whole
 from packtrain.train.whole_steps import WholeSteps
 
 
@@ -30,7 +36,7 @@ def save_final(
     merged: list[Path] = []
     adapters = folder.final
     if config.peft.kind == "lora":
-        saved = {folder.final: f"the adapters of {config.model.path}"}
+        saved = {folder.final: f"the adapters of {base_of(config.model.path) or config.model.path}"}
         if _base_has_no_name(config):
             adapters = folder.final.with_name("final-adapters")
             base = "a .gguf file" if config.model.init == "pretrained" else "new weights"
@@ -46,13 +52,22 @@ def save_final(
     if not trainer.accelerator.is_main_process:
         return []
     if merged:
-        whole = cast(Any, model).merge_and_unload()
+        whole = _loaded_again(config, tokenizer, adapters) if config.strategy.name in SHARDED_WEIGHTS else model
+        whole = cast(Any, whole).merge_and_unload()
         for place in merged:
             whole.save_pretrained(place)
             tokenizer.save_pretrained(place)
     for place in saved:
         tidy(place)
     return [f"{place.name}/ holds {what}" for place, what in saved.items()]
+
+
+def _loaded_again(config: RunConfig, tokenizer: PreTrainedTokenizerBase, adapters: Path) -> PreTrainedModel:
+    """The model with the trained adapters, whole on the CPU: the trainer's has only this process's share of its weights."""
+    with loading_whole():
+        model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
+    set_peft_model_state_dict(cast(Any, model), load_file(adapters / "adapter_model.safetensors"))
+    return model
 
 
 def _base_has_no_name(config: RunConfig) -> bool:

@@ -1,5 +1,7 @@
 """The one forward pass of every objective: `model(**batch, loss_sum=True)` → Σ of the trained tokens' losses.
 
+With `token_losses=True` it gives them one by one.
+
 It sits on TRL's fused LM head (`add_fused_lm_head`: no full logits), which scores every position and recomputes the logits
 in the backward pass where there is no Triton. On a CPU in float32 the head therefore goes through torch's own
 `linear_cross_entropy`, over the trained positions only, with its gradients made in the forward pass: 1.1 s in place of 2.9 s
@@ -27,6 +29,7 @@ from packtrain.errors import CheckFailed
 from packtrain.packing.collate import IGNORE
 
 _HEAD_CHUNK = 512  # tokens whose logits exist at once
+_BY_TOKEN = 20  # times the difference of a sum that its terms may have: errors of many tokens cancel in it
 _HEAD_EXTRAS = (
     "final_logit_softcapping",
     "logit_scale",
@@ -54,6 +57,8 @@ def add_loss_sum(
     `neftune_alpha` adds NEFTune's noise while training, scaled by the length of each token's own document (the paper's
     formula on unpadded sequences), so that its strength does not depend on the packing. What is returned says which head
     is run, and may be changed.
+
+    With `token_losses=True` the forward returns these losses [rows, T], 0 where the label is IGNORE, for proofs.
     """
     if model.base_model is model and hasattr(model, "model"):  # Llama4ForCausalLM names its backbone by another prefix
         model.base_model_prefix = "model"
@@ -62,15 +67,18 @@ def add_loss_sum(
     linear = loss == "nll" and _is_linear(model)
 
     @functools.wraps(type(model).forward)
-    def forward(self: PreTrainedModel, *args: Any, loss_sum: bool = False, **kwargs: Any) -> Any:
-        if not loss_sum:
+    def forward(
+        self: PreTrainedModel, *args: Any, loss_sum: bool = False, token_losses: bool = False, **kwargs: Any
+    ) -> Any:
+        if not (loss_sum or token_losses):
             return inner_forward(*args, **kwargs)
         alpha = neftune_alpha if self.training else None
         with _embedding_noise(self, alpha, kwargs):
             if head.fused and linear and _is_plain_cpu(self):
                 labels = kwargs.pop("shift_labels")
                 hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
-                return _linear_nll_sum(hidden, labels, self.get_output_embeddings())
+                linear_nll = _linear_nll if token_losses else _linear_nll_sum
+                return linear_nll(hidden, labels, self.get_output_embeddings())
             if getattr(self.config.get_text_config(), "output_router_logits", False):
                 kwargs["output_router_logits"] = False  # a loss would be made of them that is not used
             if head.fused:
@@ -78,7 +86,7 @@ def add_loss_sum(
             else:
                 labels = kwargs.pop("shift_labels")
                 log_probs = _log_probs(inner_forward(**kwargs, use_cache=False).logits, labels)
-        return _loss_sum(log_probs, loss)
+        return _losses(log_probs, loss) if token_losses else _loss_sum(log_probs, loss)
 
     model.forward = types.MethodType(forward, model)
     return head
@@ -90,24 +98,31 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return -nll.view(labels.shape)
 
 
+def _losses(log_probs: torch.Tensor, loss: str) -> torch.Tensor:
+    return -(log_probs * log_probs.exp().detach() if loss == "dft" else log_probs)
+
+
 def _loss_sum(log_probs: torch.Tensor, loss: str) -> torch.Tensor:
-    return -(log_probs * log_probs.exp().detach() if loss == "dft" else log_probs).sum()
+    return _losses(log_probs, loss).sum()
 
 
 def choose_head(model: PreTrainedModel, head: Head, batch: dict[str, Any], *, tolerance: float) -> float:
     """Compares `loss_sum` on one collated micro-batch with the model's own full logits, and runs those where they differ.
 
-    They do where the head is of a kind that the fused one does not know (a transform before it, a cap of another name).
+    They do where the head is of a kind that the fused one does not know (a transform before it, a cap of another name). The
+    sums could be near each other by chance, so the tokens' losses are compared too, whose rounding errors do not cancel.
     Returns the relative difference of the fused head, infinite where it does not fit at all. Call it without gradients and
     in eval mode. Raises CheckFailed where the model cannot run the batch.
     """
     name, labels = type(model).__name__, batch["shift_labels"]
     plain = {name: value for name, value in batch.items() if name != "shift_labels"}
     with refusals_of_a_model(f"{name} cannot run a batch", fix="see what model.config sets"):
-        theirs = _loss_sum(_log_probs(model(**plain, use_cache=False).logits, labels), head.loss).item()
+        theirs = _losses(_log_probs(model(**plain, use_cache=False).logits, labels), head.loss)
     try:
         with refusals_of_a_model(name, fix=""):
-            difference = abs(model(**batch, loss_sum=True).item() - theirs) / max(abs(theirs), 1e-8)
+            of_sum = (model(**batch, loss_sum=True) - theirs.sum()).abs()
+            of_tokens = (model(**batch, token_losses=True) - theirs).abs().sum() / _BY_TOKEN
+            difference = (of_sum.maximum(of_tokens) / theirs.sum().abs().clamp(min=1e-8)).item()
     except CheckFailed:
         difference = math.inf
     head.fused = difference <= tolerance  # NaN is not
@@ -141,6 +156,16 @@ def _linear_nll_sum(hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> to
         reduction="sum",
         options=nn.LinearCrossEntropyOptions(batch_chunk_size=_HEAD_CHUNK),
     )
+
+
+def _linear_nll(hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> torch.Tensor:
+    """NLL [rows, T] of `hidden` [rows, T, d], 0 where there is no label."""
+    trained, losses = labels != IGNORE, hidden.new_zeros(labels.shape)
+    for part in trained.nonzero().split(_HEAD_CHUNK):
+        places = part.unbind(1)
+        logits = F.linear(hidden[places], head.weight, head.bias)
+        losses = losses.index_put(places, F.cross_entropy(logits, labels[places], reduction="none"))
+    return losses
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.data.pairs import PairDataset
+from packtrain.launch.heartbeat import listen_in_loader
+from packtrain.launch.worker import end_with_parent
 from packtrain.packing.batches import Schedule
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded
 from packtrain.packing.pairs import Layout, collate_pairs
@@ -34,6 +36,11 @@ class MicroBatch:
     tokens: int
     slots: int
     examples: int
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Trained targets, tokens, slots, documents: what is added up over a step."""
+        return self.trained, self.tokens, self.slots, self.examples
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,8 @@ def _obey_the_main_process_alone(worker: int) -> None:
 
     A launcher signals whole process groups; a loader that died of it would take the last step and its checkpoint along.
     """
+    end_with_parent(os.getppid())
+    listen_in_loader()
     numbers = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     Thread(target=_end_when_told, args=(os.getppid(), numbers), daemon=True).start()

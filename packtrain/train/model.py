@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,10 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from packtrain.attention.isolation import positions_of
 from packtrain.attention.rotary import rotates_by_length
 from packtrain.config.schema import Model, Peft
 from packtrain.data.hub import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import Problem, UserError
+from packtrain.launch.reference import base_of
+from packtrain.train.adapters import add_adapters, continue_adapters
 
 QUICKSTART = "quickstart"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
@@ -60,10 +65,13 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
 def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
     """The model to train, on the CPU, in `model.dtype`, with adapters where asked for.
 
-    New weights (random model, adapters) depend on `seed` alone. Raises UserError for what cannot be loaded, and where the
-    tokenizer has ids that the model has no embedding for.
+    `model.path` may be a folder of adapters, see adapters.py. New weights (random model, adapters) depend on `seed` alone.
+    Raises UserError for what cannot be loaded, and where the tokenizer has ids that the model has no embedding for.
     """
     torch.manual_seed(seed)
+    adapters = config.path if config.init == "pretrained" else None
+    if (base := base_of(adapters)) is not None:
+        config = replace(config, path=base)
     with _hub(config.path) as online:
         try:
             if config.init == "random":
@@ -75,8 +83,10 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
             else:
                 model = _load_pretrained(config)
         except _LOAD_ERRORS as error:
-            what = f"cannot load the model {config.path or 'model.config'}: {_first_line(error)}"
-            raise UserError(what, where="model.path", fix="" if online else OFFLINE_ADVICE) from error
+            made = "make a model of model.config" if config.init == "random" else f"load the model {config.path}"
+            what = f"cannot {made}: {_first_line(error)}"
+            where = "model.config" if config.init == "random" else "model.path"
+            raise UserError(what, where=where, fix=_advice(error, config, online=bool(online))) from error
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])
     if len(tokenizer) > rows:
@@ -85,7 +95,9 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
             where="model.tokenizer",
             fix="use the model's own tokenizer" if config.init == "pretrained" else "set model.config.vocab_size",
         )
-    return _add_adapters(model, peft, seed) if peft.kind == "lora" else model
+    if base is not None:
+        return continue_adapters(model, cast(str, adapters), peft)
+    return add_adapters(model, peft, seed) if peft.kind == "lora" else model
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -119,12 +131,13 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
             where="packing.mode",
             fix=f"set it to packed, or data.max_length to {original}",
         )
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 < positions < longest:
+    positions = positions_of(base_model(model))
+    if positions is not None and positions < longest:
+        name = "max_position_embeddings" if hasattr(config, "max_position_embeddings") else "max_seq_len"
         raise UserError(
             f"the longest document has {longest} tokens, the model is made for {positions} positions",
             where="data.max_length",
-            fix=f"set data.max_length to {positions}, or model.config.max_position_embeddings to what you want it to learn",
+            fix=f"set data.max_length to {positions}, or model.config.{name} to what you want it to learn",
         )
 
 
@@ -219,33 +232,19 @@ def _check_names(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
         )
 
 
-def _add_adapters(model: PreTrainedModel, peft: Peft, seed: int) -> PreTrainedModel:
-    from peft import LoraConfig, get_peft_model
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    torch.manual_seed(seed)
-    lora = LoraConfig(
-        r=peft.r,
-        lora_alpha=peft.alpha,
-        lora_dropout=peft.dropout,
-        target_modules=peft.target_modules,
-        modules_to_save=peft.modules_to_save or None,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        adapted = get_peft_model(model, lora)
-    except ValueError as error:
-        raise UserError(_first_line(error), where="peft.target_modules") from error
-    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        raise UserError(
-            "adapters on the output head are not supported: the fused loss reads its weight directly",
-            where="peft.target_modules",
-            fix="take the head away",
-        )
-    return cast(PreTrainedModel, adapted)
+def _advice(error: Exception, config: Model, *, online: bool) -> str:
+    """What to do where a model cannot be made or read."""
+    package = re.search(r"pip install ([\w.\-\[\],]+)", str(error)) if isinstance(error, ImportError) else None
+    if package is not None:
+        return f"pip install {package[1].rstrip('.')}"
+    if config.init == "random":
+        return "see the keys of model.config; not every type is a causal language model (docs/architectures.md)"
+    if "Unrecognized configuration class" in str(error):
+        return "take a causal language model: docs/architectures.md lists what trains"
+    return "" if online else OFFLINE_ADVICE
 
 
 def _first_line(error: BaseException) -> str:
     if isinstance(error, StrictDataclassError):  # says which field in the first line, and what is wrong in the next
         return " ".join(str(error).split())
-    return str(error).strip().split("\n")[0]
+    return str(error).strip().split("\n")[0].removesuffix(" You can install it with pip:")

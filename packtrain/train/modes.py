@@ -17,23 +17,27 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attending_by
-from packtrain.attention.isolation import evaluating, refusals_of_a_model, unseparated, vocabulary_of
+from packtrain.attention.isolation import evaluating, positions_of, refusals_of_a_model, unseparated, vocabulary_of
+from packtrain.attention.module_segments import uses_attention_interface
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
-from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, shifted_labels
+from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device, shifted_labels
 from packtrain.train.model import base_model
+from packtrain.train.strategy import most_of_all
 
 MODES = ("padding", "padding_free", "packed")
+SHARED = "packed with shared prompts"
 LENGTHS = (1, 2, 17, 33, 33, 33, 5, 71)
 LONGEST_WINDOW = 512  # tokens; a document beyond a larger one would cost more than it shows
 CONTROL_FACTOR = 5
 _FIRST_BATCH = 4  # documents in the first of two micro-batches
 _TRAINED = 0.7  # of the tokens
 _DISTURBANCES = 4  # one may by chance flip no router
-_MARGIN = 1.5  # times what a unit in the last place of the embeddings does, see `compare_modes`
+_MARGIN = 1.5  # times what a unit in the last place of the embeddings does, see `compare`
 
 Gradients = list[torch.Tensor | None]
 
@@ -58,7 +62,8 @@ class Figures:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """What was measured on documents of `lengths`: `modes` in the order of MODES; `reference` is the loss of the documents
-    alone. `usual` is the tolerance of gradients before it was widened for this model, if it was."""
+    alone; `shared` is that of packed pairs whose prompts are computed once. `usual` is the tolerance of gradients before it
+    was widened for this model, if it was."""
 
     lengths: tuple[int, ...]
     reference: float
@@ -67,13 +72,19 @@ class Comparison:
     loss_tolerance: float
     grad_tolerance: float
     usual: float
+    shared: Figures | None = None
+
+    @property
+    def measured(self) -> dict[str, Figures]:
+        """All that was compared with the documents alone."""
+        return self.modes if self.shared is None else {**self.modes, SHARED: self.shared}
 
     @property
     def off(self) -> list[str]:
         """The modes that ran and differ from the documents alone by more than rounding."""
         return [
             mode
-            for mode, figures in self.modes.items()
+            for mode, figures in self.measured.items()
             if not figures.problem and not figures.within(self.loss_tolerance, self.grad_tolerance)
         ]
 
@@ -100,25 +111,53 @@ def tolerances_of(dtype: torch.dtype) -> tuple[float, float]:
     return {torch.float32: (1e-5, 1e-4), torch.float16: (1e-3, 1e-2)}.get(dtype, (5e-3, 5e-2))
 
 
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """The same examples, with documents of `lengths`, in every layout: batches as `Measure.together` takes them.
+
+    `borderless` is `packed` declared as one document (or as few, see `longest_alone`); `shared` is None where prompts are not shared.
+    """
+
+    lengths: tuple[int, ...]
+    padding: list[Any]
+    padding_free: list[Any]
+    packed: list[Any]
+    borderless: list[Any]
+    shared: list[Any] | None = None
+
+
 def compare_modes(
     model: PreTrainedModel, backend: str | None, *, pad_token_id: int, loss: str, autocast: torch.dtype | None
 ) -> Comparison:
-    """Runs the definition and the modes on `model`, adapters included, whose forward has `loss_sum` (see forward.py).
+    """Compares the modes of supervised fine-tuning on `model`, adapters included, whose forward has `loss_sum` (forward.py).
 
     `backend` serves flattened rows, None where nothing does; `loss` is objective.loss, `autocast` what training computes in
-    where that is not the weights' format. Raises CheckFailed where the model cannot even run a document alone, or where
-    its loss is not a number.
+    where that is not the weights' format. Raises as `compare`.
+    """
+    documents = random_documents(base_model(model))
+    first, second = documents[:_FIRST_BATCH], documents[_FIRST_BATCH:]
+    layouts = Layouts(
+        lengths=tuple(len(document.input_ids) for document in documents),
+        padding=[collate_padded(part, pad_token_id) for part in (first, second)],
+        padding_free=[collate_flat(first), collate_flat(second)],
+        packed=[collate_flat(documents)],
+        borderless=[unseparated(documents, longest_alone(base_model(model)))],
+    )
+    trained = sum(int(document.loss_mask[1:].sum()) for document in documents)
+    return compare(_Documents(model, autocast, documents, loss, trained), layouts, backend)
+
+
+def compare(measure: Measure, layouts: Layouts, backend: str | None) -> Comparison:
+    """Runs the definition and the modes. Raises CheckFailed where the model cannot even run the definition, or where its
+    loss is not a number.
 
     In 16 bits a router may choose another expert for a token whose experts are nearly even, and gradients then differ by up
     to 0.25 without any leak. So where a mode is beyond the usual tolerance in 16 bits, it is measured four times what a unit
     in the last place of the embeddings does to the documents alone, and 1.5 times the largest of that is the tolerance; the
     control must be off by twice as much.
     """
-    base = base_model(model)
-    documents = random_documents(base)
-    first, second = documents[:_FIRST_BATCH], documents[_FIRST_BATCH:]
-    measure = _Measure(model, loss, autocast, sum(int(document.loss_mask[1:].sum()) for document in documents))
-    reference = measure.alone(documents)
+    base = base_model(measure.model)
+    reference = measure.alone()
     gradients = measure.take_gradients()
     norm = _norm(gradients)
     if not (np.isfinite(reference) and 0 < norm < np.inf):
@@ -130,32 +169,41 @@ def compare_modes(
     def figures(batches: list[dict[str, Any]] | None = None) -> Figures:
         """Of collated batches; of the documents alone, once more, without."""
         try:
-            value = measure.alone(documents) if batches is None else measure.together(batches)
+            value = measure.alone() if batches is None else measure.together(batches)
         except CheckFailed as refusal:
             measure.take_gradients()
             return Figures(None, None, None, refusal.problems[0].what)
         off = abs(value - reference) / max(abs(reference), 1e-8)
         return Figures(value, off, measure.distance_from(gradients) / norm)
 
-    padded = figures([collate_padded(part, pad_token_id) for part in (first, second)])
+    padded = figures(layouts.padding)
+    shared = None
     if backend is None:
         nothing = Figures(None, None, None, "nothing runs packed rows of this model exactly")
         modes, control = {"padding": padded, "padding_free": nothing, "packed": nothing}, nothing
     else:
         with attending_by(base, backend):
-            free = figures([collate_flat(first), collate_flat(second)])
-            modes = {"padding": padded, "padding_free": free, "packed": figures([collate_flat(documents)])}
-            control = figures([unseparated(documents)])
-    dtype = autocast or base.dtype
+            free = figures(layouts.padding_free)
+            modes = {"padding": padded, "padding_free": free, "packed": figures(layouts.packed)}
+            shared = figures(layouts.shared) if layouts.shared is not None else None
+            control = figures(layouts.borderless)
+    dtype = measure.autocast or base.dtype
     tolerances = usual = tolerances_of(dtype)
-    if dtype.itemsize < 4 and not all(one.within(*usual) for one in modes.values() if not one.problem):
+    compared = [*modes.values(), *([shared] if shared else [])]
+    beyond = dtype.itemsize < 4 and not all(one.within(*usual) for one in compared if not one.problem)
+    if _on_any_process(base, beyond):
         with _last_place_disturbed(base, dtype):
             noise = [figures() for _ in range(_DISTURBANCES)]
         by_loss = _MARGIN * max(one.loss_rel_diff or 0.0 for one in noise)
         by_gradients = _MARGIN * max(one.grad_rel_diff or 0.0 for one in noise)
         tolerances = max(usual[0], by_loss), max(usual[1], by_gradients)
-    lengths = tuple(len(document.input_ids) for document in documents)
-    return Comparison(lengths, reference, modes, control, *tolerances, usual[1])
+    return Comparison(layouts.lengths, reference, modes, control, *tolerances, usual[1], shared)
+
+
+def _on_any_process(model: PreTrainedModel, found: bool) -> bool:
+    """Whether any process `found` it, where weights are spread and what follows takes all of them; else what this one did."""
+    together = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return bool(most_of_all(int(found), model.device)) if together else found
 
 
 def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
@@ -164,9 +212,16 @@ def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
     config = model.config.get_text_config().to_dict()
     local = [value for name, value in config.items() if ("window" in name or "chunk" in name) and type(value) is int]
     longest = max(LENGTHS[-1], *(value + 7 for value in local if value <= LONGEST_WINDOW), 0)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    most = positions if type(positions) is int and positions > 0 else longest
+    most = positions_of(model) or longest
     return tuple(min(length, most) for length in (*LENGTHS[:-1], longest))
+
+
+def longest_alone(model: PreTrainedModel) -> int | None:
+    """Tokens of the longest document that `model` can run; None where that is no limit of its attention's own.
+
+    Attention code of a model's own may have tables as long as its positions, which a row declared as one document would leave.
+    """
+    return None if uses_attention_interface(model) else positions_of(model)
 
 
 def random_documents(model: PreTrainedModel) -> list[Document]:
@@ -178,42 +233,20 @@ def random_documents(model: PreTrainedModel) -> list[Document]:
     ]
 
 
-def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A collated batch with its tensors on `device`."""
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Measure:
-    """Mean losses over `trained` tokens; their gradients are left in the parameters until they are taken or compared."""
+@dataclass(frozen=True)
+class Measure:
+    """Losses of a model, adapters included; their gradients are left in the parameters until they are taken or compared."""
 
     model: Any
-    loss: str
     autocast: torch.dtype | None
-    trained: int
 
-    def alone(self, documents: Sequence[Document]) -> float:
+    def alone(self) -> float:
         """The definition. Raises CheckFailed where the model cannot run it."""
-        total = 0.0
-        for document in documents:
-            ids = torch.from_numpy(document.input_ids.astype(np.int64))[None].to(self.model.device)
-            with self._running("cannot run a document alone"):
-                logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
-            labels = shifted_labels(document).to(logits.device)
-            losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-            if self.loss == "dft":
-                losses = losses * (-losses).exp().detach()
-            total += self._backward(losses.sum())
-        return total
+        raise NotImplementedError
 
-    def together(self, batches: Sequence[dict[str, Any]]) -> float:
-        """Of collated batches, as training computes it. Raises CheckFailed where the model cannot run it."""
-        total = 0.0
-        for batch in batches:
-            with self._running(f"cannot run a {'flattened row' if 'segments' in batch else 'padded batch'}"):
-                loss = self.model(**on_device(batch, self.model.device), loss_sum=True)
-            total += self._backward(loss)
-        return total
+    def together(self, batches: Sequence[Any]) -> float:
+        """Of batches of Layouts, as training computes it. Raises CheckFailed where the model cannot run it."""
+        raise NotImplementedError
 
     def take_gradients(self) -> Gradients:
         """The gradients of all trained parameters, which lose them; None for those that got none."""
@@ -235,7 +268,7 @@ class _Measure:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @contextmanager
-    def _running(self, what: str) -> Iterator[None]:
+    def running(self, what: str) -> Iterator[None]:
         base = base_model(self.model)
         with (
             evaluating(base, self.autocast),
@@ -243,11 +276,41 @@ class _Measure:
         ):
             yield
 
-    def _backward(self, loss: torch.Tensor) -> float:
-        loss = loss / self.trained
+    def backward(self, loss: torch.Tensor) -> float:
+        """Its value, once its gradients are added to the parameters'."""
         with refusals_of_a_model(f"{type(base_model(self.model)).__name__} has no gradient", fix="report this model"):
             loss.backward()
         return loss.item()
+
+
+@dataclass(frozen=True)
+class _Documents(Measure):
+    """Mean losses over the `trained` tokens of documents."""
+
+    documents: Sequence[Document]
+    loss: str
+    trained: int
+
+    def alone(self) -> float:
+        total = 0.0
+        for document in self.documents:
+            ids = torch.from_numpy(document.input_ids.astype(np.int64))[None].to(self.model.device)
+            with self.running("cannot run a document alone"):
+                logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            labels = shifted_labels(document).to(logits.device)
+            losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+            if self.loss == "dft":
+                losses = losses * (-losses).exp().detach()
+            total += self.backward(losses.sum() / self.trained)
+        return total
+
+    def together(self, batches: Sequence[dict[str, Any]]) -> float:
+        total = 0.0
+        for batch in batches:
+            with self.running(f"cannot run a {'flattened row' if 'segments' in batch else 'padded batch'}"):
+                loss = self.model(**on_device(batch, self.model.device), loss_sum=True)
+            total += self.backward(loss / self.trained)
+        return total
 
 
 @contextmanager
@@ -267,6 +330,7 @@ def _last_place_disturbed(model: PreTrainedModel, dtype: torch.dtype) -> Iterato
 
 
 def _norm(gradients: Gradients) -> float:
-    """Of all of them as one vector."""
-    norms = [torch.linalg.vector_norm(one, dtype=torch.float32).item() for one in gradients if one is not None]
+    """Of all of them as one vector; of those that are spread over processes, over all processes."""
+    norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients if one is not None]
+    norms = [(norm.full_tensor() if isinstance(norm, DTensor) else norm).item() for norm in norms]
     return sum(norm**2 for norm in norms) ** 0.5

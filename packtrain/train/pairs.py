@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
-from packtrain.packing.collate import IGNORE, row_arguments
+from packtrain.packing.collate import IGNORE, on_device, row_arguments
 from packtrain.packing.pairs import PairLayout
 
 _OF_THE_PADDED_CALL = ("input_ids", "attention_mask", "labels", "fused_lm_head")
@@ -94,10 +94,7 @@ def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: PairLayout) -> t
     device = input_ids.device
     places = layout.rows.to(device), layout.columns.to(device)
     following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    told = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in row_arguments(layout.segments).items()
-    }
+    told = on_device(row_arguments(layout.segments), device)
     row = {"input_ids": input_ids[places][None], "shift_labels": following[places][None], **told}
     return row, labels[:, 1:].shape
 

@@ -11,20 +11,24 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from packtrain.attention.backends import attention_of
+from packtrain.attention.backends import PER_DOCUMENT, attention_of
 from packtrain.attention.choice import Decision, decide
 from packtrain.attention.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
+from packtrain.attention.module_segments import uses_attention_interface
 from packtrain.attention.rotary import rotates_by_length
 from packtrain.config.schema import RunConfig
+from packtrain.config.strategies import SHARDED_WEIGHTS
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
-from packtrain.packing.collate import IGNORE, collate_padded
+from packtrain.launch.deepspeed import STAGES
+from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device
 from packtrain.train.forward import Head, choose_head
 from packtrain.train.model import base_model
+from packtrain.train.strategy import most_of_all
 
 
-def decide_together(config: RunConfig, model: PreTrainedModel, processes: int) -> Decision:
-    """Decides by proof which attention serves packed rows, the same on all processes.
+def decide_together(config: RunConfig, model: PreTrainedModel, processes: int, *, pairs: bool = False) -> Decision:
+    """Decides by proof which attention serves packed rows, the same on all processes; `pairs` as in `decide`.
 
     Raises UserError or CheckFailed where what is asked for is not there or not exact, or where processes would differ.
     """
@@ -34,9 +38,28 @@ def decide_together(config: RunConfig, model: PreTrainedModel, processes: int) -
         model.device,
         autocast=autocast_of(config),
         prove=config.verify.preflight,
+        pairs=pairs,
     )
     same_everywhere(decision.backend.name, "attention", "model.attention", processes)
+    check_together(config.strategy.name, decision.backend.name, model)
     return decision
+
+
+def check_together(strategy: str, backend: str, model: PreTrainedModel) -> None:
+    """Raises CheckFailed where processes would gather weights a different number of times, each for its own documents."""
+    if strategy in SHARDED_WEIGHTS and backend == PER_DOCUMENT:
+        raise CheckFailed(
+            f"packed rows of {type(model).__name__} run one document at a time, so that processes call it a different number "
+            f"of times; under {strategy} all have to call it together",
+            where="strategy.name",
+            fix="set packing.mode=padding, or strategy=zero2",
+        )
+    if strategy in SHARDED_WEIGHTS and strategy in STAGES and not uses_attention_interface(model):
+        raise CheckFailed(
+            f"packed rows of {type(model).__name__} run its own attention code once per document, which {strategy} does not follow",
+            where="strategy.name",
+            fix="set strategy=fsdp2 or zero2, or packing.mode=padding",
+        )
 
 
 def same_everywhere(choice: str, what: str, where: str, processes: int) -> None:
@@ -63,15 +86,30 @@ def autocast_of(config: RunConfig) -> torch.dtype | None:
     return torch.bfloat16 if config.trainer.mixed_precision == "bf16" else None
 
 
+WATCHED_STEPS = 3
+_FEWEST = 16  # trained tokens whose rounding errors average out
+_BEGINNINGS = (32, 13, 24)  # tokens of the first documents whose gradients are compared
+_OF_GRADIENTS = 5  # times the tolerance of losses: in 16 bits a router may choose another expert, which moves them more
+_NOT_RIGHT = (
+    "packed rows are not computed right: set model.attention=per_document or packing.mode=padding, and please report this "
+    "model"
+)
 _LESS_OF_A_ROW = "set model.attention=per_document: some models have tables by position in the row, which end before it"
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStepWatch:
-    """Compares the loss of the first packed row with that of the same documents padded, each computed as the run does.
+    """Compares the loss of each document of a packed row with that of the same document padded, computed as the run does,
+    and their sums: of the first row of each of the first WATCHED_STEPS steps, since what a run keeps from one step to the
+    next may be at fault too.
 
     `attention` is the implementation that the model came with, which serves the padded batch. The proof before it has made
-    its own short documents; these are the real ones, at their real lengths.
+    its own short documents; these are the real ones, at their real lengths. Document by document, since a border that is
+    forgotten moves one or two of them, which does not show in the sum of many, and since errors of either sign cancel there.
+
+    Norms of gradients are compared at the first of these steps, over the beginnings of a few documents: a forward pass has
+    none, and a backward pass of the whole padded row would take memory that training does not need. Where weights are
+    spread they are not, as that takes hooks which training uses; `packtrain verify` compares them there.
     """
 
     attention: str
@@ -79,31 +117,82 @@ class FirstStepWatch:
     pad_token_id: int
 
     @torch.no_grad()
-    def check(self, model: Any, row: dict[str, Any]) -> float:
-        """Returns the relative difference; raises CheckFailed beyond the tolerance, and where a row this long cannot run.
+    def check(self, model: Any, row: dict[str, Any], *, step: int) -> float:
+        """Returns the largest difference, relative to the document's loss or to a nat for each of its trained tokens and for
+        16 at least, whichever is more: rounding errors of few tokens do not average out.
 
-        `row` is a flattened micro-batch. Costs one forward pass of it and some of its documents padded, each of no more slots.
+        `row` is a flattened micro-batch of `step`. Costs one forward pass of it and some of its documents padded, each of no more slots.
+        Raises CheckFailed beyond the tolerance, and where a row this long cannot run.
         """
-        device, loss = row["input_ids"].device, torch.zeros((), dtype=torch.float64)
+        device, documents, lengths = row["input_ids"].device, _documents(row), row["segments"].lengths
+        padded = torch.zeros(len(documents), dtype=torch.float64)
         name, tokens = type(base_model(model)).__name__, row["segments"].tokens
         # a longer document beside them would change the others in a padded batch
         slots = 0 if rotates_by_length(base_model(model)) else tokens
         with evaluating(model):
             with refusals_of_a_model(f"{name} cannot run a row of {tokens} tokens", fix=_LESS_OF_A_ROW):
-                packed = model(**row, loss_sum=True).item()
+                packed = _of_documents(model(**row, token_losses=True)[0], lengths)
             with attention_of(base_model(model), self.attention):
-                for documents in _batches(_documents(row), slots):
-                    batch = collate_padded(documents, self.pad_token_id)
-                    loss += model(**_on(device, batch), loss_sum=True).item()
-        padded, trained = loss.item(), max(int((row["shift_labels"] != IGNORE).sum()), 1)
-        difference = abs(packed - padded) / max(abs(padded), 1e-8)
-        if not difference <= self.tolerance and packed != padded:  # NaN fails too
+                batches = list(_batches(lengths, slots))
+                for number in range(
+                    most_of_all(len(batches), device)
+                ):  # as often as the others, where weights are spread
+                    these = batches[min(number, len(batches) - 1)]
+                    batch = collate_padded([documents[one] for one in these], self.pad_token_id)
+                    padded[these] = model(**on_device(batch, device), token_losses=True).sum(dim=1).double().cpu()
+        trained = _of_documents(row["shift_labels"][0] != IGNORE, lengths)
+        packed, padded, trained = (torch.cat([each, each.sum()[None]]) for each in (packed, padded, trained))
+        off = (packed - padded).abs() / padded.maximum(trained).clamp(min=_FEWEST)
+        nowhere = ~(packed.isfinite() | padded.isfinite())  # too high a learning rate: no fault of the rows
+        off = off.nan_to_num(torch.inf).masked_fill((packed == padded) | nowhere, 0.0)
+        difference, worst = (one.item() for one in off.max(dim=0))
+        if difference > self.tolerance:
+            which = (
+                f"document {int(worst) + 1} of the first row of step {step} has"
+                if worst < len(lengths)
+                else f"the documents of the first row of step {step} have"
+            )
+            ours, theirs = (each[int(worst)] / trained[int(worst)].clamp(min=1) for each in (packed, padded))
             raise CheckFailed(
-                f"the first documents have loss {packed / trained:.6g} packed and {padded / trained:.6g} padded",
-                fix="packed rows are not computed right: set model.attention=per_document or packing.mode=padding, and "
-                "please report this model",
+                f"{which} loss {ours:.6g} packed and {theirs:.6g} padded",
+                fix=_NOT_RIGHT,
             )
         return difference
+
+    def check_gradients(self, model: Any, row: dict[str, Any]) -> float:
+        """Returns the relative difference of the norms of all trained parameters' gradients, over the beginnings of the first
+        documents of `row`, every token of them trained.
+
+        Leaves the gradients in the parameters alone, and what waits for them. Costs a forward and a backward pass of 69
+        tokens packed and padded, and the memory of one set of gradients. Raises CheckFailed beyond the tolerance.
+        """
+        beginnings = [one.input_ids[:tokens] for one, tokens in zip(_documents(row), _BEGINNINGS, strict=False)]
+        documents = [Document(ids, np.ones(len(ids), dtype=bool)) for ids in beginnings]
+        with evaluating(model):
+            packed = _gradient_norm(model, collate_flat(documents))
+            with attention_of(base_model(model), self.attention):
+                padded = _gradient_norm(model, collate_padded(documents, self.pad_token_id))
+        difference = abs(packed - padded) / max(packed, padded, 1e-30)
+        if not difference <= _OF_GRADIENTS * self.tolerance:  # NaN fails too
+            raise CheckFailed(
+                f"the beginnings of the first documents have gradients of norm {packed:.6g} packed and {padded:.6g} padded",
+                fix=_NOT_RIGHT,
+            )
+        return difference
+
+
+def _gradient_norm(model: Any, batch: dict[str, Any]) -> float:
+    """Of all trained parameters as one vector, for the summed loss; 0 where nothing is trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    loss = model(**on_device(batch, model.device), loss_sum=True)
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else ()
+    norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients if one is not None]
+    return torch.stack(norms).norm().item() if norms else 0.0
+
+
+def _of_documents(values: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    """float64 [documents] on the CPU: the sums over the tokens of each document, of `values` [T]."""
+    return torch.stack([part.sum() for part in values.double().cpu().split(lengths)])
 
 
 def _documents(row: dict[str, Any]) -> list[Document]:
@@ -116,16 +205,12 @@ def _documents(row: dict[str, Any]) -> list[Document]:
     ]
 
 
-def _batches(documents: list[Document], slots: int) -> Iterator[list[Document]]:
-    """All documents, those of like length together, in batches that take at most `slots` padded."""
-    batch: list[Document] = []
-    for document in sorted(documents, key=lambda document: len(document.input_ids)):
-        if batch and len(document.input_ids) * (len(batch) + 1) > slots:
+def _batches(lengths: tuple[int, ...], slots: int) -> Iterator[list[int]]:
+    """The numbers of all documents, those of like length together, in batches that take at most `slots` padded."""
+    batch: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
+        if batch and lengths[number] * (len(batch) + 1) > slots:
             yield batch
             batch = []
-        batch.append(document)
+        batch.append(number)
     yield batch
-
-
-def _on(device: torch.device, batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}

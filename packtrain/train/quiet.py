@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import datasets
@@ -28,3 +30,11 @@ def warnings_to(log: RankLog) -> None:
         log.note(f"{filename}:{lineno}: {category.__name__}: {message}")
 
     warnings.showwarning = note
+
+
+@contextmanager
+def without_future_warnings() -> Iterator[None]:
+    """Keeps libraries from warning of each other's old names, inside the block, where there is no log file to note it in."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

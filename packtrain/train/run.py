@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import gc
 import os
 import sys
 import time
@@ -15,23 +15,33 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 from safetensors import SafetensorError
+from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import own_attention
 from packtrain.config.schema import RunConfig
-from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, UserError
+from packtrain.config.strategies import SHARDED_WEIGHTS
+from packtrain.errors import CheckFailed, UserError
+from packtrain.launch.heartbeat import own_pulse
+from packtrain.launch.worker import planned_processes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import announce, dpo_stages, sft_stages
+from packtrain.train.agreement import agree_on_data, agree_on_model, agree_on_start
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
 from packtrain.train.course import origin_of, trained_by
+from packtrain.train.explained import explained
 from packtrain.train.final import save_final
+from packtrain.train.first_sum import check_first_sum, connected
 from packtrain.train.model import base_model, check_positions, check_trainable, load_model, load_tokenizer
+from packtrain.train.peers import Peers, meet, preparing_s
 from packtrain.train.quiet import quiet_libraries, warnings_to
 from packtrain.train.rank_log import RankLog
 from packtrain.train.samples import answer
 from packtrain.train.setting import Process, Setting
+from packtrain.train.shared_disk import check_run_folder
 from packtrain.train.stop import StopRequest
+from packtrain.train.strategy import open_strategy
 from packtrain.train.verify import verify
 
 STAGES = {"sft": sft_stages, "dpo": dpo_stages}
@@ -40,14 +50,17 @@ STAGES = {"sft": sft_stages, "dpo": dpo_stages}
 def train(verb: str, config: RunConfig) -> int:
     """Runs `verb` in this process (of one or of many). Returns the exit code; raises PacktrainError for the user."""
     quiet_libraries(on_cpu=not torch.cuda.is_available())
-    process = _join(config)
+    own_pulse().enter("join")
+    process = _join(verb, config)
+    own_pulse().enter("proof")
     try:
         return verify(config, process) if verb == "verify" else train_in(config, process)
     except (RuntimeError, OSError, SafetensorError) as error:
-        if known := _no_bug_of_ours(error, process, RunFolder.of(config)):
+        if known := explained(error, process, config):
             raise known from error
         raise
     finally:
+        gc.collect()  # DeepSpeed's engine holds groups, whose threads must not outlive them
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -61,19 +74,25 @@ def train_in(config: RunConfig, process: Process) -> int:
     warnings_to(log)
     setting = Setting(config, process, folder, log, StopRequest())
     checkpoint = _checkpoint_to_resume(setting)
+    check_run_folder(setting, checkpoint)
 
+    own_pulse().enter("prepare")
     tokenizer = load_tokenizer(config.model)
     show = process.main and sys.stderr.isatty()
     data: Any = stages.prepare_data(config.data, tokenizer, seed=config.trainer.seed, progress=show)
+    agree_on_data(process.peers, config, data)
     if checkpoint is not None:
         check_origin(checkpoint, origin_of(config, data.train))
+    own_pulse().enter("load")
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
+    agree_on_model(process.peers, config, model)
     if checkpoint is not None:
-        check_origin(checkpoint, trained_by(config, model))
+        check_origin(checkpoint, trained_by(config, model, process.world_size))
     check_trainable(model)
     longest = max(stages.longest_document(part) for part in (data.train, data.eval) if part)
     check_positions(model, longest, padded=config.packing.mode == "padding")
     as_it_came = own_attention(base_model(model))
+    own_pulse().enter("proof")
     trainer, decision = stages.build(setting, data, model, tokenizer, checkpoint)
     before = _answers(setting, model, tokenizer, as_it_came)
     announce.first_step(log, time.perf_counter() - started, checkpoint)
@@ -90,6 +109,7 @@ def train_in(config: RunConfig, process: Process) -> int:
         trainer.evaluate()
     if config.trainer.early_stop_patience:
         trainer.load_best_weights()
+    own_pulse().enter("final")
     saved = save_final(config, folder, trainer, model, tokenizer)
     after = _answers(setting, model, tokenizer, as_it_came)
     _write(setting, summary.to_json("done"))
@@ -97,37 +117,39 @@ def train_in(config: RunConfig, process: Process) -> int:
     return 0
 
 
-def _join(config: RunConfig) -> Process:
-    """Joins the other processes of the launch, and checks that they are as many as it meant to start."""
+def _join(verb: str, config: RunConfig) -> Process:
+    """Joins the other processes of the launch, after checking that they are as many as it meant to start, and alike; their
+    first sum must be right."""
     on_cpu = not torch.cuda.is_available()
-    state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=config.topology.step_timeout))
+    peers = meet(timeout_s=config.topology.join_timeout)
+    own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes one of its own
+    agree_on_start(peers, config, "cpu" if on_cpu else "cuda", planned_processes(), own)
+    open_strategy(config)
+    state = _open_group(config, peers, on_cpu)
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != expected:
         raise CheckFailed(
             f"{expected} processes were launched, but this one sees {state.num_processes}",
             fix=f"start them by packtrain {config.objective.kind} CONFIG topology.gpus_per_node=N, or by torchrun",
         )
-    return Process(state.process_index, state.num_processes, cast(torch.device, state.device))
+    device = cast(torch.device, state.device)
+    check_first_sum(peers, device, str(state.backend), timeout_s=config.topology.join_timeout)
+    return Process(state.process_index, state.num_processes, device, peers)
 
 
-def _no_bug_of_ours(error: Exception, process: Process, folder: RunFolder) -> PacktrainError | None:
-    """What the user is told of a lost process or a full disk; None for any other error.
+def _open_group(config: RunConfig, peers: Peers | None, on_cpu: bool) -> PartialState:
+    """Connects the processes, within topology.join_timeout; what they do from then on may take topology.step_timeout.
 
-    NCCL and the store have an error type of their own; gloo's errors are known by the source file they name. So are
-    those of torch.save; safetensors says the system's words.
+    Raises as check_first_sum does where the backend cannot.
     """
-    said = str(error).strip().partition("\n")[0]
-    if process.world_size > 1 and (isinstance(error, torch.distributed.DistError) or "gloo/" in said):
-        fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
-        return PeerFailed(f"rank {process.rank} lost the other processes: {said}", fix=fix)
-    if "DataLoader worker (pid" in said:
-        fix = "the system kills for want of memory: set it lower, or to 0"
-        return PeerFailed(said, where="trainer.loader_workers", fix=fix)
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-    if full or "inline_container.cc" in said or "No space left" in said:
-        fix = "make room and start the same command again: complete checkpoints are kept"
-        return UserError(f"cannot write: {said}", where=f"trainer.output_dir ({folder.root})", fix=fix)
-    return None
+    settings, backend = config.topology, "gloo" if on_cpu else "nccl"
+    limit = timedelta(seconds=settings.join_timeout)
+    state = connected(peers, lambda: PartialState(cpu=on_cpu, timeout=limit), backend, timeout_s=settings.join_timeout)
+    if not on_cpu:
+        torch.cuda.set_device(cast(torch.device, state.device))  # each thread has its own
+    if torch.distributed.is_initialized():
+        distributed_c10d._set_pg_timeout(timedelta(seconds=settings.step_timeout))
+    return state
 
 
 def _checkpoint_to_resume(setting: Setting) -> Path | None:
@@ -136,6 +158,8 @@ def _checkpoint_to_resume(setting: Setting) -> Path | None:
     if resume == "auto" and folder.gives_way(resume):
         resume = "never"
     found = [find_resume(resume, folder.checkpoints) if setting.process.main else None]
+    if peers := setting.process.peers:  # it reads whole checkpoints, for longer than a collective operation may take
+        peers.settle("checkpoint", {}, lambda _: [], timeout_s=preparing_s(setting.config.topology.step_timeout))
     checkpoint, remarks = cast(list, broadcast_object_list(found))[0]
     for remark in remarks:
         setting.log.say(f"[yellow]{remark}[/]")
@@ -162,9 +186,10 @@ def _clear_the_way(setting: Setting, checkpoint: Path | None) -> None:
 
 
 def _answers(setting: Setting, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, attention: str) -> list[str]:
-    """Answers to trainer.samples; made by the main process alone, without touching the random state."""
+    """Answers to trainer.samples, without touching the random state; made by the main process alone where it has the model."""
     settings = setting.config.trainer
-    if not (setting.process.main and settings.samples):
+    together = setting.config.strategy.name in SHARDED_WEIGHTS
+    if not (settings.samples and (setting.process.main or together)):
         return []
     with torch.random.fork_rng():
         prompts, most = list(settings.samples), settings.sample_tokens

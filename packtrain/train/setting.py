@@ -8,17 +8,19 @@ import torch
 
 from packtrain.config.schema import RunConfig
 from packtrain.run_folder import RunFolder
+from packtrain.train.peers import Peers
 from packtrain.train.rank_log import RankLog
 from packtrain.train.stop import StopRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Where this process stands in the run."""
+    """Where this process stands in the run; `peers` are those that it runs with, None where it is alone."""
 
     rank: int
     world_size: int
     device: torch.device
+    peers: Peers | None = None
 
     @property
     def main(self) -> bool:

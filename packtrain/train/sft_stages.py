@@ -22,6 +22,7 @@ from packtrain.train.model import base_model
 from packtrain.train.preflight import FirstStepWatch, autocast_of, decide_together, fit_head
 from packtrain.train.setting import Setting
 from packtrain.train.sft import PackedSFTTrainer
+from packtrain.train.strategy import open_proofs, spread
 
 Prepared = PreparedData[TokenDataset]
 prepare_data = prepare
@@ -41,12 +42,14 @@ def build(
 ) -> tuple[PackedSFTTrainer, Decision | None]:
     """The trainer, ready for step 1, and which attention was decided on for packed rows."""
     as_it_came = own_attention(base_model(model))
+    spread(model, setting.config, setting.process.device)
     steps = _steps(setting, data.train, model, tokenizer, whole_set=False)
     evaluation = _steps(setting, data.eval, model, tokenizer, whole_set=True) if data.eval else None
     announce.decisions(setting.log, setting.config, model, data, steps, evaluation, setting.process.world_size)
     arguments = training_arguments(
         setting.config,
         SFTConfig,
+        model,
         total_steps=len(steps),
         on_cpu=setting.process.device.type == "cpu",
         has_eval=evaluation is not None,
@@ -61,6 +64,7 @@ def build(
         objective=setting.config.objective,
         callbacks=callbacks_of(setting),
     )
+    trainer.close_proofs = open_proofs(model, setting.config)
     return trainer, _preflight(setting, trainer, as_it_came)
 
 

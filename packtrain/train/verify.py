@@ -1,12 +1,16 @@
 """`packtrain verify`: the proof on the loaded model that its packed rows are exact, as a report.
 
 Every process loads the model as training would and measures (1) isolation and (2) equality with each document alone
-(attention/isolation.py), (3) loss and gradients of the three modes (modes.py). The main process writes the report of the
-process with the worst verdict into the folder that it is given, for the command line to show (verify_view.py). Data is not
-looked at: the documents are random tokens.
+(attention/isolation.py), once more in a row that is longer than the proof's, and (3) loss and gradients of the three modes,
+those of the objective (modes.py, pair_modes.py); of preference pairs (4) also the first loss, against the reference of the
+config (pair_start.py). Where the strategy spreads weights over processes the model is proved as it
+is spread, by all of them together; (3) and (4) are measured on a whole model in each under ZeRO-3, whose weights have no
+gradients before there is an optimizer. The main process writes the report of the process with the worst verdict
+into the folder that it is given, for the command line to show (launch/verification.py). Data is not looked at: the documents
+are random tokens.
 
 Verdicts: `exact`; `leaks`, something differs by more than rounding; `unsupported`, packed rows cannot be run, or the
-positive controls say that a leak would not have shown. Documents that run one at a time (per_document) need no control.
+positive controls say that a leak would not have shown, or the first loss is not what it must be. Documents that run one at a time (per_document) need no control.
 """
 
 from __future__ import annotations
@@ -19,20 +23,28 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.attention.choice import decide, examine, examine_pairs
-from packtrain.attention.isolation import Proof, check_as_it_comes
+from packtrain.attention.isolation import LongRow, Proof, check_as_it_comes, try_long_row
 from packtrain.attention.leak import Leak, find_leak
-from packtrain.config.schema import RunConfig
-from packtrain.errors import CheckFailed
-from packtrain.packing.collate import collate_padded
+from packtrain.config.schema import RunConfig, Strategy
+from packtrain.config.strategies import SHARDED_WEIGHTS
+from packtrain.errors import CheckFailed, Disagreement
+from packtrain.packing.collate import collate_padded, on_device
 from packtrain.run_folder import RunFolder, write_json
+from packtrain.train.agreement import agree_on_model
+from packtrain.train.dpo_start import Start
 from packtrain.train.forward import Head, add_loss_sum
 from packtrain.train.model import base_model, load_model, load_tokenizer
-from packtrain.train.modes import Comparison, compare_modes, on_device, random_documents
-from packtrain.train.preflight import autocast_of, fit_head
+from packtrain.train.modes import Comparison, compare_modes, random_documents
+from packtrain.train.pair_modes import compare_pair_modes
+from packtrain.train.pair_start import prove_start, trainer_at_start
+from packtrain.train.preflight import autocast_of, check_together, fit_head
+from packtrain.train.quiet import without_future_warnings
+from packtrain.train.strategy import gathers_by_engine, loading_whole, open_proofs, spread
 
 if TYPE_CHECKING:
     from packtrain.train.run import Process
@@ -63,7 +75,10 @@ def verify(config: RunConfig, process: Process) -> int:
     Raises UserError for what cannot be loaded or is not available, CheckFailed where the proof cannot be made.
     """
     try:
-        outcome: Any = _report(config, process)
+        with without_future_warnings():
+            outcome: Any = _report(config, process)
+    except Disagreement:
+        raise
     except CheckFailed as refusal:
         outcome = refusal
     outcomes = cast(list[Any], gather_object([outcome]))
@@ -90,33 +105,64 @@ def worst_of(reports: list[dict[str, Any]]) -> dict[str, Any]:
     return worst
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What was measured. `whole`: modes and start on a model that is not spread, though training spreads it."""
+
+    isolation: Isolation
+    long_row: LongRow | None
+    pairs: Isolation | None
+    head: Head
+    comparison: Comparison
+    start: Start | None
+    whole: bool
+
+    def judged(self, *, share_prefix: bool | None) -> tuple[str, str, str]:
+        """Verdict, what is wrong, and what to do about it, as `judge` has it; of preference pairs too."""
+        verdict, problem, fix = judge(self.isolation, self.comparison, self.long_row)
+        if verdict != "exact":
+            return verdict, problem, fix
+        if (pairs := self.pairs) is not None and pairs.problem and share_prefix:
+            leaks = pairs.proof is not None and pairs.proof.verdict == "leaks"
+            return "leaks" if leaks else "unsupported", f"prompts cannot be shared: {pairs.problem}", pairs.fix
+        if self.start is not None and self.start.problems:
+            causes = self.start.problems
+            return "unsupported", "; ".join(one.what for one in causes), "; ".join(one.fix for one in causes if one.fix)
+        return verdict, problem, fix
+
+
 def _report(config: RunConfig, process: Process) -> dict[str, Any]:
     """What this process measures. Raises CheckFailed also where its memory does not suffice."""
     started = time.perf_counter()
     try:
-        model, head, pad_token_id = _load(config, process.device)
-        isolation = _isolation(config, base_model(model))
-        pairs = _pairs(config, base_model(model), isolation)
-        probe = collate_padded(random_documents(model)[-1:], pad_token_id)
-        fit_head(config, base_model(model), head, on_device(probe, base_model(model).device))
-        comparison = compare_modes(
-            model,
-            isolation.backend,
-            pad_token_id=pad_token_id,
-            loss=config.objective.loss,
-            autocast=autocast_of(config),
-        )
+        model, found = _measure(config, process)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise CheckFailed(
             f"out of memory on {process.device}: {str(error).splitlines()[0]}",
             fix="the proof takes the weights and the trained gradients twice, training more: set peft=lora, or "
             "model.dtype=bfloat16",
         ) from error
-    verdict, problem, fix = judge(isolation, comparison)
-    if verdict == "exact" and pairs is not None and pairs.problem and config.packing.share_prefix:
-        verdict = "leaks" if pairs.proof is not None and pairs.proof.verdict == "leaks" else "unsupported"
-        problem, fix = f"prompts cannot be shared: {pairs.problem}", pairs.fix
-    base = base_model(model)
+    return {**_told(config, process, base_model(model), found), "seconds": round(time.perf_counter() - started, 1)}
+
+
+def _measure(config: RunConfig, process: Process) -> tuple[PreTrainedModel, _Found]:
+    model, tokenizer = _load(config, process)
+    close_proofs = open_proofs(model, config)
+    isolation = _isolation(config, base_model(model))
+    long_row = _long_row(config, base_model(model), isolation)
+    pairs = _pairs(config, base_model(model), isolation)
+    close_proofs()
+    if whole := gathers_by_engine(config):
+        model, _ = _load(config, process, whole=True)
+        config = replace(config, strategy=Strategy())
+    head, comparison, start = _modes(config, model, tokenizer, isolation.backend, pairs)
+    return model, _Found(isolation, long_row, pairs, head, comparison, start, whole)
+
+
+def _told(config: RunConfig, process: Process, base: PreTrainedModel, found: _Found) -> dict[str, Any]:
+    """The report, in plain values."""
+    isolation, pairs, comparison = found.isolation, found.pairs, found.comparison
+    verdict, problem, fix = found.judged(share_prefix=config.packing.share_prefix)
     return {
         "model": config.model.path or f"new weights ({base.config.model_type})",
         "architecture": type(base).__name__,
@@ -125,8 +171,10 @@ def _report(config: RunConfig, process: Process) -> dict[str, Any]:
         "peft": config.peft.kind,
         "device": str(process.device),
         "processes": process.world_size,
+        "strategy": config.strategy.name,
+        "modes_on": "whole" if found.whole or config.strategy.name not in SHARDED_WEIGHTS else "spread",
         "rank": process.rank,
-        "head": "fused" if head.fused else "full logits",
+        "head": "fused" if found.head.fused else "full logits",
         "backend": isolation.backend,
         "why": isolation.why,
         "lacking": [{"backend": name, "why": why} for name, why in isolation.lacking],
@@ -136,19 +184,61 @@ def _report(config: RunConfig, process: Process) -> dict[str, Any]:
         "fix": fix,
         "controls_see": comparison.sees and (isolation.proof is None or isolation.proof.verdict != "unsupported"),
         "isolation": _figures_of(isolation.proof),
+        "long_row": found.long_row and asdict(found.long_row),
+        "objective": config.objective.kind,
         "pairs": pairs and {**_figures_of(pairs.proof), "prompts_shared": not pairs.problem, "why": pairs.problem},
+        "start": found.start and asdict(found.start),
         **_figures_of_modes(comparison),
-        "seconds": round(time.perf_counter() - started, 1),
     }
 
 
-def _load(config: RunConfig, device: torch.device) -> tuple[PreTrainedModel, Head, int]:
-    """The model as training has it when its proofs run, its output head, and the id that padded batches are filled with."""
+def _load(
+    config: RunConfig, process: Process, *, whole: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model as training has it when its proofs run, spread over the processes as the strategy has it, or `whole` in each;
+    and its tokenizer."""
     tokenizer = load_tokenizer(config.model)
-    model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
-    add_fused_lm_head(base_model(model))
-    head = add_loss_sum(base_model(model), loss=config.objective.loss, neftune_alpha=config.objective.neftune_alpha)
-    return cast(Any, model).to(device), head, int(cast(Any, tokenizer.pad_token_id) or 0)
+    with loading_whole():
+        model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
+    if not whole:
+        agree_on_model(process.peers, config, model)
+    spread(model, replace(config, strategy=Strategy()) if whole else config, process.device)
+    return model, tokenizer
+
+
+def _modes(
+    config: RunConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    backend: str | None,
+    pairs: Isolation | None,
+) -> tuple[Head, Comparison, Start | None]:
+    """The modes with the loss of the objective, the output head that they run, and where preference training starts."""
+    base, objective = base_model(model), config.objective
+    if objective.kind == "dpo":
+        shares = pairs is not None and not pairs.problem
+        trainer = trainer_at_start(config, model, tokenizer)
+        start = prove_start(config, trainer, backend, shares=shares)
+        return Head(objective.loss), compare_pair_modes(config, trainer, backend, shares=shares), start
+    add_fused_lm_head(base)
+    head = add_loss_sum(base, loss=objective.loss, neftune_alpha=objective.neftune_alpha)
+    pad_token_id = int(cast(Any, tokenizer.pad_token_id) or 0)
+    probe = collate_padded(random_documents(model)[-1:], pad_token_id)
+    fit_head(config, base, head, on_device(probe, base.device))
+    comparison = compare_modes(
+        model, backend, pad_token_id=pad_token_id, loss=objective.loss, autocast=autocast_of(config)
+    )
+    return head, comparison, None
+
+
+def _long_row(config: RunConfig, model: PreTrainedModel, isolation: Isolation) -> LongRow | None:
+    """A row longer than the proof's where documents are flattened exactly, as far as the proof can tell; else None."""
+    if isolation.backend in (None, PER_DOCUMENT) or isolation.problem:
+        return None
+    try:
+        return try_long_row(model, cast(str, isolation.backend), autocast=autocast_of(config))
+    except CheckFailed as refusal:
+        raise CheckFailed(refusal.problems[0].what, fix="set model.attention=per_document") from refusal
 
 
 def _isolation(config: RunConfig, model: PreTrainedModel) -> Isolation:
@@ -165,14 +255,27 @@ def _isolation(config: RunConfig, model: PreTrainedModel) -> Isolation:
         except CheckFailed as refusal:
             problem = refusal.problems[0]
             return Isolation(None, problem.what, problem=problem.what, fix=problem.fix)
-        return Isolation(decision.backend.name, decision.backend.why, decision.lacking, decision.proof)
+        found = Isolation(decision.backend.name, decision.backend.why, decision.lacking, decision.proof)
+        return _called_together(config, model, found)
     decide(wanted, model, model.device, autocast=autocast, prove=False)  # refuses what is not there
     lack, proof = examine(wanted, model, model.device, autocast)
     if not lack:
-        return Isolation(wanted, "asked for", proof=proof)
+        return _called_together(config, model, Isolation(wanted, "asked for", proof=proof))
     leak = find_leak(model, wanted) if proof is not None and proof.verdict == "leaks" else None
     fix = _instead(model, autocast)
     return Isolation(wanted, "asked for", proof=proof, problem=lack, leak=leak, fix=fix)
+
+
+def _called_together(config: RunConfig, model: PreTrainedModel, found: Isolation) -> Isolation:
+    """`found`, with the reason why training would refuse it where processes would call the model a different number of times."""
+    if config.packing.mode == "padding":
+        return found
+    try:
+        check_together(config.strategy.name, cast(str, found.backend), model)
+    except CheckFailed as refusal:
+        problem = refusal.problems[0]
+        return replace(found, problem=problem.what, fix=problem.fix)
+    return found
 
 
 def _pairs(config: RunConfig, model: PreTrainedModel, isolation: Isolation) -> Isolation | None:
@@ -199,15 +302,19 @@ def _instead(model: PreTrainedModel, autocast: torch.dtype | None) -> str:
         return PADDING_ONLY
 
 
-def judge(isolation: Isolation, comparison: Comparison) -> tuple[str, str, str]:
+def judge(isolation: Isolation, comparison: Comparison, long_row: LongRow | None = None) -> tuple[str, str, str]:
     """Verdict, what is wrong ("" where nothing is), and what to do about it."""
     proof = isolation.proof
     if isolation.problem:
         leaks = proof is not None and proof.verdict == "leaks"
         return ("leaks" if leaks else "unsupported"), isolation.problem, isolation.fix
+    if long_row is not None and not long_row.exact:
+        what = f"documents of {', '.join(map(str, long_row.documents))} tokens in a row are off by {long_row.off:.2g}"
+        fix = "set model.attention=per_document, and please report this model"
+        return "leaks", f"{what} (tolerance {long_row.tolerance:.1g}), shorter ones are exact", fix
     if comparison.off:
         return _judge_off(comparison)
-    for mode, figures in comparison.modes.items():
+    for mode, figures in comparison.measured.items():
         if figures.problem:
             return "unsupported", f"{mode}: {figures.problem}", "please report this model"
     if not comparison.sees and isolation.backend != PER_DOCUMENT:  # which is exact by construction
@@ -219,7 +326,7 @@ def judge(isolation: Isolation, comparison: Comparison) -> tuple[str, str, str]:
 def _judge_off(comparison: Comparison) -> tuple[str, str, str]:
     """As `judge`, where documents are kept apart and yet a mode differs from them alone."""
     mode = comparison.off[0]
-    figures = comparison.modes[mode]
+    figures = comparison.measured[mode]
     what = (
         f"isolation is exact, but {mode} has loss {figures.loss:.6g} where the documents alone have "
         f"{comparison.reference:.6g}, and gradients off by {figures.grad_rel_diff:.2g} "
@@ -246,6 +353,7 @@ def _figures_of(proof: Proof | None) -> dict[str, float | None]:
 def _figures_of_modes(comparison: Comparison) -> dict[str, Any]:
     return {
         "modes": {mode: asdict(figures) for mode, figures in comparison.modes.items()},
+        "prefix_shared": comparison.shared and asdict(comparison.shared),
         "reference": {"loss": comparison.reference, "documents": list(comparison.lengths)},
         "control": asdict(comparison.control),
         "tolerances": {

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,18 +20,23 @@ import datasets
 import torch
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 
+from packtrain.config.strategies import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed
 from packtrain.run_folder import write_json
 from packtrain.train import checkpoint
 from packtrain.train.callbacks import TerminalProgress
+from packtrain.train.heartbeat import TOLD_EVERY, Machines, RankTimes, StepClock
 from packtrain.train.loader import MicroBatch, PairSteps, Steps, step_loader
 from packtrain.train.model import base_model
-from packtrain.train.preflight import FirstStepWatch
+from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
+from packtrain.train.shards import load_shards, load_weights, save_shards, whole_weights
 from packtrain.train.stop import StopRequest
+from packtrain.train.strategy import check_active, compute_in
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -41,7 +46,11 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The steps of a run and where it stands in them; `origin` is what a resumed run must agree on with its checkpoint."""
+    """The steps of a run and where it stands in them.
+
+    `origin` is what a resumed run must agree on with its checkpoint, `strategy` is strategy.name, `computed_in` what mixed
+    precision computes in (None: the format of the weights). The main process knows the `machines`.
+    """
 
     steps: Steps | PairSteps
     evaluation: Steps | PairSteps | None
@@ -51,6 +60,10 @@ class Course:
     keep_checkpoints: int | None = None
     first_step: int = 0
     loader_workers: int = 0
+    machines: Machines = ()
+    say: Callable[[str], None] = print
+    strategy: str = "ddp"
+    computed_in: torch.dtype | None = None
 
 
 def placeholder(columns: dict[str, list[Any]]) -> datasets.Dataset:
@@ -68,11 +81,28 @@ class WholeSteps(_Trainer):
     def open_course(self, course: Course) -> None:
         """Takes the place of TRL's own ideas of data, progress and checkpoints."""
         self.remove_callback(PrinterCallback)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback):  # not into a folder with the machine's name
+                callback.logging_dir = f"{self.args.output_dir}/tensorboard"
         self.course, self.steps = course, course.steps
         self.watch: FirstStepWatch | None = None
+        self._watched = 0
+        self.close_proofs: Callable[[], None] = lambda: None
         self._last_loss = torch.zeros((), device=self.args.device)
         self._window = _Window()
+        self.clock = StepClock(self.args.device, self.accelerator.process_index, self.accelerator.num_processes)
+        self.times = RankTimes(self.accelerator.num_processes, course.say, course.machines)
         self._flops_share = self._flops_share_of_a_token()
+        self.is_distributed_loading_by_transformers = (
+            course.strategy == "fsdp2"
+        )  # spread already, see train/strategy.py
+        if course.computed_in is not None and self.is_deepspeed_enabled:
+            compute_in(base_model(self.model), course.computed_in)
+
+    @property
+    def precision(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.course.computed_in or base_model(self.model).dtype
 
     # -- what an objective says
 
@@ -96,19 +126,27 @@ class WholeSteps(_Trainer):
         """All steps of the run as one "epoch" of transformers' loop, from the resumed one on."""
         return step_loader(self.steps, first=self.course.first_step, workers=self.course.loader_workers)
 
-    def _get_num_items_in_batch(
-        self, batch_samples: list[list[MicroBatch]], device: torch.device
-    ) -> torch.Tensor | None:
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class: the next step's data and its counts."""
+        self.clock.enter("data", step=self.state.global_step + 1)
+        return super().get_batch_samples(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, batch_samples: list[list[MicroBatch]], device: torch.device) -> torch.Tensor:
         """Counts of the global step: trained targets, tokens, slots, examples. The same reduction counts what is logged, and agrees on stopping."""
-        if not batch_samples:
-            return None
+        if not batch_samples:  # Trainer's loop would ask for ever
+            raise RuntimeError(
+                f"the data ended after step {self.state.global_step}, before the length that the loader told"
+            )
         batches = batch_samples[0]
-        counts = [
-            sum(column) for column in zip(*((b.trained, b.tokens, b.slots, b.examples) for b in batches), strict=True)
-        ]
-        total = torch.tensor([*counts, *self.course.stop.counts()], device=device)
+        counts = [sum(column) for column in zip(*(batch.counts for batch in batches), strict=True)]
+        self.clock.enter("counts")
+        told = (self.state.global_step + 1) % max(self.state.logging_steps, TOLD_EVERY) == 0
+        timed = self.clock.steps if told else 0
+        times = self.clock.slots() if timed else []
+        total = torch.tensor([*counts, *self.course.stop.counts(), *times], device=device)
         total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
-        self._window.open(total)
+        self._window.open(total[:6])
+        self.times.take(total[6:], timed)
         return total[:4]
 
     def training_step(
@@ -119,17 +157,17 @@ class WholeSteps(_Trainer):
         Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
         """
         if self.watch is not None and (rows := [batch.inputs for batch in inputs if "segments" in batch.inputs]):
-            self.watch.check(self.model, self._prepare_inputs(rows[0]))
-            self.watch = None
+            self._watch(self.watch, self._prepare_inputs(rows[0]))
         model.train()
         assert num_items_in_batch is not None
         total = torch.zeros((), device=self.args.device)
         self.open_step(inputs)
         for number, batch in enumerate(inputs, start=1):
-            last = number == len(inputs)
-            with nullcontext() if last else self.accelerator.no_sync(model):
+            self.clock.enter("forward", micro=number)
+            with self._gradients_kept(model, last=number == len(inputs)):
                 with self.maybe_activation_offload_context:
                     loss = self.loss_of(model, batch, num_items_in_batch)
+                self.clock.enter("backward", micro=number)
                 self.accelerator.backward(loss)
             total += loss.detach()
         _, tokens, _, _, *signals = self._window.last.tolist()
@@ -137,7 +175,35 @@ class WholeSteps(_Trainer):
         self.state.num_input_tokens_seen += tokens
         self.course.stop.agree(*signals)
         self._last_loss = total
+        self.clock.enter("optimizer")
         return total
+
+    def _watch(self, watch: FirstStepWatch, row: dict[str, Any]) -> None:
+        """Has the first steps compared with padded ones; the time that it takes is not training's."""
+        started = time.perf_counter()
+        watch.check(self.model, row, step=self.state.global_step + 1)
+        if not self._watched and self.course.strategy not in SHARDED_WEIGHTS:
+            watch.check_gradients(self.model, row)
+        self._watched += 1
+        self.watch = watch if self._watched < WATCHED_STEPS else None
+        self._window.leave_out(time.perf_counter() - started)
+
+    def _gradients_kept(self, model: torch.nn.Module, *, last: bool) -> AbstractContextManager[Any]:
+        """Around a micro-batch. DDP exchanges gradients with the last one only; what spreads them does so with each.
+
+        DeepSpeed's engine steps within the backward pass of the micro-batch that it is told to be the last.
+        """
+        if self.is_deepspeed_enabled:
+            self.accelerator.gradient_state._set_sync_gradients(last)
+            return nullcontext()
+        return nullcontext() if last else self.accelerator.no_sync(model)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class, after the last proof; makes sure that the strategy is what the config says."""
+        self.close_proofs()
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        check_active(self.course.strategy, self.model_wrapped, self.model)
+        return prepared
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Not counted here: the logged MFU comes from token counts."""
@@ -149,6 +215,7 @@ class WholeSteps(_Trainer):
         """Adds the exact counts of the steps since the last line to a training line."""
         self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
         if "loss" in logs:
+            self.clock.enter("step end")
             self._refuse_nan(logs["loss"])
             counts, seconds = self._window.close()
             _, tokens, slots, examples, _, _ = counts.tolist()
@@ -158,7 +225,7 @@ class WholeSteps(_Trainer):
             logs["padding_fraction"] = 1 - tokens / max(slots, 1)
             logs["examples"] = examples
             logs["mfu"] = rate * self._flops_share if self._flops_share else None
-            logs |= self.figures()
+            logs |= self.figures() | self.times.figures()
         super().log(logs, start_time)
 
     def _refuse_nan(self, loss: float) -> None:
@@ -177,7 +244,7 @@ class WholeSteps(_Trainer):
         """
         if self.args.device.type != "cuda":
             return None
-        precision = "bfloat16" if self.args.bf16 else str(base_model(self.model).dtype).removeprefix("torch.")
+        precision = str(self.precision).removeprefix("torch.")
         peak = get_peak_flops_per_device(self.accelerator, precision)
         try:
             flops = compute_flops_per_token(base_model(self.model).config, int(self.steps.data.lengths.mean()))
@@ -200,6 +267,7 @@ class WholeSteps(_Trainer):
     ) -> dict[str, float]:
         """The objective's figures over the whole evaluation set, whatever the layout and the number of ranks."""
         started = time.perf_counter()
+        self.clock.enter("eval", step=self.state.global_step)
         self.model.eval()
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluated().items()}
         self.log(dict(metrics))
@@ -215,13 +283,15 @@ class WholeSteps(_Trainer):
     def evaluation_batches(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the evaluation set."""
         assert self.course.evaluation is not None
-        for batches in step_loader(self.course.evaluation, workers=self.course.loader_workers):
+        for number, batches in enumerate(step_loader(self.course.evaluation, workers=self.course.loader_workers)):
+            self.clock.enter("eval", micro=number)
             yield from batches
 
     # -- what is kept
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Writes the checkpoint of this step aside and renames it when all ranks have written."""
+        self.clock.enter("checkpoint", step=self.state.global_step)
         last = cast(torch.Tensor, self.accelerator.reduce(self._last_loss, reduction="sum"))
         self._refuse_nan(last.item())
         step, main = self.state.global_step, self.accelerator.is_main_process
@@ -231,7 +301,8 @@ class WholeSteps(_Trainer):
             shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe of more ranks than these
             staging.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
-        self.save_model(str(staging), _internal_call=True)
+        if self.course.strategy not in SHARDED_WEIGHTS:  # else they would have to be gathered for it
+            self.save_model(str(staging), _internal_call=True)
         self._save_optimizer_and_scheduler(str(staging))
         self._save_rng_state(str(staging))
         if main:
@@ -248,13 +319,48 @@ class WholeSteps(_Trainer):
             checkpoint.prune(self.course.checkpoints, self.course.keep_checkpoints, kept)
         self.accelerator.wait_for_everyone()
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes a folder that from_pretrained loads; called by all processes, written by the main one."""
+        main, adapters = self.accelerator.is_main_process, base_model(self.model) is not self.model
+        if self.course.strategy == "fsdp2":
+            weights = whole_weights(self.model, keep=main, trained_only=adapters)
+            if main:
+                self._save(output_dir, state_dict=weights)
+        elif self.course.strategy in SHARDED_WEIGHTS:
+            super().save_model(output_dir, _internal_call)
+        elif main:
+            self._save(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.course.strategy != "fsdp2":
+            return super()._save_optimizer_and_scheduler(output_dir)
+        save_shards(self.model, self._plain_optimizer(), Path(output_dir))
+        if self.accelerator.is_main_process:
+            torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.course.strategy != "fsdp2":
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        load_shards(self.model, self._plain_optimizer(), Path(checkpoint))
+        cast(Any, self.lr_scheduler).load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.course.strategy != "fsdp2":  # whose weights come with the optimizer's state
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        return cast(Any, self.optimizer).optimizer
+
     def load_best_weights(self) -> None:
         """Puts the weights of the evaluation with the lowest loss back into the model."""
         if self.state.best_global_step and self.state.best_global_step != self.state.global_step:
             self.state.best_model_checkpoint = str(
                 checkpoint.folder_of(self.course.checkpoints, self.state.best_global_step)
             )
-            self._load_best_model()
+            if self.course.strategy == "fsdp2":
+                load_weights(self.model, Path(self.state.best_model_checkpoint))
+            else:
+                self._load_best_model()
 
     def _send_telemetry(self) -> None:
         """packtrain reports to nobody."""

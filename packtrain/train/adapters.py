@@ -1,0 +1,87 @@
+"""Adapters: new ones on a model, and a folder of them (what a LoRA run leaves in final/) in the place of a model.
+
+Such a folder names its base model. As model.path with peft=lora its adapters are trained on, with peft=none they are merged
+first. As objective.reference it is a second, frozen set of adapters on the same base in memory (train/reference.py), or a
+merged model of its own where that cannot be.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from packtrain.config.schema import Peft
+from packtrain.errors import Problem, UserError
+
+
+def add_adapters(model: PreTrainedModel, peft: Peft, seed: int) -> PreTrainedModel:
+    """`model` with new adapters, which depend on `seed` alone. Raises UserError where they do not fit."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    lora = LoraConfig(
+        r=peft.r,
+        lora_alpha=peft.alpha,
+        lora_dropout=peft.dropout,
+        target_modules=peft.target_modules,
+        modules_to_save=peft.modules_to_save or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted = get_peft_model(model, lora)
+    except ValueError as error:
+        raise UserError(str(error).strip().split("\n")[0], where="peft.target_modules") from error
+    return _head_is_free(adapted, model)
+
+
+def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft) -> PreTrainedModel:
+    """`model` with the adapters of `folder`: to be trained on with peft=lora, else merged into it.
+
+    Raises UserError where they are not what `peft` says, or do not fit.
+    """
+    from peft import PeftModel
+
+    try:
+        adapted = PeftModel.from_pretrained(model, str(Path(folder).expanduser()), is_trainable=peft.kind == "lora")
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        what = f"cannot load the adapters of {folder}: {str(error).strip().splitlines()[0]}"
+        raise UserError(what, where="model.path") from error
+    if peft.kind != "lora":
+        return cast(Any, adapted).merge_and_unload().requires_grad_(True)
+    theirs: Any = adapted.peft_config["default"]
+    found = {"r": theirs.r, "alpha": theirs.lora_alpha, "dropout": theirs.lora_dropout}
+    if other := [name for name, value in found.items() if value != getattr(peft, name)]:
+        raise UserError(
+            [
+                Problem(
+                    f"the adapters of {folder} have {name} {found[name]:g}, not {getattr(peft, name):g}",
+                    where=f"peft.{name}",
+                    fix=f"set peft.{name}={found[name]:g}, or peft=none to merge them and train the whole model",
+                )
+                for name in other
+            ]
+        )
+    return _head_is_free(adapted, model)
+
+
+def add_reference(model: Any, folder: str) -> None:
+    """Adds the adapters of `folder` to the adapted `model` as its reference: frozen, off but where TRL turns them on, not saved."""
+    model.load_adapter(str(Path(folder).expanduser()), adapter_name="ref", is_trainable=False)
+    model.set_adapter("default")
+    save = model.save_pretrained
+    model.save_pretrained = lambda *args, **kwargs: save(*args, **{**kwargs, "selected_adapters": ["default"]})
+
+
+def _head_is_free(adapted: Any, model: PreTrainedModel) -> PreTrainedModel:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise UserError(
+            "adapters on the output head are not supported: the fused loss reads its weight directly",
+            where="peft.target_modules",
+            fix="take the head away",
+        )
+    return cast(PreTrainedModel, adapted)
