@@ -1,11 +1,13 @@
 """DPO speed of packtrain's modes beside TRL's DPOTrainer, on the same pairs, model, optimizer and order.
 
-    python benchmarks/dpo_speed.py --model MODEL_FOLDER --data PREFERENCES.jsonl [--rows 16] [--batch 2] [--only NAME,NAME]
+    python benchmarks/dpo_speed.py --model MODEL_FOLDER --data PREFERENCES.jsonl [--rows 16] [--batch 2] [--longest 1024]
+        [--tokens 8192] [--recompute] [--only "NAME;NAME"]
     python benchmarks/dpo_speed.py --model MODEL_FOLDER --curve          # sharing prompts, over their share of the tokens
 
 Every run is a process of its own, one after the other; nothing else should run on the machine. Speed is pairs over the
 time of the training loop, the reference's part included, loading left out; memory is the largest of the process. The losses
-show that all do the same work. `precomputed` has the reference's log-probabilities from the cache.
+show that all do the same work. `precomputed` has the reference's log-probabilities from the cache. `--recompute` has both
+sides recompute activations in the backward pass, for batches that would not fit into memory otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ LEARNING_RATE = 1e-6
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
-def run_trl(model: str, data: str, batch: int, longest: int) -> dict[str, Any]:
+def run_trl(model: str, data: str, batch: int, longest: int, *, recompute: bool) -> dict[str, Any]:
     """One pass through TRL's DPOTrainer in this process."""
     import datasets
     import torch
@@ -52,7 +54,7 @@ def run_trl(model: str, data: str, batch: int, longest: int) -> dict[str, Any]:
             lr_scheduler_type="constant",
             max_length=longest,
             train_sampling_strategy="sequential",
-            activation_checkpointing=False,
+            activation_checkpointing=recompute,
             use_cpu=not torch.cuda.is_available(),
             bf16=False,
             seed=0,
@@ -116,6 +118,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
     print(f"{'run':<30}{'pairs/s':>9}{'seconds':>9}{'first':>10}{'last':>10}{'GiB':>7}", flush=True)
     for name in options.only.split(";"):
         shared = ["--model", options.model, "--data", str(data), "--batch", str(options.batch)]
+        shared += ["--tokens", str(options.tokens), *(["--recompute"] if options.recompute else [])]
         result, memory = measured([*shared, "--longest", str(options.longest), "--child", name, str(folder)])
         losses = result["losses"]
         print(
@@ -170,16 +173,20 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--longest", type=int, default=1024)
     parser.add_argument("--only", default=";".join(RUNS))
+    parser.add_argument("--tokens", type=int, default=8192, help="batch.tokens_per_device")
+    parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--curve", action="store_true")
     parser.add_argument("--child", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         name, folder = options.child
-        if RUNS[name] is None:
-            result = run_trl(options.model, options.data, options.batch, options.longest)
+        changes = RUNS[name]
+        if changes is None:
+            result = run_trl(options.model, options.data, options.batch, options.longest, recompute=options.recompute)
         else:
+            changes = [*changes, f"trainer.gradient_checkpointing={options.recompute}"]
             result = run_packtrain(
-                RUNS[name], options.model, options.data, options.batch, options.longest, Path(folder)
+                changes, options.model, options.data, options.batch, options.longest, Path(folder), options.tokens
             )
         print(json.dumps(result))
         return
