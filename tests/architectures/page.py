@@ -1,6 +1,6 @@
 """The page docs/architectures.md, from the sweep alone: `python tests/architectures/page.py > docs/architectures.md`.
 
-It takes some minutes. The tests compare every line of it with what they measure.
+It takes a minute. The tests compare every line of it with what they measure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PATHS = {
     "segmented": "packed rows are flattened, attention runs once per document",
     "per_document": "packed rows are planned and counted as any other, the model runs once per document",
     "padding only": "packed rows are refused, `packing.mode=padding` trains",
-    "refused": "does not train as a plain causal language model, and says so before step 1",
+    "refused": "does not train as it is: the run ends before step 1, and names the package that is missing, the key of `model.config` to look at, or that another model has to be taken",
 }
 _INTRODUCTION = """\
 # Architectures

@@ -7,10 +7,8 @@ is found out here.
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,8 +29,8 @@ from packtrain.train.forward import add_loss_sum, choose_head
 
 Batch = dict[str, object]
 
-WINDOW = 80  # tokens; the proof's row has 71
-LENGTHS = (17, 1, 33, 2, 100, 33, 5)
+WINDOW = 80  # tokens; the proof's row has 37
+LENGTHS = (17, 1, 33, 2, 33, 100, 5)
 TOLERANCE_LOSS, TOLERANCE_GRADIENTS = 1e-5, 1e-4  # relative, in float32
 
 
@@ -58,16 +56,20 @@ class Outcome:
     modes: dict[str, Difference] = field(default_factory=dict)
 
 
-def sweep(model_types: Sequence[str], processes: int = 2) -> list[Outcome]:
-    """The outcome of each type, in this order, measured by so many processes of one thread each."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_one_quiet_thread) as pool:
-        return list(pool.map(outcome_of, model_types, chunksize=4))
+def sweep(model_types: Sequence[str]) -> list[Outcome]:
+    """The outcome of each type, in this order.
 
-
-def _one_quiet_thread() -> None:
+    On one thread of this process: such small models gain nothing by more, and another process imports for as long as it
+    would help.
+    """
+    threads, verbosity = torch.get_num_threads(), transformers.logging.get_verbosity()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    try:
+        return [outcome_of(model_type) for model_type in model_types]
+    finally:
+        torch.set_num_threads(threads)
+        transformers.logging.set_verbosity(verbosity)
 
 
 def outcome_of(model_type: str) -> Outcome:
@@ -83,10 +85,10 @@ def outcome_of(model_type: str) -> Outcome:
     head = add_loss_sum(model)
     try:
         with torch.no_grad():
-            choose_head(model, head, collate_padded(items, 0), tolerance=tolerance_of(torch.float32))
+            choose_head(model, head, collate_padded(items[:3], 0), tolerance=tolerance_of(torch.float32))
     except CheckFailed as refusal:
         return Outcome(model_type, "refused", _without_figures(refusal.problems[0].what))
-    modes = {"padding": difference(model, [collate_padded(items[:3], 0), collate_padded(items[3:], 0)], truth)}
+    modes = {"padding": difference(model, [collate_padded(items[:5], 0), collate_padded(items[5:], 0)], truth)}
     try:
         decision = decide("auto", model, torch.device("cpu"))
     except CheckFailed as refusal:

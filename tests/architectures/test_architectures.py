@@ -36,6 +36,7 @@ KINDS = {
     "rwkv": "a recurrent state",
     "lfm2": "convolutions",
     "bert": "an encoder as a decoder, a head that is not linear",
+    "roberta": "a head that over few tokens fits the fused one by chance",
     "cpmant": "not causal",
     "musicgen": "no model of tokens",
 }

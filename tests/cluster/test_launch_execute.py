@@ -1,18 +1,25 @@
 """Real processes through accelerate: which exit code comes out, what reaches the terminal, and what a signal does.
 
-The workers are small scripts in place of packtrain.worker, so that only the launcher is under test.
+The workers are small scripts in place of packtrain.worker, so that only the launcher is under test; where torchrun has no
+part in it, small_launch.py stands in for that.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import yaml
+
+from tests.cluster.small_launch import ROOT
+from tests.cluster.test_watchdog import CONFIG
 
 LAUNCH = """
 import sys
@@ -21,7 +28,7 @@ from packtrain.config.schema import Batch, RunConfig, Topology, Trainer
 from packtrain.launch.ending import exit_code_of
 from packtrain.launch.execute import execute
 from packtrain.launch.plan import plan_launch
-from packtrain.launch.topology import look_around
+from packtrain.launch.surroundings import look_around
 
 config = RunConfig(topology=Topology(gpus_per_node=2), batch=Batch(examples_per_step=4), trainer=Trainer(output_dir="out"))
 plan = plan_launch(config, replace(look_around(), gpus=0))
@@ -64,21 +71,23 @@ STOPPABLE = """
 """
 
 
-def start(folder: Path, body: str) -> subprocess.Popen[str]:
+def start(folder: Path, body: str, *, small: bool = False) -> subprocess.Popen[str]:
     (folder / "worker.py").write_text(WORKER.replace("{body}", body))
+    (folder / "run.yaml").write_text(yaml.safe_dump(CONFIG))
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCH],
+        [sys.executable, *(["-m", "tests.cluster.small_launch"] if small else ["-c", LAUNCH])],
         cwd=folder,
-        env={**clean, "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"},  # no word on how busy the machine is
+        # no word on how busy the machine is
+        env={**clean, "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def launch(folder: Path, body: str) -> tuple[int, str, str]:
-    process = start(folder, body)
+def launch(folder: Path, body: str, *, small: bool = False) -> tuple[int, str, str]:
+    process = start(folder, body, small=small)
     stdout, stderr = process.communicate(timeout=120)
     return process.returncode, stdout, stderr
 
@@ -87,7 +96,7 @@ def test_processes_reduce_over_gloo_and_only_rank_0_writes_to_the_terminal(tmp_p
     code, stdout, stderr = launch(tmp_path, ALL_REDUCE)
     assert (code, stderr) == (0, "")
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert stdout == f"hello from rank 0 {threads} ['sft', 'out/logs/attempt/config.yaml']\nsum 3.0\n"
+    assert re.fullmatch(rf"hello from rank 0 {threads} \['sft', '.*/config.yaml'\]\nsum 3.0\n", stdout)
     assert "sum 3.0" in (tmp_path / "out/logs/rank-00001.log").read_text()
     begun = {"config.yaml", "plan.json", "env.json", "accelerate.yaml"}  # these workers never begin to train
     assert {file.name for file in (tmp_path / "out/logs/attempt").iterdir()} == begun
@@ -99,26 +108,29 @@ def test_processes_reduce_over_gloo_and_only_rank_0_writes_to_the_terminal(tmp_p
         ("raise UserError('bad data')", "time.sleep(60)", 2),
         ("time.sleep(60)", "raise CheckFailed('leaks')", 3),
         ("raise PeerFailed('gone')", "time.sleep(1); raise UserError('bad data')", 4),
-        ("raise RuntimeError('oops')", "time.sleep(60)", 1),
+        ("raise RuntimeError('oops')", "time.sleep(60)", 4),
+        ("raise RuntimeError('oops')", "raise RuntimeError('oops')", 1),
         ("time.sleep(60)", "os.kill(os.getpid(), signal.SIGKILL)", 4),
     ],
-    ids=["user-error", "check-failed", "peer-failed", "bug", "killed"],
+    ids=["user-error", "check-failed", "peer-failed", "one-raises", "bug", "killed"],
 )
 def test_the_exit_code_says_what_the_worker_died_of(rank_0: str, rank_1: str, code: int, tmp_path: Path) -> None:
-    ended, _, stderr = launch(tmp_path, f"    if rank == 0: {rank_0}\n    if rank == 1: {rank_1}\n")
+    small = code != 2 and "SIGKILL" not in rank_1
+    ended, _, stderr = launch(tmp_path, f"    if rank == 0: {rank_0}\n    if rank == 1: {rank_1}\n", small=small)
     assert ended == code
     assert "ChildFailedError" not in stderr
-    assert "ChildFailedError" in (tmp_path / "out/logs/launcher.log").read_text()
+    assert small or "ChildFailedError" in (tmp_path / "out/logs/launcher.log").read_text()
     if code == 2:
         assert stderr == "error:\n  bad data\n"
     if code == 3:
-        assert "process 1 failed: see out/logs/rank-00001.log" in stderr
-        assert "leaks" in (tmp_path / "out/logs/rank-00001.log").read_text()
+        assert "rank 1 failed (exit code 3): see out/logs/rank-00001.log" in stderr
+        assert f"{socket.gethostname()}, rank 1:   leaks" in stderr
 
 
 def test_the_most_telling_exit_code_wins(tmp_path: Path) -> None:
+    together = "    open(f'here-{rank}', 'w')\n    while not os.path.exists(f'here-{1 - rank}'): time.sleep(0.001)\n"
     body = "    if rank == 0: raise RuntimeError('the other one is gone')\n    raise UserError('bad data')\n"
-    assert launch(tmp_path, body)[0] == 2
+    assert launch(tmp_path, together + body, small=True)[0] == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -142,6 +154,7 @@ def test_a_signal_before_training_ends_every_process_with_one_line(number: signa
     process = start(
         tmp_path,
         "    try:\n        time.sleep(60)\n    except BaseException:\n        raise ImportError('as an import may say')\n",
+        small=True,
     )
     other = tmp_path / "out/logs/rank-00001.log"
     while not other.exists() or "hello" not in other.read_text():

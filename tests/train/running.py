@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 from safetensors.torch import load_file
+
+from tests.train import forked
+from tests.train.forked import ENVIRONMENT as ENVIRONMENT
 
 LLAMA = {
     "model_type": "llama",
@@ -22,7 +23,6 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many threads everywhere: sums are then made in one order
 WORDS = ["river", "stone", "apple", "cloud", "seven", "window", "garden", "paper", "yellow", "engine", "quiet", "north"]
 
 
@@ -64,16 +64,12 @@ def base_config(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def packtrain(*arguments: str, expect: int | None = 0, **run_options: Any) -> subprocess.CompletedProcess[str]:
+def packtrain(*arguments: str, expect: int | None = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """`packtrain ARGUMENTS` in a process of its own; asserts its exit code."""
-    result = subprocess.run(
-        [sys.executable, "-m", "packtrain", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=ENVIRONMENT,
-        **run_options,
-    )
+    return _checked(forked.command(*arguments, cwd=cwd), expect)
+
+
+def _checked(result: subprocess.CompletedProcess[str], expect: int | None) -> subprocess.CompletedProcess[str]:
     assert expect is None or result.returncode == expect, f"exit {result.returncode}\n{result.stdout}\n{result.stderr}"
     return result
 
@@ -109,11 +105,24 @@ class Run:
 
 
 def train(
-    folder: Path, config: dict[str, Any], *overrides: str, name: str = "run", expect: int = 0, command: str = "sft"
+    folder: Path,
+    config: dict[str, Any],
+    *overrides: str,
+    name: str = "run",
+    expect: int = 0,
+    command: str = "sft",
+    processes: int = 1,
 ) -> Run:
-    """Writes `config`, trains by it into folder/name, and returns what is there."""
+    """Writes `config`, trains by it into folder/name, and returns what is there.
+
+    Several processes are started as torchrun starts them; `topology=local` among the overrides has packtrain launch them.
+    """
     config = {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
-    packtrain(command, str(path), *overrides, expect=expect)
+    if processes == 1:
+        packtrain(command, str(path), *overrides, expect=expect)
+    else:
+        for result in forked.joined(processes, command, str(path), *overrides):
+            _checked(result, expect)
     return Run(folder / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from packtrain.attention import segmented
 from packtrain.attention.backends import attending_by
 from packtrain.attention.choice import decide
-from packtrain.attention.isolation import PAIRS, prove_isolation
+from packtrain.attention.isolation import DOCUMENTS, PAIRS, check_as_it_comes, prove_isolation
 from packtrain.attention.leak import find_leak
 from packtrain.errors import CheckFailed, UserError
 from packtrain.packing.segments import Segments
 from packtrain.train.model import check_positions
 
-# two prompts, the answers of the first shared twice and once more later, a lone document, and an answer of equal length
-SHARED = Segments((13, 7, 7, 21, 5, 1, 30, 9), (None, 0, 0, None, 3, 3, None, 0))
+# two prompts, the first one shared twice and once more later, and a lone document; equal lengths, neighbours and not
+SHARED = Segments((13, 7, 7, 21, 5, 1, 13, 7), (None, 0, 0, None, 3, 3, None, 0))
 STATE_SPACE = {
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
@@ -37,9 +38,10 @@ STATE_SPACE = {
 CPU = torch.device("cpu")
 
 
-def state_space_model(family: str) -> PreTrainedModel:
+def state_space_model(family: str, **sizes: int) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](vocab_size=97, **STATE_SPACE[family]))
+    config = CONFIG_MAPPING[family](vocab_size=97, **{**STATE_SPACE[family], **sizes})
+    model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, std=0.15)
@@ -75,10 +77,8 @@ def alone(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("backend", ["segmented", "sdpa_mask", "per_document"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_shared_prefix_is_seen_by_each_segment_after_it_as_if_it_had_its_own(family: str, backend: str) -> None:
-    model, batch = tiny_model(family), row(SHARED)
+def assert_as_alone(model: PreTrainedModel, batch: dict[str, Any], backend: str) -> None:
+    """Outputs and gradients of the row by `backend` are those of its segments alone."""
     expected = alone(model, batch)
     expected_gradients = gradients_of(model, expected)
     with attending_by(model, backend):
@@ -86,6 +86,33 @@ def test_a_shared_prefix_is_seen_by_each_segment_after_it_as_if_it_had_its_own(f
         gradients = gradients_of(model, logits)
     assert (logits - expected).abs().max() < 2e-5 * expected.abs().max()
     assert (gradients - expected_gradients).norm() < 1e-4 * expected_gradients.norm()
+
+
+@pytest.mark.parametrize("backend", ["segmented", "sdpa_mask", "per_document"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shared_prefix_is_seen_by_each_segment_after_it_as_if_it_had_its_own(family: str, backend: str) -> None:
+    model, batch = tiny_model(family), row(SHARED)
+    assert_as_alone(model, batch, backend)
+
+
+def test_segments_of_equal_length_go_through_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever they are in the row: of the attention function in each layer, or of the whole model."""
+    model, batch, shapes = tiny_model("llama", num_hidden_layers=2), row(Segments((5, 9, 5, 5, 3, 9))), []
+    attend = segmented.sdpa_attention_forward
+
+    def counted(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        shapes.append((query.shape[0], query.shape[2]))
+        return attend(module, query, *args, **kwargs)
+
+    monkeypatch.setattr(segmented, "sdpa_attention_forward", counted)
+    with attending_by(model, "segmented"):
+        model(**batch, use_cache=False)
+    assert shapes == [(3, 5), (2, 9), (1, 3)] * 2
+    shapes.clear()
+    model.model.register_forward_pre_hook(lambda _, __, call: shapes.append(call["input_ids"].shape), with_kwargs=True)
+    with attending_by(model, "per_document"):
+        model(**batch, use_cache=False)
+    assert shapes == [(3, 5), (2, 9), (1, 3)]
 
 
 @pytest.mark.parametrize("family", STATE_SPACE)
@@ -136,6 +163,55 @@ def test_a_layer_that_forgets_its_segments_is_named(monkeypatch: pytest.MonkeyPa
     assert decide("auto", model, CPU).backend.name == "per_document"
 
 
+@pytest.mark.parametrize("segments", [DOCUMENTS, PAIRS], ids=["documents", "pairs"])
+def test_the_proof_sees_any_segment_that_reaches_any_other(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, exact = tiny_model("llama"), segmented.segmented_attention
+    for source, target in itertools.permutations(range(len(segments.lengths)), 2):
+        if segments.shared[target] == source:
+            continue
+
+        def reaching(*args: Any, source: int = source, target: int = target, **kwargs: Any) -> Any:
+            parts = list(exact(*args, **kwargs)[0].split(segments.lengths, dim=1))
+            parts[target] = parts[target] + parts[source].mean(dim=1, keepdim=True)
+            return torch.cat(parts, dim=1), None
+
+        monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, reaching)
+        proof = prove_isolation(model, "segmented", segments=segments)
+        moved = proof.moved_after if source < target else proof.moved_before
+        assert proof.verdict == "leaks" and moved > proof.tolerance, (source, target)
+
+
+@pytest.mark.parametrize(("pairs", "calls"), [(False, 8), (True, 9)])
+def test_the_proof_before_step_1_costs_less_than_three_rows(pairs: bool, calls: int) -> None:
+    """Of 128 tokens, causality included; whatever the model, since it is always the same rows."""
+    model, tokens = tiny_model("llama"), []
+    model.register_forward_pre_hook(lambda _, __, call: tokens.append(call["input_ids"].numel()), with_kwargs=True)
+    decision = decide("auto", model, CPU, pairs=pairs)
+    check_as_it_comes(model, padding=False)
+    assert decision.backend.name == "segmented" and decision.unshared == ("" if pairs else None)
+    assert len(tokens) == calls and sum(tokens) <= 3 * 128
+
+
+def test_what_shares_no_prompt_may_still_keep_documents_apart() -> None:
+    decision = decide("auto", tiny_model("bloom", hidden_size=64, n_head=4), CPU, pairs=True)
+    assert decision.backend.name == "segmented" and "cannot share a prefix" in str(decision.unshared)
+    decision = decide("auto", state_space_model("mamba"), CPU, pairs=True)
+    assert decision.backend.name == "per_document" and "by itself" in str(decision.unshared)
+
+
+def test_packed_rows_that_give_no_number_are_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    exact = segmented.segmented_attention
+
+    def broken(*args: Any, segments: Segments, **kwargs: Any) -> Any:
+        output, _ = exact(*args, segments=segments, **kwargs)
+        return (output * torch.nan if len(segments.lengths) > 1 else output), None
+
+    monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, broken)
+    assert prove_isolation(model, "segmented").verdict == "leaks"
+    assert decide("auto", model, CPU).backend.name == "per_document"
+
+
 def test_a_backend_that_is_asked_for_is_never_replaced() -> None:
     with pytest.raises(UserError, match="flash attention is not available: the device is cpu"):
         decide("flash", tiny_model("llama"), CPU)
@@ -152,6 +228,14 @@ def test_a_model_that_hardly_looks_at_its_context_cannot_be_proved_exact() -> No
     assert prove_isolation(model, "segmented").verdict == "unsupported"
     with pytest.raises(CheckFailed, match="isolation cannot be shown"):
         decide("segmented", model, CPU)
+
+
+@pytest.mark.parametrize("width", [36, 40, 48])
+def test_a_model_as_small_as_the_proof_is_proved_and_its_leak_found(width: int) -> None:
+    """As few positions as the row has tokens, and sizes that could be taken for the row."""
+    assert decide("auto", tiny_model("gpt2", n_positions=37, n_embd=width), CPU).backend.name == "segmented"
+    leak = find_leak(state_space_model("mamba", hidden_size=width), "segmented")
+    assert leak is not None and leak.module == "backbone.layers.0.mixer"
 
 
 def test_segments_with_prefixes_are_checked_when_made() -> None:
@@ -213,13 +297,7 @@ def test_a_long_document_leaves_the_rotary_frequencies_of_the_others_alone(
 ) -> None:
     """The proof's documents are shorter than the original context, so it cannot see this."""
     model, batch = longrope_model(), row(Segments(lengths))
-    expected = alone(model, batch)
-    expected_gradients = gradients_of(model, expected)
-    with attending_by(model, backend):
-        logits = model(**batch, use_cache=False).logits[0]
-        gradients = gradients_of(model, logits)
-    assert (logits - expected).abs().max() < 2e-5 * expected.abs().max()
-    assert (gradients - expected_gradients).norm() < 1e-4 * expected_gradients.norm()
+    assert_as_alone(model, batch, backend)
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 

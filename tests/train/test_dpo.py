@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import inspect
-import math
 import re
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
 import torch
-from test_pairs import a_pair
-from tiny_models import tiny_model
-from trl import DPOConfig, DPOTrainer
+from tiny_dpo import LAYOUTS, PAIRS, TOKENIZER, another, arguments, gradient, in_parts, ours, policy, steps_of
+from trl import DPOTrainer
 
-from packtrain.attention.backends import attend_by, own_attention
+from packtrain.config.limits import unsplittable
 from packtrain.config.rules import check
-from packtrain.config.schema import LossType, Model, Objective, RunConfig
-from packtrain.data.pairs import PairDataset, Preference
-from packtrain.errors import CheckFailed, UserError
-from packtrain.packing.balance import Limits
-from packtrain.packing.batches import make_schedule
+from packtrain.config.schema import LossType, Objective, Peft, RunConfig
+from packtrain.errors import UserError
 from packtrain.packing.pairs import Layout, collate_pairs
-from packtrain.packing.segments import Segments
-from packtrain.train import dpo_start
-from packtrain.train.dpo import FIGURES, PackedDPOTrainer, unsplittable
+from packtrain.train import announce
+from packtrain.train.adapters import add_adapters
+from packtrain.train.dpo import FIGURES, PackedDPOTrainer
 from packtrain.train.dpo_stages import _check_sorting_losses
-from packtrain.train.dpo_start import check_pair_forward, check_start
 from packtrain.train.loader import PairSteps
-from packtrain.train.model import load_tokenizer
-from packtrain.train.stop import StopRequest
-from packtrain.train.whole_steps import Course, placeholder
+from packtrain.train.model import base_model
+from packtrain.train.whole_steps import placeholder
 
-TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
-LAYOUTS: tuple[Layout, ...] = ("padding", "flat", "shared")
 SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
 TOGETHER: list[dict[str, Any]] = [
@@ -54,25 +45,6 @@ TOGETHER: list[dict[str, Any]] = [
 ]
 
 
-class _Pairs:
-    """As a PairDataset, of pairs in memory: 7, of odd lengths."""
-
-    def __init__(self) -> None:
-        rng = np.random.default_rng(1)
-        shapes = [(10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (18, 6, 11), (1, 1, 1)]
-        self.pairs = [a_pair(rng, *shape) for shape in shapes]
-        self.lengths = np.array([len(p.chosen.input_ids) + len(p.rejected.input_ids) for p in self.pairs], np.int32)
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> Preference:
-        return self.pairs[index]
-
-
-PAIRS = _Pairs()
-
-
 class _TRL(DPOTrainer):
     """TRL's trainer, given padded batches."""
 
@@ -80,75 +52,7 @@ class _TRL(DPOTrainer):
         return dataset
 
 
-def policy() -> torch.nn.Module:
-    return tiny_model("llama")
-
-
-def another() -> torch.nn.Module:
-    """A reference that is not the policy."""
-    model = tiny_model("llama")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    return model
-
-
-def arguments(folder: Path, **objective: Any) -> DPOConfig:
-    return DPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        activation_checkpointing=False,
-        max_length=None,
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        max_steps=1,
-        **objective,
-    )
-
-
-def steps_of(layout: Layout, tokens: int | None = None) -> PairSteps:
-    """All pairs as one step, in rows of so many `tokens`."""
-    schedule = make_schedule(
-        PAIRS.lengths,
-        limits=Limits(examples=None if tokens else len(PAIRS), tokens=tokens),
-        mode="padding_free" if tokens is None else "packed",
-        strategy="best_fit",
-        examples_per_step=len(PAIRS),
-        tokens_per_step=None,
-        max_steps=1,
-        epochs=1.0,
-        seed=0,
-        shuffle=False,
-        attention_cost=0.0,
-    )
-    return PairSteps(cast(PairDataset, PAIRS), schedule, layout, 0)
-
-
-def ours(folder: Path, layout: Layout, *, reference: Any = None, **objective: Any) -> PackedDPOTrainer:
-    """packtrain's trainer, ready for step 1."""
-    trainer = PackedDPOTrainer(
-        cast(Any, policy()),
-        arguments(folder, **objective),
-        TOKENIZER,
-        course=Course(steps_of(layout), None, StopRequest(), folder, {}),
-        reference=reference or cast(Any, another()),
-    )
-    if layout != "padding":
-        attend_by(trainer.model, "segmented")
-        attend_by(trainer.ref_model, "segmented")
-    return trainer
-
-
-def gradient(model: torch.nn.Module) -> torch.Tensor:
-    parts = [p.grad.flatten().clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    return torch.cat(parts)
-
-
-def of_trl(folder: Path, **objective: Any) -> tuple[float, torch.Tensor, dict[str, float]]:
-    """Loss, gradient and logged figures of one padded batch of all pairs."""
+def trl_trainer(folder: Path, **objective: Any) -> _TRL:
     trainer = _TRL(
         model=cast(Any, policy()),
         ref_model=cast(Any, another()),
@@ -157,22 +61,15 @@ def of_trl(folder: Path, **objective: Any) -> tuple[float, torch.Tensor, dict[st
         train_dataset=placeholder({"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}),
     )
     trainer.model.train()
+    return trainer
+
+
+def of_trl(folder: Path, **objective: Any) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient and logged figures of one padded batch of all pairs."""
+    trainer = trl_trainer(folder, **objective)
     loss = trainer._compute_loss(trainer.model, collate_pairs(PAIRS.pairs, 0, "padding"), False)
     loss.backward()
     return loss.item(), gradient(trainer.model), {k: v[0] for k, v in trainer._metrics["train"].items()}
-
-
-def in_parts(trainer: PackedDPOTrainer, parts: list[list[int]]) -> tuple[float, torch.Tensor, dict[str, float]]:
-    """The same of a step of ours in these micro-batches."""
-    trainer.model.train()
-    batches = [cast(PairSteps, trainer.steps).collate(part) for part in parts]
-    counts = torch.tensor([[b.trained, b.tokens, b.slots, b.examples] for b in batches]).sum(0)
-    total = 0.0
-    for batch in batches:
-        loss = trainer.loss_of(trainer.model, batch, counts)
-        loss.backward()
-        total += loss.item()
-    return total, gradient(trainer.model), trainer.figures()
 
 
 def assert_all_equal_trl(folder: Path, **objective: Any) -> None:
@@ -208,16 +105,62 @@ def test_losses_together_and_their_settings_equal_trl_padding(objective: dict[st
     assert_all_equal_trl(tmp_path, **objective)
 
 
+def variant(folder: Path, layout: Layout, *, dtype: torch.dtype, lora: bool, checkpointed: bool) -> PackedDPOTrainer:
+    model = cast(Any, policy().to(dtype))
+    if lora:
+        model = add_adapters(model, Peft(kind="lora", r=4), seed=0)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:  # else it is its own reference
+                torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    trainer = ours(
+        folder, layout, model=model, reference=None if lora else another().to(dtype), loss_type=["sigmoid", "sft"]
+    )
+    if checkpointed:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora", "checkpointed"),
+    [
+        (torch.float32, False, True),
+        (torch.float32, True, False),
+        (torch.float32, True, True),
+        (torch.bfloat16, False, False),
+        (torch.bfloat16, True, True),
+    ],
+)
+def test_modes_agree_with_adapters_with_recomputed_activations_and_in_bfloat16(
+    dtype: torch.dtype, lora: bool, checkpointed: bool, tmp_path: Path
+) -> None:
+    loss_within, within = (1e-5, 1e-4) if dtype == torch.float32 else (5e-3, 5e-2)
+    plain = variant(tmp_path, "padding", dtype=dtype, lora=lora, checkpointed=False)
+    loss, grad, figures = in_parts(plain, SPLITS[0])
+    for layout in LAYOUTS:
+        trainer = variant(tmp_path, layout, dtype=dtype, lora=lora, checkpointed=checkpointed)
+        calls: list[int] = []
+        base_model(trainer.model).model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        for parts in SPLITS:
+            calls.clear()
+            found, slope, logged = in_parts(trainer, parts)
+            case = f"{layout} in {len(parts)} micro-batches"
+            assert found == pytest.approx(loss, rel=loss_within), case
+            assert ((slope - grad).norm() / grad.norm()).item() < within, case
+            for name in FIGURES:
+                assert logged[name] == pytest.approx(figures[name], rel=5 * loss_within, abs=10 * loss_within), case
+            assert len(calls) > len(parts) * (2 if lora else 1) or not checkpointed, "nothing was computed twice"
+
+
 def test_a_loss_that_is_not_a_mean_over_pairs_is_told_from_those_that_are(tmp_path: Path) -> None:
     """Each loss of pairs, sorted ones aside, is that of each pair alone, averaged: what the parts of a step are joined by."""
     trainer = ours(tmp_path, "padding", loss_type=["sigmoid"], label_smoothing=0.1)
     steps = cast(PairSteps, trainer.steps)
-    apart = set()
+    apart, numbers = set(), range(len(PAIRS))
     for name in known_to_trl():
         trainer.loss_types = [name]
         trainer.all_loss_weights = [1.0]
-        one_by_one = np.mean([trainer.loss_alone(steps.collate([n])) for n in range(len(PAIRS))])
-        if trainer.loss_alone(steps.collate(range(len(PAIRS)))) != pytest.approx(one_by_one, rel=1e-4):
+        one_by_one = np.mean([trainer.loss_alone(steps.collate([number])) for number in numbers])
+        if trainer.loss_alone(steps.collate(numbers)) != pytest.approx(one_by_one, rel=1e-4):
             apart.add(name)
     assert apart == {"aot", "aot_unpaired", "sft"}
     assert unsplittable(sorted(apart)) == ["aot", "aot_unpaired"]
@@ -243,11 +186,52 @@ def test_what_trl_cannot_compute_is_refused_by_the_config(objective: dict[str, A
     assert said in finding.what
 
 
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        ({"ld_alpha": 1.5}, "would weigh more than the others"),
+        ({"loss_weights": [-1.0]}, "away from the preferences"),
+        ({"loss_weights": [float("nan")]}, "away from the preferences"),
+        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [0.0, 0.0]}, "trains nothing"),
+        ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "1 weight for 2 losses"),
+        ({"discopop_tau": 0.1}, "sigmoid has no such temperature"),
+        ({"f_alpha_divergence_coef": 0.7}, "reverse_kl has no alpha"),
+        ({"reference": ""}, "it is empty"),
+        ({"loss_type": []}, "there is no loss"),
+    ],
+)
+def test_settings_that_would_do_nothing_or_harm_are_refused_by_the_config(objective: dict[str, Any], said: str) -> None:
+    config = RunConfig(objective=Objective(kind="dpo", **objective))
+    (finding,) = (
+        one for one in check(config, {f"objective.{name}" for name in objective}) if "objective." in one.keys[0]
+    )
+    assert said in finding.what and finding.fix
+
+
+def test_settings_of_losses_that_were_chosen_are_taken() -> None:
+    chosen = {"loss_type": ["discopop", "sft"], "loss_weights": [1.0, 0.0], "discopop_tau": 0.1, "ld_alpha": 1.0}
+    chosen |= {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.7}
+    config = RunConfig(objective=Objective(kind="dpo", **cast(Any, chosen)))
+    assert not [one for one in check(config, {f"objective.{name}" for name in chosen}) if "objective." in one.keys[0]]
+
+
+def test_losses_are_told_of_with_their_weights() -> None:
+    config = RunConfig(objective=Objective(kind="dpo", loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.2]))
+    said: list[str] = []
+    announce.pairs(cast(Any, SimpleNamespace(say=said.append)), config, "shared", "", "model")
+    assert "sigmoid + 0.2 × sft, beta 0.1" in said[-1]
+
+
 def test_label_smoothing_that_trl_passes_over_is_refused_by_the_config(tmp_path: Path) -> None:
     """TRL takes it for every loss and uses it in few: this finds those few."""
     uses = set()
+    trainers = [trl_trainer(tmp_path, loss_type=["sigmoid"], label_smoothing=smoothing) for smoothing in (0.0, 0.2)]
+    batch = collate_pairs(PAIRS.pairs[:3], 0, "padding")
     for name in known_to_trl() - {"exo_pair"}:
-        losses = [of_trl(tmp_path, loss_type=[name], label_smoothing=smoothing)[0] for smoothing in (0.0, 0.2)]
+        losses = []
+        for trainer in trainers:
+            trainer.loss_types = [name]
+            losses.append(trainer._compute_loss(trainer.model, batch, False).item())
         if losses[0] != losses[1]:
             uses.add(name)
         config = RunConfig(objective=Objective(kind="dpo", loss_type=cast(Any, name), label_smoothing=0.2))
@@ -266,64 +250,3 @@ def test_losses_that_sort_the_pairs_of_a_step_are_refused_where_it_is_split(loss
     with pytest.raises(UserError, match="2 processes"):
         _check_sorting_losses(config, PairSteps(two.data, two.schedule, "flat", 0, rank=0, world_size=2))
     _check_sorting_losses(RunConfig(objective=Objective(kind="dpo")), steps_of("flat", tokens=80))
-
-
-# -- what is checked before step 1
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_that_is_its_own_reference_starts_at_ln_2(layout: Layout, tmp_path: Path) -> None:
-    trainer = ours(tmp_path, layout, reference=policy(), loss_type=["sigmoid"])
-    assert check_start(trainer) == pytest.approx(math.log(2), abs=1e-6)
-    check_pair_forward(trainer, "sdpa")
-
-
-@pytest.mark.parametrize("objective", [{"loss_type": ["ipo", "sft"]}, {"loss_type": ["sppo_hard"], "ld_alpha": 0.5}])
-def test_other_losses_start_at_their_own_value_of_a_zero_margin(objective: dict[str, Any], tmp_path: Path) -> None:
-    trainer = ours(tmp_path, "shared", reference=policy(), **objective)
-    found = check_start(trainer)
-    if objective["loss_type"] == ["sppo_hard"]:
-        assert found == pytest.approx(2 * (0.5 / 0.1) ** 2, rel=1e-6)
-    with pytest.raises(CheckFailed):
-        check_start(ours(tmp_path, "shared", reference=another(), **objective))
-
-
-@pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_another_reference_is_refused_and_the_side_that_differs_named(side: str, tmp_path: Path) -> None:
-    trainer = ours(tmp_path, "padding", reference=policy(), loss_type=["sigmoid"], precompute_ref_log_probs=True)
-    batch = cast(PairSteps, trainer.steps).collate(range(len(PAIRS)))
-    trainer.precompute_ref_logps = False
-    with torch.no_grad():
-        known = np.stack([part.numpy() for part in trainer.policy_logps(batch)], axis=1)
-    known[:, ["chosen", "rejected"].index(side)] += 0.01
-    trainer.precompute_ref_logps = True
-    trainer.steps = PairSteps(**{**trainer.steps.__dict__, "reference": known})
-    with pytest.raises(
-        CheckFailed, match=rf"the first loss is 0\.69\d+, but 0\.6931.*of the {side} answers they differ by"
-    ):
-        check_start(trainer)
-
-
-def test_dropout_in_the_reference_is_refused(tmp_path: Path) -> None:
-    trainer = ours(tmp_path, "padding", reference=policy(), loss_type=["sigmoid"])
-    for layer in trainer.ref_model.model.layers:
-        layer.mlp.register_forward_hook(lambda _, __, out: torch.nn.functional.dropout(out, 0.1))
-    with pytest.raises(CheckFailed, match="the first loss is"):
-        check_start(trainer)
-
-
-@pytest.mark.parametrize("layout", ["flat", "shared"])
-def test_a_row_whose_tokens_see_too_much_or_come_back_wrong_is_caught(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = ours(tmp_path, layout, loss_type=["sigmoid"])
-    attention = own_attention(policy())
-    check_pair_forward(trainer, attention)
-    batch = cast(PairSteps, trainer.steps).collate(range(len(PAIRS)))
-    told = batch.inputs["layout"]
-    one = Segments((sum(told.segments.lengths),), ())  # all one document
-    for broken in (replace(told, segments=one), replace(told, rows=told.rows.roll(1))):
-        wrong = replace(batch, inputs={**batch.inputs, "layout": broken})
-        monkeypatch.setattr(dpo_start, "_first", lambda _, wrong=wrong: wrong)
-        with pytest.raises(CheckFailed, match="from padded batches and full logits of LlamaForCausalLM"):
-            check_pair_forward(trainer, attention)

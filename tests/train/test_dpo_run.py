@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,17 +11,20 @@ import datasets
 import pytest
 import torch
 import yaml
-from running import ENVIRONMENT, LLAMA, WORDS, Run, base_config, packtrain, train, write_jsonl
+from here import train_here
+from running import ENVIRONMENT, LLAMA, WORDS, Run, base_config, train, write_jsonl
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
+from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft
+from packtrain.errors import UserError
 from packtrain.train.dpo import FIGURES
 from packtrain.train.model import load_model, load_tokenizer
+from tests.train import forked
 
 PAIRS, HELD_OUT, A_STEP, STEPS = 22, 5, 7, 6  # step 4 has one pair, step 5 is of the second epoch
-TWO = ["topology=local", "topology.gpus_per_node=2"]
 SMALL = "batch.tokens_per_device=190"  # one to four pairs, so that steps have several micro-batches
 
 
@@ -69,12 +70,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, name: str, *overrides: str, **groups: dict[str, Any]) -> Run:
-    return train(folder, config_of(folder, **groups), *overrides, name=name, command="dpo")
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config_of(folder, **groups)))
+    return train_here(load_config(str(path), ["objective.kind=dpo", *overrides]), folder / name)
 
 
 @pytest.fixture(scope="module")
 def packed(folder: Path) -> Run:
-    return run(folder, "packed")
+    return train(folder, config_of(folder), name="packed", command="dpo")
 
 
 def assert_same_training(found: Run, expected: Run, weights: str = "model.safetensors") -> None:
@@ -127,6 +130,9 @@ def test_the_first_steps_equal_those_of_trl(folder: Path, packed: Run) -> None:
     for ours, line in zip(packed.steps, expected, strict=True):
         for name in ("loss", "grad_norm", *FIGURES):
             assert ours[name] == pytest.approx(line[name], rel=1e-5, abs=1e-5), (ours["step"], name)
+        assert (ours["tokens"], ours["lr"]) == (line["num_tokens"], line["learning_rate"])
+        usual = {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens"}
+        assert line.keys() - usual == set(FIGURES)  # all that TRL logs
     evaluated = theirs.evaluate()
     for name in ("loss", *FIGURES):
         assert packed.evals[-1][f"eval_{name}"] == pytest.approx(evaluated[f"eval_{name}"], rel=1e-5, abs=1e-5), name
@@ -142,16 +148,24 @@ def test_the_first_steps_equal_those_of_trl(folder: Path, packed: Run) -> None:
         ("padding", "", ["packing.mode=padding"]),
         ("padding-free", "computed once for both answers", ["packing.mode=padding_free"]),
         ("unshared", "computed for each answer", ["packing.share_prefix=false", SMALL]),
-        ("two", "computed once for both answers", [*TWO, SMALL]),
-        ("two-precomputed", "computed once", [*TWO, SMALL, "objective.reference=precomputed"]),
     ],
 )
-def test_mode_processes_and_micro_batches_never_change_the_training(
+def test_mode_and_micro_batches_never_change_the_training(
     folder: Path, packed: Run, name: str, prompts: str, overrides: list[str]
 ) -> None:
     found = run(folder, name, *overrides)
     assert_same_training(found, packed)
     assert prompts in said_at_start(found)
+
+
+@pytest.mark.parametrize(("processes", "reference"), [(3, "model"), (2, "precomputed")])
+def test_several_processes_train_as_one_also_where_one_of_them_has_no_pair(
+    folder: Path, packed: Run, processes: int, reference: str
+) -> None:
+    started = {"name": f"of-{processes}", "command": "dpo", "processes": processes}
+    found = train(folder, config_of(folder), SMALL, f"objective.reference={reference}", **started)
+    assert_same_training(found, packed)
+    assert "computed once for both answers" in said_at_start(found)
 
 
 def test_a_run_starts_at_ln_2_learns_and_says_what_it_is_held_to(packed: Run) -> None:
@@ -186,27 +200,24 @@ def test_a_loss_that_sorts_pairs_is_refused_where_only_the_evaluation_would_be_s
     config["data"] |= {"train": str(folder / "short.jsonl"), "eval": str(folder / "train.jsonl")}
     path = folder / "aot.yaml"
     path.write_text(yaml.safe_dump(config))
-    result = packtrain("dpo", str(path), SMALL, "data.eval=null")
-    assert "step 1/1" in result.stdout
-    result = packtrain("dpo", str(path), SMALL, expect=2)
-    assert "aot sorts all pairs of a step" in result.stderr
+    alone, both = (load_config(str(path), ["objective.kind=dpo", SMALL, *more]) for more in (["data.eval=null"], []))
+    assert len(train_here(alone, folder / "aot").losses) == 1
+    with pytest.raises(UserError, match="aot sorts all pairs of a step"):
+        train_here(both, folder / "aot-refused")
 
 
 def test_killed_and_resumed_gives_bitwise_the_same_weights(folder: Path, packed: Run) -> None:
     config = config_of(folder, trainer={"checkpoint_every": 2, "output_dir": str(folder / "killed")})
-    path = folder / "killed.yaml"
+    path, outputs = folder / "killed.yaml", [folder / "killed.out", folder / "killed.err"]
     path.write_text(yaml.safe_dump(config))
-    log = (folder / "killed.log").open("w")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "packtrain", "dpo", str(path)], stdout=log, stderr=log, env=ENVIRONMENT
-    )
+    process = forked.start(("dpo", str(path)), ENVIRONMENT, folder, outputs)
     deadline = time.monotonic() + 120
     while not (folder / "killed" / "checkpoints" / "step-000002").exists():
-        assert time.monotonic() < deadline and process.poll() is None, (folder / "killed.log").read_text()
+        assert time.monotonic() < deadline and process.is_alive(), outputs[1].read_text()
         time.sleep(0.01)
     process.kill()
-    process.wait()
-    resumed = train(folder, config, name="killed", command="dpo")
+    process.join()
+    resumed = run(folder, "killed", trainer={"checkpoint_every": 2})
     assert "resuming from step-00000" in said_at_start(resumed)
     assert resumed.losses == packed.losses
     weights = packed.weights()

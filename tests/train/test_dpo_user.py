@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from here import ALONE, train_here
 from running import LLAMA, WORDS, Run, write_jsonl
+from transformers import PreTrainedModel
 
-from packtrain.config.compose import to_yaml
-from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Packing, Peft, RunConfig, Trainer
-from packtrain.errors import UserError
+from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Packing, Peft, RunConfig, Trainer, Verify
+from packtrain.data.prepare import prepare_pairs
+from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.verification import show
 from packtrain.run_folder import RunFolder
 from packtrain.train import reference
-from packtrain.train.run import Process, train_in
+from packtrain.train.agreement import weights_hash
+from packtrain.train.announce import _documents
+from packtrain.train.dpo import PackedDPOTrainer
+from packtrain.train.dpo_stages import identity_of_reference
+from packtrain.train.model import load_model, load_tokenizer
 from packtrain.train.verify import verify
 
 LN2 = 0.6931472
+ROUTED = {**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "output_router_logits": True}
 
 
 def pairs(count: int) -> list[dict[str, str]]:
@@ -51,14 +60,22 @@ def start(tmp_path: Path) -> RunConfig:
 
 def trained(config: RunConfig, name: str, **groups: Any) -> Run:
     """A finished run of `config` in this process, in a folder beside its own."""
-    folder = Path(config.trainer.output_dir).with_name(name)
-    config = replace(config, **groups)
-    config = replace(config, trainer=replace(config.trainer, output_dir=str(folder)))
-    prepared = RunFolder.of(config)
-    prepared.open_attempt("auto")
-    prepared.attempt.config.write_text(to_yaml(config))
-    assert train_in(config, Process(0, 1, torch.device("cpu"))) == 0
-    return Run(folder)
+    return train_here(replace(config, **groups), Path(config.trainer.output_dir).with_name(name))
+
+
+def test_prompts_that_are_not_token_exact_or_too_short_to_share_are_told_of(tmp_path: Path) -> None:
+    rows = [
+        *pairs(5),
+        {"prompt": "Say back", "chosen": "wards", "rejected": "bone"},
+        {"prompt": "a", "chosen": " b", "rejected": " c"},
+    ]
+    data = Data(train=str(write_jsonl(tmp_path / "pairs.jsonl", rows)), cache_dir=str(tmp_path), workers=1)
+    report = prepare_pairs(data, load_tokenizer(Model(tokenizer="quickstart")), seed=0).train.report
+    assert report.pairs_apart and report.pairs and report.pairs.pairs - report.pairs.shareable == 1
+    said = _documents(report)
+    assert "1 are of fewer than two tokens and not shared" in said
+    assert f"{report.pairs_apart} have other tokens before an answer than alone" in said
+    assert "pairs (of ranked lists, the best answer with the worst)" in _documents(replace(report, format="ranked"))
 
 
 def against(reference: str) -> Objective:
@@ -94,6 +111,9 @@ def test_a_second_model_its_own_folder_and_what_it_said_once_are_the_same_refere
     assert len(list(kept.parent.iterdir())) == 2  # other weights, another entry
 
     known = np.load(kept)
+    np.save(kept, known + np.float32([0.1, 0.0]))
+    with pytest.raises(CheckFailed, match="the log-probabilities that were kept are stale"):
+        trained(start, "stale", objective=against("precomputed"))
     known[::2] = np.nan
     np.save(kept.with_name(f"{kept.stem}.rank-0-of-2.npy"), known)  # what an interrupted run of two processes left
     kept.unlink()
@@ -102,18 +122,181 @@ def test_a_second_model_its_own_folder_and_what_it_said_once_are_the_same_refere
     assert not list(kept.parent.glob("*.rank-*")) and kept.exists()
 
 
+def test_kept_log_probabilities_are_named_by_the_pairs_the_weights_and_the_settings(
+    start: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "_of_data_set", lambda _, __, place: place.name)
+    start = replace(start, objective=against("precomputed"))
+    tokenizer = load_tokenizer(start.model)
+
+    def name(config: RunConfig, *, rows: int = 15, moved: float = 0.0, ld_alpha: float | None = None) -> Any:
+        data = replace(config.data, train=str(write_jsonl(tmp_path / f"{rows}.jsonl", pairs(rows))))
+        steps = SimpleNamespace(data=prepare_pairs(data, tokenizer, seed=0).train)
+        model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
+        with torch.no_grad():
+            next(model.parameters())[0, 0] += moved
+        identity = identity_of_reference(config, model, weights_hash(model))
+        return reference.precompute(
+            cast(Any, SimpleNamespace(ld_alpha=ld_alpha)), config, [cast(Any, steps)], identity
+        )[0]
+
+    def model_as(**keys: Any) -> RunConfig:
+        return replace(start, model=replace(start.model, **keys))
+
+    known = name(start)
+    assert known == name(
+        replace(start, optim=Optim(), batch=Batch(examples_per_step=3), packing=Packing(mode="padding"))
+    )
+    others = [
+        name(start, rows=14),
+        name(start, moved=1e-6),
+        name(start, ld_alpha=0.5),
+        name(model_as(dtype="bfloat16")),
+        name(model_as(config={**LLAMA, "rms_norm_eps": 0.1})),
+        name(replace(start, trainer=replace(start.trainer, mixed_precision="bf16"))),
+        name(replace(start, data=replace(start.data, max_length=32))),
+    ]
+    assert len({known, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("model", 2), ("precomputed", 1)])
+def test_with_kept_log_probabilities_no_reference_is_in_memory(
+    start: RunConfig, kind: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def models() -> int:
+        gc.collect()
+        return sum(issubclass(type(one), PreTrainedModel) and hasattr(one, "lm_head") for one in gc.get_objects())
+
+    before, step, found = models(), PackedDPOTrainer.training_step, []
+    monkeypatch.setattr(
+        PackedDPOTrainer, "training_step", lambda *given: [found.append(models() - before), step(*given)][1]
+    )
+    trained(start, "counted", objective=against(kind))
+    assert found == [expected] * 3
+
+
+def test_a_precomputation_that_was_killed_goes_on_to_bitwise_the_same(
+    start: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def log_probabilities(cache: Path) -> np.ndarray:
+        (kept,) = (cache / "reference").iterdir()
+        return np.load(kept)
+
+    once = replace(start, objective=against("precomputed"))
+    trained(once, "whole")
+    whole = log_probabilities(tmp_path / "cache")
+    write, fill, written = reference._write, reference.PackedDPOTrainer.policy_logps, []
+
+    def killed_at_the_second(*args: Any) -> None:
+        if written:
+            raise Killed
+        written.append(write(*args))
+
+    again = replace(once, data=replace(start.data, cache_dir=str(tmp_path / "again")))
+    monkeypatch.setattr(reference, "_WRITE_EVERY", 1)
+    monkeypatch.setattr(reference, "_write", killed_at_the_second)
+    with pytest.raises(Killed):
+        trained(again, "killed")
+    part = log_probabilities(tmp_path / "again")
+    known = ~np.isnan(part)
+    assert 0 < known.sum() < known.size and np.array_equal(part[known], whole[known])
+
+    computed: list[int] = []
+    monkeypatch.setattr(reference, "_write", write)
+    monkeypatch.setattr(
+        reference.PackedDPOTrainer, "policy_logps", lambda self, b: [computed.append(b.examples), fill(self, b)][1]
+    )
+    trained(again, "resumed", verify=Verify(preflight=False))
+    assert np.array_equal(log_probabilities(tmp_path / "again"), whole)
+    assert sum(computed) == len(whole) - known[:, 0].sum()
+
+
+@pytest.mark.parametrize("way", ["model", "precomputed"])
+def test_a_run_goes_on_against_the_reference_that_it_began_with_or_not_at_all(start: RunConfig, way: str) -> None:
+    timely = replace(start.trainer, checkpoint_every=2, keep_checkpoints=None)
+    whole = trained(start, "whole", objective=against(way), trainer=timely)
+    after_two = replace(timely, resume=str(whole.folder / "checkpoints/step-000002"))
+    assert trained(start, "on", objective=against(way), trainer=after_two).losses == whole.losses[2:]
+    other = replace(start.model, config={**LLAMA, "initializer_range": 0.1})
+    with pytest.raises(UserError, match=r"made with one of weights with hash \w+, this run has one") as refused:
+        trained(start, "changed", objective=against(way), trainer=after_two, model=other)
+    assert [one.where for one in refused.value.problems] == ["objective.reference"]
+
+
 def test_another_folder_is_a_reference_and_need_not_begin_at_a_zero_margin(start: RunConfig) -> None:
     model = trained(start, "first")
     other = trained(start, "second", objective=against(str(model.folder / "final")))
     assert abs(other.losses[0] - LN2) > 1e-3
 
 
-def test_with_adapters_the_reference_is_the_model_without_them(start: RunConfig) -> None:
-    lora = Peft(kind="lora", r=4, alpha=8)
+def test_with_adapters_the_reference_is_the_model_without_them(
+    start: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = Peft(kind="lora", r=4, alpha=8, dropout=0.5)
     off = trained(start, "off", peft=lora)
     assert off.losses[0] == pytest.approx(LN2, abs=1e-6) and off.losses[-1] < off.losses[0]
+    assert "off, peft.dropout=0.5 too" in capsys.readouterr().out
     for way in ("model", "precomputed"):
         np.testing.assert_allclose(trained(start, way, peft=lora, objective=against(way)).losses, off.losses, rtol=1e-5)
+
+
+@pytest.fixture
+def earlier(start: RunConfig) -> RunConfig:
+    """A run with adapters on a folder's model, as those that went before: in earlier/final, and merged beside it."""
+    base = trained(start, "base").folder / "final"
+    config = replace(start, model=replace(start.model, init="pretrained", path=str(base), config={}, tokenizer=None))
+    config = replace(config, peft=Peft(kind="lora", r=4, alpha=8), optim=replace(start.optim, learning_rate=1e-2))
+    trained(config, "earlier", peft=replace(config.peft, merge=True))
+    return config
+
+
+def test_earlier_adapters_are_a_reference_beside_new_ones(
+    earlier: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = Path(earlier.trainer.output_dir).with_name("earlier")
+    named = trained(earlier, "named", objective=against(str(before / "final")))
+    merged = trained(earlier, "merged", objective=against(str(before / "final-merged")))
+    assert abs(named.losses[0] - LN2) > 1e-3
+    np.testing.assert_allclose(named.losses, merged.losses, rtol=1e-5)
+    assert verify(replace(earlier, objective=against(str(before / "final"))), ALONE) == 0
+    report = json.loads(RunFolder.of(earlier).verification.read_text())
+    assert report["start"] is None
+    show(report, as_json=False)
+    assert "first loss any: the model is held to another than" in capsys.readouterr().out
+    full = trained(earlier, "full", objective=against(str(before / "final")), peft=Peft())
+    assert full.losses[0] == pytest.approx(named.losses[0], rel=1e-5)  # a second model, merged
+    assert sorted(one.name for one in (named.folder / "final").iterdir() if one.is_dir()) == []
+
+
+def test_training_goes_on_from_adapters_and_is_held_to_them(
+    earlier: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = Path(earlier.trainer.output_dir).with_name("earlier")
+    config = replace(earlier, model=replace(earlier.model, path=str(before / "final")))
+    timely = replace(config.trainer, checkpoint_every=2, keep_checkpoints=None)
+    on = trained(config, "on", trainer=timely)
+    assert on.losses[0] == pytest.approx(LN2, abs=1e-6) and on.losses[1] < LN2 - 1e-3
+    assert f"against the model with the adapters of {before / 'final'}" in " ".join(capsys.readouterr().out.split())
+    for way in ("precomputed", str(before / "final"), str(before / "final-merged")):
+        same = trained(config, "same", objective=against(way))
+        np.testing.assert_allclose(same.losses, on.losses, rtol=1e-5)
+    assert verify(config, ALONE) == 0  # of adapters that are not new
+    begins = json.loads(RunFolder.of(config).verification.read_text())["start"]
+    assert begins["loss"] == pytest.approx(LN2, abs=1e-6)
+    base = trained(config, "base-as-reference", objective=against("adapters_off"))
+    assert abs(base.losses[0] - LN2) > 1e-3
+    assert not [one for one in on.folder.glob("checkpoints/*/*") if one.is_dir()]  # the reference is not kept
+    resumed = trained(config, "resumed", trainer=replace(timely, resume=str(on.folder / "checkpoints/step-000002")))
+    assert resumed.losses[-1] == on.losses[-1]
+
+    merged = replace(config.model, path=str(before / "final-merged"))
+    whole = [trained(config, "whole", peft=Peft(), model=one).losses for one in (config.model, merged)]
+    np.testing.assert_allclose(*whole, rtol=1e-5)
+    with pytest.raises(UserError, match="have r 4, not 16"):
+        trained(config, "other", peft=Peft(kind="lora", alpha=8))
 
 
 def test_held_out_pairs_are_evaluated_and_told_of(start: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,27 +314,37 @@ def test_held_out_pairs_are_evaluated_and_told_of(start: RunConfig, capsys: pyte
         ({"batch": Batch(examples_per_step=7, tokens_per_device=32)}, r"longest pair takes \d+ token slots"),
         ({"objective": Objective(kind="dpo", loss_type="aot")}, "aot sorts all pairs of a step"),
         ({"objective": Objective(kind="dpo", reference="/nowhere/at/all")}, "objective.reference"),
+        ({"model": Model(init="random", config=ROUTED, tokenizer="quickstart")}, "no load-balancing loss of routers"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words_of_pairs(start: RunConfig, groups: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         trained(start, "refused", **groups)
+    if said not in ("aot sorts all pairs of a step", r"longest pair takes \d+ token slots"):  # which hang on the data
+        with pytest.raises(UserError, match=said):
+            verify(replace(start, **groups), ALONE)
 
 
-def test_verify_proves_that_no_answer_sees_the_other_one_nor_another_pair(
-    start: RunConfig, capsys: pytest.CaptureFixture[str]
+def test_a_run_that_insists_on_shared_prompts_never_computes_them_twice(start: RunConfig) -> None:
+    insisting: dict[str, Any] = {
+        "packing": Packing(share_prefix=True),
+        "model": replace(start.model, attention="per_document"),
+    }
+    with pytest.raises(CheckFailed, match="prompts cannot be shared: per_document") as refused:
+        trained(start, "insists", **insisting)
+    assert refused.value.problems[0].where == "packing.share_prefix"
+
+
+def test_kept_log_probabilities_that_only_the_first_machine_has_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for insists, attention, code in ((None, "auto", 0), (None, "per_document", 0), (True, "per_document", 3)):
-        packing, model = Packing(share_prefix=insists), replace(start.model, attention=attention)
-        config = replace(start, packing=packing, model=model)
-        assert verify(config, Process(0, 1, torch.device("cpu"))) == code
-        report = json.loads(RunFolder.of(config).verification.read_text())
-        proof = report["pairs"]
-        assert proof["prompts_shared"] == (attention == "auto")
-        if attention == "auto":
-            worst = max(proof[f"max_abs_diff_{what}"] for what in ("before", "after", "alone"))
-            assert worst <= proof["tolerance"] and proof["control"] > 5 * proof["tolerance"]
-        show(report, as_json=False)
-        said = capsys.readouterr().out
-        assert ("pairs: beside a changed one" in said) == (attention == "auto")
-        assert ("prompts cannot be shared: per_document" in said and "share_prefix=false" in said) == bool(insists)
+    monkeypatch.setattr(reference, "broadcast_object_list", lambda _: [True])  # what the first process sees
+    with pytest.raises(UserError, match=r"which the first process wrote to .* are not on this machine"):
+        reference._of_data_set(cast(Any, None), cast(Any, None), tmp_path / "kept")
+
+
+def test_parts_of_log_probabilities_that_another_run_takes_away_are_no_error(tmp_path: Path) -> None:
+    for rank, values in enumerate(([[1, 2], [np.nan, np.nan]], [[np.nan, np.nan], [3, 4]])):
+        np.save(tmp_path / f"kept.rank-{rank}-of-2.npy", np.array(values, dtype=np.float32))
+    (tmp_path / "kept.rank-2-of-2.npy").symlink_to(tmp_path / "gone.npy")  # there when listed, gone when read
+    assert reference._begun(tmp_path / "kept", 2).tolist() == [[1, 2], [3, 4]]

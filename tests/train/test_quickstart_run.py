@@ -10,8 +10,13 @@ from pathlib import Path
 from running import Run
 
 
+def environment_of(folder: Path) -> dict[str, str]:
+    """A cache of its own, no hub, and the one CPU core that the other tests leave."""
+    return {**os.environ, "PACKTRAIN_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+
 def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_learnt(tmp_path: Path) -> None:
-    environment = {**os.environ, "PACKTRAIN_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    environment = environment_of(tmp_path)
     result = subprocess.run(
         [sys.executable, "-m", "packtrain", "sft", "recipes/quickstart-sft.yaml"],
         cwd=tmp_path,  # not the checkout: the recipe is found in the package
@@ -40,7 +45,7 @@ def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_lea
 
 
 def test_the_dpo_quickstart_ranks_held_out_pairs_well_above_chance(tmp_path: Path) -> None:
-    environment = {**os.environ, "PACKTRAIN_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    environment = environment_of(tmp_path)
     result = subprocess.run(
         [sys.executable, "-m", "packtrain", "dpo", "recipes/quickstart-dpo.yaml"],
         cwd=tmp_path,

@@ -67,8 +67,9 @@ def test_killed_and_resumed_gives_bitwise_the_same_weights(unbroken: tuple[Path,
     assert run.summary["tokens"] == expected.summary["tokens"]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("number", "code", "processes"), [(signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 1), (signal.SIGTERM, 143, 2)]
+)
 def test_a_signal_ends_the_run_after_a_checkpoint_that_it_goes_on_from(
     unbroken: tuple[Path, Run], number: int, code: int, processes: int
 ) -> None:
@@ -84,7 +85,7 @@ def test_a_signal_ends_the_run_after_a_checkpoint_that_it_goes_on_from(
     assert run.summary["status"] == "stopped"
     stopped_at = run.summary["steps"]
     assert (folder / name / "checkpoints" / f"step-{stopped_at:06d}" / "manifest.json").exists()
-    resumed = train(folder, config, *several, f"trainer.max_steps={stopped_at + 2}", name=name)
+    resumed = train(folder, config, f"trainer.max_steps={stopped_at + 2}", name=name, processes=processes)
     assert [line["step"] for line in resumed.steps] == list(range(1, stopped_at + 3))
 
 
@@ -109,7 +110,7 @@ def test_another_number_of_processes_goes_on_with_the_same_global_batches(unbrok
     expected = train(folder, config, name="no-dropout")
     train(folder, config, "trainer.max_steps=3", name="grown")
     (folder / "grown" / "summary.json").unlink()
-    run = train(folder, config, "topology=local", "topology.gpus_per_node=2", name="grown")
+    run = train(folder, config, name="grown", processes=2)
     assert run.losses == pytest.approx(expected.losses, rel=1e-5)
 
 

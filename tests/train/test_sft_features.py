@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,13 @@ def eval_loss_by_definition(model_folder: Path, documents: Path, cache: Path) ->
     return total / count
 
 
-@pytest.mark.parametrize("overrides", [["packing.mode=padding"], ["topology=local", "topology.gpus_per_node=3"]])
-def test_eval_loss_is_exact_over_the_set_and_final_is_what_was_evaluated(tmp_path: Path, overrides: list[str]) -> None:
+@pytest.mark.parametrize(("mode", "processes"), [("padding", 1), ("packed", 3)])
+def test_eval_loss_is_exact_over_the_set_and_final_is_what_was_evaluated(
+    tmp_path: Path, mode: str, processes: int
+) -> None:
     held_out = write_jsonl(tmp_path / "held-out.jsonl", conversations(11, seed=1))
     config = base_config(tmp_path, data={"eval": str(held_out)}, trainer={"max_steps": 4, "eval_every": 2})
-    run = train(tmp_path, config, *overrides)
+    run = train(tmp_path, config, f"packing.mode={mode}", processes=processes)
     assert [line["step"] for line in run.evals] == [0, 2, 4]
     expected = eval_loss_by_definition(run.folder / "final", held_out, tmp_path / "cache")
     assert run.evals[-1]["eval_loss"] == pytest.approx(expected, rel=1e-5)
@@ -76,8 +79,8 @@ def test_lora_trains_adapters_alone_and_merges_them_on_request(tmp_path: Path) -
         optim={"learning_rate": 1e-2},
     )
     runs = [
-        train(tmp_path, config, f"packing.mode={mode}", *more, name=mode)
-        for mode, more in (("padding", []), ("packed", ["topology=local", "topology.gpus_per_node=2"]))
+        train(tmp_path, config, f"packing.mode={mode}", name=mode, processes=processes)
+        for mode, processes in (("padding", 1), ("packed", 2))
     ]
     assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-5)
     final = runs[0].folder / "final"
@@ -157,7 +160,8 @@ def test_the_run_folder_holds_what_is_promised_and_nothing_of_the_machine(tmp_pa
     assert {path.stat().st_mode for path in files} == {run.folder.joinpath("summary.json").stat().st_mode}
     again = packtrain("plan", str(run.folder / "config.yaml"), "--json")
     assert json.loads(again.stdout)["num_processes"] == 1
-    assert list(tmp_path.glob("run/**/events.out.tfevents*"))
+    assert list(tmp_path.glob("run/tensorboard/events.out.tfevents*"))
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_dir() and socket.gethostname() in path.name]
 
 
 def test_an_attention_that_leaks_stops_the_run_before_step_1_with_exit_3(tmp_path: Path) -> None:
@@ -170,6 +174,8 @@ def test_an_attention_that_leaks_stops_the_run_before_step_1_with_exit_3(tmp_pat
     assert "backbone.layers.0.mixer" in result.stderr and "set model.attention=auto" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    unproved = packtrain("sft", str(path), "verify.preflight=false", "trainer.max_steps=1")
+    assert "not proved (verify.preflight=false)" in unproved.stdout
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ def test_same_losses_and_weights_in_every_mode_on_every_number_of_processes(
     reference: tuple[Path, Run], processes: int, layout: str
 ) -> None:
     folder, expected = reference
-    several = [] if processes == 1 else ["topology=local", f"topology.gpus_per_node={processes}"]
-    run = train(folder, base_config(folder), *LAYOUTS[layout], *several, name=f"{layout}-{processes}".replace(" ", ""))
+    name = f"{layout}-{processes}".replace(" ", "")
+    run = train(folder, base_config(folder), *LAYOUTS[layout], name=name, processes=processes)
     assert len(run.losses) == 10
     assert run.losses == pytest.approx(expected.losses, rel=1e-5)
     assert [s["grad_norm"] for s in run.steps] == pytest.approx([s["grad_norm"] for s in expected.steps], rel=1e-4)
@@ -55,12 +55,8 @@ def test_same_losses_and_weights_in_every_mode_on_every_number_of_processes(
 def test_tokens_per_step_trains_the_same_documents_in_every_mode(tmp_path: Path) -> None:
     config = base_config(tmp_path, batch={"examples_per_step": None, "tokens_per_step": 1024}, trainer={"max_steps": 6})
     expected = train(tmp_path, config, "packing.mode=padding", "batch.examples_per_device=2", name="padding")
-    for overrides in (
-        ["packing.mode=packed"],
-        ["packing.mode=packed", "topology=local", "topology.gpus_per_node=2"],
-        ["packing.mode=padding_free"],
-    ):
-        run = train(tmp_path, config, *overrides, name="-".join(o.split("=")[1] for o in overrides))
+    for mode, processes in (("packed", 1), ("packed", 2), ("padding_free", 1)):
+        run = train(tmp_path, config, f"packing.mode={mode}", name=f"{mode}-{processes}", processes=processes)
         assert run.losses == pytest.approx(expected.losses, rel=1e-5)
         assert largest_difference(run.weights(), expected.weights()) < 1e-4
 

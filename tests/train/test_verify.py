@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,20 @@ import torch
 import yaml
 from running import LLAMA, base_config, packtrain
 from tiny_models import tiny_model
+from transformers import MptConfig, MptForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
-from packtrain.config.schema import Batch, Data, Model, Peft, RunConfig, Trainer
+from packtrain.config.schema import Batch, Data, Model, Objective, Packing, Peft, RunConfig, Strategy, Trainer
+from packtrain.data.hub import OFFLINE_ADVICE
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.verification import show
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
+from packtrain.train import model as loading
 from packtrain.train import verify as verifying
 from packtrain.train.forward import add_loss_sum
+from packtrain.train.model import check_positions, load_model, load_tokenizer
 from packtrain.train.modes import MODES, Comparison, compare_modes, lengths_for
 from packtrain.train.run import Process
 from packtrain.train.verify import verify, worst_of
@@ -54,8 +59,9 @@ def compared(model: Any, backend: str = "segmented") -> Comparison:
 def test_an_exact_model_ends_with_0_and_one_json_document_and_leaves_the_run_folder_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(base_config(tmp_path)))
-    done = packtrain("verify", str(path), "--json")
+    done = packtrain("verify", str(path), "strategy=fsdp2", "--json")
     report = json.loads(done.stdout)
+    assert report["modes_on"] == "spread"
     assert report["verdict"] == "exact" and report["backend"] == "segmented" and report["problem"] == ""
     assert report["architecture"] == "LlamaForCausalLM" and report["model"]
     isolation = report["isolation"]
@@ -67,13 +73,18 @@ def test_an_exact_model_ends_with_0_and_one_json_document_and_leaves_the_run_fol
         assert figures["loss"] == pytest.approx(report["reference"]["loss"], rel=1e-5)
         assert 0 <= figures["grad_rel_diff"] < 1e-4
     assert report["control"]["grad_rel_diff"] > 1000 * report["tolerances"]["grad_rel_diff"]
+    assert report["long_row"]["documents"] == [150, 90, 40]
+    assert report["long_row"]["off"] <= report["long_row"]["tolerance"]
     assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
 
 
 def test_of_several_processes_the_worst_verdict_is_told_in_a_table_with_the_leak_and_its_cure(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(base_config(tmp_path, model={"config": MAMBA, "attention": "segmented"})))
-    done = packtrain("verify", str(path), "topology=local", "topology.gpus_per_node=2", expect=3)
+    strategy = "zero3" if find_spec("deepspeed") else "fsdp2"
+    two = ("topology=local", "topology.gpus_per_node=2", f"strategy={strategy}")
+    done = packtrain("verify", str(path), *two, expect=3)
+    assert f"on the model as {strategy} spreads it over processes" in done.stdout
     assert "2 processes" in done.stdout and "\nleaks (rank 0 of 2): " in done.stdout
     assert "backbone.layers.0.mixer" in done.stdout
     assert "set model.attention=auto (it takes per_document)" in done.stdout
@@ -101,11 +112,34 @@ def test_adapters_16_bits_sinks_and_windows_are_exact(model: dict, groups: dict,
     assert report["reference"]["documents"][-1] == beyond_windows.get(model["model_type"], 71)
 
 
+def test_a_model_whose_own_attention_ends_with_its_positions_is_exact_also_where_a_row_is_longer(
+    tmp_path: Path,
+) -> None:
+    for objective, positions in ((Objective(), 48), (Objective(kind="dpo"), 256)):
+        model = {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": positions}
+        code, report = proved(tmp_path, model, objective=objective)
+        assert (code, report["verdict"], report["backend"]) == (0, "exact", "segmented"), report["problem"]
+        assert sum(report["reference"]["documents"]) > positions
+        assert report["control"]["grad_rel_diff"] > 0.1 and report["controls_see"]
+
+
 def test_a_model_that_cannot_be_flattened_is_exact_one_document_at_a_time_and_says_why(tmp_path: Path) -> None:
     code, report = proved(tmp_path, MAMBA)
     assert (code, report["verdict"], report["backend"]) == (0, "exact", "per_document")
     assert [one["backend"] for one in report["lacking"]] == ["flash", "segmented"]
     assert "backbone.layers.0.mixer" in report["lacking"][1]["why"]
+
+
+def test_what_a_strategy_cannot_train_is_not_called_exact() -> None:
+    config = RunConfig(model=Model(attention="per_document"), strategy=Strategy(name="fsdp2"))
+    found = verifying._isolation(config, tiny_model("llama"))
+    assert (
+        verifying.judge(found, compared(tiny_model("llama")))[0] == "unsupported"
+        and "a different number of times" in found.problem
+    )
+    assert "zero2" in found.fix
+    padded = replace(config, packing=Packing(mode="padding"))
+    assert verifying._isolation(padded, tiny_model("llama")).problem == ""
 
 
 def test_a_named_backend_that_leaks_is_named_with_the_first_module(tmp_path: Path, capsys: Any) -> None:
@@ -161,6 +195,15 @@ def test_what_the_rows_of_the_isolation_proof_do_not_show_the_modes_do(tmp_path:
     assert report["fix"].startswith("set packing.mode=padding")
 
 
+def test_a_leak_in_rows_longer_than_all_others_is_found(tmp_path: Path, monkeypatch: Any) -> None:
+    exact = segmented._runs
+    monkeypatch.setattr(segmented, "_runs", lambda row: exact(row) if row.tokens < 256 else forgets_all_borders(row))
+    code, report = proved(tmp_path, LLAMA, attention="segmented")
+    assert (code, report["verdict"]) == (3, "leaks")
+    assert report["problem"].startswith("documents of 150, 90, 40 tokens in a row are off by ")
+    assert report["modes"]["packed"]["grad_rel_diff"] < 1e-4 and report["long_row"]["off"] > 0.05
+
+
 def test_a_model_that_shows_too_little_is_exact_only_where_documents_run_apart(tmp_path: Path, capsys: Any) -> None:
     blind = {**LLAMA, "initializer_range": 1e-6}
     code, report = proved(tmp_path, blind, attention="segmented")
@@ -186,6 +229,32 @@ def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     assert (code, report["verdict"]) == (3, "unsupported") and "not causal" in report["problem"]
     code, report = proved(tmp_path, {"model_type": "bert", "is_decoder": True, **small})
     assert (code, report["verdict"], report["head"]) == (0, "exact", "full logits")
+
+
+def test_a_model_that_no_mode_trains_is_refused_without_naming_another_mode(tmp_path: Path) -> None:
+    model: dict[str, Any] = {"model_type": "prophetnet", "hidden_size": 32}
+    for part in ("encoder", "decoder"):
+        model |= {f"{part}_ffn_dim": 64, f"num_{part}_layers": 2, f"num_{part}_attention_heads": 4}
+    for mode in ("packed", "padding"):
+        code, report = proved(tmp_path, model, packing=Packing(mode=mode))
+        assert (code, report["verdict"]) == (3, "unsupported")
+        assert report["fix"].startswith("take another model")
+
+
+def test_what_cannot_be_loaded_says_which_package_or_setting_is_missing() -> None:
+    with pytest.raises(UserError, match=r"cannot make a model of model\.config: .*dropout") as refused:
+        load_model(
+            Model(init="random", config={"model_type": "musicgen"}),
+            Peft(),
+            load_tokenizer(Model(tokenizer="quickstart")),
+            seed=0,
+        )
+    assert "model.config" in refused.value.problems[0].where and refused.value.problems[0].fix
+    missing = ImportError(
+        "Timm requires the timm library. You can install it with pip:\n`pip install timm`. Then restart."
+    )
+    assert loading._advice(missing, Model(path="m"), online=True) == "pip install timm"
+    assert loading._advice(OSError("no file"), Model(path="m"), online=False) == OFFLINE_ADVICE
 
 
 def test_nothing_but_padding_is_unsupported_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:
@@ -228,6 +297,12 @@ def test_documents_reach_beyond_windows_and_chunks_but_not_beyond_the_positions(
     assert max(lengths_for(tiny_model("mistral", sliding_window=200))) == 207
     assert max(lengths_for(tiny_model("mistral", sliding_window=4096))) == 71
     assert max(lengths_for(tiny_model("llama", max_position_embeddings=64))) == 64
+    mpt = MptForCausalLM(MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=64, max_seq_len=48))
+    assert max(lengths_for(mpt)) == 48
+    check_positions(mpt, 48, padded=False)
+    with pytest.raises(UserError, match=r"49 tokens, the model is made for 48 positions") as beyond:
+        check_positions(mpt, 49, padded=False)
+    assert "model.config.max_seq_len" in beyond.value.problems[0].fix
 
 
 def disturb_attention(model: torch.nn.Module) -> None:

@@ -177,7 +177,8 @@ def test_names_of_chat_templates_and_columns_are_those_that_the_data_stage_knows
 
     assert list(template_names()) == templates.names()
     required = {name for needed in formats.REQUIRED.values() for name in needed}
-    assert set(COLUMNS) == required | set(formats.OPTIONAL)
+    read_too = {name for more in formats.READ_TOO.values() for name in more}
+    assert set(COLUMNS) == required | read_too | set(formats.OPTIONAL)
     assert load_config(None, [*COMPLETE, "data.chat_template=Llama3.2"]).data.chat_template == "Llama3.2"
 
 
@@ -282,6 +283,9 @@ def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
         ("-m", "sweeps", "one run per value"),
         ("optim.learning_rate=1e-4,1e-5", "sweeps", "one run per value"),
         ("--dryrun", "no such option", "key=value"),
+        ("--nodes", "no such option", "Did you mean topology.nodes?"),
+        ("--gpus=8", "no such option", "Did you mean topology.gpus_per_node?"),
+        ("topology.gres=gpu:8,nvme:1", "sweeps", "a text with commas"),
         ("run2.yaml", "not of the form key=value", "Example"),
         ("a=[", "cannot be read", "Quote the value"),
         ("topology=loca", "no choice 'loca'", "Did you mean local?"),
@@ -328,9 +332,10 @@ def test_a_key_that_is_already_wrong_is_not_called_missing_too() -> None:
 
 
 def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
-    run = write("trainer: {seed: 1}\ndefaults:\n  - strategy: zero3\n")
-    assert only(run, *COMPLETE).where == "run.yaml:3, defaults, strategy.name"
-    assert only(None, *COMPLETE, "strategy=zero3").where == "command line, strategy=zero3, strategy.name"
+    run = write("trainer: {seed: 1}\nstrategy: {name: zero3}\ndefaults:\n  - optim: adafactor\n")
+    assert only(run, *COMPLETE).where.startswith("run.yaml:4, defaults, optim.name")
+    spread = ("strategy.name=zero3", "optim=adafactor")
+    assert only(None, *COMPLETE, *spread).where.startswith("command line, optim=adafactor, optim.name")
 
 
 @pytest.mark.parametrize(
@@ -365,9 +370,15 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["model.path=null", "model.init=random", "+model.config.model_type=llama"], "model.tokenizer", "no tokenizer"),
         (["peft.r=4"], "peft.r", "does nothing without adapters"),
         (["packing.share_prefix=true"], "packing.share_prefix", "only preference pairs"),
-        (["strategy=fsdp2"], "strategy.name", "not available in this version yet"),
-        (["topology=slurm"], "topology.kind", "not available in this version yet"),
-        (["topology.nodes=2"], "topology.nodes", "not available in this version yet"),
+        (["strategy=fsdp2", "optim=adafactor"], "optim.name", "keeps a state for a whole weight"),
+        (["topology=local", "topology.nodes=2"], "topology.nodes", "topology=local is one machine"),
+        (["topology=single", "topology.main_address=a"], "topology.main_address", "has no use for it"),
+        (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "by its name it is a secret"),
+        (["+topology.environment.A=[1]"], "topology.environment.A", "found [1]"),
+        (["+topology.environment.WORLD_SIZE=2"], "topology.environment.WORLD_SIZE", "packtrain sets it itself"),
+        (["+topology.environment={A B: x}"], "topology.environment.A B", "no name of a variable"),
+        (["topology.main_address=n1:29500"], "topology.main_address", "its port is topology.main_port"),
+        (["topology.main_address='n1 n2'"], "topology.main_address", "neither a host name nor an address"),
         (["topology=single", "topology.gpus_per_node=2"], "topology.gpus_per_node", "one process cannot use 2"),
         (["trainer.eval_every=5"], "trainer.eval_every", "nothing to evaluate on"),
         (["trainer.early_stop_patience=5"], "trainer.early_stop_patience", "needs an evaluation loss"),
@@ -375,6 +386,13 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["data.eval=1.0"], "data.eval", "between 0 and 1"),
         (["trainer.resume=somewhere"], "trainer.resume", "no checkpoint folder somewhere"),
         (["data.format=preference"], "data.format", "packtrain dpo"),
+        (["data.overlong=keep_end"], "data.overlong", "keep_end is for preference pairs"),
+        (["objective.kind=dpo", "data.format=messages"], "data.format", "rows of messages hold no preference pairs"),
+        (["objective.kind=dpo", "data.overlong=split"], "data.overlong", "a preference pair cannot be split"),
+        (["objective.kind=dpo", "objective.loss_type=[ipo,sfft]"], "objective.loss_type[1]", "Did you mean sft?"),
+        (["objective.kind=dpo", "objective.loss_weights=[1,2]"], "objective.loss_weights", "2 weights for 1 loss"),
+        (["+objective.ref_model=a/b"], "objective.ref_model", "Did you mean objective.reference?"),
+        (["+data.truncation_mode=keep_end"], "data.truncation_mode", "Did you mean data.overlong?"),
         (["objective.beta=0.2"], "objective.beta", "or use packtrain dpo (objective.kind=dpo)"),
         (["objective.kind=dpo", "objective.neftune_alpha=5"], "objective.neftune_alpha", "a key of packtrain sft"),
         (["objective.kind=dpo", "objective.reference=modle"], "objective.reference", "Did you mean model?"),

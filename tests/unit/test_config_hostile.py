@@ -129,7 +129,9 @@ def test_the_fault_of_a_file_that_a_group_names_as_text_is_found_there(text: str
 
 
 def test_the_fault_of_a_shipped_choice_given_as_text_is_placed_at_its_line() -> None:
-    assert [problem.where for problem in problems("\nstrategy: zero3\n")] == ["run.yaml:2, strategy.name"]
+    assert [problem.where for problem in problems("\noptim: adafactor\nstrategy: {name: zero3}\n")] == [
+        "run.yaml:2, optim.name; run.yaml:3, strategy.name"
+    ]
 
 
 def test_arguments_that_hydra_refuses_hide_no_other_problem() -> None:

@@ -89,9 +89,28 @@ def test_the_report_says_what_pairs_are_made_of(tmp_path):
 
 
 def test_a_prompt_whose_tokens_change_before_an_answer_is_cut_to_what_stays_and_counted(tmp_path):
-    pairs = ready(tmp_path, [row("Hello ", "there", "you"), row("Hello", " there", " you")]).train
-    assert pairs.report.pairs_apart == 1
+    dropped = row("Hello ", "you", "you")
+    pairs = ready(tmp_path, [row("Hello ", "there", "you"), row("Hello", " there", " you"), dropped]).train
+    assert (pairs.report.pairs_apart, pairs.report.kept) == (1, 2)
     assert texts(pairs)[0] == ("Hello", " there<|im_end|>", " you<|im_end|>")
+
+
+def test_empty_answers_are_an_error_or_dropped_and_counted_as_told(tmp_path):
+    said = {"role": "assistant", "content": "Yes."}
+    asked = {"role": "user", "content": "Hello?"}
+    empty = [
+        row("Hello:", "", " no"),
+        row("Hello:", " yes", " \n"),
+        row([asked], [{**said, "content": ""}], [said]),
+        row([asked], [said], []),
+        {"prompt": "Hello:", "responses": ["", "yes"], "scores": [1, 2]},
+    ]
+    for source in empty:
+        with pytest.raises(UserError, match=r"empty|no messages") as stopped:
+            ready(tmp_path, [source])
+        assert "data.bad_rows=skip" in stopped.value.problems[0].fix
+    report = ready(tmp_path, [*rows(2), *empty[:4]], bad_rows="skip").train.report
+    assert (report.rows, report.kept, report.dropped) == (6, 2, {"empty": 4})
 
 
 def test_identical_answers_are_dropped_and_counted(tmp_path):
@@ -101,6 +120,9 @@ def test_identical_answers_are_dropped_and_counted(tmp_path):
     long = [*rows(3), row("Hello", " there" * 40 + " yes", " there" * 40 + " no")]
     report = ready(tmp_path, long, max_length=30).train.report
     assert report.dropped == {"identical answers within data.max_length": 1}
+    with pytest.raises(UserError, match="1 identical answers") as nothing:
+        ready(tmp_path, long[3:], max_length=30)
+    assert nothing.value.problems[0].fix == "See data.format, data.max_length, overlong."
 
 
 LONG = [
@@ -157,6 +179,33 @@ def test_pairs_are_held_out_and_weighted_as_a_whole(tmp_path):
     thrice = numbers(ready(tmp_path, rows(60), train=[source, source.path]).train)
     assert len(thrice) == 150 and thrice[:60] == thrice[90:] == list(range(60))
     assert len(set(thrice[60:90])) == 30
+
+
+@pytest.mark.parametrize("shape", ["strings", "implicit strings", "messages", "implicit messages"])
+def test_all_answers_to_a_prompt_are_on_the_same_side(tmp_path, shape):
+    """Three pairs for each of 20 prompts; two of them begin with the same words in both of their answers."""
+    lines: list[Any] = []
+    for number in range(60):
+        asked, answers = (
+            f"Human: {number % 20}?\n\nAssistant:",
+            [f" I say {'yes' * (number < 40)}{n}" for n in range(2)],
+        )
+        turns = [{"role": "user", "content": asked}]
+        said = [[{"role": "assistant", "content": answer}] for answer in answers]
+        chosen, rejected = {
+            "strings": answers,
+            "implicit strings": [asked + answer for answer in answers],
+            "messages": said,
+            "implicit messages": [turns + answer for answer in said],
+        }[shape]
+        prompt = {} if shape.startswith("implicit") else {"prompt": asked if shape == "strings" else turns}
+        lines.append({**prompt, "chosen": chosen, "rejected": rejected})
+    made = ready(tmp_path, lines, eval=0.25, chat_template="chatml")
+    assert made.eval is not None and (len(made.train), len(made.eval)) == (45, 15)
+    sides = [
+        {prompt.split("Human: ")[1].split("?")[0] for prompt, _, _ in texts(one)} for one in (made.train, made.eval)
+    ]
+    assert len(sides[0]) == 15 and len(sides[1]) == 5 and not sides[0] & sides[1]
 
 
 def test_another_prompt_makes_another_row_though_the_answers_are_the_same(tmp_path):

@@ -127,7 +127,7 @@ def test_auto_takes_it_by_proof_and_transformers_has_nothing_to_warn_of(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     names = CASES[case][1].keys() & {"max_position_embeddings", "n_positions", "max_seq_len"}
-    model = tiny_model(case, **dict.fromkeys(names, 128))  # the proof runs 71 tokens as one document
+    model = tiny_model(case, **dict.fromkeys(names, 128))  # the proof runs 37 tokens as one document
     decision = decide("auto", model, torch.device("cpu"))
     assert decision.backend.name == "segmented", decision.lacking
     assert "attention implementation" not in caplog.text
@@ -202,14 +202,14 @@ def test_padded_batches_go_through_untouched_and_the_model_can_be_had_back(case:
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_neighbours_of_equal_length_go_through_in_one_call() -> None:
+def test_segments_of_equal_length_go_through_in_one_call() -> None:
     model = tiny_model("bloom")
     shapes: list[tuple[int, ...]] = []
     attention = blocks_of(model)[0].self_attention
     attention.query_key_value.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
     with torch.no_grad(), attending_by(model, "segmented"):
         logits_of_row(model, documents((5, 33, 33, 33, 5)))
-    assert shapes == [(1, 5, 64), (3, 33, 64), (1, 5, 64)]
+    assert shapes == [(2, 5, 64), (3, 33, 64)]
 
 
 def test_a_shared_prefix_is_refused() -> None:

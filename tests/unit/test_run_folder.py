@@ -72,3 +72,15 @@ def test_the_folder_that_one_stands_in_is_not_moved(tmp_path: Path, monkeypatch:
     with pytest.raises(OSError, match="cannot be moved"):
         RunFolder(Path(".")).open_attempt("auto")
     assert (tmp_path / "run" / "logs").exists() and not (tmp_path / "run" / "logs-before").exists()
+
+
+def test_the_log_that_slurm_has_opened_stays_when_an_earlier_run_gives_way(tmp_path, monkeypatch) -> None:
+    folder = finished(tmp_path / "run")
+    for name in ("slurm-7.log", "slurm-7.sbatch", "slurm-6.log"):
+        (folder.logs / name).write_text(name)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    attempt(folder)
+    moved = folder.begin("auto")
+    assert moved is not None
+    assert {file.name for file in folder.logs.glob("slurm*")} == {"slurm-7.log", "slurm-7.sbatch"}
+    assert (moved / "logs" / "slurm-6.log").exists() and (moved / "logs" / "rank-00000.log").exists()

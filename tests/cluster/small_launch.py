@@ -1,0 +1,111 @@
+"""A launch in small: `python -m tests.cluster.small_launch KEY=VALUE…` does what packtrain does with the run.yaml of its
+folder, but the workers are forks of one process that runs worker.py there, in place of torchrun's.
+
+All that the launchers have to do with them is as in a run: process ids, exit codes, heartbeats, stacks, sessions of their
+own, and what torchrun writes of those that a signal ended. It takes a tenth of torchrun's time, most of which is importing.
+Modules in PRELOAD are imported once, for all ranks of a machine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from packtrain.launch.worker import PARENT, end_with_parent
+
+ROOT = Path(__file__).parents[2]
+PRELOAD = "PRELOAD"
+SMALL = ("-m", "tests.cluster.small_launch")
+_GRACE_S = 30
+_LOOK_S = 0.1  # as torchrun
+
+
+def at_work(folder: Path, *python: str, **given: str) -> subprocess.Popen[str]:
+    """Python with the arguments `python` (SMALL and more) in `folder`: no rank of another launch, on one thread and no GPU."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    usual = {"CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, *python],
+        cwd=folder,
+        env={**clean, **usual, **given},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def launch(overrides: list[str]) -> int:
+    """The launcher of one machine."""
+    from packtrain.config.compose import load_config
+    from packtrain.launch import execute
+    from packtrain.launch.plan import plan_launch
+    from packtrain.launch.surroundings import look_around
+
+    config = load_config("run.yaml", overrides)
+    plan = plan_launch(config, look_around())
+    address, port = plan.accelerate["main_process_ip"], plan.accelerate["main_process_port"]
+    where = [str(plan.nodes), str(plan.node), str(plan.gpus_per_node), address, str(port)]
+    execute._quiet = lambda argv, log: ["-m", "tests.cluster.small_launch", "--start", str(log), *where, *argv[-2:]]
+    return execute.execute(plan, config, lambda: 0)
+
+
+def start(log: str, nodes: int, node: int, per_node: int, address: str, port: str, arguments: list[str]) -> int:
+    """The processes of one machine, to their end; 1 where one of them failed, which ends the others."""
+    end_with_parent(int(os.environ[PARENT]))
+    os.environ.update({PARENT: str(os.getpid()), "MASTER_ADDR": address, "MASTER_PORT": port})
+    os.environ.update(WORLD_SIZE=str(nodes * per_node), LOCAL_WORLD_SIZE=str(per_node), GROUP_RANK=str(node))
+    for module in os.environ.get(PRELOAD, "").split():
+        importlib.import_module(module)
+    workers = {_fork(node * per_node + local, local, arguments) for local in range(per_node)}
+    signal.signal(signal.SIGTERM, lambda number, _: _signal(workers, number))
+    signal.signal(signal.SIGINT, lambda number, _: _signal(workers, number))
+    failed: float | None = None
+    while workers:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            workers.discard(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0:
+                with Path(log).open("a") as file:
+                    file.write(f"exitcode  : {code} (pid: {pid})\n")
+            if code and failed is None:  # the others have half a minute
+                failed = time.monotonic()
+                _signal(workers, signal.SIGTERM)
+        elif failed and time.monotonic() - failed > _GRACE_S:
+            _signal(workers, signal.SIGKILL)
+        else:
+            time.sleep(_LOOK_S)
+    return 1 if failed else 0
+
+
+def _fork(rank: int, local: int, arguments: list[str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local))
+    sys.argv = ["worker.py", *arguments]
+    runpy.run_path("worker.py", run_name="__main__")
+    os._exit(0)
+
+
+def _signal(workers: set[int], number: int) -> None:
+    for pid in workers:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    from packtrain.launch.ending import exit_code_of
+
+    if sys.argv[1:2] == ["--start"]:
+        log, nodes, node, per_node, address, port, *rest = sys.argv[2:]
+        sys.exit(start(log, int(nodes), int(node), int(per_node), address, port, rest))
+    sys.exit(exit_code_of(lambda: launch(sys.argv[1:])))

@@ -1,0 +1,141 @@
+"""Faults of a whole training run on two hosts, real but for what is broken on the second: the first names it, and both end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cluster.forked_launches import Ended, Launch, to_their_end
+from tests.cluster.two_hosts import TwoHosts
+from tests.train.running import base_config, conversations, write_jsonl
+
+WORKER = """
+import os, time
+from pathlib import Path
+from packtrain.launch.worker import run_worker
+from packtrain.train import loader, sft
+from packtrain.worker import _work
+
+fault, steps, trainer = os.environ["FAULT"], loader.Steps, sft.PackedSFTTrainer
+whole, read, loss, write = steps.__len__, steps.__getitem__, trainer.loss_of, trainer._save_rng_state
+Path("begun").touch()
+
+def wait_for_the_lock(steps, step):
+    while step == 3: time.sleep(1)
+    return read(steps, step)
+
+def stalled_write(trainer, folder):
+    with open("pipe", "w") as file: file.write("state")
+    write(trainer, folder)
+
+def broken_loss(trainer, *given):
+    if trainer.state.global_step == 2 and fault == "raises":
+        raise ValueError("shapes do not fit")
+    if trainer.state.global_step == 2:
+        Path(os.environ["GROUP"], "cgroup.procs").write_text(str(os.getpid()))
+        eaten = [bytearray(os.urandom(2**20)) * 16 for _ in range(200)]
+    return loss(trainer, *given)
+
+if os.environ["RANK"] == "1":
+    if fault == "loader": steps.__getitem__ = wait_for_the_lock
+    if fault == "storage": trainer._save_rng_state = stalled_write
+    if fault == "ended": steps.__len__ = lambda steps: whole(steps) - 1
+    if fault in ("raises", "memory"): trainer.loss_of = broken_loss
+run_worker(_work)
+"""
+NOWHERE = "nowhere0"
+IFNAME = "GLOO_SOCKET_IFNAME"
+JOIN_S, STEP_S = 10, 60
+SAID = {
+    "storage": ["rank 1 on n2 ", "in the checkpoint after step 2", "slow or stalled storage", "in stalled_write"],
+    "loader": ["rank 1 on n2 ", "in loading data of step 4", "loader processes", "in wait_for_the_lock"],
+    "ended": ["rank 1 on n2 ", "where the others do not come, in logging after step 3", "rank 0 on n1 waits in "],
+    "memory": ["rank 1 on n2 ", "ended without a word (SIGKILL), in the ", "the system killed it for want of memory"],
+    "raises": ["n2, rank 1 failed (exit code 1): see ", "n2, rank 1: ValueError: shapes do not fit"],
+    "data": ["data.train: rank 1 on n2 has 22 documents with fingerprint ", "; rank 0 on n1 has 22 "],
+    "interface": [
+        f"rank 1 on n2: the first all-reduce over gloo did not end within {JOIN_S} s ({IFNAME} is {NOWHERE})"
+    ],
+    "loopback": ["rank 1 on n2: the first all-reduce over gloo ", "Connection refused, remote=", f"({IFNAME} is lo)"],
+}
+BEFORE_TRAINING = ("data", "interface", "loopback")
+CHANGES = {
+    "storage": ["trainer.checkpoint_every=2", "topology.step_timeout=30"],
+    "loader": ["trainer.loader_workers=1"],
+    "interface": [f"+topology.environment.{IFNAME}={NOWHERE}", f"topology.join_timeout={JOIN_S}"],
+}
+
+
+def prepared(folder: Path, number: int) -> Path:
+    """A folder with the config of two machines; `other` in it is what the second has in its place, with other data."""
+    topology = {"kind": "manual", "nodes": 2, "gpus_per_node": 1, "main_address": "n1", "main_port": 29500 + number}
+    config = base_config(
+        folder,
+        data={"train": "data.jsonl"},
+        batch={"examples_per_step": 4},
+        trainer={"max_steps": 4},
+        topology={**topology, "join_timeout": 60, "step_timeout": STEP_S},
+    )
+    (folder / "other").mkdir()
+    write_jsonl(folder / "other/data.jsonl", conversations(22, seed=1))
+    for place in (folder, folder / "other"):
+        (place / "worker.py").write_text(WORKER)
+        (place / "run.yaml").write_text(yaml.safe_dump(config))
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+def leading_nowhere(hosts: TwoHosts) -> None:
+    """Gives each host an interface that is up, has an address, and reaches nobody."""
+    for host in (1, 2):
+        ip = ["ip", "-n", hosts.space(host)]
+        subprocess.run([*ip, "link", "add", NOWHERE, "type", "veth", "peer", "name", "wall0"], check=True)
+        subprocess.run([*ip, "addr", "add", f"10.99.0.{host}/24", "dev", NOWHERE], check=True)
+        for end in (NOWHERE, "wall0"):
+            subprocess.run([*ip, "link", "set", end, "up"], check=True)
+
+
+@pytest.fixture(scope="module")
+def ended(
+    made: TwoHosts, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Ended, Ended]]:
+    """All to their end, at once: most of their time is waiting."""
+    faults, group = list(SAID), ""
+    try:
+        group = str(request.getfixturevalue("group"))
+    except pytest.skip.Exception:
+        faults.remove("memory")
+    leading_nowhere(made)
+    folders = {fault: prepared(tmp_path_factory.mktemp(fault), number) for number, fault in enumerate(faults)}
+
+    def launch(fault: str, node: int) -> Launch:
+        place = folders[fault] / "other" if node and fault == "data" else folders[fault]
+        env = {"FAULT": fault, "GROUP": group, **({IFNAME: "lo"} if fault == "loopback" else {})}
+        given = (f"topology.node_rank={node}", *CHANGES.get(fault, ()))
+        return Launch(str(place), str(folders[fault] / f"said-{node}"), given, env)
+
+    launches = [[launch(fault, node) for fault in faults] for node in (0, 1)]
+    first, second = to_their_end(made, launches, tmp_path_factory.mktemp("lists"), "packtrain.train.run")
+    made.assert_empty()
+    return {fault: (folders[fault], *both) for fault, *both in zip(faults, first, second, strict=True)}
+
+
+@pytest.mark.parametrize("fault", SAID)
+def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(
+    fault: str, ended: dict[str, tuple[Path, Ended, Ended]]
+) -> None:
+    if fault not in ended:
+        pytest.skip("no cgroup can be made here")
+    folder, first, second = ended[fault]
+    early = fault in BEFORE_TRAINING
+    since = (folder / "begun" if early else folder / "run/metrics.jsonl").stat().st_mtime
+    assert (first.code, second.code) == ((3, 3) if early else (4, 4)), first.text
+    for one in SAID[fault]:
+        assert one in first.text
+    assert max(first.at, second.at) - since < (25 if early else 60)
+    assert first.text.count("likely cause") == (not early and fault != "raises")
+    assert first.text.count(SAID[fault][-1]) == 1 + (fault == "loopback")  # of each

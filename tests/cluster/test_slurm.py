@@ -1,0 +1,268 @@
+"""packtrain on a real Slurm: scripts that sbatch takes, runs over two machines, sweeps, and runs that outlive their time limit.
+
+Skipped, with the reason, where there can be no cluster (slurm.py). Real processes on two machines with a network between
+them; only the GPUs are pretended, and what trains is a tiny model over gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from packtrain.config.shipped import shipped
+from tests.cluster.slurm import Slurm, slurm, tail
+from tests.cluster.small_launch import ROOT
+from tests.cluster.test_beside import WORKER
+from tests.cluster.two_hosts import Running
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("nvidia-smi") is not None, reason="the pretended GPUs would be taken for real ones"
+    ),
+]
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+DEEPSPEED = find_spec("deepspeed") is not None and shutil.which("ninja") is not None
+STRATEGIES = ["fsdp2", *(["zero2", "zero3"] if DEEPSPEED else ["ddp"])]
+STEPS = 60
+# The model is too small to be still at work when the time limit comes near.
+SLOW_STEPS = """
+import pathlib, time
+opened = pathlib.Path.open
+def open_slowly(self, *arguments, **options):
+    if self.name == "metrics.jsonl" and arguments[:1] == ("a",):
+        time.sleep(1)
+    return opened(self, *arguments, **options)
+pathlib.Path.open = open_slowly
+"""
+SLOW_AT_FIRST = 'if [ -z "$SLURM_RESTART_COUNT" ]; then export PYTHONPATH="$PWD/slow"; fi'
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm(tmp_path_factory.mktemp("slurm")) as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that jobs are submitted from, with data and a config of one process."""
+    folder = tmp_path_factory.mktemp("home of a user")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"count {n}"},
+                {"role": "assistant", "content": "one two " * (n % 7 + 1)},
+            ]
+        }
+        for n in range(24)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "slow").mkdir()
+    (folder / "slow" / "sitecustomize.py").write_text(SLOW_STEPS)
+    write(folder, "run.yaml")
+    return folder
+
+
+def write(home: Path, name: str, **groups: dict[str, Any]) -> None:
+    config: dict[str, Any] = {
+        "model": {"init": "random", "config": LLAMA, "tokenizer": "quickstart"},
+        "data": {"train": "data.jsonl", "cache_dir": "cache", "max_length": 100},
+        "batch": {"examples_per_step": 8, "tokens_per_device": 256},
+        "optim": {"learning_rate": 1e-3, "schedule": "constant"},
+        "trainer": {"max_steps": STEPS},
+        "topology": {"nodes": 1, "gpus_per_node": 1, "cpus_per_node": 2, "memory": 100},
+    }
+    for group, keys in groups.items():
+        config[group] = {**config.get(group, {}), **keys}
+    (home / name).write_text(yaml.safe_dump(config))
+
+
+def packtrain(cluster: Slurm, home: Path, *arguments: str, expect: int = 0):
+    return cluster.run(sys.executable, "-m", "packtrain", *arguments, cwd=home, expect=expect)
+
+
+def submit(cluster: Slurm, home: Path, config: str, *overrides: str) -> dict[str, Any]:
+    return json.loads(packtrain(cluster, home, "sbatch", "sft", config, *overrides, "--submit", "--json").stdout)
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def weights(run: Path) -> dict[str, Any]:
+    return load_file(run / "final" / "model.safetensors")
+
+
+def done(cluster: Slurm, number: str, log: str) -> dict[str, str]:
+    job = cluster.wait(number)
+    assert job["JobState"] == "COMPLETED", tail(Path(log))
+    return job
+
+
+@pytest.fixture(scope="module")
+def tasks(cluster: Slurm, home: Path) -> Running:
+    """A step with a task for each of four ranks, one of which meets the others in another operation."""
+    folder = home / "tasks"
+    folder.mkdir()
+    (folder / "worker.py").write_text(WORKER)
+    machines = {"nodes": 2, "gpus_per_node": 2, "step_timeout": 6}
+    write(folder, "run.yaml", data={"train": "../data.jsonl"}, trainer={"output_dir": "out"}, topology=machines)
+    step = ("srun", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1", sys.executable, "worker.py")
+    return cluster.start("env", f"PYTHONPATH={ROOT}", "FAULT=apart", *step, cwd=folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def jobs(cluster: Slurm, home: Path, tasks: Running) -> dict[str, dict[str, Any]]:
+    """Jobs that run while tests do, as `tasks`: arrays of two learning rates and of strategies, and one with a broken row."""
+    (home / "bad.jsonl").write_text('{"messages": 3}\n')
+    swept = ["optim.learning_rate=1e-3,2e-3", "trainer.output_dir=runs/sweep", "-m"]
+    machines = ["topology.nodes=2", "trainer.max_steps=4", "trainer.output_dir=runs/strategies", "-m"]
+    return {
+        "sweep": submit(cluster, home, "run.yaml", *swept),
+        "strategies": submit(cluster, home, "run.yaml", f"strategy={','.join(STRATEGIES)}", *machines),
+        "bad": submit(cluster, home, "run.yaml", "data.train=bad.jsonl", "trainer.output_dir=runs/bad"),
+    }
+
+
+@pytest.fixture(scope="module")
+def sweep(cluster: Slurm, jobs: dict[str, dict[str, Any]]) -> list[Path]:
+    """The run folders of the array, at its end."""
+    told = jobs["sweep"]
+    for number, run in enumerate(told["runs"]):
+        done(cluster, f"{told['job_id']}_{number}", run["log"])
+    return [Path(run["output_dir"]) for run in told["runs"]]
+
+
+@pytest.mark.parametrize("template", sorted(shipped("slurm").glob("*.sbatch")), ids=lambda path: path.stem)
+def test_sbatch_would_take_each_template(template: Path, cluster: Slurm, home: Path) -> None:
+    assert "to start at" in cluster.run("sbatch", "--test-only", str(template), "run.yaml", cwd=home).stderr
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["topology.nodes=2", "topology.gpus_per_node=8", "topology.requeue=true", "topology.time=10:00"],
+        ["trainer.seed=range(0,3)", "-m", "topology.qos=normal", "topology.account=me", "topology.partition=debug"],
+        [
+            "topology.container=image",
+            "topology.job_name='a #job'",
+            "topology.sbatch=['--exclude=n2','--mail-type=END']",
+        ],
+        ["topology.gres=''", "trainer.output_dir='runs/a \"b\" #c 50%'", "topology.signal_before=300"],
+    ],
+)
+def test_sbatch_would_take_each_generated_script(given: list[str], cluster: Slurm, home: Path) -> None:
+    assert "to start at" in packtrain(cluster, home, "sbatch", "sft", "run.yaml", *given, "--test-only").stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ("topology.partition=nowhere", "topology.partition"),
+        ("topology.gpus_per_node=9", "topology.gpus_per_node"),
+        ("topology.nodes=3", "topology.nodes"),
+        ("topology.constraint=nvlink", "topology.constraint"),
+        ("topology.sbatch=['--no-such-flag']", "topology.sbatch"),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_refused_with_its_key(
+    given: str, key: str, cluster: Slurm, home: Path
+) -> None:
+    refused = packtrain(cluster, home, "sbatch", "sft", "run.yaml", given, "--submit", expect=2)
+    assert re.search(rf"{re.escape(key)}.*: sbatch refuses the job", refused.stderr), refused.stderr
+
+
+def test_a_time_that_the_partition_does_not_have_is_told_when_the_job_is_submitted(cluster: Slurm, home: Path) -> None:
+    told = packtrain(cluster, home, "sbatch", "sft", "run.yaml", "topology.time=3-00:00:00", "--submit", "--json")
+    assert "the job will never start" in told.stderr
+    cluster.run("scancel", json.loads(told.stdout)["job_id"])
+
+
+def test_an_array_runs_every_point_of_a_sweep_in_its_own_folder(sweep: list[Path]) -> None:
+    assert [run.name for run in sweep] == ["optim.learning_rate=0.001", "optim.learning_rate=0.002"]
+    first, second = (losses(run) for run in sweep)
+    assert len(first) == len(second) == STEPS
+    assert first[0] == second[0] and first[1:10] != second[1:10]
+
+
+def test_a_failing_run_ends_the_job_with_its_exit_code_and_its_words_in_the_log(
+    cluster: Slurm, jobs: dict[str, dict[str, Any]]
+) -> None:
+    job, log = cluster.wait(jobs["bad"]["job_id"]), Path(jobs["bad"]["log"])
+    assert (job["JobState"], job["ExitCode"]) == ("FAILED", "2:0"), tail(log)
+    assert "bad.jsonl" in "\n".join(log.read_text().splitlines()[-10:])
+
+
+def test_two_machines_stopped_before_the_time_limit_come_back_and_end_as_one_undisturbed_process(
+    cluster: Slurm, home: Path, sweep: list[Path]
+) -> None:
+    machines = {"nodes": 2, "gpus_per_node": 2, "requeue": True, "time": "30:00", "signal_before": 90}
+    write(home, "long.yaml", topology={**machines, "setup": [SLOW_AT_FIRST]})
+    told = submit(cluster, home, "long.yaml", "trainer.output_dir='runs/2 x 2'")
+    number, run, log = told["job_id"], Path(told["output_dir"]), Path(told["log"])
+    job = cluster.until(number, lambda job: (run / "metrics.jsonl").exists() or job["JobState"] == "FAILED", 120)
+    hours, minutes, seconds = map(int, job["RunTime"].split(":"))
+    # near enough for the signal when Slurm looks next, which it does every 30 s, and not past before that
+    limit = hours * 60 + minutes + -(-(seconds + 45) // 60)
+    cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
+    job = cluster.until(number, lambda job: job["Restarts"] == "1" or job["JobState"] != "RUNNING", 90)
+    assert job["Restarts"] == "1", tail(log)
+    cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=30")
+    (kept,) = (int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir())
+    assert 0 < kept < STEPS and "asks Slurm to start this job again" in log.read_text()
+    done(cluster, number, told["log"])
+    assert losses(run) == pytest.approx(losses(sweep[0]), rel=1e-5)
+    mine, theirs = weights(run), weights(sweep[0])
+    assert all((mine[name] - theirs[name]).abs().max() < 1e-5 for name in theirs)
+    plan = json.loads((run / "plan.json").read_text())
+    assert (plan["num_processes"], plan["nodes"], plan["gpus_per_node"]) == (4, 2, 2)
+
+
+@pytest.mark.parametrize("number", range(len(STRATEGIES)), ids=STRATEGIES)
+def test_two_machines_train_alike_under_each_strategy(
+    number: int, cluster: Slurm, jobs: dict[str, dict[str, Any]], sweep: list[Path]
+) -> None:
+    run = jobs["strategies"]["runs"][number]
+    done(cluster, f"{jobs['strategies']['job_id']}_{number}", run["log"])
+    assert losses(Path(run["output_dir"])) == pytest.approx(losses(sweep[0])[:4], rel=1e-5)
+
+
+def test_a_step_with_a_task_for_each_rank_is_ended_with_one_diagnosis_over_all_machines(
+    tasks: Running, home: Path
+) -> None:
+    assert tasks.wait(150) == 4, tasks.text
+    assert "rank 1 on n1 " in tasks.text and "waits in gloo:broadcast number 4" in tasks.text
+    assert "ranks 0, 2 and 3 on n1 and n2 wait in gloo:all_reduce number 4" in tasks.text
+    assert tasks.text.count("likely cause: different collective operations") == 1
+    assert (home / "tasks/out/logs/diagnosis.txt").read_text().startswith("rank 1 on n1 ")
+
+
+def test_a_job_that_is_cancelled_does_not_come_back(cluster: Slurm, home: Path) -> None:
+    write(home, "cancelled.yaml", topology={"requeue": True, "setup": ["sleep 60"]})
+    told = submit(cluster, home, "cancelled.yaml", "trainer.output_dir=runs/cancelled")
+    cluster.until(told["job_id"], lambda job: job["JobState"] == "RUNNING", 30)
+    cluster.run("scancel", told["job_id"])
+    job = cluster.wait(told["job_id"])
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0")

@@ -1,0 +1,398 @@
+"""Runs on two network hosts: a healthy one, and every way in which the usual launchers hang or train something else in silence.
+
+Each fault: what the user is told, with which exit code, how soon, and that nothing is left running. The roll call comes
+before torch is imported; for faults while training, small workers stand in for packtrain.worker (small_launch.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cluster.small_launch import PRELOAD, ROOT
+from tests.cluster.two_hosts import ADDRESSES, INTERFACE, Running, TwoHosts, both
+from tests.train.running import Run, base_config, train
+
+JOIN_S = 12
+AT_ONCE_S = JOIN_S - 1  # of which the imports of a busy machine are the most
+START_S = 25  # those of six launchers at once, JOIN_S, and the end
+LAUNCH = """
+import sys
+from dataclasses import replace
+from packtrain.config.compose import load_config
+from packtrain.launch.ending import exit_code_of
+from packtrain.launch.execute import execute
+from packtrain.launch.plan import plan_launch
+from packtrain.launch.surroundings import look_around
+
+def work():
+    config = load_config("run.yaml", sys.argv[1:])
+    plan = plan_launch(config, look_around())
+    argvs = [(*one.argv[: one.argv.index("-m")], "worker.py", *one.argv[-2:]) for one in plan.commands]
+    commands = tuple(replace(one, argv=argv) for one, argv in zip(plan.commands, argvs))
+    return execute(replace(plan, commands=commands), config, int)
+
+sys.exit(exit_code_of(work))
+"""
+OVER_GLOO = """
+from packtrain.launch.worker import run_worker
+
+def work():
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    return 0
+
+run_worker(work)
+"""
+OF_PACKTRAIN = """
+from packtrain.launch.worker import run_worker
+from packtrain.worker import _work
+
+run_worker(_work)
+"""
+WORKER = """
+import os, signal, time
+from pathlib import Path
+from packtrain.errors import UserError
+from packtrain.launch.worker import run_worker
+from tests.cluster.small_group import Group
+
+rank = int(os.environ["RANK"])
+Path(f"pid-{rank}").write_text(str(os.getpid()))
+
+def work():
+    group, stop = Group(), []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: stop.append(number))
+    for step in range(10**6):
+        group.pulse.enter("backward", step=step)
+        done = group.all_reduce(float(bool(stop)))
+        if step == 3:
+            print("training", flush=True)
+            if rank == 1 and "FAILS" in os.environ:
+                raise UserError("bad data")
+        if done:
+            print("checkpoint", flush=True)
+            return 128 + signal.SIGTERM
+        time.sleep(0.02)
+
+run_worker(work)
+"""
+
+
+@pytest.fixture
+def hosts(made: TwoHosts) -> Iterator[TwoHosts]:
+    yield made
+    made.heal()
+    made.assert_empty()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return prepared(tmp_path)
+
+
+def prepared(folder: Path) -> Path:
+    """A folder with the config of two machines, and the small workers."""
+    (folder / "worker.py").write_text(WORKER)
+    topology = {"kind": "manual", "nodes": 2, "gpus_per_node": 2, "main_address": "n1", "main_port": 29500}
+    config = base_config(
+        folder,
+        batch={"examples_per_step": 8, "tokens_per_device": 256},
+        trainer={"max_steps": 6},
+        topology={**topology, "join_timeout": JOIN_S, "step_timeout": 20},
+    )
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def sft(hosts: TwoHosts, host: int, folder: Path, *overrides: str, node: int | None = None, **env: str) -> Running:
+    given = ("run.yaml", f"topology.node_rank={host - 1 if node is None else node}", *overrides)
+    return hosts.start(host, "-m", "packtrain", "sft", *given, cwd=folder, env=env)
+
+
+def small(hosts: TwoHosts, folder: Path, *overrides: str, **env: str) -> tuple[Running, Running]:
+    """Both machines of a run of small workers, one process on each, started in the wrong order."""
+    program, env = ("-m", "tests.cluster.small_launch"), {"PYTHONPATH": str(ROOT), **env}
+    given = ("topology.gpus_per_node=1", *overrides)
+    second = hosts.start(2, *program, "topology.node_rank=1", *given, cwd=folder, env=env)
+    first = hosts.start(1, *program, "topology.node_rank=0", *given, cwd=folder, env=env)
+    return first, second
+
+
+def training(first: Running, folder: Path) -> None:
+    """Waits until the small workers train."""
+    first.until("training")
+    end = time.monotonic() + 60
+    while "training" not in (folder / "run/logs/rank-00001.log").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def alone(made: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same run by one process."""
+    folder = prepared(tmp_path_factory.mktemp("alone"))
+    config = yaml.safe_load((folder / "run.yaml").read_text())
+    del config["topology"]
+    return train(folder, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "per_node"), [("ddp", 2), ("zero3", 1), ("fsdp2", 1)])
+def test_two_machines_train_as_one_process_does(
+    strategy: str, per_node: int, hosts: TwoHosts, folder: Path, alone: Run
+) -> None:
+    if strategy.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    changes = (f"strategy={strategy}", f"topology.gpus_per_node={per_node}", "topology.step_timeout=300")
+    if strategy == "ddp":  # whose processes need no more of their launcher than torchrun's variables
+        (folder / "worker.py").write_text(OF_PACKTRAIN)
+        second, first = reversed(small(hosts, folder, *changes, **{PRELOAD: "packtrain.train.run"}))
+    else:
+        second, first = (sft(hosts, host, folder, *changes) for host in (2, 1))
+    assert both([first, second], 240) == [0, 0], first.text + second.text
+    hosts.assert_empty()
+    together = Run(folder / "run")
+    assert together.losses == pytest.approx(alone.losses, rel=1e-5)
+    expected = alone.weights()
+    assert all((weights - expected[name]).abs().max() < 1e-5 for name, weights in together.weights().items())
+    assert "step 1/6" in first.text
+    assert "step" not in second.text
+    assert "step 1/6" in (folder / "run/logs/rank-00000.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def waits(made: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Running]:
+    """The faults that take their time, all at once: each with a port and a folder of its own."""
+    runs = {}
+
+    def start(name: str, host: int, number: int, *overrides: str) -> None:
+        folder = prepared(tmp_path_factory.mktemp(name.replace(" ", "-")))
+        runs[name] = sft(made, host, folder, f"topology.main_port={29600 + number}", *overrides)
+
+    script = "import socket, time; held = socket.create_server(('', 29602)); print('held', flush=True); time.sleep(60)"
+    runs["holder"] = made.start(1, "-c", script, cwd=tmp_path_factory.mktemp("holder"))
+    start("no machine 0", 2, 0)
+    start("no machine 1", 1, 1)
+    runs["holder"].until("held")
+    start("wrong address", 2, 4, "topology.main_address=10.88.0.99")
+    start("port taken", 1, 2)
+    start("port taken there", 2, 2)
+    made.name_resolves(2, "n1", "127.0.0.1")
+    start("name is loopback", 2, 3)
+    made.heal()
+    for name, run in runs.items():
+        if name != "holder":
+            run.wait()
+    runs["holder"].process.kill()
+    runs["holder"].wait()
+    return runs
+
+
+def test_a_main_machine_that_never_starts_is_named(waits: dict[str, Running]) -> None:
+    run = waits["no machine 0"]
+    assert (run.wait(), run.took() < START_S) == (4, True)
+    refused = f"connection refused by {ADDRESSES[0]}"
+    assert re.search(rf"waiting 1\d s for machine 0 at n1:29600: {refused}", run.text)
+    assert re.search(rf"machine 0 could not be reached at n1:29600 for 1\d s: {refused}", run.text)
+    assert "topology.node_rank=0" in run.text
+
+
+def test_an_address_of_nobody_is_named(waits: dict[str, Running]) -> None:
+    run = waits["wrong address"]
+    assert (run.wait(), run.took() < START_S) == (4, True)
+    assert re.search(r"could not be reached at 10.88.0.99:29604 for \d+ s: (no answer from )?10.88.0.99", run.text)
+
+
+def test_a_worker_machine_that_never_starts_is_named(waits: dict[str, Running]) -> None:
+    run = waits["no machine 1"]
+    assert (run.wait(), run.took() < START_S) == (4, True)
+    assert re.search(r"waiting 1\d s for machine 1 \(ranks 2 to 3\): not connected; n1 is here", run.text)
+    assert f"machine 1 (ranks 2 to 3) did not connect to n1 within {JOIN_S} s" in run.text
+    assert "topology.node_rank=1" in run.text
+
+
+def test_a_taken_port_is_named_with_its_holder_on_both_machines(waits: dict[str, Running]) -> None:
+    here, there = waits["port taken"], waits["port taken there"]
+    assert (here.wait(), there.wait()) == (2, 2)
+    assert here.took() < AT_ONCE_S
+    assert there.took() < START_S
+    assert f"port 29602 is taken by process {waits['holder'].process.pid} (" in here.text
+    assert "topology.main_port=29603" in here.text
+    assert "what listens at n1:29602 does not answer" in there.text
+
+
+def test_a_main_name_that_means_this_machine_itself_is_a_clear_error(waits: dict[str, Running]) -> None:
+    run = waits["name is loopback"]
+    assert (run.wait(), run.took() < START_S) == (2, True)
+    assert "n1 is 127.0.0.1 here, an address of this machine itself, and nobody listens there" in run.text
+    assert "topology.main_address" in run.text
+    assert "/etc/hosts" in run.text
+
+
+def test_two_machines_with_number_0_are_both_told_at_once(hosts: TwoHosts, folder: Path) -> None:
+    runs = [sft(hosts, host, folder, node=0) for host in (1, 2)]
+    assert both(runs) == [2, 2], runs[1].text
+    assert max(run.took() for run in runs) < AT_ONCE_S
+    assert f"two machines say that they are number 0: n1 ({ADDRESSES[0]}) and n2 ({ADDRESSES[1]})" in runs[0].text
+    assert "topology.node_rank" in runs[1].text
+
+
+def test_machines_that_count_differently_are_told_at_once(hosts: TwoHosts, folder: Path) -> None:
+    runs = [sft(hosts, 1, folder), sft(hosts, 2, folder, "topology.gpus_per_node=1")]
+    assert both(runs) == [3, 3]
+    assert max(run.took() for run in runs) < AT_ONCE_S
+    assert all("do not have the same number of processes (n1: 2, n2: 1)" in run.text for run in runs)
+
+
+def test_one_machine_each_is_refused_where_they_are_numbered(hosts: TwoHosts, folder: Path) -> None:
+    run = sft(hosts, 2, folder, "topology.nodes=1")
+    assert run.wait() == 2
+    assert "machine 1 of 1" in run.text
+    assert "topology.node_rank" in run.text
+
+
+def test_two_runs_on_two_machines_do_not_share_a_folder(hosts: TwoHosts, folder: Path) -> None:
+    config = yaml.safe_load((folder / "run.yaml").read_text())
+    del config["topology"]
+    (folder / "alone.yaml").write_text(yaml.safe_dump(config))
+    alone = ("-m", "packtrain", "sft", "alone.yaml")
+    first = hosts.start(1, *alone, cwd=folder)
+    end = time.monotonic() + 60
+    while not (folder / "run/logs/lock").exists():
+        assert time.monotonic() < end, first.text
+        time.sleep(0.05)
+    second = hosts.start(2, *alone, cwd=folder)
+    assert second.wait() == 2
+    assert "a run of another machine is going on in" in second.text
+    first.process.kill()
+    first.wait()
+
+
+def test_machines_with_another_config_or_package_are_told_which_key_and_version(hosts: TwoHosts, folder: Path) -> None:
+    other = folder / "packages/trl-0.1.2.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 0.1.2\n")
+    runs = [
+        sft(hosts, 1, folder),
+        sft(hosts, 2, folder, "optim.learning_rate=0.5", PYTHONPATH=str(other.parent)),
+    ]
+    assert both(runs) == [3, 3]
+    assert all("optim.learning_rate: 0.001 on n1, 0.5 on n2" in run.text for run in runs)
+    assert all(f"trl: {version('trl')} on n1, 0.1.2 on n2" in run.text for run in runs)
+
+
+def test_machines_with_another_number_of_gpus_are_told_at_once(hosts: TwoHosts, folder: Path) -> None:
+    smi = folder / "bin/nvidia-smi"  # of a machine with two GPUs
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 81559; echo 81559\n")
+    smi.chmod(0o755)
+    path, by_gpus = f"{smi.parent}:{os.environ['PATH']}", "topology.gpus_per_node=null"
+    visible = {1: "0,1", 2: "0"}
+    runs = [sft(hosts, host, folder, by_gpus, PATH=path, CUDA_VISIBLE_DEVICES=visible[host]) for host in visible]
+    assert both(runs) == [3, 3], runs[0].text
+    assert max(run.took() for run in runs) < AT_ONCE_S
+    assert all("do not have the same number of GPUs (n1: 2, n2: 1)" in run.text for run in runs)
+    assert all("Set topology.gpus_per_node=1 on every machine" in run.text for run in runs)
+
+
+def test_a_foreign_launch_with_the_number_of_one_machine_is_refused(hosts: TwoHosts, folder: Path) -> None:
+    common = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "2", "--num_processes", "2"]
+    common += ["--main_process_ip", "n1", "--main_process_port", "29502", "--same_network"]
+    common += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    script = ["-m", "packtrain", "sft", "run.yaml", "topology=env", "topology.nodes=2", "topology.gpus_per_node=2"]
+    runs = [hosts.start(host, *common, "--machine_rank", str(host - 1), *script, cwd=folder) for host in (1, 2)]
+    assert 0 not in both(runs)
+    assert all("2 here, but the launch has 1: 2 processes in all in place of 4" in run.text for run in runs)
+    assert all("exitcode  : 3" in run.text for run in runs)  # torchrun's own is 1 for everything
+    assert not (folder / "run/metrics.jsonl").exists()
+
+
+def test_a_host_name_that_leads_to_127_0_0_1_does_not_keep_the_machines_apart(hosts: TwoHosts, folder: Path) -> None:
+    for host in (1, 2):
+        hosts.name_resolves(host, f"n{host}", "127.0.1.1")  # as Debian writes it
+    (folder / "worker.py").write_text(OVER_GLOO)
+    (folder / "launch.py").write_text(LAUNCH)
+    given = ("launch.py", "topology.gpus_per_node=1")
+    runs = [hosts.start(host, *given, f"topology.node_rank={host - 1}", cwd=folder) for host in (1, 2)]
+    assert both(runs) == [0, 0], runs[0].text + runs[1].text
+
+
+def test_a_lost_link_is_named_on_both_sides_long_before_the_time_limit(hosts: TwoHosts, folder: Path) -> None:
+    runs = small(hosts, folder, "topology.step_timeout=10")
+    training(runs[0], folder)
+    hosts.cut()
+    cut = time.monotonic()
+    assert both(runs) == [4, 4]
+    assert time.monotonic() - cut < 5 + 20
+    assert "n2 was lost: silent for" in runs[0].text
+    assert "n1 was lost: silent for" in runs[1].text
+
+
+def test_a_failing_process_ends_the_other_machine_with_its_code_and_its_words(hosts: TwoHosts, folder: Path) -> None:
+    runs = small(hosts, folder, FAILS="yes")
+    training(runs[0], folder)
+    failed = time.monotonic()
+    assert both(runs) == [2, 2]
+    assert time.monotonic() - failed < 10
+    assert re.search(r"n2, rank 1 failed \(exit code 2\): see .*run/logs/rank-00001.log", runs[0].text)
+    assert "n2, rank 1:   bad data" in runs[0].text
+
+
+def test_a_killed_process_is_named_and_the_others_end_at_once(hosts: TwoHosts, folder: Path) -> None:
+    runs = small(hosts, folder)
+    training(runs[0], folder)
+    os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
+    killed = time.monotonic()
+    assert both(runs) == [4, 4]
+    assert time.monotonic() - killed < 10
+    assert re.search(r"(rank 1 on n2 .*|n2, rank 1) ended without a word", runs[0].text)
+
+
+def test_a_killed_launcher_leaves_nothing_behind_and_is_named(hosts: TwoHosts, folder: Path) -> None:
+    runs = small(hosts, folder)
+    training(runs[0], folder)
+    os.kill(runs[1].process.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    assert runs[0].wait() == 4
+    assert time.monotonic() - killed < 12
+    assert "n2 was lost" in runs[0].text
+
+
+def test_a_stopped_process_is_named_within_the_time_limit(hosts: TwoHosts, folder: Path) -> None:
+    runs = small(hosts, folder)
+    training(runs[0], folder)
+    os.kill(int((folder / "pid-1").read_text()), signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert both(runs) == [4, 4]
+    assert time.monotonic() - stopped < 5 + 20
+    assert re.search(r"rank 1 on n2 .*is stopped", runs[0].text)
+
+
+def test_a_network_interface_that_is_not_there_is_named_with_those_that_are(hosts: TwoHosts, folder: Path) -> None:
+    runs = [sft(hosts, host, folder, "+topology.environment.GLOO_SOCKET_IFNAME=ib0") for host in (1, 2)]
+    assert both(runs) == [2, 2]
+    assert all("GLOO_SOCKET_IFNAME" in run.text and "ib0" in run.text and INTERFACE in run.text for run in runs)
+    assert max(run.took() for run in runs) < AT_ONCE_S
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_signal_to_one_launcher_stops_both_machines_in_order(hosts: TwoHosts, folder: Path, asked: int) -> None:
+    runs = small(hosts, folder)
+    training(runs[0], folder)
+    runs[asked].process.send_signal(signal.SIGTERM)
+    assert both(runs) == [143, 143]
+    assert f"stop asked by SIGTERM on n{asked + 1}" in runs[1 - asked].text
+    assert "checkpoint" in runs[0].text
+    assert "checkpoint" in (folder / "run/logs/rank-00001.log").read_text()

@@ -1,0 +1,82 @@
+"""packtrain's command in processes of its own that need not import torch again: they are forked from one that has.
+
+Importing torch, transformers and TRL takes longer than training a tiny model does. Each process still is the command from
+its first line on: it has its own arguments, environment, folder, output and exit code, and shares nothing with others.
+What is claimed of the start itself, of the launcher and of signals is tested with processes made from nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many threads everywhere: sums are then made in one order
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["packtrain.train.run"])
+
+
+def command(*arguments: str, cwd: Path | None = None, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    """`packtrain ARGUMENTS`."""
+    return _results(arguments, [{}], cwd, timeout)[0]
+
+
+def joined(processes: int, *arguments: str, timeout: float = 600) -> list[subprocess.CompletedProcess[str]]:
+    """`packtrain ARGUMENTS` in as many processes, as torchrun would have started them; what became of them by rank."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, **common} for rank in range(processes)]
+    return _results(arguments, [{name: str(value) for name, value in one.items()} for one in ranks], None, timeout)
+
+
+def _results(
+    arguments: tuple[str, ...], variables: list[dict[str, str]], cwd: Path | None, timeout: float
+) -> list[subprocess.CompletedProcess[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [[Path(folder, f"{number}.{name}") for name in ("out", "err")] for number in range(len(variables))]
+        processes = [
+            start(arguments, {**ENVIRONMENT, **own}, cwd or Path.cwd(), output)
+            for own, output in zip(variables, outputs, strict=True)
+        ]
+        for process in processes:
+            process.join(timeout)
+            if process.exitcode is None:
+                for one in processes:
+                    one.kill()
+                raise TimeoutError(f"packtrain {' '.join(arguments)} did not end: {outputs[0][1].read_text()[-3000:]}")
+        return [
+            subprocess.CompletedProcess(arguments, process.exitcode or 0, *(file.read_text() for file in output))
+            for process, output in zip(processes, outputs, strict=True)
+        ]
+
+
+def start(arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path, outputs: list[Path]) -> BaseProcess:
+    """`packtrain ARGUMENTS`, at work; what it prints goes to the two files `outputs`."""
+    process = _CONTEXT.Process(target=_command, args=(arguments, environment, cwd, outputs))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # which the server reads once, while it imports torch
+        process.start()
+    return process
+
+
+def _command(arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:
+    gc.freeze()  # what the server has imported is never garbage: looking through it takes longer than a tiny run
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    for number, file in enumerate(outputs, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = ["packtrain", *arguments]
+    from packtrain.cli import main
+
+    main()

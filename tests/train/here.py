@@ -1,0 +1,26 @@
+"""A run in this process: of a config, as the command would have it, for claims that are not about processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from running import Run
+
+from packtrain.config.compose import to_yaml
+from packtrain.config.schema import RunConfig
+from packtrain.run_folder import RunFolder
+from packtrain.train.run import Process, train_in
+
+ALONE = Process(0, 1, torch.device("cpu"))
+
+
+def train_here(config: RunConfig, folder: Path) -> Run:
+    """Trains by `config` into `folder`; raises what the command would print."""
+    config = replace(config, trainer=replace(config.trainer, output_dir=str(folder)))
+    prepared = RunFolder.of(config)
+    prepared.open_attempt("auto")
+    prepared.attempt.config.write_text(to_yaml(config))
+    assert train_in(config, ALONE) == 0
+    return Run(folder)

@@ -1,0 +1,204 @@
+"""What is checked of preference training before step 1: where the model is not its reference, the run says which side differs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from tiny_dpo import LAYOUTS, PAIRS, another, ours, policy
+from tiny_models import tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from packtrain.attention.backends import own_attention
+from packtrain.config.schema import Peft
+from packtrain.errors import CheckFailed
+from packtrain.packing.pairs import Layout
+from packtrain.packing.segments import Segments
+from packtrain.train import dpo_start
+from packtrain.train.adapters import add_adapters
+from packtrain.train.dpo import PackedDPOTrainer
+from packtrain.train.dpo_start import check_pair_forward, check_start
+from packtrain.train.loader import PairSteps
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_that_is_its_own_reference_starts_at_ln_2(layout: Layout, tmp_path: Path) -> None:
+    trainer = ours(tmp_path, layout, reference=policy(), loss_type=["sigmoid"])
+    assert check_start(trainer) == pytest.approx(math.log(2), abs=1e-6)
+    check_pair_forward(trainer, "sdpa")
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"loss_type": ["ipo", "sft"]},
+        {"loss_type": ["sppo_hard"], "ld_alpha": 0.5},
+        {"loss_type": ["sigmoid"], "use_weighting": True},
+        {"loss_type": ["sigmoid"], "loss_weights": [2.0]},
+    ],
+)
+def test_other_losses_start_at_their_own_value_of_a_zero_margin(objective: dict[str, Any], tmp_path: Path) -> None:
+    trainer = ours(tmp_path, "shared", reference=policy(), **objective)
+    found = check_start(trainer)
+    if objective["loss_type"] == ["sppo_hard"]:
+        assert found == pytest.approx(2 * (0.5 / 0.1) ** 2, rel=1e-6)
+    with pytest.raises(CheckFailed):
+        check_start(ours(tmp_path, "shared", reference=another(), **objective))
+
+
+def test_16_bits_hide_no_difference_of_two_sides_that_compute_the_same(tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        same = ours(tmp_path, layout, model=policy().bfloat16(), reference=policy().bfloat16(), loss_type=["sigmoid"])
+        assert check_start(same) == pytest.approx(math.log(2), abs=1e-6)
+    adapted = add_adapters(cast(Any, policy().bfloat16()), Peft(kind="lora", r=4), seed=0)
+    assert check_start(ours(tmp_path, "shared", model=adapted, reference=None)) == pytest.approx(math.log(2), abs=1e-6)
+    dropping = tiny_model("llama", attention_dropout=0.05).bfloat16()
+    with pytest.raises(CheckFailed, match=r"dropout is on in the model"):
+        check_start(ours(tmp_path, "flat", model=dropping, reference=policy().bfloat16(), loss_type=["sigmoid"]))
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_log_probabilities_that_are_out_of_date_are_told_from_those_computed_anew(side: str, tmp_path: Path) -> None:
+    trainer = kept(tmp_path)
+    trainer.steps.reference[2, ["chosen", "rejected"].index(side)] += 0.01
+    with pytest.raises(
+        CheckFailed, match=rf"the first loss is 0\.69\d+, but 0\.6931.*of the {side} answers they differ by"
+    ) as caught:
+        check_start(trainer)
+    said = str(caught.value)
+    two = r"-[\d.]+ and -[\d.]+"
+    assert re.search(rf"model and reference say {two} of the chosen answer, {two} of the rejected one", said)
+    assert re.search(rf"kept are stale: pair \d has -[\d.]+ for its {side} answer, computed anew -", said)
+    assert "take the folder `reference` of the data cache away" in said and "dropout" not in said
+
+
+def kept(folder: Path) -> PackedDPOTrainer:
+    """A trainer with log-probabilities that were computed before."""
+    trainer = ours(folder, "padding", reference=None, loss_type=["sigmoid"], precompute_ref_log_probs=True)
+    with torch.no_grad():
+        batch = cast(PairSteps, trainer.steps).collate(range(len(PAIRS)))
+        known = np.stack([part.numpy() for part in trainer.policy_logps(batch)], axis=1)
+    trainer.steps = replace(cast(PairSteps, trainer.steps), reference=known)
+    return trainer
+
+
+def start(folder: Path, model: Any, reference: Any, spoil: Callable[[Any], Any] = id) -> PackedDPOTrainer:
+    """A trainer whose two sides are not the same, or no longer once it is spoilt."""
+    trainer = ours(folder, "flat", model=model, reference=reference, loss_type=["sigmoid"])
+    spoil(trainer)
+    return trainer
+
+
+def dropping() -> Any:
+    return tiny_model("llama", attention_dropout=0.3)
+
+
+def drop_by_a_hook(trainer: Any) -> None:
+    layer = trainer.ref_model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda _, __, out: torch.nn.functional.dropout(out, 0.1))
+
+
+def with_another_tokenizer(folder: Path) -> Any:
+    """A reference of other weights that lies beside a tokenizer which is not that of the data."""
+    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<a>": 0, "<b>": 1})), eos_token="<a>")
+    for one in (another(), bare):
+        one.save_pretrained(folder / "saved")
+    return AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32)
+
+
+def adapted(*, beside: bool = False) -> Any:
+    """With adapters that have been trained, and maybe others named ref `beside` them."""
+    model: Any = add_adapters(cast(Any, policy()), Peft(kind="lora", r=4), seed=0)
+    if beside:
+        model.add_adapter("ref", LoraConfig(r=4, target_modules="all-linear"))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    return model
+
+
+FAULTS: dict[str, tuple[Callable[[Path], PackedDPOTrainer], str]] = {
+    "dropout of attention": (
+        lambda folder: start(folder, dropping(), dropping()),
+        r"dropout is on in the model \(model.layers.0.self_attn.attention_dropout=0.3\): a second call differs by \d"
+        r".*\n.*set model.config.attention_dropout=0",
+    ),
+    "a reference in training mode": (
+        lambda folder: start(folder, policy(), dropping(), lambda trainer: trainer.ref_model.train()),
+        r"dropout is on in the reference \(model.layers.0.self_attn.attention_dropout=0.3",
+    ),
+    "dropout without a name": (
+        lambda folder: start(folder, policy(), policy(), drop_by_a_hook),
+        r"dropout is on in the reference \(none that has a name",
+    ),
+    "another precision": (
+        lambda folder: start(folder, policy(), policy().to(torch.bfloat16)),
+        r"the model has float32 weights, the reference bfloat16 \(model.embed_tokens.weight\)",
+    ),
+    "another tokenizer": (
+        lambda folder: start(folder, policy(), with_another_tokenizer(folder)),
+        r"the reference has another tokenizer \(.*saved: 2 tokens, digest \w{8}\) than the data was made with",
+    ),
+    "adapters that are not new": (
+        lambda folder: start(folder, adapted(), None),
+        r"the adapters are not new, but the reference is the model without them \(.*lora_B.default.weight is not zero",
+    ),
+    "other earlier adapters": (
+        lambda folder: start(folder, adapted(beside=True), None),
+        r"the adapters of the reference are not those that training starts from \(.*lora_A.default.weight",
+    ),
+    "the wrong adapter": (
+        lambda folder: start(folder, adapted(beside=True), policy(), lambda trainer: trainer.model.set_adapter("ref")),
+        r"the wrong adapter is active: ref in place of default",
+    ),
+    "other settings": (
+        lambda folder: start(folder, policy(), tiny_model("llama", rms_norm_eps=0.1)),
+        r"the settings differ: the model has rms_norm_eps 1e-06, the reference 0.1",
+    ),
+    "other weights": (
+        lambda folder: start(folder, policy(), another()),
+        r"the weights differ, first in model.embed_tokens.weight",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fault", "said"), FAULTS.values(), ids=FAULTS.keys())
+def test_what_makes_the_model_differ_from_its_reference_is_named(fault: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckFailed, match=r"the first loss is \d.* but 0.6931472 while") as caught:
+        check_start(fault(tmp_path))
+    assert re.search(said, str(caught.value)) and caught.value.exit_code == 3
+    assert "please report" not in str(caught.value)
+
+
+def test_a_fault_that_is_none_of_those_known_is_said_to_be_so(tmp_path: Path) -> None:
+    trainer = ours(tmp_path, "padding", reference=policy(), loss_type=["sigmoid"])
+    trainer.ref_model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out * 1.01)
+    with pytest.raises(CheckFailed, match=r"neither dropout, .* nor weights differ between the two: please report"):
+        check_start(trainer)
+
+
+@pytest.mark.parametrize("layout", ["flat", "shared"])
+def test_a_row_whose_tokens_see_too_much_or_come_back_wrong_is_caught(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = ours(tmp_path, layout, loss_type=["sigmoid"])
+    attention = own_attention(policy())
+    check_pair_forward(trainer, attention)
+    batch = cast(PairSteps, trainer.steps).collate(range(len(PAIRS)))
+    told = batch.inputs["layout"]
+    one = Segments((sum(told.segments.lengths),), ())  # all one document
+    for broken in (replace(told, segments=one), replace(told, rows=told.rows.roll(1))):
+        wrong = replace(batch, inputs={**batch.inputs, "layout": broken})
+        monkeypatch.setattr(dpo_start, "_first", lambda _, wrong=wrong: wrong)
+        with pytest.raises(CheckFailed, match="from padded batches and full logits of LlamaForCausalLM"):
+            check_pair_forward(trainer, attention)

@@ -1,0 +1,67 @@
+"""What goes wrong outside packtrain is a sentence with what to do; what may be its own bug keeps its traceback."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from here import ALONE
+
+from packtrain.config.schema import Batch, RunConfig, Strategy, Trainer
+from packtrain.errors import LostPeers, PeerFailed, UserError
+from packtrain.train import run
+from packtrain.train.explained import explained
+
+CONFIG = RunConfig(batch=Batch(tokens_per_device=8192), trainer=Trainer(output_dir="runs/x"))
+GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has …")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (GPU_MEMORY, UserError, "Tried to allocate 20.00 GiB"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), UserError, "out of memory on cpu"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered\nmore"), PeerFailed, "of rank 0 failed"),
+        (RuntimeError("CUDA error: device-side assert triggered"), None, ""),
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer"), None, ""),  # it is alone
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), PeerFailed, "worker (pid 7)"),
+        (OSError(errno.ENOSPC, "No space left on device"), UserError, "cannot write"),
+        (RuntimeError("shapes differ"), None, ""),
+    ],
+)
+def test_what_is_no_bug_is_told_by_what_it_is(error: Exception, kind: Any, words: str) -> None:
+    found = explained(error, ALONE, CONFIG)
+    assert type(found) is (kind or type(None))
+    if found is not None:
+        assert words in found.problems[0].what and found.problems[0].fix
+
+
+def test_a_lost_process_is_told_where_there_are_others() -> None:
+    error = RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+    assert isinstance(explained(error, replace(ALONE, world_size=2), CONFIG), LostPeers)
+
+
+def test_too_little_memory_names_the_keys_that_take_less_and_are_not_used_yet() -> None:
+    def told(**groups: Any) -> tuple[str, str]:
+        found = explained(GPU_MEMORY, ALONE, replace(CONFIG, **groups))
+        assert found is not None
+        return found.problems[0].where, found.problems[0].fix
+
+    where, fix = told()
+    assert where == "batch.tokens_per_device" and "gradient_checkpointing=true" in fix and "fsdp2" in fix
+    _, fix = told(strategy=Strategy(name="zero3"), trainer=replace(CONFIG.trainer, gradient_checkpointing=True))
+    assert "gradient_checkpointing" not in fix and "fsdp2" not in fix
+    assert told(batch=Batch(examples_per_device=4))[0] == "batch.examples_per_device"
+
+
+def test_a_run_that_lacks_memory_ends_as_a_wrong_config_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_in(*_: Any) -> int:
+        raise GPU_MEMORY
+
+    monkeypatch.setattr(run, "train_in", train_in)
+    with pytest.raises(UserError, match=r"out of memory on cpu: CUDA out of memory\. Tried"):
+        run.train("sft", replace(CONFIG, trainer=replace(CONFIG.trainer, output_dir=str(tmp_path))))

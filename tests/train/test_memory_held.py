@@ -1,0 +1,172 @@
+"""The memory estimate of a plan against bytes that are really held: of a whole run, and of the passes through a model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from running import conversations, write_jsonl
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from packtrain.config.compose import load_config
+from packtrain.config.schema import RunConfig
+from packtrain.launch.activations import Numbers, Slots, of_the_layers
+from packtrain.launch.memory import Memory, estimate
+from packtrain.launch.shapes import Layers, layers_of
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 64,
+}
+TOKENS = 1024
+
+
+def held_in_a_run(arguments: list[str]) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer states after the second backward pass of a real run, in this process."""
+    from packtrain.run_folder import RunFolder
+    from packtrain.train.run import train
+    from packtrain.train.whole_steps import WholeSteps
+
+    torch.set_num_threads(1)
+    held: dict[str, int] = {}
+    inner = WholeSteps.training_step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = inner(self, *args, **kwargs)
+        weights = list(self.model.parameters())
+        held["weights"] = _bytes(weights)
+        held["gradients"] = _bytes(one.grad for one in weights if one.grad is not None)
+        states = self.optimizer.state.values()
+        held["optimizer"] = _bytes(one for state in states for one in state.values() if isinstance(one, torch.Tensor))
+        return loss
+
+    WholeSteps.training_step = step  # type: ignore[method-assign]
+    config = load_config(None, arguments)
+    RunFolder.of(config).open_attempt("never")
+    train("sft", config)
+    return held
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors)
+
+
+@pytest.mark.parametrize("overrides", [[], ["peft=lora", "model.dtype=bfloat16", "optim.name=adamw_torch"]])
+def test_a_run_of_one_process_holds_what_was_estimated(overrides: list[str], tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "data.jsonl", conversations(8))
+    sizes = {"model_type": "qwen3", **SIZES, "vocab_size": 4096, "max_position_embeddings": 512}
+    arguments = [
+        *(f"model.config.{name}={value}" for name, value in sizes.items()),
+        *("model.init=random", "model.tokenizer=quickstart", f"data.train={data}", f"data.cache_dir={tmp_path}/cache"),
+        *("batch.examples_per_step=4", "trainer.max_steps=2", f"trainer.output_dir={tmp_path}/run"),
+        *("data.max_length=256", "batch.tokens_per_device=512", "verify.preflight=false", *overrides),
+    ]
+    with multiprocessing.get_context("spawn").Pool(1) as alone:
+        held = alone.apply(held_in_a_run, (arguments,))
+    expected = estimate(load_config(None, arguments), 1)
+    assert isinstance(expected, Memory)
+    for part, size in held.items():
+        assert getattr(expected, part) == pytest.approx(size, rel=0.02), part
+
+
+class Watch(TorchDispatchMode):
+    """Bytes of all tensors that are made within and live, and the most that lived at a time."""
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known = weakref.WeakSet(one.untyped_storage() for one in known)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tree_iter(made):
+            if isinstance(one, torch.Tensor) and (storage := one.untyped_storage()) not in self._known:
+                self._known.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._gone, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return made
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def watched(kind: str, config: RunConfig, *, padded: bool) -> tuple[int, int]:
+    """(bytes that the layers keep after a forward pass over TOKENS tokens, most bytes at a time until its backward ends)."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **SIZES), dtype=dtype, attn_implementation="sdpa"
+    )
+    base = model
+    if config.peft.kind == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=config.peft.target_modules, task_type="CAUSAL_LM"))
+    model.train()
+    if config.trainer.gradient_checkpointing:
+        base.activation_checkpointing_enable()
+        base.enable_input_require_grads()
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+    ids = torch.zeros(4 if padded else 1, TOKENS // 4 if padded else TOKENS, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0
+    watch = Watch([*model.parameters(), *model.buffers()])
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.trainer.mixed_precision == "bf16")
+    with watch:
+        with autocast:
+            hidden = base.model(
+                input_ids=ids, attention_mask=mask if padded else None, use_cache=False
+            ).last_hidden_state
+        kept = watch.now
+        hidden.sum().backward()
+    return kept, watch.most
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("llama", []),
+        ("qwen3", []),
+        ("qwen2", ["model.dtype=bfloat16"]),
+        ("mistral", ["trainer.mixed_precision=bf16"]),
+        ("qwen3", ["model.dtype=bfloat16", "peft=lora"]),
+        ("llama", ["model.dtype=bfloat16", "peft=lora", "peft.target_modules=[q_proj,v_proj]"]),
+        ("llama", ["trainer.mixed_precision=bf16", "peft=lora"]),
+        ("qwen3", ["model.dtype=bfloat16", "packing.mode=padding"]),
+    ],
+)
+def test_the_layers_keep_what_was_estimated(kind: str, overrides: list[str], checkpointing: bool) -> None:
+    made = ["model.init=random", "model.tokenizer=quickstart", "data.train=x", "batch.examples_per_step=4"]
+    switch = f"trainer.gradient_checkpointing={str(checkpointing).lower()}"
+    config = load_config(None, [*made, f"model.config.model_type={kind}", switch, *overrides])
+    padded = config.packing.mode == "padding"
+    layers = layers_of({"model_type": kind, **SIZES})
+    assert isinstance(layers, Layers)
+    weight = 2 if config.model.dtype == "bfloat16" else 4
+    numbers = Numbers(weight, 2 if config.trainer.mixed_precision == "bf16" else weight)
+    waiting, working = of_the_layers(config, layers, Slots(TOKENS, TOKENS // 4 if padded else None), numbers)
+    kept, most = watched(kind, config, padded=padded)
+    copies = kept_copies(config, layers)
+    assert waiting + copies == pytest.approx(kept, rel=0.3)
+    assert waiting + working + copies == pytest.approx(most, rel=0.3)
+
+
+def kept_copies(config: RunConfig, layers: Layers) -> int:
+    """bfloat16 copies of the linear layers' weights, which the estimate counts among its buffers."""
+    if config.trainer.mixed_precision == "no" or config.trainer.gradient_checkpointing:
+        return 0
+    of_one = layers.hidden * (2 * layers.query + 2 * layers.key + 3 * layers.inner)
+    return 2 * layers.number * of_one

@@ -1,0 +1,133 @@
+"""Where the time of a step goes, added up over ranks, and which rank is called slow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from packtrain.launch.heartbeat import Phase, Pulse
+from packtrain.train.heartbeat import RankTimes, StepClock, slow_ones
+from tests.unit.test_docs_multi_node import ROWS, same
+
+
+class Watch(Pulse):
+    """A pulse whose time passes only when it is told so, however loaded the machine is."""
+
+    now = 0.0
+
+    def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> float:
+        super().enter(phase, step=step, micro=micro)
+        return self.now
+
+
+def step(clock: StepClock, watch: Watch, number: int, forward: float = 0.0, data: float = 0.0) -> None:
+    clock.enter("data", step=number)
+    watch.now += data
+    clock.enter("counts")
+    for micro in (1, 2):
+        clock.enter("forward", micro=micro)
+        watch.now += forward / 2
+        clock.enter("backward", micro=micro)
+    clock.enter("optimizer")
+
+
+def test_a_clock_adds_the_parts_of_steps_up_and_leaves_the_first_one_out() -> None:
+    watch = Watch(None, 1)
+    clock = StepClock(torch.device("cpu"), rank=1, world_size=3, pulse=watch)
+    step(clock, watch, 1, forward=0.3)
+    assert watch.usual_s == 0.0
+    for number in (2, 3):
+        step(clock, watch, number, forward=0.04, data=0.02)
+    clock.enter("checkpoint")
+    watch.now += 0.1
+    clock.enter("data", step=4)
+    assert clock.steps == 2
+    assert watch.usual_s == pytest.approx(0.06)  # neither the first step nor the checkpoint
+    slots = clock.slots()
+    assert len(slots) == 12 and not any(slots[:4] + slots[8:])
+    assert slots[4:8] == pytest.approx([80_000, 0, 40_000, 0], abs=4)
+    assert clock.steps == 0 and not any(clock.slots())
+
+
+def test_a_logged_line_has_least_median_most_and_the_slowest_rank() -> None:
+    times = RankTimes(3, lambda _: None)
+    slots = torch.tensor([10, 20, 0, 0, 40, 20, 0, 0, 10, 20, 6, 0]) * 1_000_000
+    times.take(slots, 10)
+    figures = times.figures()
+    assert figures["slowest_rank"] == 1
+    assert [figures[f"forward_seconds/{name}"] for name in ("min", "median", "max")] == [1, 1, 4]
+    assert figures["data_seconds/max"] == pytest.approx(0.6)
+    assert times.figures() == {}  # nothing new
+    assert RankTimes(1, print).figures() == {}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "named"),
+    [
+        ([1.0, 1.0, 1.0, 1.25], "rank 3 is 25 % slower than the median, and the others wait for it"),
+        ([1.0, 1.0, 1.0, 1.19], None),
+        ([1.0, 1.3], "rank 1 is 30 %"),
+        ([0.012, 0.023], None),  # noise
+        ([0.012, 0.036], "rank 1 is 200 %"),
+        ([1.0] * 1023 + [3.0], "rank 1023 is 200 %"),
+    ],
+)
+def test_a_rank_is_slow_by_a_fifth_over_the_median(seconds: list[float], named: str | None) -> None:
+    zeros = [0.0] * len(seconds)
+    for forward, data, what in ((seconds, zeros, "forward passes take"), (zeros, seconds, "loading of data takes")):
+        said = slow_ones(forward, data, (), steps=20, known=set())
+        assert len(said) == (named is not None)
+        assert all(one.startswith(str(named)) and f"its {what} " in one for one in said)
+
+
+N1_TO_N3 = [("n1", (0, 1)), ("n2", (2, 3)), ("n3", (4, 5))]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "named"),
+    [
+        ([1.0, 1.0, 1.34, 1.4, 1.0, 1.0], ["n2 (ranks 2 and 3) is 34 % slower than the median: "]),
+        ([1.0, 1.0, 1.0, 1.34, 1.0, 1.0], ["rank 3 on n2 is 34 % slower than the median: "]),
+        ([1.0, 1.7, 1.34, 1.4, 1.0, 1.0], ["n2 (ranks 2 and 3) is 34 %", "rank 1 on n1 is 70 %"]),
+        ([1.0, 1.1, 1.1, 1.0, 1.15, 1.19], []),
+    ],
+)
+def test_a_slow_machine_is_named_by_its_host_and_a_rank_with_its_own(seconds: list[float], named: list[str]) -> None:
+    said = slow_ones(seconds, [0.0] * 6, N1_TO_N3, steps=20, known=set())
+    found = [one.replace(", and the others wait for it", "") for one in said]
+    assert len(found) == len(named)
+    assert all(one.startswith(start) for one, start in zip(found, named, strict=True)), said
+    assert all(f"the clocks of its {'GPUs' if one.startswith('n') else 'GPU'}" in one for one in said)
+
+
+def test_the_page_on_several_machines_has_these_words() -> None:
+    (said,) = slow_ones(
+        [1.0] * 8 + [1.34] * 8, [0.0] * 16, [("n1", range(8)), ("n2", range(8, 16))], steps=20, known=set()
+    )
+    assert same(said) in [what for what, _ in ROWS]
+
+
+def test_of_many_slow_ranks_the_slowest_are_told_first_and_the_others_later() -> None:
+    seconds, known = [1.0] * 10 + [2.0, 3.0, 4.0, 5.0], set()
+    first, then = (slow_ones(seconds, [0.0] * 14, (), steps=20, known=known) for _ in range(2))
+    assert [one.partition(" is")[0] for one in (*first, *then)] == ["rank 13", "rank 12", "rank 11", "rank 10"]
+
+
+def test_loading_that_is_a_small_part_of_a_step_names_nobody() -> None:
+    assert slow_ones([1.0] * 3, [0.01, 0.01, 0.1], (), steps=20, known=set()) == []
+    assert "data takes 0.5 s a step, the median is 0.01 s" in str(
+        slow_ones([1.0] * 3, [0.01, 0.01, 0.5], (), steps=20, known=set())
+    )
+
+
+def test_a_slow_rank_is_said_once_and_only_over_a_window() -> None:
+    said: list[str] = []
+    times = RankTimes(2, said.append, [("n1", (0,)), ("n2", (1,))])
+    for _ in range(6):
+        times.take(torch.tensor([10, 0, 0, 0, 30, 0, 0, 0]) * 1_000_000, 10)
+        times.figures()
+    assert (
+        len(said) == 1
+        and said[0].startswith("n2 (rank 1) is 200 %")
+        and "3 s a step, the median is 1 s (over 20 steps)" in said[0]
+    )

@@ -1,0 +1,264 @@
+"""However weights, gradients and optimizer are spread over processes, the training is the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from running import ENVIRONMENT, LLAMA, Run, base_config, conversations, packtrain, train, write_jsonl
+from safetensors.torch import load_file
+from test_dpo_run import preferences
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from packtrain.config.schema import Model, RunConfig, Strategy, Verify
+from packtrain.errors import CheckFailed, UserError
+from packtrain.train import strategy
+from packtrain.train.dpo import FIGURES
+from packtrain.train.preflight import decide_together
+
+LACKING = strategy.compilers_missing()
+NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
+NEEDS_COMPILER = pytest.mark.skipif(
+    bool(LACKING), reason=f"DeepSpeed's optimizer on the host needs {' and '.join(LACKING)}"
+)
+ZERO1, ZERO2, ZERO3 = (pytest.param(name, marks=NEEDS_DEEPSPEED) for name in ("zero1", "zero2", "zero3"))
+OFFLOAD = pytest.param("zero3_offload", marks=[NEEDS_DEEPSPEED, NEEDS_COMPILER])
+MODEL = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # weights that ZeRO-3 does not keep whole
+MODEL_ARGUMENTS = {name: value for name, value in MODEL.items() if name != "model_type"} | {"vocab_size": 50}
+STEPS, CHECKPOINT = 5, 3  # of 7, 7, 7, 1 and 7 documents: in step 4 one process has none
+
+
+LAUNCHED = {"zero3": ["topology=local", "topology.gpus_per_node=2"]}  # by packtrain; the others as torchrun does
+
+
+def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
+    """Steps of several micro-batches, their gradients clipped, with evaluations, checkpoints and answers."""
+    trainer = {
+        "max_steps": STEPS,
+        "checkpoint_every": CHECKPOINT,
+        "keep_checkpoints": None,
+        "eval_every": 4,
+        "samples": ["river stone"],
+        "sample_tokens": 3,
+    }
+    config = base_config(folder, trainer={**trainer, **groups.pop("trainer", {})}, **groups)
+    config["optim"] |= {"schedule": "linear", "warmup_steps": 2, "max_grad_norm": 0.5}
+    config["data"] |= {"eval": str(folder / "eval.jsonl")}
+    if config["model"]["init"] == "random":
+        config["model"]["config"] = MODEL
+    return config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("strategies")
+    write_jsonl(folder / "eval.jsonl", conversations(5, seed=1))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Run:
+    """One process."""
+    return train(folder, config_of(folder), name="alone")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, Run]:
+    """Runs of two processes by strategy, once they are made."""
+    return {}
+
+
+def run_of(runs: dict[str, Run], folder: Path, name: str) -> Run:
+    if name not in runs:
+        runs[name] = train_on_two(folder, config_of(folder), f"strategy={name}", name=name)
+    return runs[name]
+
+
+def train_on_two(folder: Path, config: dict[str, Any], strategy: str, *overrides: str, name: str) -> Run:
+    launch = LAUNCHED.get(strategy.removeprefix("strategy="), [])
+    return train(folder, config, strategy, *launch, *overrides, name=name, processes=1 if launch else 2)
+
+
+def assert_same_training(found: Run, expected: Run, *, file: str = "final/model.safetensors") -> None:
+    assert [line["examples"] for line in found.steps] == [line["examples"] for line in expected.steps]
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    norms = [line["grad_norm"] for line in expected.steps]
+    assert [line["grad_norm"] for line in found.steps] == pytest.approx(norms, rel=1e-4)
+    assert [line["lr"] for line in found.steps] == [line["lr"] for line in expected.steps]
+    evals = [line["eval_loss"] for line in expected.evals]
+    assert [line["eval_loss"] for line in found.evals] == pytest.approx(evals, rel=1e-5)
+    ours, theirs = load_file(found.folder / file), load_file(expected.folder / file)
+    assert ours.keys() == theirs.keys()
+    for name, weight in ours.items():
+        assert (weight - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
+
+
+@pytest.mark.parametrize("name", [ZERO1, ZERO2, ZERO3, OFFLOAD, "fsdp2"])
+def test_each_strategy_trains_as_one_process_does(runs: dict[str, Run], folder: Path, alone: Run, name: str) -> None:
+    run = run_of(runs, folder, name)
+    assert_same_training(run, alone)
+    assert min(line["grad_norm"] for line in run.steps) > 0.5, "nothing was clipped"
+    _, found = AutoModelForCausalLM.from_pretrained(run.folder / "final", output_loading_info=True)
+    assert not any(found.values())
+    said, expected = ((one.folder / "logs" / "rank-00000.log").read_text() for one in (run, alone))
+    assert said.count("  after  ") == expected.count("  after  ") == 1
+
+
+@pytest.mark.parametrize("name", ["ddp", ZERO1, ZERO2, ZERO3, "fsdp2"])
+def test_four_processes_train_as_one(folder: Path, alone: Run, name: str) -> None:
+    run = train(folder, config_of(folder), f"strategy={name}", name=f"{name}-four", processes=4)
+    assert_same_training(run, alone)
+
+
+def test_the_strategy_is_the_config_s_when_torchrun_has_started_the_processes(folder: Path, alone: Run) -> None:
+    path = folder / "torchrun.yaml"
+    path.write_text(yaml.safe_dump(config_of(folder, trainer={"output_dir": str(folder / "torchrun")})))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "packtrain"]
+    command = [*torchrun, "sft", str(path), "strategy=fsdp2"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert_same_training(Run(folder / "torchrun"), alone)
+
+
+@pytest.mark.parametrize("name", [ZERO2, ZERO3, "fsdp2"])
+def test_a_killed_run_goes_on_bitwise_the_same(runs: dict[str, Run], folder: Path, name: str) -> None:
+    expected = run_of(runs, folder, name)
+    run = train(folder, config_of(folder), f"strategy={name}", name=cut(expected, f"{name}-resumed"), processes=2)
+    assert run.losses == expected.losses
+    weights = expected.weights()
+    for weight, tensor in run.weights().items():
+        assert torch.equal(tensor, weights[weight]), weight
+
+
+def test_another_number_of_processes_goes_on_with_the_shards_of_fsdp2(
+    runs: dict[str, Run], folder: Path, alone: Run
+) -> None:
+    name = cut(run_of(runs, folder, "fsdp2"), "fewer")
+    assert_same_training(train(folder, config_of(folder), "strategy=fsdp2", name=name), alone)
+
+
+@NEEDS_DEEPSPEED
+def test_the_shards_of_another_strategy_or_number_of_processes_are_refused(runs: dict[str, Run], folder: Path) -> None:
+    name = cut(run_of(runs, folder, "zero2"), "refused")
+    path = folder / "zero2.yaml"
+    result = packtrain(
+        "sft", str(path), "topology=single", "strategy=zero1", f"trainer.output_dir={folder / name}", expect=2
+    )
+    assert "strategy.name: the checkpoint step-000003 was made with zero2, this run has zero1" in result.stderr
+    assert "the number of processes: the checkpoint step-000003 was made with 2, this run has 1" in result.stderr
+
+
+def cut(run: Run, name: str) -> str:
+    """A copy of the folder as if the run had been killed after its first checkpoint."""
+    place = run.folder.with_name(name)
+    shutil.copytree(run.folder, place)
+    shutil.rmtree(place / "final")
+    (place / "summary.json").unlink()
+    for checkpoint in (place / "checkpoints").glob("step-*"):
+        if checkpoint.name != f"step-{CHECKPOINT:06d}":
+            shutil.rmtree(checkpoint)
+    return name
+
+
+@pytest.fixture(scope="module")
+def adapted(folder: Path) -> Run:
+    return train(folder, config_of(folder), "peft=lora", name="adapted")
+
+
+@pytest.mark.parametrize("name", [ZERO3, "fsdp2"])
+def test_adapters_train_the_same_and_merge(folder: Path, adapted: Run, name: str) -> None:
+    overrides = [f"strategy={name}", "peft=lora", f"trainer.gradient_checkpointing={name == 'fsdp2'}"]
+    run = train_on_two(folder, config_of(folder), *overrides, name=f"{name}-adapted")
+    assert_same_training(run, adapted)  # merged: the model it started from was new
+    assert_same_training(run, adapted, file="final-adapters/adapter_model.safetensors")
+
+
+def pairs_of(folder: Path) -> dict[str, Any]:
+    """Preference pairs over a model and a second one that is its reference."""
+    if not (folder / "pairs.jsonl").exists():
+        write_jsonl(folder / "pairs.jsonl", preferences(9, 0))
+        write_jsonl(folder / "eval-pairs.jsonl", preferences(4, 1))
+    config = config_of(folder, trainer={"max_steps": 4, "samples": [], "checkpoint_every": None})
+    config["data"] |= {"train": str(folder / "pairs.jsonl"), "eval": str(folder / "eval-pairs.jsonl"), "max_length": 92}
+    config["batch"] = {"examples_per_step": 5, "tokens_per_device": 190}
+    return config
+
+
+@pytest.fixture(scope="module")
+def preferred(folder: Path) -> Run:
+    return train(folder, pairs_of(folder), name="preferred", command="dpo")
+
+
+@pytest.mark.parametrize("processes", [2, 4])  # on four, some have no pair
+@pytest.mark.parametrize("name", ["ddp", ZERO1, ZERO2, ZERO3, "fsdp2"])
+def test_preferences_train_the_same(folder: Path, preferred: Run, name: str, processes: int) -> None:
+    run = train(
+        folder,
+        pairs_of(folder),
+        f"strategy={name}",
+        name=f"{name}-preferred-{processes}",
+        command="dpo",
+        processes=processes,
+    )
+    assert_same_training(run, preferred)
+    for ours, theirs in zip(run.steps, preferred.steps, strict=True):
+        for figure in FIGURES:
+            assert ours[figure] == pytest.approx(theirs[figure], rel=1e-5, abs=1e-5), (ours["step"], figure)
+
+
+def test_a_model_that_is_not_spread_as_asked_for_is_found_out() -> None:
+    model = torch.nn.Linear(2, 2)
+    strategy.check_active("ddp", model, model)
+    for name in ("zero1", "zero2", "zero3", "zero3_offload", "fsdp2"):
+        with pytest.raises(CheckFailed, match=f"is to train by {name}, but it would by one process"):
+            strategy.check_active(name, model, model)
+
+
+def test_mixed_precision_is_autocast_with_float32_outputs_where_accelerate_does_not_see_to_it() -> None:
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**MODEL_ARGUMENTS))
+    ids = torch.arange(7)[None]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(input_ids=ids).logits
+    strategy.compute_in(model, torch.bfloat16)
+    found = model(input_ids=ids).logits
+    assert (expected.dtype, found.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(found, expected.float())
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "attention"),
+    [("mamba", "fsdp2", "per_document"), ("mamba", "zero3", "per_document"), ("bloom", "zero3", "segmented")],
+)
+def test_rows_that_processes_would_run_differently_often_are_refused(family: str, name: Any, attention: Any) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "n_layer": 1, "n_head": 2, "vocab_size": 50}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
+    config = RunConfig(model=Model(attention=attention), strategy=Strategy(name=name), verify=Verify(preflight=False))
+    with pytest.raises(CheckFailed, match=name):
+        decide_together(config, model, 1)
+    for other in ("ddp", "zero2"):
+        decide_together(replace(config, strategy=Strategy(name=other)), model, 1)
+
+
+def test_what_a_launcher_left_in_the_environment_does_not_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    strategy.open_strategy(RunConfig())
+    assert not {"ACCELERATE_USE_DEEPSPEED", "FSDP_VERSION"} & os.environ.keys()
+
+
+@NEEDS_DEEPSPEED
+def test_a_missing_compiler_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategy.shutil, "which", lambda _, **__: None)
+    config = RunConfig(strategy=Strategy(name="zero3_offload"))
+    with pytest.raises(UserError, match=r"no ninja and no C\+\+ compiler"):
+        strategy.open_strategy(config)

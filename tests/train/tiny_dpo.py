@@ -1,0 +1,131 @@
+"""Preference optimisation in memory: seven pairs of random tokens, a tiny model, and packtrain's trainer on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from test_pairs import a_pair
+from tiny_models import tiny_model
+from trl import DPOConfig
+
+from packtrain.attention.backends import attend_by
+from packtrain.config.schema import Model
+from packtrain.data.pairs import PairDataset, Preference
+from packtrain.packing.balance import Limits
+from packtrain.packing.batches import make_schedule
+from packtrain.packing.pairs import Layout
+from packtrain.train.dpo import PackedDPOTrainer
+from packtrain.train.loader import PairSteps
+from packtrain.train.model import base_model, load_tokenizer
+from packtrain.train.stop import StopRequest
+from packtrain.train.whole_steps import Course
+
+TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
+LAYOUTS: tuple[Layout, ...] = ("padding", "flat", "shared")
+
+
+class Pairs:
+    """As a PairDataset, of pairs in memory: 7, of odd lengths."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(1)
+        shapes = [(10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (18, 6, 11), (1, 1, 1)]
+        self.pairs = [a_pair(rng, *shape) for shape in shapes]
+        self.lengths = np.array([len(p.chosen.input_ids) + len(p.rejected.input_ids) for p in self.pairs], np.int32)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Preference:
+        return self.pairs[index]
+
+
+PAIRS = Pairs()
+
+
+def policy() -> torch.nn.Module:
+    return tiny_model("llama")
+
+
+def another() -> torch.nn.Module:
+    """A reference that is not the policy."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def arguments(folder: Path, **given: Any) -> DPOConfig:
+    """TRL's, `given` the objective's."""
+    usual = {"bf16": False, "activation_checkpointing": False, "max_length": None, "max_steps": 1}
+    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False}
+    return DPOConfig(output_dir=str(folder), **{**usual, **quiet, **given})
+
+
+def steps_of(
+    layout: Layout, tokens: int | None = None, *, a_step: int = len(PAIRS), rank: int = 0, world_size: int = 1
+) -> PairSteps:
+    """An epoch of all pairs, so many a step (all of them), in rows of so many `tokens` (all in one)."""
+    schedule = make_schedule(
+        PAIRS.lengths,
+        limits=Limits(examples=None if tokens else len(PAIRS), tokens=tokens),
+        mode="padding_free" if tokens is None else "packed",
+        strategy="best_fit",
+        examples_per_step=a_step,
+        tokens_per_step=None,
+        max_steps=None,
+        epochs=1.0,
+        seed=0,
+        shuffle=False,
+        attention_cost=0.0,
+    )
+    return PairSteps(cast(PairDataset, PAIRS), schedule, layout, 0, rank, world_size)
+
+
+OTHER = "another"
+
+
+def ours(
+    folder: Path,
+    layout: Layout,
+    *,
+    model: Any = None,
+    reference: Any = OTHER,
+    steps: PairSteps | None = None,
+    **given: Any,
+) -> PackedDPOTrainer:
+    """packtrain's trainer, ready for step 1; without a `model` on `policy`, without a `reference` against `another`."""
+    trainer = PackedDPOTrainer(
+        cast(Any, model or policy()),
+        arguments(folder, **given),
+        TOKENIZER,
+        course=Course(steps or steps_of(layout), None, StopRequest(), folder, {}),
+        reference=cast(Any, another()) if reference == OTHER else reference,
+    )
+    if layout != "padding":
+        for one in filter(None, (trainer.model, trainer.ref_model)):
+            attend_by(base_model(one), "segmented")
+    return trainer
+
+
+def gradient(model: torch.nn.Module) -> torch.Tensor:
+    parts = [p.grad.flatten().clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return torch.cat(parts)
+
+
+def in_parts(trainer: PackedDPOTrainer, parts: list[list[int]]) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """The same of a step of ours in these micro-batches."""
+    trainer.model.train()
+    batches = [cast(PairSteps, trainer.steps).collate(part) for part in parts]
+    counts = torch.tensor([[b.trained, b.tokens, b.slots, b.examples] for b in batches]).sum(0)
+    total = 0.0
+    for batch in batches:
+        loss = trainer.loss_of(trainer.model, batch, counts)
+        loss.backward()
+        total += loss.item()
+    return total, gradient(trainer.model), trainer.figures()

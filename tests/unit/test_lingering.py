@@ -1,0 +1,111 @@
+"""Workers that are through and whose processes do not end: no wait without a limit. And what is told of one that raises."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtrain.launch import children
+from packtrain.launch.line import Order
+from packtrain.launch.verdict import Outcome, Verdict, judge
+from packtrain.launch.watchdog import Watchdog
+
+STUB = """
+import pathlib, os, sys, time
+exits = pathlib.Path(sys.argv[1])
+(exits / "0.pid").write_text(str(os.getpid()))
+(exits / "0").write_text("0")
+time.sleep(60)
+"""
+RAISES = """
+import pathlib, sys
+exits = pathlib.Path(sys.argv[1])
+(exits / "0.lost").write_text("rank 0 lost the others")
+(exits / "0").write_text("4")
+(exits / "1").write_text("1")
+exits.with_name("rank-00001.log").write_text("torch.AcceleratorError: CUDA error: unspecified launch failure")
+sys.exit(1)
+"""
+DIES = """
+import os, pathlib, subprocess, sys, time
+gone = subprocess.Popen(["true"])
+gone.wait()
+file = pathlib.Path(sys.argv[1], "1.pid")
+file.with_suffix(".new").write_text(str(gone.pid))
+file.with_suffix(".new").rename(file)
+time.sleep(60)
+"""
+XID = "NVRM: Xid (PCI:0000:c3:00): 79, pid=4711, GPU has fallen off the bus."
+
+
+def test_a_worker_that_is_through_and_does_not_end_is_ended_and_the_run_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(children, "LINGER_S", 0.5)
+    monkeypatch.setattr(children, "GRACE_S", 0)
+    (tmp_path / "exits").mkdir()
+    watchdog = Watchdog(tmp_path, tmp_path, ranks=range(1), host="n1", step_timeout=60)
+    argv, begun = [sys.executable, "-c", STUB, str(tmp_path / "exits")], time.monotonic()
+    verdict = children.run_children(
+        argv, {}, tmp_path / "exits", tmp_path / "launcher.log", range(1), "n1", None, watchdog
+    )
+    assert verdict.code == 0 and time.monotonic() - begun < 20
+    assert "n1 are through, and do not end" in capsys.readouterr().err
+
+
+def test_a_rank_that_raises_is_shown_with_what_the_kernel_says_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packtrain.launch.watchdog.gpu_error", lambda since: XID)
+    (tmp_path / "exits").mkdir()
+    watchdog = Watchdog(tmp_path, tmp_path, ranks=range(2), host="n1", step_timeout=60)
+    argv = [sys.executable, "-c", RAISES, str(tmp_path / "exits")]
+    verdict = children.run_children(
+        argv, {}, tmp_path / "exits", tmp_path / "launcher.log", range(2), "n1", None, watchdog
+    )
+    assert verdict.code == 4
+    assert [line.partition(": ")[2] for line in verdict.lines[1:]] == [
+        "torch.AcceleratorError: CUDA error: unspecified launch failure",
+        f"the kernel says: {XID}",
+    ]
+
+
+class OtherMachine:
+    """The line to one that has lost the rank of this machine, and says so before this one has looked at it."""
+
+    node, reports = 1, {}
+
+    def __init__(self, died: Path) -> None:
+        self._died, self._told = died, False
+
+    def order(self) -> Order | None:
+        if self._told or not self._died.exists():
+            return None
+        self._told = True
+        return Order(None, "rank 0 on n1 failed (exit code 4)")
+
+    def tell_failure(self, why: str) -> None:
+        pass
+
+    def finish(self, outcome: Outcome) -> Verdict:
+        return judge({0: Outcome(codes={0: 4}), 1: outcome}, {0: "n1", 1: "n2"}, 1)
+
+
+def test_a_rank_that_died_is_told_of_where_another_machine_was_quicker_to_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "GRACE_S", 0)
+    monkeypatch.setattr(children, "TERM_S", 0)
+    exits = tmp_path / "exits"
+    exits.mkdir()
+    watchdog = Watchdog(tmp_path, tmp_path, ranks=range(1, 2), host="n2", step_timeout=60)
+    line: Any = OtherMachine(exits / "1.pid")
+    argv = [sys.executable, "-c", DIES, str(exits)]
+    verdict = children.run_children(argv, {}, exits, tmp_path / "launcher.log", range(1, 2), "n2", line, watchdog)
+    assert verdict.code == 4
+    assert verdict.lines[0].startswith("rank 1 on n2 ended without a word, before it said anything")
+    assert verdict.lines[1].startswith("  likely cause: the process was killed")

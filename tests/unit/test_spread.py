@@ -1,0 +1,74 @@
+"""packtrain in a batch script or a shell of salloc: signals reach the machines (srun itself kills, or does nothing), and an
+srun that fails is told from a run that does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from types import SimpleNamespace
+from packtrain.launch.ending import exit_code_of
+from packtrain.launch.execute import _spread
+sys.exit(exit_code_of(lambda: _spread(SimpleNamespace(spread=("srun", "--nodes", "2", "task")))))
+"""
+FAKES = {
+    "srun": 'echo "$1" > name; trap "exit 99" TERM INT; while [ ! -e told ]; do sleep 0.05; done; exit $(cat told)',
+    "squeue": 'echo "17.batch batch"; echo "17.3 $(sed s/--job-name=// name)"; echo "17.4 other"',
+    "scancel": 'echo "$@" >> cancelled; case $1 in --signal=INT) echo 130;; *) echo 143;; esac > told',
+}
+
+
+def spread(folder: Path, **fakes: str) -> subprocess.Popen[bytes]:
+    for name, text in {**FAKES, **fakes}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    started = subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, cwd=folder, stderr=subprocess.PIPE)
+    until = time.monotonic() + 20
+    while not (folder / "name").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    return started
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_reaches_the_tasks_of_the_step_by_scancel(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    started = spread(tmp_path)
+    started.send_signal(number)
+    assert started.wait(20) == code
+    assert (tmp_path / "cancelled").read_text() == f"--signal={number.name[3:]} 17.3\n"
+
+
+def test_a_second_signal_is_for_srun_as_is_the_first_where_slurm_does_not_answer(tmp_path: Path) -> None:
+    started = spread(tmp_path, scancel="true")
+    started.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert started.poll() is None
+    started.send_signal(signal.SIGINT)
+    assert started.wait(20) == 130
+    (tmp_path / "name").unlink()
+    started = spread(tmp_path, squeue="exit 1")
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(20) == 143
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("srun: error: Unable to create step for job 17: Unable to contact slurm controller", 4),
+        ("srun: error: n2: task 1: Exited with exit code 1", 1),
+    ],
+    ids=["srun", "task"],
+)
+def test_an_srun_that_fails_is_no_bug_of_ours(said: str, code: int, tmp_path: Path) -> None:
+    started = spread(tmp_path, srun=f"echo > name; printf 'a bar 10%%\\r' >&2; echo >&2; echo '{said}' >&2; exit 1")
+    text = started.communicate(timeout=20)[1].decode()
+    assert started.returncode == code and text.startswith(f"a bar 10%\r\n{said}\n")
+    assert ("could not start packtrain on the machines of the job: Unable to create" in text) == (code == 4)
