@@ -24,7 +24,7 @@ from packtrain.launch.heartbeat import read_beats
 from packtrain.launch.processes import killed_for_memory, sight
 from packtrain.launch.rank_state import RankState
 from packtrain.launch.ranks import ranks_in_words
-from packtrain.launch.verdict import TAIL_LINES
+from packtrain.launch.verdict import MOST_TELLING, TAIL_LINES
 from packtrain.launch.watchdog import BETWEEN_RANKS, DIAGNOSIS, Watchdog, stacks_of
 from packtrain.run_folder import RunFolder
 
@@ -230,9 +230,11 @@ def _of_an_ended_run(folder: RunFolder, pointers: Mapping[int, Pointer]) -> Find
     if folder.status() not in ("done", "stopped") and (states := dumped(folder.logs, pointers)):
         return _of_dumps(states, sum(len(range(*one["ranks"])) for one in pointers.values()))
     codes = {int(rank): code for one in pointers.values() for rank, code in one.get("codes", {}).items()}
-    if failed := sorted(rank for rank, code in codes.items() if 0 < code <= 128):
+    if failures := {code for code in codes.values() if 0 < code <= 128}:
+        telling = next((code for code in MOST_TELLING if code in failures), min(failures))
+        failed = sorted(rank for rank, code in codes.items() if code == telling)
         first = failed[0]
-        ends = [f"{ranks_in_words(failed)} failed (exit code {codes[first]}); the end of {folder.log(first)}:"]
+        ends = [f"{ranks_in_words(failed)} failed (exit code {telling}); the end of {folder.log(first)}:"]
         return Finding("failed", [*ends, *(f"    {line}" for line in _tail(folder.log(first)))])
     if (status := folder.status()) is not None:
         summary = read_json(folder.summary)

@@ -126,13 +126,14 @@ class _Children:
         codes |= dict.fromkeys(self._silent - set(codes))
         bad = [rank for rank, code in codes.items() if rank != 0 and (code is None or 0 < code <= 128)]
         tails = self._tails({rank: self._logs[rank] for rank in bad if rank in self._logs})
-        if 0 in codes and (lost := losses(self._exits).get(0)):
-            tails[0] = lost.splitlines()
+        lost = losses(self._exits)
+        if 0 in codes and 0 in lost:
+            tails[0] = lost[0].splitlines()
         raised = [rank for rank, code in codes.items() if code == 1]
         if raised and (error := self._watchdog.gpu_error()):  # what CUDA raises says less
             tails |= {rank: [*tails.get(rank, ()), f"the kernel says: {error}"] for rank in raised}
         # who was dead before it was told to end may be why it was told: the others may be quicker to say that they lost it
-        if self._diagnosis is None and (self._silent or (self._told is None and losses(self._exits) and not raised)):
+        if self._diagnosis is None and (self._silent or (self._told is None and lost and not raised)):
             self._diagnosis = self._watchdog.aftermath(self._silent, exit_codes(self._exits), self._log)
         return Outcome(
             codes=codes,
@@ -143,6 +144,7 @@ class _Children:
             tails=tails,
             log=str(self._log),
             words=[] if codes or self._diagnosis else self._tails({0: self._log})[0],
+            followers=sorted(lost),
         )
 
     def _obey(self) -> None:

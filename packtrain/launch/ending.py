@@ -18,8 +18,11 @@ class Stopped(KeyboardInterrupt):
     """SIGINT or SIGTERM, where nothing better listens for it: a run that trains does (train/stop.py)."""
 
 
-def exit_code_of(work: Callable[[], int]) -> int:
-    """Does `work` and returns its exit code, or that of the error or signal it ended with, which is printed."""
+def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
+    """Does `work` and returns its exit code, or that of the error or signal it ended with, which is printed.
+
+    Where it is one of many (not `alone`), whether an exception is a bug is not for it to say.
+    """
     received: list[int] = []
 
     def stop(number: int) -> None:
@@ -33,7 +36,7 @@ def exit_code_of(work: Callable[[], int]) -> int:
             return code
     except (Exception, KeyboardInterrupt) as error:
         if not received:
-            return _ended_by(error)
+            return _ended_by(error, alone)
         # whatever came of it: an import that is interrupted may end with an error of its own
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
@@ -41,7 +44,7 @@ def exit_code_of(work: Callable[[], int]) -> int:
         return 128 + received[0]
 
 
-def _ended_by(error: Exception | KeyboardInterrupt) -> int:
+def _ended_by(error: Exception | KeyboardInterrupt, alone: bool) -> int:
     if isinstance(error, PacktrainError):
         if not isinstance(error, Disagreement) or error.shown:
             _print_problems(error)
@@ -52,7 +55,8 @@ def _ended_by(error: Exception | KeyboardInterrupt) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     traceback.print_exception(error)
-    print(BUG, file=sys.stderr)
+    if alone:
+        print(BUG, file=sys.stderr)
     return 1
 
 

@@ -1,7 +1,7 @@
 """What became of a run, from how the processes of every machine ended: one exit code for all, and who was the first to fail.
 
 Pure. A lost peer is mostly what the others see of the first failure; so a wrong config or a failed check wins over a bug,
-and both over a peer that is gone (MOST_TELLING).
+and both over a peer that is gone (MOST_TELLING). Ranks that say no more than that others are gone (`followers`) are heard last.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from packtrain.launch.ending import BUG
+
 MOST_TELLING = (2, 3, 1, 4)
 TAIL_LINES = 20
+ONE_RAISED = (
+    "  → the other ranks did not raise it: look at its part of the data and at its machine; where both are in order, please "
+    "report it with that log"
+)
 _TIMED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 
 
@@ -25,8 +31,8 @@ class Outcome:
     Ranks that were ended because another machine's had failed are in neither. `launched` is torchrun's own exit code (0 if
     it was ended for that reason), `signal` the one that ended the run in order, `frozen` are ranks that were found stopped
     (SIGSTOP), `diagnosis` is what the watchdog said, `tails` are a failing rank's last lines; `log` is torchrun's own log,
-    beside which are those of the ranks, and `words` its last lines where no rank has come to anything. `lost` says why
-    nothing at all is known of a machine.
+    beside which are those of the ranks, and `words` its last lines where no rank has come to anything. `followers` are ranks
+    that ended because others had. `lost` says why nothing at all is known of a machine.
     """
 
     codes: Mapping[int, int | None] = field(default_factory=dict)
@@ -37,6 +43,7 @@ class Outcome:
     tails: Mapping[int, Sequence[str]] = field(default_factory=dict)
     log: str = "logs/launcher.log"
     words: Sequence[str] = ()
+    followers: Sequence[int] = ()
     lost: str | None = None
 
     @property
@@ -56,6 +63,7 @@ class Outcome:
             "tails": {str(rank): list(lines)[-TAIL_LINES:] for rank, lines in self.tails.items()},
             "log": self.log,
             "words": list(self.words),
+            "followers": list(self.followers),
             "lost": self.lost,
         }
 
@@ -71,6 +79,7 @@ class Outcome:
             tails={int(rank): _texts(lines) for rank, lines in values["tails"].items()},
             log=str(values["log"]),
             words=_texts(values["words"]),
+            followers=tuple(int(rank) for rank in values["followers"]),
             lost=None if values["lost"] is None else str(values["lost"]),
         )
 
@@ -101,7 +110,8 @@ def judge(outcomes: Mapping[int, Outcome], names: Mapping[int, str], per_node: i
         for rank in one.frozen
     ]
     if lost or frozen:
-        return Verdict(4, [*lost, *frozen])
+        raised = _who(1, codes, outcomes, names, per_node) if 1 in codes.values() else []
+        return Verdict(4, [*lost, *frozen, *raised])
     if len(codes) == total and not any(codes.values()):  # all at their end, a signal or not
         return Verdict(0)
     received = next((one.signal for one in outcomes.values() if one.signal is not None), None)
@@ -112,15 +122,17 @@ def judge(outcomes: Mapping[int, Outcome], names: Mapping[int, str], per_node: i
         logs = next(iter(outcomes.values())).log
         late = f"not every process could end in order after the signal: see {logs}"
         return Verdict(128 + received, [] if in_order else [late])
+    # an exception in one of several is a peer that failed; in all of them, it is a bug
+    if list(codes.values()) == [1] * total:
+        return Verdict(1, [*_who(1, codes, outcomes, names, per_node), BUG])
     silent = [rank for rank, code in codes.items() if code is None]
-    for telling in MOST_TELLING[2:]:
-        if telling in codes.values():
-            named = [] if telling == 4 and silent else _who(telling, codes, outcomes, names, per_node)
-            # an exception in one of several is a peer that failed; in all of them, it is a bug
-            code = 4 if list(codes.values()) != [1] * total else 1
-            return Verdict(code, [*named, *_silent(silent, outcomes, names, per_node)])
+    unnamed = _silent(silent, outcomes, names, per_node)
+    if 1 in codes.values():
+        return Verdict(4, [*_who(1, codes, outcomes, names, per_node), ONE_RAISED, *unnamed])
     if silent:
-        return Verdict(4, _silent(silent, outcomes, names, per_node))
+        return Verdict(4, unnamed)
+    if 4 in codes.values():
+        return Verdict(4, _who(4, codes, outcomes, names, per_node))
     if ended := [code for code in codes.values() if code]:  # someone else signalled torchrun or all workers
         return Verdict(max(code for code in ended if code is not None))
     if not any(one.failed for one in outcomes.values()):  # somebody else's workers leave no codes
@@ -135,10 +147,14 @@ def _who(
     names: Mapping[int, str],
     per_node: int,
 ) -> list[str]:
-    """The first rank that failed with the code `telling`, with its last lines; rank 0 has said so itself."""
-    if codes.get(0) == telling and 0 not in outcomes[0].tails:
+    """The first rank that failed with the code `telling`, with its last lines; rank 0 has said so itself, but not that only it
+    has raised."""
+    follow = {rank for one in outcomes.values() for rank in one.followers}
+    failed = [rank for rank, code in codes.items() if code == telling]
+    rank = min(failed, key=lambda one: (one in follow, one))
+    said = rank == 0 and 0 not in outcomes[0].tails
+    if said and (telling != 1 or len(failed) == len(names) * per_node):
         return []
-    rank = min(rank for rank, code in codes.items() if code == telling)
     name, outcome = f"{names[rank // per_node]}, rank {rank}", outcomes[rank // per_node]
     head = f"{name} failed (exit code {telling}): see {PurePath(outcome.log).with_name(f'rank-{rank:05d}.log')}"
     return [head, *(f"{name}: {line}" for line in outcome.tails.get(rank, ()))]

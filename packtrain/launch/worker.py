@@ -32,7 +32,7 @@ def run_worker(work: Callable[[], int]) -> NoReturn:
     """
     redirect_output()
     _report_start()
-    code = exit_code_of(lambda: _with_a_pulse(work))
+    code = exit_code_of(lambda: _with_a_pulse(work), alone=False)
     report_exit(code)
     sys.exit(code)
 

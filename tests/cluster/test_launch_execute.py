@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from packtrain.launch.ending import BUG
 from tests.cluster.small_launch import ROOT
 from tests.cluster.test_watchdog import CONFIG
 
@@ -122,6 +123,9 @@ def test_the_exit_code_says_what_the_worker_died_of(rank_0: str, rank_1: str, co
     assert small or "ChildFailedError" in (tmp_path / "out/logs/launcher.log").read_text()
     if code == 2:
         assert stderr == "error:\n  bad data\n"
+    if "oops" in rank_0:
+        assert stderr.count("RuntimeError: oops") == 1 and stderr.count(BUG) == (code == 1)
+        assert ("rank 0 failed (exit code 1): see out/logs/rank-00000.log" in stderr) == (code == 4)
     if code == 3:
         assert "rank 1 failed (exit code 3): see out/logs/rank-00001.log" in stderr
         assert f"{socket.gethostname()}, rank 1:   leaks" in stderr

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from packtrain.launch import line
+from packtrain.launch.ending import BUG
 from packtrain.launch.line import Line
 from packtrain.launch.link import LinkWatch
 from packtrain.launch.place import Place
@@ -143,7 +144,10 @@ def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_
         ([{"codes": {0: 0, 1: 0}}, {"codes": {2: 0, 3: 0}}], 0, ""),
         ([{"codes": {0: 4, 1: 4}}, {"codes": {2: None}}], 4, "n2, rank 2 ended without a word"),
         ([{"codes": {0: 4, 1: 4}}, {"codes": {2: 1}}], 4, "n2, rank 2 failed (exit code 1)"),
-        ([{"codes": {0: 1, 1: 1}}, {"codes": {2: 1, 3: 1}}], 1, ""),
+        ([{"codes": {0: 1}}, {}], 4, "n1, rank 0 failed (exit code 1): see logs/rank-00000.log"),
+        ([{"codes": {0: 1, 1: 1}}, {"codes": {2: 1, 3: 1}}], 1, BUG),
+        ([{"codes": {0: 4, 1: 4}, "followers": (0, 1)}, {"codes": {2: 4}}], 4, "n2, rank 2 failed (exit code 4)"),
+        ([{"codes": {0: 4, 1: 1}}, {"lost": "silent for 10 s"}], 4, "n1, rank 1 failed (exit code 1)"),
         ([{"codes": {0: 4, 1: 4}}, {"codes": {2: 3, 3: 2}}], 2, "n2, rank 3 failed (exit code 2)"),
         ([{"codes": {0: 2}}, {"codes": {2: 2, 3: 2}}], 2, ""),
         ([{"codes": {0: 4, 1: 4}}, {"codes": {2: 4}, "frozen": (3,)}], 4, "n2, rank 3 was found stopped (SIGSTOP)"),
@@ -162,6 +166,7 @@ def test_the_verdict_names_who_failed_first(outcomes: list[dict], code: int, sai
     assert verdict.code == code
     assert said in "\n".join(verdict.lines)
     assert bool(said) == bool(verdict.lines)
+    assert (BUG in verdict.lines) == (code == 1)
 
 
 def test_who_has_ended_says_whom_it_waits_for(place: Place, capfd: pytest.CaptureFixture[str]) -> None:

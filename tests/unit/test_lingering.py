@@ -11,7 +11,7 @@ import pytest
 
 from packtrain.launch import children
 from packtrain.launch.line import Order
-from packtrain.launch.verdict import Outcome, Verdict, judge
+from packtrain.launch.verdict import ONE_RAISED, Outcome, Verdict, judge
 from packtrain.launch.watchdog import Watchdog
 
 STUB = """
@@ -71,6 +71,7 @@ def test_a_rank_that_raises_is_shown_with_what_the_kernel_says_of_a_gpu(
     assert [line.partition(": ")[2] for line in verdict.lines[1:]] == [
         "torch.AcceleratorError: CUDA error: unspecified launch failure",
         f"the kernel says: {XID}",
+        ONE_RAISED.partition(": ")[2],
     ]
 
 
