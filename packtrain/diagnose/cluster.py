@@ -38,7 +38,7 @@ from packtrain.launch.members import Member, digest_of, shared_values, shared_ve
 from packtrain.launch.place import Place, own_addresses
 from packtrain.launch.plan import plan_launch
 from packtrain.launch.surroundings import look_around
-from packtrain.launch.topology import Processes, choose_processes
+from packtrain.launch.topology import GPUS_PER_NODE, Processes, choose_processes
 from packtrain.launch.wire import LINE_LIMIT, Wire, error_of
 from packtrain.run_folder import environment
 
@@ -269,7 +269,7 @@ def _check(processes: Processes) -> None:
     if processes.joins:
         what = "this process is one of several of a running launch"
         raise UserError(what, where="--cluster", fix="Start packtrain env once on each machine.")
-    obstacles = [one for one in processes.obstacles if one.where != "topology.gpus_per_node"]
+    obstacles = [one for one in processes.obstacles if one.where != GPUS_PER_NODE]
     if obstacles:
         raise UserError(obstacles)
     if processes.nodes == 1:

@@ -34,7 +34,7 @@ from packtrain.diagnose.doors import Door, closed_to, next_door, port_remarks, s
 from packtrain.diagnose.links_table import Link, Pair, judged, remarks, rounds_of
 from packtrain.diagnose.output_folder import Output
 from packtrain.diagnose.station import KNOCK_S, LONGEST_S, Station
-from packtrain.errors import PacktrainError, UserError
+from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.launch.arrival import PROGRESS_S
 from packtrain.launch.exchange import Exchange, part
 from packtrain.launch.line import BEAT_S
@@ -93,7 +93,7 @@ class Hub:
         try:
             with ExitStack() as stack:
                 listeners = [stack.enter_context(listening(self._place))]
-                with suppress(UserError):  # taken
+                with suppress(CheckFailed):  # taken
                     listeners.append(stack.enter_context(listening(next_door(self._place))))
                 self._await_members(listeners)
             self._await_reports()
@@ -315,19 +315,19 @@ class Hub:
         try:
             member = Member.from_json(hello.get("member"))
         except ValueError:
-            error = UserError(f"{self._me.host} runs another version of packtrain", where="versions")
+            error = CheckFailed(f"{self._me.host} runs another version of packtrain", where="versions")
             self._refuse(wire, error, wire.peer)
             return
         if hello.get("job") != self._place.job:
             what = (
                 f"at {self._place.address}:{self._place.port} machines meet for packtrain env --cluster, not for a run"
             )
-            self._refuse(wire, UserError(what, where="topology.main_port", fix="Wait until it is done."), member.host)
+            self._refuse(wire, CheckFailed(what, where="topology.main_port", fix="Wait until it is done."), member.host)
         elif member.node in self._members:
             self._refuse(wire, twice(self._members[member.node], member), member.host)
         elif member.node >= self._me.nodes:
             what = f"{member.host} says that it is machine {member.node}, but there are {self._me.nodes} (from 0)"
-            self._refuse(wire, UserError(what, where="topology.nodes, topology.node_rank"), member.host)
+            self._refuse(wire, CheckFailed(what, where="topology.nodes, topology.node_rank"), member.host)
         else:
             self._strangers.remove(wire)
             self._members[member.node], self._wires[member.node] = member, wire

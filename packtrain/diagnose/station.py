@@ -25,7 +25,7 @@ from typing import Any
 
 from packtrain.diagnose.all_reduce import take_part
 from packtrain.diagnose.redact import Redactor
-from packtrain.errors import PeerFailed, UserError
+from packtrain.errors import CheckFailed, PeerFailed
 from packtrain.launch.place import Place
 from packtrain.launch.rollcall import listening
 from packtrain.launch.wire import stop_message
@@ -63,7 +63,7 @@ class Station:
         """Listens on the run's port, too; returns why it cannot, "" where it does."""
         try:
             listener = self._run_port.enter_context(listening(Place("", port, 0, "")))
-        except UserError as error:
+        except CheckFailed as error:
             return Redactor(os.environ).text(error.problems[0].what)  # by whom: a command
         except OSError as error:
             return f"port {port}: {(error.strerror or str(error)).lower()}"

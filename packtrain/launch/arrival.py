@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
-from packtrain.errors import PacktrainError, PeerFailed, UserError
+from packtrain.errors import CheckFailed, PacktrainError, PeerFailed
 from packtrain.launch.exchange import Exchange
 from packtrain.launch.line import BEAT_S
 from packtrain.launch.members import Member
@@ -42,7 +42,7 @@ class _Search:
 def arrive(me: Member, place: Place, exchange: Exchange) -> tuple[Wire, dict[int, str]]:
     """Returns the wire to machine 0 and all machines' names once it has said go.
 
-    Raises what machine 0 says is wrong; UserError where the address or port is certainly not machine 0's; PeerFailed
+    Raises what machine 0 says is wrong; CheckFailed where the address or port is certainly not machine 0's; PeerFailed
     where it could not be reached for `place.timeout_s` seconds.
     """
     search = _Search()
@@ -78,35 +78,37 @@ def call_out(me: Member, place: Place) -> None:
 
 
 def _connect(place: Place, search: _Search, end: float) -> Wire:
-    """One attempt at every address of machine 0, until `end` at most. Raises _NoAnswer, or UserError where it is certain that none will do."""
+    """One attempt at every address of machine 0, until `end` at most. Raises _NoAnswer, or CheckFailed where it is certain that none will do."""
     try:
         addresses = resolve(place.address, place.port)
     except OSError as error:
         said = f"the name {place.address!r} is not known here ({error.strerror})"
         if isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN and search.lasts("unknown name"):
             fix = "Use an address, or make the name known on this machine (DNS, /etc/hosts)."
-            raise UserError(said, where="topology.main_address", fix=fix) from error
+            raise CheckFailed(said, where="topology.main_address", fix=fix) from error
         raise _NoAnswer(said) from error
-    said = []
+    said, by_name = [], addresses != [place.address]
     for address in addresses:
         try:
             left = max(min(_ATTEMPT_S, end - time.monotonic()), _PAUSE_S)
             return Wire(socket.create_connection((address, place.port), timeout=left))
         except TimeoutError:
-            said.append(f"no answer from {address}")
+            said.append(f"no answer from {address}" if by_name else "no answer")
         except ConnectionRefusedError:
-            said.append(f"connection refused by {address}")
+            said.append(f"connection refused by {address}" if by_name else "connection refused")
         except OSError as error:
-            said.append(f"{address}: {(error.strerror or str(error)).lower()}")
+            why = (error.strerror or str(error)).lower()
+            said.append(f"{address}: {why}" if by_name else why)
     text = ", ".join(said)
     if not all(is_own(address) for address in addresses):
         search.signs.clear()
     elif search.lasts("own address"):
-        raise UserError(
-            f"{place.address} is {', '.join(addresses)} here, an address of this machine itself, and nobody listens there",
+        here = f"{', '.join(addresses)} here, " if by_name else ""
+        raise CheckFailed(
+            f"{place.address} is {here}an address of this machine itself, and nobody listens there",
             where="topology.main_address",
             fix="Name an address of machine 0 that the other machines can reach; look at /etc/hosts for names that lead "
-            "to 127.0.0.1.",
+            "to 127.0.0.1. If this is machine 0, it needs topology.node_rank=0.",
         )
     raise _NoAnswer(text)
 
@@ -167,8 +169,8 @@ def _not_found(place: Place, last: str, waited: float) -> PacktrainError:
     )
 
 
-def _other_program(place: Place, what: str) -> UserError:
-    return UserError(
+def _other_program(place: Place, what: str) -> CheckFailed:
+    return CheckFailed(
         f"what listens at {place.address}:{place.port} {what}: it is not a packtrain that waits for this machine",
         where="topology.main_address, topology.main_port",
         fix=f"The port is taken there, or a run goes on already. Set another one on every machine, e.g. "

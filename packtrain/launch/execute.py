@@ -57,7 +57,7 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
     cannot be carried out from here, the run folder cannot be written or another run is going on in it; CheckFailed where
     the machines are not alike; PeerFailed where one is missing.
     """
-    if plan.obstacles:
+    if plan.obstacles and not plan.lacks_gpus_alone:
         raise UserError(list(plan.obstacles))
     if plan.role == "spread":
         return _spread(plan)

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from packtrain.config.schema import RunConfig
 from packtrain.config.secret_names import speaks_of_secrets
-from packtrain.errors import CheckFailed, PacktrainError, Problem, UserError
+from packtrain.errors import CheckFailed, PacktrainError, Problem
 
 CLOCK_SKEW_S = 60
 _MOST_SHOWN = 12
@@ -25,6 +25,7 @@ _MOST_NAMES = 6
 _OWN = re.compile(
     r"topology\.(node_rank|main_address)|data\.cache_dir|topology\.environment\..*(_IFNAME|_HCA|VISIBLE_DEVICES)"
 )
+_FEWER_GPUS = "Set topology.gpus_per_node={} on every machine, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
 _VARIABLES = "topology.environment."  # anything may be in them
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
 
@@ -104,10 +105,10 @@ def ranks_of(node: int, per_node: int) -> str:
     return f"rank {first}" if first == last else f"ranks {first} to {last}"
 
 
-def twice(one: Member, other: Member) -> UserError:
+def twice(one: Member, other: Member) -> CheckFailed:
     """Two machines with the same number."""
     places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in (one, other))
-    return UserError(
+    return CheckFailed(
         f"two machines say that they are number {one.node}: {places}",
         where="topology.node_rank",
         fix=f"Give each machine its own, from 0 (topology.main_address) to {max(one.nodes - 1, 1)}.",
@@ -128,8 +129,12 @@ def wrong_counts(members: Sequence[Member]) -> CheckFailed | None:
         found = ", ".join(f"{name}: {number}" for name, number in list(per_node.items())[:_MOST_SHOWN])
         what = f"the machines do not have the same number of {'GPUs' if of_gpus else 'processes'} ({found})"
         fewest = min(one.per_node for one in members)
-        fix = f"Set topology.gpus_per_node={fewest} on every machine, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
-        return CheckFailed(what, where="topology.gpus_per_node", fix=fix)
+        return CheckFailed(what, where="topology.gpus_per_node", fix=_FEWER_GPUS.format(fewest))
+    if short := [one for one in members if 0 < one.gpus < one.per_node]:
+        found = ", ".join(f"{names[one.node]}: {one.gpus}" for one in short[:_MOST_SHOWN])
+        what = f"{members[0].per_node} GPUs on each machine are wanted, and some have fewer ({found})"
+        fewest = min(one.gpus for one in short)
+        return CheckFailed(what, where="topology.gpus_per_node", fix=_FEWER_GPUS.format(fewest))
     totals = {names[one.node]: str(one.total) for one in members}
     expected = members[0].nodes * members[0].per_node
     if set(totals.values()) != {str(expected)}:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from packtrain.errors import Problem, UserError
+from packtrain.errors import CheckFailed, Problem
 from packtrain.launch.network import Interface, Network, Port, is_loopback
 
 SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -39,13 +39,13 @@ def choose_network(
     """The network settings of this machine's processes, one of `nodes`; none where it is the only one.
 
     `env` is what the user has exported, `asked` (topology.environment) wins over it; without `gpus` NCCL is not told
-    anything. Raises UserError where one of theirs names what this machine does not have.
+    anything. Raises CheckFailed where one of theirs names what this machine does not have.
     """
     if nodes == 1:
         return []
     given = {**env, **(asked or {})}
     if problems := list(_impossible(network, given, asked or {}, gpus=gpus)):
-        raise UserError(problems)
+        raise CheckFailed(problems)
     wanted = [name for name in SOCKETS if gpus or name.startswith("GLOO")]
     settings = [_given(name, given[name], asked or {}) for name in wanted if given.get(name)]
     free = [name for name in wanted if not given.get(name)]

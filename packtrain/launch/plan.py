@@ -15,7 +15,7 @@ from packtrain.launch.joining import DEFAULT_PORT
 from packtrain.launch.network_choice import Setting, choose_network
 from packtrain.launch.strategy import accelerate_part
 from packtrain.launch.surroundings import Surroundings, visible_gpus
-from packtrain.launch.topology import Processes, Role, choose_processes
+from packtrain.launch.topology import GPUS_PER_NODE, Processes, Role, choose_processes
 from packtrain.run_folder import RunFolder
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -62,6 +62,13 @@ class LaunchPlan:
     def in_process(self) -> bool:
         """Whether the calling process itself is the one that trains."""
         return self.role == "train"
+
+    @property
+    def lacks_gpus_alone(self) -> bool:
+        """Whether all that is in the way is that this machine has fewer GPUs than each of several should: at the roll call all
+        of them are told."""
+        lacking = self.nodes > 1 and 0 < self.gpus < self.gpus_per_node
+        return lacking and all(one.where == GPUS_PER_NODE for one in self.obstacles)
 
     @property
     def ranks(self) -> range:
@@ -171,7 +178,7 @@ def _spread(processes: Processes, surroundings: Surroundings, verb: str, argumen
 def _network(config: RunConfig, processes: Processes, surroundings: Surroundings) -> tuple[Setting, ...]:
     """What the processes of this machine are told of its network, where it is one of several and about to start them.
 
-    Raises UserError where the user's own settings name what is not there.
+    Raises CheckFailed where the user's own settings name what is not there.
     """
     if surroundings.network is None or processes.nodes == 1 or processes.obstacles or processes.role == "spread":
         return ()

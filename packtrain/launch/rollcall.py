@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from packtrain.errors import PacktrainError, PeerFailed, UserError
+from packtrain.errors import CheckFailed, PacktrainError, PeerFailed
 from packtrain.launch.arrival import PROGRESS_S, arrive, call_out
 from packtrain.launch.exchange import Exchange, part
 from packtrain.launch.line import BEAT_S, HubLine, Line, SpokeLine
@@ -40,8 +40,8 @@ _FULL_PICTURE_S = 3  # how long others are waited for once two are known not to 
 def meet(me: Member, place: Place, prepare: Callable[[], object] = lambda: None) -> Iterator[Line]:
     """Inside the block every machine is there, they all agree, and the line between them is open.
 
-    Machine 0 calls `prepare` when all are there and none goes on yet; what it raises is an error for all. Raises UserError or
-    CheckFailed, the same on every machine, where they do not fit; PeerFailed where one is missing after `place.timeout_s`
+    Machine 0 calls `prepare` when all are there and none goes on yet; what it raises is an error for all. Raises CheckFailed,
+    the same on every machine, where they do not fit or cannot meet here; PeerFailed where one is missing after `place.timeout_s`
     seconds. Tells what it waits for on stderr every PROGRESS_S seconds.
     """
     exchange = Exchange()
@@ -224,28 +224,30 @@ class _Hall:
 
 def _other_version(me: Member) -> PacktrainError:
     what = f"{me.host} runs another version of packtrain ({me.versions.get('packtrain', '?')})"
-    return UserError(what, where="versions", fix="Install the same version on every machine.")
+    return CheckFailed(what, where="versions", fix="Install the same version on every machine.")
 
 
 def _other_run(place: Place, me: Member) -> PacktrainError:
-    what = f"at {place.address}:{place.port} ({me.host}) the machines of another run meet: its folder is another one"
+    host = f" ({me.host})" if me.host != place.address else ""
+    what = f"at {place.address}:{place.port}{host} the machines of another run meet: its folder is another one"
     fix = "Give all machines of a run the same trainer.output_dir, and two runs on one machine two ports."
-    return UserError(what, where="trainer.output_dir, topology.main_port", fix=fix)
+    return CheckFailed(what, where="trainer.output_dir, topology.main_port", fix=fix)
 
 
 def check_address(me: Member, place: Place) -> None:
-    """Whether machine 0 is where the others will look for it. Raises UserError where it is not."""
+    """Whether machine 0 is where the others will look for it. Raises CheckFailed where it is not."""
     try:
         found = resolve(place.address, place.port)
     except OSError as error:
         what = f"{place.address!r} is not known on {me.host}: {error.strerror}"
-        raise UserError(what, where="topology.main_address", fix="Name an address of machine 0.") from error
+        raise CheckFailed(what, where="topology.main_address", fix="Name an address of machine 0.") from error
     if any(is_own(address) for address in found):
         return
     call_out(me, place)  # where the real machine 0 listens, both are told
-    raise UserError(
-        f"this machine ({me.host}) has topology.node_rank=0, but topology.main_address={place.address} "
-        f"({', '.join(found)}) is not one of its addresses ({', '.join(own_addresses()) or 'none'})",
+    means = f" ({', '.join(found)})" if found != [place.address] else ""
+    raise CheckFailed(
+        f"this machine ({me.host}) has topology.node_rank=0, but topology.main_address={place.address}{means} "
+        f"is not one of its addresses ({', '.join(own_addresses()) or 'none'})",
         where="topology.node_rank, topology.main_address",
         fix="Number the machines from 0, each once; topology.main_address is that of number 0.",
     )
@@ -253,7 +255,7 @@ def check_address(me: Member, place: Place) -> None:
 
 @contextmanager
 def listening(place: Place) -> Iterator[socket.socket]:
-    """The open port. Raises UserError where it is taken, and says by whom."""
+    """The open port. Raises CheckFailed where it is taken, and says by whom."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:
@@ -265,7 +267,7 @@ def listening(place: Place) -> Iterator[socket.socket]:
         taken = error.errno == errno.EADDRINUSE
         what = f"port {place.port} is taken{holder_of(place.port)}" if taken else f"port {place.port} is not allowed"
         fix = f"Set another one on every machine, e.g. topology.main_port={place.port + 1 if taken else 29500}."
-        raise UserError(what, where="topology.main_port", fix=fix) from error
+        raise CheckFailed(what, where="topology.main_port", fix=fix) from error
     listener.setblocking(False)
     with listener:
         yield listener

@@ -20,6 +20,7 @@ from packtrain.launch.slurm import Allocation, allocation_of, check_told
 from packtrain.launch.surroundings import Surroundings
 
 Role = Literal["train", "launch", "spread"]
+GPUS_PER_NODE = "topology.gpus_per_node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +325,7 @@ def _too_few_gpus(wanted: int, surroundings: Surroundings) -> list[Problem]:
     if not surroundings.gpus or wanted <= surroundings.gpus:
         return []
     fix = f"Set it to at most {surroundings.gpus}, and look at CUDA_VISIBLE_DEVICES."
-    return [Problem(f"{wanted} processes, but {surroundings.gpus} visible GPUs", "topology.gpus_per_node", fix)]
+    return [Problem(f"{wanted} processes, but {surroundings.gpus} visible GPUs", GPUS_PER_NODE, fix)]
 
 
 def _without_gpus(promised: int | None, surroundings: Surroundings) -> str:

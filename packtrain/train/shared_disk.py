@@ -15,7 +15,7 @@ from typing import cast
 from accelerate.utils import broadcast_object_list, gather_object
 from rich.markup import escape
 
-from packtrain.errors import UserError
+from packtrain.errors import CheckFailed
 from packtrain.launch.members import listed
 from packtrain.train.setting import Setting
 
@@ -23,7 +23,7 @@ _LOOK_S = 5  # some network disks take a while to show a new file
 
 
 def check_run_folder(setting: Setting, checkpoint: Path | None) -> None:
-    """Called by all processes. Raises UserError where some do not see the run folder and `checkpoint`s are to be in it.
+    """Called by all processes. Raises CheckFailed where some do not see the run folder and `checkpoint`s are to be in it.
 
     Without checkpoints there is only a remark.
     """
@@ -41,7 +41,7 @@ def check_run_folder(setting: Setting, checkpoint: Path | None) -> None:
         return
     what = f"{listed(blind)} and the first machine do not share the disk of this folder"
     if checkpoint is not None or setting.config.trainer.checkpoint_every is not None:
-        raise UserError(
+        raise CheckFailed(
             f"{what}, and each process has a part of a checkpoint",
             where=f"trainer.output_dir ({setting.folder.root})",
             fix="Name a folder on a disk that all machines share; without one, trainer.checkpoint_every=null with "

@@ -161,7 +161,7 @@ def test_two_machines_of_one_number_are_named_and_do_not_hold_up_the_rest(
     config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends = together(config, 0, 1, 1)
-    assert ends[0] == 4 and sorted(str(type(one).__name__) for one in ends[1:]) == ["UserError", "int"]
+    assert ends[0] == 4 and sorted(str(type(one).__name__) for one in ends[1:]) == ["CheckFailed", "int"]
     found = json.loads(capsys.readouterr().out)
     assert "two machines say that they are number 1" in found["checks"][0]["found"]
     assert len(found["nodes"]) == 2 and found["missing"] == ["machine 2"]

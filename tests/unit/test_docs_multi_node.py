@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import PacktrainError
-from packtrain.launch import arrival, rollcall
+from packtrain.launch import arrival, names, rollcall
 from packtrain.launch.claim import claimed_for_others
 from packtrain.launch.exchange import Exchange
 from packtrain.launch.link import LinkWatch
 from packtrain.launch.members import Member, differences, twice
+from packtrain.launch.network import Interface, Network
+from packtrain.launch.network_choice import choose_network
 from packtrain.launch.place import Place
 from packtrain.launch.verdict import Outcome, judge
 from tests.unit.launchers import free_place, member, together
@@ -94,6 +97,11 @@ def port_taken() -> PacktrainError:
     return error
 
 
+def no_interface() -> PacktrainError:
+    network = Network((Interface("eth0", ("10.0.0.2",), up=True),), (), "10.0.0.2")
+    return raised(lambda: choose_network(network, {"GLOO_SOCKET_IFNAME": "ib0"}, main_address="n1", nodes=2))
+
+
 def claimed_twice(folder: Path) -> PacktrainError:
     (folder / "logs").mkdir()
     with claimed_for_others(folder):
@@ -108,10 +116,12 @@ ERRORS: dict[str, Callable[[], PacktrainError]] = {
     "own address": own_address,
     "unknown name": unknown_name,
     "port taken": port_taken,
+    "no interface": no_interface,
     "other program": lambda: arrival._other_program(PLACE, "does not answer"),
     "other run": lambda: rollcall._other_run(PLACE, member(0)),
     "nodes": lambda: unequal(nodes=3, total=24),
     "GPUs": lambda: unequal(per_node=7, gpus=7, total=14),
+    "fewer GPUs": lambda: unequal(gpus=7),
     "no GPUs": lambda: unequal(gpus=0),
     "config": lambda: unequal(config={"optim.learning_rate": "0.002"}),
     "versions": lambda: unequal(versions={"torch": "2.12.0"}),
@@ -142,3 +152,14 @@ def test_the_page_has_what_the_verdict_says() -> None:
 def test_the_page_has_what_is_said_of_a_bad_link() -> None:
     bad = LinkWatch().look(info(rtt_s=4.0, sent=12, again=0))
     assert same(f"the network between n1 and n2 is bad: {bad}") in [what for what, _ in ROWS]
+
+
+def test_the_page_has_what_is_said_of_a_silent_name_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(names, "_look_up", lambda address: time.sleep(1))
+    monkeypatch.setattr(names, "LIMIT_S", 0.01)
+    monkeypatch.delenv("RES_OPTIONS", raising=False)
+    names.short_waits("n1")
+    what, fix = capsys.readouterr().err.strip().split("\n    → ")
+    assert (same(what), same(fix)) in ROWS

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from packtrain.config.schema import Batch, RunConfig, Topology
-from packtrain.errors import UserError
+from packtrain.errors import CheckFailed
 from packtrain.launch.network import (
     Interface,
     Network,
@@ -183,7 +183,7 @@ def test_a_value_that_names_what_is_not_there_is_refused_before_anything_starts(
     env: dict[str, str], where: str, what: str
 ) -> None:
     network = Network((LO, ETH0, DOWN, NO_ADDRESS), COMPUTE, "10.0.0.5")
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(CheckFailed) as refused:
         choose_network(network, env, main_address="n1", nodes=2)
     (problem,) = refused.value.problems
     assert problem.where == where
@@ -193,7 +193,7 @@ def test_a_value_that_names_what_is_not_there_is_refused_before_anything_starts(
 
 
 def test_a_value_of_the_config_is_blamed_by_its_key_and_all_problems_are_told_at_once() -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(CheckFailed) as refused:
         chosen((ETH0,), "10.0.0.5", env={"NCCL_SOCKET_IFNAME": "ib"}, asked={"GLOO_SOCKET_IFNAME": "ib0"})
     assert [one.where for one in refused.value.problems] == [
         "environment variable NCCL_SOCKET_IFNAME",
@@ -208,7 +208,7 @@ def test_a_list_that_leaves_some_rdma_ports_is_left_alone(value: str) -> None:
 
 def test_a_machine_without_rdma_ports_may_leave_some_out_but_name_none() -> None:
     assert "NCCL_IB_HCA" not in chosen((ETH0,), "10.0.0.5", env={"NCCL_IB_HCA": "^mlx5_8"})
-    with pytest.raises(UserError, match="there is none"):
+    with pytest.raises(CheckFailed, match="there is none"):
         chosen((ETH0,), "10.0.0.5", env={"NCCL_IB_HCA": "mlx5_8"})
 
 
@@ -330,7 +330,7 @@ def test_the_plan_leaves_the_network_alone_where_the_user_has_set_it_or_nothing_
     assert "GLOO_SOCKET_IFNAME" not in planned(by_hand(node_rank=0), {"GLOO_SOCKET_IFNAME": "eth0"}).command.env
     assert planned(by_hand()).network == ()  # it is not known which machine this is
     assert planned(Topology(gpus_per_node=2)).network == ()
-    with pytest.raises(UserError, match="ib0 is not there"):
+    with pytest.raises(CheckFailed, match="ib0 is not there"):
         planned(by_hand(node_rank=0), {"GLOO_SOCKET_IFNAME": "ib0"})
 
 

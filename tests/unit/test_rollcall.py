@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 
 from packtrain.config.schema import Optim, RunConfig, Topology, Trainer
-from packtrain.errors import CheckFailed, PeerFailed, UserError
+from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, UserError
 from packtrain.launch import arrival, rollcall
 from packtrain.launch.line import Line
 from packtrain.launch.members import differences, job_of, shared_values
 from packtrain.launch.place import Place, is_own
 from packtrain.launch.rollcall import listening
 from packtrain.launch.verdict import Outcome
-from packtrain.launch.wire import LINE_LIMIT, Closed, NotOurs, Wire
+from packtrain.launch.wire import LINE_LIMIT, Closed, NotOurs, Wire, error_of, stop_message
 from tests.unit.launchers import Launchers, end, free_place, member, together, wait_for_order
 
 
@@ -75,20 +75,21 @@ def test_the_port_is_free_for_torch_while_the_line_is_open(place: Place) -> None
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "said"),
+    ("change", "said"),
     [
-        ({"config": {"optim.learning_rate": "0.002"}}, CheckFailed, "optim.learning_rate: 0.001 on n1, 0.002 on n2"),
-        ({"versions": {"torch": "2.12.0"}}, CheckFailed, "torch: 2.13.0 on n1, 2.12.0 on n2"),
-        ({"per_node": 3, "gpus": 3}, CheckFailed, "same number of processes (n1: 2, n2: 3)"),
-        ({"nodes": 3, "total": 6}, CheckFailed, "how many they are: 2 on n1, 3 on n2"),
-        ({"total": 3}, CheckFailed, "4 processes in total are wanted, but planned are 4 on n1, 3 on n2"),
-        ({"gpus": 8}, CheckFailed, "some machines have GPUs and others none (0 on n1, 8 on n2)"),
-        ({"node": 0}, UserError, "two machines say that they are number 0: n1 (10.0.0.1) and n2 (10.0.0.2)"),
+        ({"config": {"optim.learning_rate": "0.002"}}, "optim.learning_rate: 0.001 on n1, 0.002 on n2"),
+        ({"versions": {"torch": "2.12.0"}}, "torch: 2.13.0 on n1, 2.12.0 on n2"),
+        ({"per_node": 3, "gpus": 3}, "same number of processes (n1: 2, n2: 3)"),
+        ({"nodes": 3, "total": 6}, "how many they are: 2 on n1, 3 on n2"),
+        ({"total": 3}, "4 processes in total are wanted, but planned are 4 on n1, 3 on n2"),
+        ({"gpus": 1}, "2 GPUs on each machine are wanted, and some have fewer (n2: 1)"),
+        ({"gpus": 8}, "some machines have GPUs and others none (0 on n1, 8 on n2)"),
+        ({"node": 0}, "two machines say that they are number 0: n1 (10.0.0.1) and n2 (10.0.0.2)"),
     ],
-    ids=["config", "versions", "per-node", "nodes", "total", "some-gpus", "twice"],
+    ids=["config", "versions", "per-node", "nodes", "total", "few-gpus", "some-gpus", "twice"],
 )
 def test_machines_that_do_not_fit_all_stop_with_the_same_words(
-    change: dict, kind: type, said: str, place: Place, monkeypatch: pytest.MonkeyPatch
+    change: dict, said: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollcall, "check_address", lambda me, place: None)
     monkeypatch.setattr(rollcall, "_FULL_PICTURE_S", 0.2)
@@ -104,7 +105,7 @@ def test_machines_that_do_not_fit_all_stop_with_the_same_words(
         )
     launchers.start(other, place)
     ends = launchers.join()
-    assert [type(one) for one in ends] == [kind, kind]
+    assert [type(one) for one in ends] == [CheckFailed, CheckFailed]
     assert said in str(ends[0])
     assert str(ends[0]) == str(ends[1])
     assert "→" in str(ends[0])
@@ -157,7 +158,8 @@ def test_a_machine_0_that_never_starts_is_named(place: Place, capfd: pytest.Capt
         patch.setattr(arrival, "PROGRESS_S", 0.5)
         (error,) = together(replace(place, timeout_s=1.2), member(1))
     assert isinstance(error, PeerFailed)
-    assert f"machine 0 could not be reached at 127.0.0.1:{place.port} for 1 s: connection refused" in str(error)
+    (problem,) = error.problems  # with the address once
+    assert problem.what == f"machine 0 could not be reached at 127.0.0.1:{place.port} for 1 s: connection refused"
     assert re.search(r"waiting \d s for machine 0 at 127\.0\.0\.1", capfd.readouterr().err)
 
 
@@ -166,10 +168,11 @@ def test_an_address_of_the_machine_itself_is_an_error_before_the_time_is_over(
 ) -> None:
     monkeypatch.setattr(arrival, "CERTAIN_S", 0.5)
     begun = time.monotonic()
-    (error,) = together(replace(place, address="localhost"), member(1))
+    by_name, error = (together(replace(place, address=one), member(1))[0] for one in ("localhost", "127.0.0.1"))
     assert time.monotonic() - begun < place.timeout_s / 2
-    assert isinstance(error, UserError)
-    assert "an address of this machine itself" in str(error)
+    assert isinstance(by_name, CheckFailed) and isinstance(error, CheckFailed)
+    assert "127.0.0.1 here, an address of this machine itself, and nobody listens there" in str(by_name)
+    assert "127.0.0.1 is an address of this machine itself, and nobody listens there" in str(error)
     assert "topology.main_address" in str(error)
 
 
@@ -181,7 +184,7 @@ def test_an_unknown_name_is_an_error_on_both_sides(place: Place, monkeypatch: py
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     ends = together(replace(place, address="nowhere"), member(0), member(1))
-    assert all(isinstance(one, UserError) and "'nowhere' is not known" in str(one) for one in ends)
+    assert all(isinstance(one, CheckFailed) and "'nowhere' is not known" in str(one) for one in ends)
 
 
 def test_a_second_machine_0_is_told_its_own_addresses(place: Place) -> None:
@@ -191,8 +194,9 @@ def test_a_second_machine_0_is_told_its_own_addresses(place: Place) -> None:
         patch.setattr(arrival, "_CALL_S", 0.5)
         launchers.start(member(0, host="n2"), place)
         (error,) = launchers.join()
-    assert isinstance(error, UserError)
-    assert "this machine (n2) has topology.node_rank=0" in str(error)
+    assert isinstance(error, CheckFailed)
+    said = "this machine (n2) has topology.node_rank=0, but topology.main_address=127.0.0.1 is not one of its addresses"
+    assert said in str(error)
     assert "topology.node_rank, topology.main_address" in str(error)
 
 
@@ -200,7 +204,7 @@ def test_a_taken_port_is_an_error_with_its_holder(place: Place, monkeypatch: pyt
     monkeypatch.setattr(arrival, "CERTAIN_S", 0.5)
     with socket.create_server(("", place.port)):
         ends = together(place, member(0), member(1))
-    assert all(isinstance(one, UserError) and "topology.main_port" in str(one) for one in ends)
+    assert all(isinstance(one, CheckFailed) and "topology.main_port" in str(one) for one in ends)
     assert f"port {place.port} is taken by process" in str(ends[0])
     assert "not a packtrain that waits" in str(ends[1])
 
@@ -282,7 +286,7 @@ def test_a_machine_of_another_run_is_sent_away_and_the_run_goes_on(place: Place)
     launchers.start(member(1), replace(place, job="another"))
     while 1 not in launchers.ends:
         time.sleep(0.05)
-    assert isinstance(launchers.ends[1], UserError)
+    assert isinstance(launchers.ends[1], CheckFailed)
     assert "another run" in str(launchers.ends[1])
     launchers.start(member(1), place)
     ends = launchers.join()
@@ -362,6 +366,13 @@ def test_a_wire_refuses_what_is_no_line_of_ours() -> None:
     for garbage in (b"\x00\xff\n", b"[1]\n", b"[" * 100_000 + b"\n", b"x" * (LINE_LIMIT + 2)):
         with pytest.raises(NotOurs):
             heard(garbage)
+
+
+@pytest.mark.parametrize("kind", [UserError, CheckFailed, PeerFailed])
+def test_an_error_of_one_machine_is_of_the_same_kind_on_another(kind: type[PacktrainError]) -> None:
+    told = error_of(json.loads(json.dumps(stop_message(kind("the port is taken", where="port", fix="take another")))))
+    assert type(told) is kind
+    assert told.problems == (Problem("the port is taken", "port", "take another"),)
 
 
 def test_a_wire_gives_up_on_a_reader_that_never_reads() -> None:
