@@ -9,7 +9,7 @@ import re
 
 _SECRET = re.compile(
     r"token|secret|passw|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key|authorization|bearer"
-    r"|(?:^|[_.\-])(?:key(?:$|[_.\-])|(?:pass|auth|jwt|pat|cookie|dsn|sig|sas|signature)$)|[_.\-](?:pwd|pw)$",
+    r"|(?:^|[_.\-])(?:key(?:$|[_.\-])|(?:pass|auth|jwt|pat|cookie|dsn|sig|sas|signature|pw)$)|[_.\-]pwd$",
     re.IGNORECASE,
 )
 _INNOCENT = re.compile(

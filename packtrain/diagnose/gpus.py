@@ -145,7 +145,8 @@ def parse_short(text: str) -> Gpus:
 
 
 def parse_topology(text: str) -> str:
-    """The matrix that `nvidia-smi topo -m` prints, without colours and legend. Raises NoAnswer where it is none."""
+    """The matrix that `nvidia-smi topo -m` prints, without colours and legend, and which device each NIC in it is. Raises
+    NoAnswer where it is none."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     rows = []
     for line in plain.splitlines():
@@ -155,7 +156,7 @@ def parse_topology(text: str) -> str:
             rows.append("  ".join(f"{cell.strip():<5}" for cell in line.split("\t")).rstrip())
     if not any(row.startswith("GPU0") for row in rows):
         raise NoAnswer(f"nvidia-smi topo -m prints no matrix: {first_line(plain) or 'nothing'}")
-    return "\n".join(rows)
+    return "\n".join(rows + re.findall(r"^\s*(NIC\d+: \S+)", plain, re.MULTILINE))
 
 
 def parse_nvlinks(text: str) -> dict[str, int]:

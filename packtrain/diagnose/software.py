@@ -10,6 +10,8 @@ import json
 import os
 import platform
 import re
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
@@ -56,6 +58,7 @@ TOOLS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "nvcc": (("nvcc", "--version"), r"release [\d.]+, V([\d.]+)"),
 }
 """Name → its command, and where its answer has the version."""
+_NVCC = "/usr/local/cuda/bin/nvcc"
 
 
 def read_software(tools: Mapping[str, str | None]) -> Software:
@@ -171,6 +174,20 @@ def trl_lines(software: Software, torch: Torch) -> dict[str, Any]:
         "PEFT version": version("peft"),
         "vLLM version": version("vllm"),
     }
+
+
+def tool_command(name: str, env: Mapping[str, str]) -> tuple[str, ...]:
+    """The command of a build tool as a run finds it: nvcc where torch looks for it (CUDA_HOME, PATH, its usual place), ninja
+    beside this Python, too."""
+    (program, *rest), _ = TOOLS[name]
+    found = shutil.which(program, path=env.get("PATH"))
+    if name == "nvcc" and (home := env.get("CUDA_HOME") or env.get("CUDA_PATH")):
+        found = str(Path(home, "bin/nvcc"))
+    elif name == "nvcc" and not found:
+        found = shutil.which(_NVCC)
+    elif name == "ninja" and not found:
+        found = shutil.which(program, path=str(Path(sys.executable).parent))
+    return (found or program, *rest)
 
 
 def tool_version(name: str, said: str) -> str | None:

@@ -118,7 +118,7 @@ def test_without_any_tool_the_report_is_one_json_document_with_the_promised_keys
         assert set(check) == {"name", "status", "found", "fix"}
         assert check["status"] in ("ok", "warn", "fail") and check["found"]
         assert bool(check["fix"]) == (check["status"] != "ok"), check
-    assert {one.partition(":")[0] for one in report["facts"]["lacks"]} >= {"nvidia-smi -q -x", "dmesg", "ninja", "nvcc"}
+    assert {one.partition(":")[0] for one in report["facts"]["lacks"]} >= {"nvidia-smi -q -x", "dmesg", "C++ compiler"}
     assert checks(done)["gpu-driver"]["status"] in ("ok", "warn")
 
 
@@ -140,7 +140,7 @@ def test_planted_secrets_are_nowhere(tmp_path: Path) -> None:
         "GLOO_SOCKET_IFNAME": f"http://joe:{key}@h",
     }
     for arguments in (["run.yaml"], ["run.yaml", "--json"]):
-        done = env(tmp_path, *arguments, **variables)
+        done = env(tmp_path, *arguments, patient=True, **variables)
         assert done.returncode == 3 and "NCCL_DEBUG_FILE" in done.stdout and "http://***@proxy:3128" in done.stdout
         assert "http://***@10.0.0.1" in done.stdout and "GLOO_SOCKET_IFNAME=http://***@h" in done.stdout
         for secret in SECRETS:

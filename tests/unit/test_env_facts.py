@@ -11,6 +11,7 @@ import pytest
 
 from packtrain.diagnose import ask, gpus, host, links, software
 from packtrain.diagnose.ask import NoAnswer, Question, command
+from packtrain.diagnose.check import size
 from packtrain.diagnose.facts import Clock, Conflict, Torch
 from packtrain.diagnose.gather import has_nvidia
 from packtrain.diagnose.torch_side import MARK, read_facts
@@ -92,7 +93,8 @@ def test_the_short_list_stands_in_for_the_whole_description() -> None:
 
 def test_links_are_the_matrix_without_colours_and_legend_and_are_counted_per_gpu() -> None:
     rows = gpus.parse_topology(machines.topology(2)).splitlines()
-    assert len(rows) == 4 and rows[1].split()[:3] == ["GPU0", "X", "NV18"] and "\x1b" not in rows[0]
+    assert len(rows) == 5 and rows[1].split()[:3] == ["GPU0", "X", "NV18"] and "\x1b" not in rows[0]
+    assert rows[4] == "NIC0: mlx5_0"
     found = gpus.parse_details(machines.nvidia_smi({}, {}))
     linked = gpus.with_nvlinks(found.gpus, gpus.parse_nvlinks(machines.nvlinks(18, 17)))
     assert [gpu.nvlinks for gpu in linked] == [18, 17]
@@ -249,6 +251,28 @@ def test_packages_that_do_not_fit_are_found_by_what_they_say_of_themselves(monke
         Conflict("packtrain", "peft>=0.21", None),
         Conflict("packtrain", "flash-attn>=2.8", "2.6.0"),
     ]
+
+
+def test_a_limit_of_some_kilobytes_is_not_told_as_none_at_all() -> None:
+    assert [size(number) for number in (0, 65536, 8 * 2**20, 2**31)] == ["0 MiB", "64 KiB", "8 MiB", "2.0 GiB"]
+
+
+def test_build_tools_are_those_that_a_run_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def put(name: str) -> str:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+        return str(tmp_path / name)
+
+    usual, beside, in_path = put("usual/nvcc"), put("venv/bin/ninja"), put("path/nvcc")
+    monkeypatch.setattr(software, "_NVCC", usual)
+    monkeypatch.setattr(software.sys, "executable", str(tmp_path / "venv/bin/python"))
+    nowhere, path = {"PATH": str(tmp_path)}, {"PATH": str(tmp_path / "path")}
+    assert software.tool_command("ninja", nowhere) == (beside, "--version")
+    assert software.tool_command("nvcc", nowhere) == (usual, "--version")
+    assert software.tool_command("nvcc", path) == (in_path, "--version")
+    assert software.tool_command("nvcc", {**path, "CUDA_HOME": "/opt/cuda"}) == ("/opt/cuda/bin/nvcc", "--version")
+    assert software.tool_command("C++ compiler", nowhere) == ("c++", "--version")
 
 
 def test_what_torch_could_not_finish_saying_counts_as_far_as_it_came() -> None:
