@@ -24,9 +24,10 @@ class Problem:
 
 
 class PacktrainError(Exception):
-    """Base of all errors that are for the user; `exit_code` is what the process ends with."""
+    """Base of all errors that are for the user; `exit_code` is what the process ends with, `shown` whether it is printed then."""
 
     exit_code = 1
+    shown = True
 
     def __init__(self, problems: str | Problem | Sequence[Problem], *, where: str = "", fix: str = "") -> None:
         if isinstance(problems, str):

@@ -12,6 +12,7 @@ stdout and stderr, so a terminal stays one.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from typing import Any
 
@@ -63,6 +64,17 @@ def launch_argv(
     return [accelerate, "launch", *flags, "-m", WORKER, *worker]
 
 
+class _Told(subprocess.Popen):
+    """A worker of torchrun. What ended it is written down as soon as torchrun knows, which says so itself only if it has the time."""
+
+    def poll(self) -> int | None:
+        """As Popen's."""
+        known, code = self.returncode, super().poll()
+        if known is None and code is not None and code < 0:
+            print(f"exitcode: {code} (pid: {self.pid})", file=sys.stderr, flush=True)
+        return code
+
+
 def main(log: str, arguments: list[str]) -> None:
     """`accelerate launch arguments…` in this process; ends it with torchrun's exit code (1 for any failure).
 
@@ -70,6 +82,7 @@ def main(log: str, arguments: list[str]) -> None:
     """
     end_with_parent(int(os.environ[PARENT]))
     os.environ[PARENT] = str(os.getpid())
+    subprocess.Popen = _Told
     # Never closed: Python writes the last traceback to it after main() has ended.
     sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
     from accelerate.commands.launch import launch_command, launch_command_parser

@@ -26,15 +26,16 @@ from typing import Any
 
 import psutil
 
-from packtrain.errors import PacktrainError, PeerFailed
+from packtrain.errors import LostPeers, PacktrainError, PeerFailed
 from packtrain.launch.children import GRACE_S, TERM_S
+from packtrain.launch.diagnosis import ABORTED
 from packtrain.launch.disk import in_time
 from packtrain.launch.heartbeat import HEARTBEAT_DIR, own_pulse, read_beats
 from packtrain.launch.joining import launch_of
 from packtrain.launch.processes import families, sight, text_of
 from packtrain.launch.signals import ENDING
 from packtrain.launch.watchdog import DIAGNOSIS, Watchdog, held, place_of_heartbeats
-from packtrain.launch.worker import exit_codes
+from packtrain.launch.worker import exit_codes, losses, report_loss
 from packtrain.run_folder import write_json
 
 _EXITS = "exits"
@@ -69,8 +70,17 @@ def watched(log: Path, *, host: str, per_node: int, machines: int, step_timeout:
         yield
         pulse.enter("done")
         code = 0
+    except LostPeers as error:
+        code = error.exit_code
+        with suppress(OSError):  # nobody watches
+            report_loss(folder / _EXITS, rank, error)
+            error.shown = False  # the watcher knows whether there is more to say
+        raise
     except PacktrainError as error:
         code = error.exit_code
+        raise
+    except Exception:
+        print(f"rank {rank} on {host} has failed:", file=sys.stderr, flush=True)
         raise
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
@@ -148,6 +158,7 @@ class _Ranks:
 
     def __init__(self, folder: Path, parents: Mapping[int, int]) -> None:
         self.codes: dict[int, int] = {}
+        self.lost: dict[int, str] = {}  # what those said that only saw others gone
         self.silent: set[int] = set()
         self.left: dict[int, int] = {}
         self.failed = 0  # looks on end that one has failed
@@ -160,7 +171,7 @@ class _Ranks:
         pids = {rank: beat.pid for rank, beat in read_beats(self._folder).items()}
         gone = {rank for rank, pid in pids.items() if not _lives(pid)}
         with suppress(OSError):  # read after, so that who left a code is not taken for silent
-            self.codes = exit_codes(self._folder / _EXITS)
+            self.codes, self.lost = exit_codes(self._folder / _EXITS), losses(self._folder / _EXITS)
         self.silent = gone - set(self.codes)
         self.left = {rank: pid for rank, pid in pids.items() if rank not in gone and rank not in self.codes}
         failed = self.silent or any(0 < code <= 128 for code in self.codes.values())
@@ -274,17 +285,25 @@ def _stuck(here: _Ranks, others: _Others, watchdog: Watchdog, host: str) -> Sequ
 def _part(here: _Ranks, others: _Others, watchdog: Watchdog, log: Path) -> None:
     """One has failed: gives the others the time for words of their own, and says why, where it has not said so itself."""
     watchdog.note()
-    lost = PeerFailed.exit_code in here.codes.values() and 1 not in here.codes.values()
+    ends = watchdog.ends(here.silent, Path(os.devnull))
+    follow = {*here.lost, *(rank for rank, end in ends.items() if end == ABORTED)}
+    said = any(0 < code <= 128 and rank not in follow for rank, code in here.codes.items())
+    first = here.silent - follow
     # all at once were killed by their launcher, which has its reasons
-    together = len(here.silent) > 1 and not here.codes and not here.left
+    together = len(here.silent) > 1 and not (ends or here.codes or here.left)
     together = together and not any(one.oom for one in watchdog.states({}))
-    if (here.silent or lost) and not together and not others.told():
-        found = watchdog.aftermath(here.silent, here.codes, Path(os.devnull))
-        _say(found.lines if found else (), log)
+    said, found = said or together or others.told(), None
+    if first or not said:
+        found = None if together or others.told() else watchdog.aftermath(here.silent, here.codes, Path(os.devnull))
+    if found and (first or found.cause == "ended"):
+        _say(found.lines, log)
+        said = True
     limit = time.monotonic() + GRACE_S
-    while here.left and time.monotonic() < limit:
+    while (here.left or not said) and time.monotonic() < limit:
         time.sleep(_LOOK_S)
         here.look()
+    if not said and not others.told():  # nor has any other machine
+        _say(watchdog.write(found).lines if found else [*here.lost.values()][:1], log)
 
 
 def _say(lines: Sequence[str], log: Path) -> None:

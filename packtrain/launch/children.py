@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from packtrain.launch.diagnosis import Diagnosis
+from packtrain.launch.diagnosis import ABORTED, Diagnosis
 from packtrain.launch.disk import in_time
 from packtrain.launch.ending import Stopped
 from packtrain.launch.line import Line
@@ -132,6 +132,8 @@ class _Children:
         raised = [rank for rank, code in codes.items() if code == 1]
         if raised and (error := self._watchdog.gpu_error()):  # what CUDA raises says less
             tails |= {rank: [*tails.get(rank, ()), f"the kernel says: {error}"] for rank in raised}
+        ends = self._watchdog.ends(self._silent, self._log)
+        followers = {*lost, *(rank for rank, end in ends.items() if end == ABORTED)}
         # who was dead before it was told to end may be why it was told: the others may be quicker to say that they lost it
         if self._diagnosis is None and (self._silent or (self._told is None and lost and not raised)):
             self._diagnosis = self._watchdog.aftermath(self._silent, exit_codes(self._exits), self._log)
@@ -144,7 +146,7 @@ class _Children:
             tails=tails,
             log=str(self._log),
             words=[] if codes or self._diagnosis else self._tails({0: self._log})[0],
-            followers=sorted(lost),
+            followers=sorted(followers),
         )
 
     def _obey(self) -> None:

@@ -25,6 +25,8 @@ FRAMES_SHOWN = 10
 _TO_ASK_S = 5
 _USUAL_TIMEOUT_S = 600  # topology.step_timeout that nobody has set
 _MOST_GROUPS = 3
+ABORTED = -6
+"""Exit of a process that ended itself by SIGABRT."""
 _FROM_LOADERS = ("_try_get_data", "_get_data")  # of torch's DataLoader with processes
 _SIGNAL_NAMES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
@@ -161,15 +163,25 @@ def _with_gpu_error(found: Diagnosis, states: Sequence[RankState]) -> Diagnosis:
 
 
 def _dead(states: Sequence[RankState]) -> Diagnosis | None:
-    dead = [one for one in states if one.dead]
-    if not dead:
+    gone = [one for one in states if one.dead]
+    if not gone:
         return None
+    dead = _first(gone)
     killed = {one.exit for one in dead if one.exit is not None}
     by = ", ".join(_SIGNAL_NAMES.get(-number, f"signal {-number}") for number in sorted(killed, reverse=True))
     out_of_memory = any(one.oom for one in dead) and killed <= {-9}
     what = f"{_who(dead)} ended without a word{f' ({by})' if by else ''}, {_place(dead)}"
-    rest = [one for one in states if not one.dead]
-    return Diagnosis("memory" if out_of_memory else "killed", _ranks(dead), what, _waiting(rest))
+    rest, after = [one for one in states if not one.dead], [one for one in gone if one not in dead]
+    others = (*_waiting(rest), *([f"{_who(after, with_process=False)} aborted after it (SIGABRT)"] if after else []))
+    return Diagnosis("memory" if out_of_memory else "killed", _ranks(dead), what, others, dead[0].stack)
+
+
+def _first(dead: Sequence[RankState]) -> Sequence[RankState]:
+    """Those that did not die of the others' death, for which NCCL has a rank abort; of ranks that have all aborted, the first."""
+    if crashed := [one for one in dead if one.exit != ABORTED]:
+        return crashed
+    when = [one.died for one in dead if one.died is not None]
+    return [one for one in dead if when and one.died == min(when)] or dead
 
 
 def _stopped(states: Sequence[RankState]) -> Diagnosis | None:

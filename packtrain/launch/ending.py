@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from packtrain.errors import Disagreement, PacktrainError
+from packtrain.errors import PacktrainError
 from packtrain.launch.signals import ENDING, heard_by
 
 BUG = "This is a bug of packtrain: please report it with the lines above."
@@ -46,7 +46,7 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
 
 def _ended_by(error: Exception | KeyboardInterrupt, alone: bool) -> int:
     if isinstance(error, PacktrainError):
-        if not isinstance(error, Disagreement) or error.shown:
+        if error.shown:
             _print_problems(error)
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):

@@ -29,6 +29,7 @@ from packtrain.errors import PacktrainError, PeerFailed, UserError
 from packtrain.launch.beside import watched
 from packtrain.launch.children import run_children
 from packtrain.launch.claim import claimed, claimed_for_others
+from packtrain.launch.disk import in_time
 from packtrain.launch.heartbeat import HEARTBEAT_DIR
 from packtrain.launch.line import Line
 from packtrain.launch.members import Member, job_of, shared_values, shared_versions
@@ -38,7 +39,7 @@ from packtrain.launch.recorder import recorded_into
 from packtrain.launch.rollcall import meet
 from packtrain.launch.signals import heard_by
 from packtrain.launch.verdict import MOST_TELLING
-from packtrain.launch.watchdog import Watchdog, heartbeat_folder, own_folder
+from packtrain.launch.watchdog import DIAGNOSIS, Watchdog, heartbeat_folder, own_folder
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, PLANNED, last_words
 from packtrain.run_folder import RunFolder, environment, write_json
 
@@ -216,6 +217,9 @@ def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, line: L
         watchdog = _watchdog(plan, config, folder, heartbeats)
         with watchdog.found_by_others(plan.node):
             verdict = run_children(argv, environment, exits, log, plan.ranks, plan.host, line, watchdog)
+    if verdict.late:
+        text = "\n".join(verdict.late) + "\n"
+        in_time(lambda: (folder.logs / DIAGNOSIS).write_text(text, encoding="utf-8"), 0)
     if plan.node == 0 or verdict.alone:  # rank 0 and this are what the terminal shows
         for said in verdict.lines:
             print(said, file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from packtrain.launch import stacks
+from packtrain.launch.crash import leave_crashes
 
 HEARTBEAT_DIR = "PACKTRAIN_HEARTBEAT_DIR"
 
@@ -167,7 +168,9 @@ def read_beats(folder: Path) -> dict[int, Beat]:
 def listen_in_loader() -> None:
     """Called in a loader process of a rank: it tells its stacks, too."""
     if folder := os.environ.get(HEARTBEAT_DIR):
-        stacks.listen(Path(folder), f"{os.environ.get('RANK', '0')}.loader-{os.getpid()}")
+        name = f"{os.environ.get('RANK', '0')}.loader-{os.getpid()}"
+        stacks.listen(Path(folder), name)
+        leave_crashes(Path(folder), name)
 
 
 @functools.cache
@@ -177,6 +180,7 @@ def own_pulse() -> Pulse:
     folder, rank = os.environ.get(HEARTBEAT_DIR), int(os.environ.get("RANK", "0"))
     if folder and os.path.isdir(folder):
         stacks.listen(Path(folder), str(rank))
+        leave_crashes(Path(folder), str(rank))
         stacks.answer_questions(Path(folder), rank)
         return Pulse(Path(folder), rank)
     return Pulse(None, rank)

@@ -198,6 +198,7 @@ class HubLine(Line):
         self._outcomes: dict[int, Outcome] = {}
         self._signal: int | None = None
         self._halted: float | None = None
+        self._first = 0  # the machine that was the first to fail
 
     def _beat(self, now: float) -> None:
         for wire, node in list(self._nodes.items()):
@@ -257,7 +258,7 @@ class HubLine(Line):
 
     def _halt(self, why: str, without: int) -> None:
         if self._halted is None:
-            self._halted = time.monotonic()
+            self._halted, self._first = time.monotonic(), without
             self._order(Order(None, why), without)
 
     def _order(self, order: Order, without: int) -> None:
@@ -272,7 +273,7 @@ class HubLine(Line):
 
     def _settle(self) -> None:
         if self._verdict is None and set(self._outcomes) == set(self.names):
-            self._verdict = judge(self._outcomes, self.names, self._per_node)
+            self._verdict = judge(self._outcomes, self.names, self._per_node, self._first)
 
     def _hang_up(self) -> None:
         if self._verdict is not None:

@@ -28,7 +28,7 @@ class RankState:
 
     `stack` (innermost first), `pending`, the last collectives that it has `passed` and `loaders` (stacks of its loader
     processes) are what it answered when asked, `told` whether it could say if a collective is pending. `gpu_error` is what
-    the kernel of its machine says of a GPU.
+    the kernel of its machine says of a GPU, `died` when it crashed (seconds, as its machine counts them).
     """
 
     rank: int
@@ -46,6 +46,7 @@ class RankState:
     told: bool = False
     loaders: tuple[tuple[Frame, ...], ...] = ()
     gpu_error: str = ""
+    died: float | None = None
 
     @property
     def dead(self) -> bool:

@@ -52,6 +52,12 @@ class Outcome:
         worker = any(code is None or 0 < code <= 128 for code in self.codes.values())
         return worker or self.lost is not None or (self.launched != 0 and self.signal is None)
 
+    @property
+    def follows(self) -> bool:
+        """Whether those that ended without a word here did so because others had, for all that is known."""
+        silent = {rank for rank, code in self.codes.items() if code is None}
+        return bool(silent) and silent <= set(self.followers)
+
     def to_json(self) -> dict[str, Any]:
         """Plain containers."""
         return {
@@ -86,21 +92,25 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The exit code of every launcher, and what machine 0's terminal says about it; `alone`: that of a machine that has lost it."""
+    """The exit code of every launcher, and what machine 0's terminal says about it; `alone`: that of a machine that has lost it.
+
+    `late` is a diagnosis that came out as the verdict only where nobody knew better, and is not in logs/ yet."""
 
     code: int
     lines: Sequence[str] = ()
     alone: bool = False
+    late: Sequence[str] = ()
 
 
-def judge(outcomes: Mapping[int, Outcome], names: Mapping[int, str], per_node: int) -> Verdict:
-    """The verdict on a run whose machines, by number, ended like `outcomes`."""
+def judge(outcomes: Mapping[int, Outcome], names: Mapping[int, str], per_node: int, first: int = 0) -> Verdict:
+    """The verdict on a run whose machines, by number, ended like `outcomes`; `first` is the one that was the first to fail."""
     codes = {rank: code for outcome in outcomes.values() for rank, code in outcome.codes.items()}
     total = len(names) * per_node
     for telling in MOST_TELLING[:2]:
         if telling in codes.values():
             return Verdict(telling, _who(telling, codes, outcomes, names, per_node))
-    if said := next((one.diagnosis for _, one in sorted(outcomes.items()) if one.diagnosis), None):
+    diagnosed = [one for node, one in sorted(outcomes.items(), key=lambda item: item[0] != first) if one.diagnosis]
+    if said := next((one.diagnosis for one in diagnosed if not one.follows), None):
         silent = [rank for rank, code in codes.items() if code is None]
         return Verdict(4, [*said, *_last_lines(silent, outcomes, names, per_node)])
     lost = [f"{names[node]} was lost: {one.lost}" for node, one in sorted(outcomes.items()) if one.lost is not None]
@@ -125,12 +135,21 @@ def judge(outcomes: Mapping[int, Outcome], names: Mapping[int, str], per_node: i
     # an exception in one of several is a peer that failed; in all of them, it is a bug
     if list(codes.values()) == [1] * total:
         return Verdict(1, [*_who(1, codes, outcomes, names, per_node), BUG])
-    silent = [rank for rank, code in codes.items() if code is None]
-    unnamed = _silent(silent, outcomes, names, per_node)
+    follow = {rank for one in outcomes.values() for rank in one.followers}
+    unnamed = [rank for rank, code in codes.items() if code is None and rank not in follow]
     if 1 in codes.values():
-        return Verdict(4, [*_who(1, codes, outcomes, names, per_node), ONE_RAISED, *unnamed])
-    if silent:
-        return Verdict(4, unnamed)
+        named = _who(1, codes, outcomes, names, per_node)
+        return Verdict(4, [*named, ONE_RAISED, *_silent(unnamed, outcomes, names, per_node)])
+    if unnamed:
+        return Verdict(4, _silent(unnamed, outcomes, names, per_node))
+    if any(code == 4 and rank not in follow for rank, code in codes.items()):
+        return Verdict(4, _who(4, codes, outcomes, names, per_node))
+    aborted = [rank for rank, code in codes.items() if code is None]
+    if diagnosed:
+        said = diagnosed[0].diagnosis
+        return Verdict(4, [*said, *_last_lines(aborted, outcomes, names, per_node)], late=said)
+    if aborted:
+        return Verdict(4, _silent(aborted, outcomes, names, per_node))
     if 4 in codes.values():
         return Verdict(4, _who(4, codes, outcomes, names, per_node))
     if ended := [code for code in codes.values() if code]:  # someone else signalled torchrun or all workers

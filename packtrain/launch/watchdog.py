@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -23,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.launch import stacks
-from packtrain.launch.diagnosis import Diagnosis, diagnose, least_s, most_s, not_begun, patience_s
+from packtrain.launch.crash import crash_of, signals_of
+from packtrain.launch.diagnosis import ABORTED, Diagnosis, diagnose, least_s, most_s, not_begun, patience_s
 from packtrain.launch.disk import in_time
 from packtrain.launch.effort import Effort, count
 from packtrain.launch.heartbeat import Beat, read_beats
@@ -50,7 +50,6 @@ _MEMORY_DISK = "/dev/shm"
 _PREFIX = "packtrain-heartbeats-"
 _LOCK = "lock"
 _NEW_S = 60
-_TORCHRUN_SAYS = re.compile(r"exitcode\s*:\s*(-\d+) \(pid: (\d+)\)")
 
 
 @contextmanager
@@ -177,7 +176,7 @@ class Watchdog:
         self._say_if_blind()
         self._tell(codes)
         if not self._seen and not codes and self._awake_s >= BEGIN_S and not self._has_begun():
-            return self._write(not_begun(self._ranks, self._host, self._awake_s))
+            return self.write(not_begun(self._ranks, self._host, self._awake_s))
         live = [one for rank, one in self._seen.items() if rank not in codes]
         if not live or any(codes.values()):  # who has failed is known
             return None
@@ -259,20 +258,36 @@ class Watchdog:
         texts = {stacks_of(self._logs, rank): answer.text for rank, answer in self._answers.items() if answer.text}
         in_time(lambda: [file.write_text(text) for file, text in texts.items()], [])
 
+    def ends(self, silent: Collection[int], log: Path) -> dict[int, int]:
+        """The signals (negative) of ranks that ended without a word (`silent`), as far as they are known: by what they left when
+        they crashed, or by torchrun's `log`."""
+        pids = {rank: one.beat.pid for rank, one in self._seen.items() if rank in silent}
+        return signals_of(self._folder, pids, in_time(lambda: log.read_text(errors="replace"), ""))
+
     def aftermath(self, silent: Collection[int], codes: Mapping[int, int], log: Path) -> Diagnosis | None:
         """Why ranks that ended without a word (`silent`) did, torchrun's `log` may have their signals; or who left too early
-        where others have lost their peers. None where neither is the case."""
+        where others have lost their peers. None where neither is the case.
+
+        It is left in logs/, but for ranks that did no more than abort: why they did another machine may know (verdict.py).
+        """
         self.note()
         self.gpu_error()
-        text = in_time(lambda: log.read_text(errors="replace"), "")
-        said = {int(pid): int(code) for code, pid in _TORCHRUN_SAYS.findall(text)}
-        ends = {rank: said[one.beat.pid] for rank, one in self._seen.items() if one.beat.pid in said}
-        codes = {**codes, **{rank: code for rank, code in ends.items() if rank in silent}}
+        ends = self.ends(silent, log)
         for one in self._seen.values():
             one.still_s = 0.0
-        states = [replace(one, state="") if one.rank in silent else one for one in self.states(codes)]
+        states = [self._crashed(one) if one.rank in silent else one for one in self.states({**codes, **ends})]
         found = diagnose(states)
-        return self._write(found) if found and found.cause in ("killed", "gpu", "memory", "ended") else None
+        if found is None or found.cause not in ("killed", "gpu", "memory", "ended"):
+            return None
+        only_aborted = bool(silent) and all(ends.get(rank) == ABORTED for rank in silent)
+        return found if only_aborted else self.write(found)
+
+    def _crashed(self, state: RankState) -> RankState:
+        """One that is gone, with what it left where it crashed, which is kept in logs/."""
+        if (crash := crash_of(self._folder, str(state.rank))) is None:
+            return replace(state, state="")
+        in_time(lambda: stacks_of(self._logs, state.rank).write_text(crash.text), 0)
+        return replace(state, state="", stack=crash.stack, died=crash.at)
 
     def gpu_error(self) -> str:
         """What the kernel of this machine has said of a GPU (Xid) since the start; "" where nothing."""
@@ -353,7 +368,7 @@ class Watchdog:
             return None
         limit = patience_s(found, states, self._step_timeout)
         if still >= limit:
-            return self._write(found)
+            return self.write(found)
         if found.cause == "busy" and (still >= limit / 2 or all(one.in_a_step for one in states)):
             print(f"{found.what}, still computing; the run ends at {limit:.0f} s", file=sys.stderr, flush=True)
         self._asked_at = min(limit, 2 * still)
@@ -370,13 +385,14 @@ class Watchdog:
     def _conclude(self, codes: Mapping[int, int]) -> Diagnosis | None:
         self.ask()
         found = None if self._has_ended(codes) else diagnose(self.states(codes))
-        return self._write(found) if found and found.cause == "stopped" else None  # else it was let go on meanwhile
+        return self.write(found) if found and found.cause == "stopped" else None  # else it was let go on meanwhile
 
     def _has_ended(self, codes: Mapping[int, int]) -> bool:
         """Whether any has come to its end while it was asked: with which code, and whether that tells of it, is yet to be seen."""
         return any(sight(one.beat.pid).state in ("", "Z") for rank, one in self._seen.items() if rank not in codes)
 
-    def _write(self, found: Diagnosis) -> Diagnosis:
+    def write(self, found: Diagnosis) -> Diagnosis:
+        """Leaves the diagnosis in logs/, and returns it."""
         text = "\n".join(found.lines) + "\n"
         in_time(lambda: (self._logs / DIAGNOSIS).write_text(text, encoding="utf-8"), 0)
         return found

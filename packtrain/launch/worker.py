@@ -71,7 +71,7 @@ def _with_a_pulse(work: Callable[[], int]) -> int:
     except LostPeers as error:
         if EXIT_DIR not in os.environ:
             raise
-        Path(os.environ[EXIT_DIR], f"{os.environ.get('RANK', '0')}.lost").write_text(str(error))
+        report_loss(Path(os.environ[EXIT_DIR]), int(os.environ.get("RANK", "0")), error)
         if os.environ.get("RANK", "0") != "0":  # into its log
             print(error, file=sys.stderr, flush=True)
         return error.exit_code
@@ -93,6 +93,11 @@ def process_ids(exits: Path) -> dict[int, int]:
     """Process ids by rank, of the workers that have started."""
     found = {int(file.stem): file.read_text() for file in exits.glob("*.pid")}
     return {rank: int(text) for rank, text in found.items() if text.isdigit()}
+
+
+def report_loss(exits: Path, rank: int, error: LostPeers) -> None:
+    """Leaves what a rank says that only saw the others gone; raises OSError."""
+    (exits / f"{rank}.lost").write_text(str(error))
 
 
 def losses(exits: Path) -> dict[int, str]:

@@ -23,7 +23,7 @@ WORKER = """
 import os, signal, sys, time
 from pathlib import Path
 from packtrain.config.compose import load_config
-from packtrain.errors import UserError
+from packtrain.errors import LostPeers, UserError
 from packtrain.launch.ending import exit_code_of
 from packtrain.launch.execute import execute
 from packtrain.launch.plan import plan_launch
@@ -43,15 +43,20 @@ def work():
         group.pulse.enter("data", step=step)
         if step == 4 and (rank, fault) == (1, "data"): read_documents()
         if step == 4 and (rank, fault) == (0, "stopped"): os.kill(os.getpid(), signal.SIGSTOP)
-        if step == 4 and fault == f"{rank} is killed": os.kill(os.getpid(), signal.SIGKILL)
+        if step == 4 and fault.startswith(f"{rank} is killed"): os.kill(os.getpid(), signal.SIGKILL)
         if step == 4 and (rank, fault) == (1, "raises"): raise UserError("row 7 is broken")
+        if step == 4 and (rank, fault) == (1, "has a bug"): raise ValueError("shapes do not fit")
         if step == 4 and fault == "no launcher":
             Path(f"waits-{rank}").touch()
             time.sleep(1000)
         group.pulse.enter("backward", step=step)
         if step == 4 and rank == 0 and fault in ("1 is killed", "raises"): time.sleep(1000)  # as NCCL
         if step == 4 and rank == 1 and fault == "0 is killed": time.sleep(1000)
-        group.all_reduce(name="broadcast" if step == 4 and (rank, fault) == (1, "apart") else "all_reduce")
+        try:
+            group.all_reduce(name="broadcast" if step == 4 and (rank, fault) == (1, "apart") else "all_reduce")
+        except LostPeers:
+            if fault.endswith("aborts"): os.abort()  # as NCCL has it
+            raise
         group.pulse.usual_s = 0.01
     return 0
 
@@ -89,6 +94,8 @@ CASES = (
     Case("srun", "stopped", STOPPED, 4),
     Case("srun", "0 is killed", ("rank 0 on ", DIED), KILLED),
     Case("srun", "raises", ("row 7 is broken",), 4),
+    Case("mpirun", "has a bug", ("rank 1 on ", " has failed:", "ValueError: shapes do not fit"), 4),
+    Case("mpirun", "1 is killed, 0 aborts", ("rank 1 on ", DIED, "rank 0 on "), KILLED),
     Case("srun", "none"),
 )
 ABANDONED = Case("mpirun", "no launcher")
@@ -148,7 +155,8 @@ def test_a_launch_by_others_is_watched_and_ended(case: Case, started: dict[Case,
     assert process.returncode == case.code, stderr
     for one in case.said:
         assert one in stderr
-    diagnosed = bool(case.said) and case.fault != "raises"
+    diagnosed = bool(case.said) and case.fault not in ("raises", "has a bug")
+    assert "lost the other processes" not in stderr
     assert stderr.count("likely cause") == diagnosed
     assert nothing_is_left(folder, process.pid)
     assert (folder / "out/logs/diagnosis.txt").exists() == diagnosed

@@ -255,6 +255,39 @@ def test_a_killed_rank_is_named_with_its_signal_and_place_and_the_others_losses_
     assert [line.strip()[:10] for line in rest] == ["rank 0 on ", "likely cau", "→ look who"]
 
 
+ABORTS = """
+    pulse.enter("forward", step=4)
+    if rank == 1: os.kill(me, signal.SIGKILL)
+    try:
+        meet(4)
+    except OSError: pass
+    except Exception:
+        os.abort()  # as NCCL has a rank do whose peer is gone
+"""
+CRASHES = """
+    pulse.enter("forward", step=4)
+    def in_a_kernel(): os.kill(me, signal.SIGSEGV)
+    if rank == 1: in_a_kernel()
+    meet(4)
+"""
+
+
+def test_a_rank_that_aborts_because_another_was_killed_is_not_the_one_that_is_named(tmp_path: Path) -> None:
+    code, stderr = launch(tmp_path, ABORTS, step_timeout=600)
+    assert code == 4, stderr
+    died = r"rank 1 on \S+ \(process \d+\) ended without a word( \(SIGKILL\))?, in the forward pass of step 4"
+    assert re.fullmatch(died, stderr.splitlines()[0]), stderr
+    assert stderr.count("likely cause") == 1
+
+
+def test_a_crash_is_named_with_its_signal_and_the_stack_at_which_it_was(tmp_path: Path) -> None:
+    code, stderr = launch(tmp_path, CRASHES, step_timeout=600)
+    assert code == 4, stderr
+    assert "ended without a word (SIGSEGV), in the forward pass of step 4" in stderr.splitlines()[0]
+    assert stderr.count("in in_a_kernel") == 1
+    assert "Fatal Python error" in (tmp_path / "out/logs/stacks-rank-00001.txt").read_text()
+
+
 def test_a_rank_that_the_system_kills_for_want_of_memory_is_told_from_others(
     group: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

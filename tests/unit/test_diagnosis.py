@@ -127,6 +127,17 @@ def test_a_rank_that_is_through_and_gone_has_not_died() -> None:
     assert (found.cause, found.ranks) == ("storage", (0,))
 
 
+def test_of_ranks_that_died_those_are_named_that_did_not_abort_and_else_the_first() -> None:
+    def gone(number: int, exit: int | None, died: float | None = None) -> RankState:
+        return rank(number, "forward", state="", exit=exit, died=died)
+
+    found = named([gone(0, -6, 7.0), gone(1, None), gone(2, -6, 6.5), waits(3, "counts")])
+    assert found.ranks == (1,) and found.others[-1] == "ranks 0 and 2 on n0 aborted after it (SIGABRT)"
+    assert named([gone(0, -6, 7.0), gone(1, -11, 7.5), gone(2, -9)]).ranks == (1, 2)
+    assert named([gone(0, -6, 7.0), gone(1, -6, 6.5), waits(2, "counts")]).ranks == (1,)
+    assert named([gone(0, -6), gone(1, -6), waits(2, "counts")]).ranks == (0, 1)
+
+
 def test_all_ranks_at_a_stalled_disk_are_named_together() -> None:
     found = named([rank(one, "data") for one in range(8)])
     assert (found.cause, found.ranks) == ("data", tuple(range(8)))

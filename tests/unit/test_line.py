@@ -138,6 +138,10 @@ def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_
     assert ends[0].code == 3
 
 
+ABORTED = {"codes": {0: None, 1: 4}, "followers": (0, 1), "diagnosis": ("n1 aborted",)}
+"""A machine whose ranks say no more than that others are gone."""
+
+
 @pytest.mark.parametrize(
     ("outcomes", "code", "said"),
     [
@@ -152,6 +156,11 @@ def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_
         ([{"codes": {0: 2}}, {"codes": {2: 2, 3: 2}}], 2, ""),
         ([{"codes": {0: 4, 1: 4}}, {"codes": {2: 4}, "frozen": (3,)}], 4, "n2, rank 3 was found stopped (SIGSTOP)"),
         ([{"codes": {0: 4, 1: 1}}, {"lost": "silent for 10 s"}], 4, "n2 was lost: silent for 10 s"),
+        ([ABORTED, {"codes": {2: None}, "diagnosis": ("n2 was killed",)}], 4, "n2 was killed"),
+        ([ABORTED, {"codes": {2: 1}}], 4, "n2, rank 2 failed (exit code 1)"),
+        ([ABORTED, {"codes": {2: 4}}], 4, "n2, rank 2 failed (exit code 4)"),
+        ([ABORTED, {"lost": "silent for 10 s"}], 4, "n2 was lost: silent for 10 s"),
+        ([ABORTED, {"codes": {2: 4}, "followers": (2,)}], 4, "n1 aborted"),
         ([{"signal": 15}, {"signal": 15}], 143, "stopped by SIGTERM"),
         ([{"codes": {0: 130, 1: 130}, "signal": 2}, {"codes": {2: 130, 3: 130}, "signal": 2}], 130, ""),
         ([{"codes": {0: 143}, "signal": 15}, {"codes": {2: 143, 3: 143}, "signal": 15}], 143, "not every process"),
@@ -167,6 +176,13 @@ def test_the_verdict_names_who_failed_first(outcomes: list[dict], code: int, sai
     assert said in "\n".join(verdict.lines)
     assert bool(said) == bool(verdict.lines)
     assert (BUG in verdict.lines) == (code == 1)
+    assert ("n1 aborted" in verdict.lines) == (said == "n1 aborted") == bool(verdict.late)
+
+
+def test_of_two_diagnoses_that_of_the_machine_which_failed_first_is_the_verdict() -> None:
+    ends = {node: Outcome(codes={2 * node: None}, diagnosis=(f"n{node + 1} died",)) for node in (0, 1)}
+    for first in (0, 1):
+        assert judge(ends, {0: "n1", 1: "n2"}, 2, first).lines == [f"n{first + 1} died"]
 
 
 def test_who_has_ended_says_whom_it_waits_for(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
