@@ -23,6 +23,7 @@ ALL = (
     checks_network.check_memlock,
     checks_network.check_interfaces,
     checks_network.check_host_name,
+    checks_network.check_name_server,
     checks_network.check_main_address,
     checks_host.check_shared_memory,
     checks_host.check_open_files,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from packtrain.diagnose.check import Check, Status, first_or, passed, size
 from packtrain.diagnose.facts import Facts
 from packtrain.diagnose.needs import Needs
+from packtrain.launch.names import FIX
 from packtrain.launch.network import Port, is_loopback
 from packtrain.launch.network_choice import SOCKETS, hcas, matching
 
@@ -41,6 +42,15 @@ def check_host_name(facts: Facts, needs: Needs) -> Iterator[Check]:
         yield passed("host-name", f"{found}; GLOO_SOCKET_IFNAME={told[0]} leads them here all the same")
     else:
         yield Check("host-name", _between(needs), found, fix)
+
+
+def check_name_server(facts: Facts, needs: Needs) -> Iterator[Check]:
+    """Whether each connection of torch would wait for a name server."""
+    if facts.network.silence:
+        what = f"{facts.network.silence}, and torch asks it at each connection, for 10 s"
+        yield Check("name-server", "warn", what, FIX)
+    else:
+        yield passed("name-server", "names are looked up at once")
 
 
 def check_main_address(facts: Facts, needs: Needs) -> Iterator[Check]:

@@ -140,7 +140,8 @@ class Name:
 @dataclass(frozen=True, slots=True)
 class Network:
     """`states`: of each port ("mlx5_0:1"); `verbs`: the device files that programs reach RDMA devices by; `environment`:
-    NCCL's and gloo's variables; `main`: the first machine of the run, where there is another one."""
+    NCCL's and gloo's variables; `main`: the first machine of the run, where there is another one; `silence`: what the
+    name server does not answer, in words."""
 
     host: Name = Name()
     main: Name | None = None
@@ -149,6 +150,7 @@ class Network:
     states: Mapping[str, str] = field(default_factory=dict)
     verbs: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    silence: str = ""
 
 
 @dataclass(frozen=True, slots=True)

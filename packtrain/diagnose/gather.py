@@ -22,6 +22,7 @@ from packtrain.diagnose.needs import Needs, layer_of, needs_of
 from packtrain.diagnose.torch_side import Layer, read_facts
 from packtrain.launch import network as launch_network
 from packtrain.launch.hub_folder import hub_home
+from packtrain.launch.names import LOOPBACK, silence_for
 from packtrain.launch.network import read_network
 from packtrain.launch.surroundings import Surroundings, look_around
 
@@ -63,6 +64,7 @@ class _Inquiry:
         self._limits = Question(host.read_limits)
         self._host = Question(lambda: links.resolved(socket.gethostname()), _NAME_LIMIT_S)
         self._links = Question(lambda: read_network(None))
+        self._silence = Question(lambda: silence_for(LOOPBACK) or silence_for(socket.gethostname()), _NAME_LIMIT_S)
         self._states = Question(links.read_states)
         self._verbs = Question(links.read_verbs)
 
@@ -144,6 +146,7 @@ class _Inquiry:
             verbs=self._answer("/dev/infiniband", self._verbs, ()),
             environment={key: value for key, value in os.environ.items() if key.startswith(_SOCKET_VARIABLES)},
         )
+            silence=self._answer("name server", self._silence, ""),
 
     def _surroundings(self, gpus: Gpus) -> Surroundings:
         """As for a launch, without asking for GPUs again, and without waiting for a silent name server."""

@@ -33,6 +33,7 @@ from packtrain.launch.disk import in_time
 from packtrain.launch.heartbeat import HEARTBEAT_DIR
 from packtrain.launch.line import Line
 from packtrain.launch.members import Member, job_of, shared_values, shared_versions
+from packtrain.launch.names import LOOPBACK, short_waits
 from packtrain.launch.place import Place, own_addresses
 from packtrain.launch.plan import LaunchPlan
 from packtrain.launch.recorder import recorded_into
@@ -221,6 +222,7 @@ def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, line: L
         text = "\n".join(verdict.late) + "\n"
         in_time(lambda: (folder.logs / DIAGNOSIS).write_text(text, encoding="utf-8"), 0)
     if plan.node == 0 or verdict.alone:  # rank 0 and this are what the terminal shows
+            **short_waits(plan.accelerate.get("main_process_ip", LOOPBACK)),
         for said in verdict.lines:
             print(said, file=sys.stderr, flush=True)
     return verdict.code

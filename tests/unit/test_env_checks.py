@@ -203,6 +203,7 @@ TROUBLE: list[tuple[str, Facts, Needs, str, str, str]] = [
     ("host-name", network(host=Name("n1", ("127.0.1.1",))), Needs(), "warn", "where other machines find themselves", "/etc/hosts"),
     ("host-name", network(host=Name("n1", ("10.9.9.9",))), TWO_MACHINES, "fail", "no address of this machine", "/etc/hosts"),
     ("host-name", network(host=Name("n1", (), "Name or service not known")), TWO_MACHINES, "fail", "does not resolve", "/etc/hosts"),
+    ("name-server", network(silence="the name server does not answer for n1"), Needs(), "warn", "does not answer for n1, and torch asks it", "/etc/resolv.conf"),
     ("main-address", network(main=Name("n0", (), "Name or service not known")), TWO_MACHINES, "fail", "n0 does not resolve here", "topology.main_address"),
     ("main-address", network(main=Name("n0", ("127.0.1.1",))), TWO_MACHINES, "fail", "look for machine 0 in itself", "topology.main_address"),
     ("main-address", network(main=Name("127.0.0.1", ("127.0.0.1",))), TWO_MACHINES, "warn", "127.0.0.1: every machine", "topology.main_address"),
