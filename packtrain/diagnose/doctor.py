@@ -19,11 +19,13 @@ from typing import Any
 from packtrain.diagnose.doctor_dumps import dumped, line_of
 from packtrain.diagnose.doctor_elsewhere import Inquiry, Machine, Pointer, pointers_in, read_json
 from packtrain.errors import UserError
+from packtrain.launch.claim import claimed_for_others
 from packtrain.launch.diagnosis import CAUSES, FRAMES_SHOWN, LEAST_S, Diagnosis, diagnose, most_s
 from packtrain.launch.heartbeat import read_beats
 from packtrain.launch.processes import killed_for_memory, sight
 from packtrain.launch.rank_state import RankState
 from packtrain.launch.ranks import ranks_in_words
+from packtrain.launch.telling import pointer_of
 from packtrain.launch.verdict import MOST_TELLING, TAIL_LINES
 from packtrain.launch.watchdog import BETWEEN_RANKS, DIAGNOSIS, Watchdog, stacks_of
 from packtrain.run_folder import RunFolder
@@ -225,6 +227,8 @@ def _stacks(folder: RunFolder, states: Sequence[RankState]) -> list[str]:
 
 def _of_an_ended_run(folder: RunFolder, pointers: Mapping[int, Pointer]) -> Finding:
     report = folder.logs / DIAGNOSIS
+    if _newer_attempt(folder, pointers):
+        return _of_a_start(folder)
     if report.exists():
         return Finding("failed", report.read_text(encoding="utf-8").splitlines())
     if folder.status() not in ("done", "stopped") and (states := dumped(folder.logs, pointers)):
@@ -234,8 +238,12 @@ def _of_an_ended_run(folder: RunFolder, pointers: Mapping[int, Pointer]) -> Find
         telling = next((code for code in MOST_TELLING if code in failures), min(failures))
         failed = sorted(rank for rank, code in codes.items() if code == telling)
         first = failed[0]
-        ends = [f"{ranks_in_words(failed)} failed (exit code {telling}); the end of {folder.log(first)}:"]
-        return Finding("failed", [*ends, *(f"    {line}" for line in _tail(folder.log(first)))])
+        begun = max((one.get("logs", {}).get(str(first), 0) for one in pointers.values()), default=0)
+        ends = [
+            f"{ranks_in_words(failed)} failed (exit code {telling}); the end of {folder.log(first)}:",
+            *(f"    {line}" for line in _tail(folder.log(first), begun)),
+        ]
+        return Finding("failed", [*ends, *_of_an_attempt(folder)])
     if (status := folder.status()) is not None:
         summary = read_json(folder.summary)
         return Finding(status, [f"this run is {status} after step {summary.get('steps')}"])
@@ -265,8 +273,39 @@ def _of_dumps(states: Sequence[RankState], ranks: int) -> Finding:
     return Finding("failed", [*lines, *found.lines], states, found)
 
 
-def _tail(log: Path) -> list[str]:
+def _newer_attempt(folder: RunFolder, pointers: Mapping[int, Pointer]) -> bool:
+    """Whether a run was prepared here after the one that has left the pointers."""
     try:
-        return log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        told = max((pointer_of(folder.logs, node).stat().st_mtime for node in pointers), default=0.0)
+        return folder.attempt.config.stat().st_mtime > told
+    except OSError:
+        return False
+
+
+def _of_a_start(folder: RunFolder) -> Finding:
+    """Of a run that has started no process."""
+    try:
+        with claimed_for_others(folder.root):
+            what = f"the last attempt here ({folder.attempt.config}) was ended before it had started any process"
+            return Finding("failed", [what, "  → its terminal, or the log of its job, says why"])
+    except UserError:
+        return Finding("running", ["a run is about to start here"])
+
+
+def _of_an_attempt(folder: RunFolder) -> list[str]:
+    """That a run has not begun to train, and what is in the folder in its place."""
+    if not folder.attempt.root.is_dir():
+        return []
+    earlier = folder.status()
+    left = "" if earlier is None else f"; the results here are those of an earlier run, which is {earlier}"
+    return [f"it ended before its first step, its config is {folder.attempt.config}{left}"]
+
+
+def _tail(log: Path, begun: int) -> list[str]:
+    """The last lines of a log that come after its first `begun` bytes, which are of earlier runs."""
+    try:
+        with log.open("rb") as file:
+            file.seek(begun if begun < log.stat().st_size else 0)  # another file by that name, where it is shorter
+            return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
     except OSError:
         return []

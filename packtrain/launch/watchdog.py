@@ -102,6 +102,12 @@ def stacks_of(logs: Path, rank: int) -> Path:
     return logs / f"stacks-rank-{rank:05d}.txt"
 
 
+def _size(file: Path) -> int:
+    with contextlib.suppress(OSError):
+        return file.stat().st_size
+    return 0
+
+
 @dataclass(slots=True)
 class _Seen:
     """What was seen of a rank: its last record, for how long (s) it has been that and its process stopped, and what it did
@@ -154,6 +160,7 @@ class Watchdog:
             "ranks": [self._ranks.start, self._ranks.stop],
             "machines": self._machines,
             "step_timeout": self._step_timeout,
+            "logs": {rank: _size(self._logs / f"rank-{rank:05d}.log") for rank in self._ranks},  # of earlier runs
         }
         teller = Teller(self._logs, node, {**about, "launcher": os.getpid(), "folder": str(self._folder)})
         teller.start(answers=answers)

@@ -17,6 +17,7 @@ from packtrain.diagnose import doctor
 from packtrain.diagnose.doctor import examine, show_run
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch import worker
+from packtrain.launch.claim import claimed_for_others
 from packtrain.launch.execute import execute
 from packtrain.launch.heartbeat import Pulse
 from packtrain.launch.plan import plan_launch
@@ -52,6 +53,35 @@ def test_a_rank_that_failed_is_shown_with_the_end_of_its_log(tmp_path: Path) -> 
     found = examine(run)
     assert found.exit_code == 4
     assert found.lines[0].startswith("rank 1 failed (exit code 2)") and found.lines[-1].strip() == "bad data"
+
+
+def test_of_an_attempt_that_was_refused_its_own_words_are_shown_and_not_those_of_the_run_before(tmp_path: Path) -> None:
+    run = leave(tmp_path, codes={"0": 2, "1": 2}, status="stopped")
+    run.log(0).write_text("step 1/6\nstep 2/6\n")
+    pointer = run.logs / "heartbeats-00000.json"
+    pointer.write_text(
+        json.dumps({**json.loads(pointer.read_text()), "logs": {"0": run.log(0).stat().st_size, "1": 0}})
+    )
+    with run.log(0).open("a") as log:
+        log.write("error:\n  other data\n")
+    run.attempt.root.mkdir()
+    assert [line.strip() for line in examine(run).lines[1:]] == [
+        "error:",
+        "other data",
+        f"it ended before its first step, its config is {run.attempt.config}; the results here are those of an earlier run, "
+        "which is stopped",
+    ]
+
+
+def test_an_attempt_that_started_nothing_is_not_mistaken_for_the_run_before(tmp_path: Path) -> None:
+    run = leave(tmp_path, codes={"0": 0, "1": 0}, status="done")
+    run.attempt.root.mkdir()
+    run.attempt.config.touch()
+    os.utime(run.logs / "heartbeats-00000.json", (1, 1))
+    found = examine(run)
+    assert found.status == "failed" and "was ended before it had started any process" in found.lines[0]
+    with claimed_for_others(run.root):
+        assert examine(run).lines == ["a run is about to start here"]
 
 
 def killed_run(folder: Path) -> RunFolder:
@@ -98,11 +128,12 @@ def test_a_run_of_one_process_that_failed_is_shown_with_its_exit_code_and_last_w
         execute(plan_launch(config, replace(look_around([]), gpus=0)), config, train)
     found = examine(RunFolder.of(config))
     assert found.status == "failed" and found.lines[0].startswith("rank 0 failed (exit code 3)")
-    assert [line.strip() for line in found.lines[1:]] == [
+    assert [line.strip() for line in found.lines[1:-1]] == [
         "error:",
         "optim.learning_rate: the loss is nan",
         "→ lower it",
     ]
+    assert found.lines[-1].startswith("it ended before its first step, its config is ")
 
 
 def test_the_first_of_many_processes_leaves_its_last_words_in_its_log(
