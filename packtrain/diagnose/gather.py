@@ -60,11 +60,12 @@ class _Inquiry:
         self._log = Question(lambda: nvidia.parse_kernel_log(command(("dmesg",)), host.uptime()))
         self._chrony = Question(lambda: host.parse_chrony(command(host.CHRONY)))
         self._timedate = Question(lambda: host.parse_timedate(command(host.TIMEDATE)))
-        self._tools = {name: Question(lambda argv=argv: command(argv)) for name, (argv, _) in software.TOOLS.items()}
+        tools = {name: software.tool_command(name, os.environ) for name in software.TOOLS}
+        self._tools = {name: Question(lambda argv=argv: command(argv)) for name, argv in tools.items()}
         self._limits = Question(host.read_limits)
         self._host = Question(lambda: links.resolved(socket.gethostname()), _NAME_LIMIT_S)
-        self._links = Question(lambda: read_network(None))
         self._silence = Question(lambda: silence_for(LOOPBACK) or silence_for(socket.gethostname()), _NAME_LIMIT_S)
+        self._links = Question(lambda: read_network(None))
         self._states = Question(links.read_states)
         self._verbs = Question(links.read_verbs)
 
@@ -145,8 +146,8 @@ class _Inquiry:
             states=self._answer("/sys/class/infiniband", self._states, {}),
             verbs=self._answer("/dev/infiniband", self._verbs, ()),
             environment={key: value for key, value in os.environ.items() if key.startswith(_SOCKET_VARIABLES)},
-        )
             silence=self._answer("name server", self._silence, ""),
+        )
 
     def _surroundings(self, gpus: Gpus) -> Surroundings:
         """As for a launch, without asking for GPUs again, and without waiting for a silent name server."""
