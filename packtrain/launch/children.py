@@ -127,8 +127,7 @@ class _Children:
         bad = [rank for rank, code in codes.items() if rank != 0 and (code is None or 0 < code <= 128)]
         tails = self._tails({rank: self._logs[rank] for rank in bad if rank in self._logs})
         lost = losses(self._exits)
-        if 0 in codes and 0 in lost:
-            tails[0] = lost[0].splitlines()
+        tails |= {rank: words.splitlines() for rank, words in lost.items() if rank in codes}
         raised = [rank for rank, code in codes.items() if code == 1]
         if raised and (error := self._watchdog.gpu_error()):  # what CUDA raises says less
             tails |= {rank: [*tails.get(rank, ()), f"the kernel says: {error}"] for rank in raised}

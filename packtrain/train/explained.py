@@ -9,6 +9,7 @@ import torch
 from packtrain.config.schema import RunConfig
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError
 from packtrain.run_folder import RunFolder
+from packtrain.train.backend_words import shortly
 from packtrain.train.setting import Process
 
 _GO_ON = "start the same command again: complete checkpoints are kept"
@@ -25,7 +26,7 @@ def explained(error: Exception, process: Process, config: RunConfig) -> Packtrai
     said = str(error).strip().partition("\n")[0]
     if process.world_size > 1 and (isinstance(error, torch.distributed.DistError) or "gloo/" in said):
         fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
-        return LostPeers(f"rank {process.rank} lost the other processes: {said}", fix=fix)
+        return LostPeers(f"rank {process.rank} lost the other processes: {shortly(error)}", fix=fix)
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
         return UserError(f"out of memory on {process.device}: {said}", where=_size_of(config), fix=_smaller(config))
     if "CUDA error" in said and _OF_OURS not in said:

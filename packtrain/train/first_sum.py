@@ -28,6 +28,7 @@ from packtrain.launch.arrival import PROGRESS_S
 from packtrain.launch.diagnosis import CAUSES
 from packtrain.launch.network_choice import SOCKETS
 from packtrain.launch.ranks import ranks_in_words
+from packtrain.train.backend_words import shortly
 from packtrain.train.peers import GRACE_S, Peers, Statement, places_in_words
 
 _NUMBERS = 2**17
@@ -138,8 +139,7 @@ def _interface(backend: str) -> str:
 
 def _failed(error: Exception) -> str:
     """What became of it where the backend raised this."""
-    first, _, _ = str(error).strip().partition("\n")
-    return f"failed: {first or type(error).__name__}"
+    return f"failed: {shortly(error)}"
 
 
 def problems(statements: Sequence[Statement], backend: str) -> list[Problem]:

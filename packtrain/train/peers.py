@@ -27,6 +27,7 @@ from packtrain.errors import CheckFailed, Disagreement, PeerFailed, Problem
 from packtrain.launch.ranks import ranks_in_words
 from packtrain.launch.rollcall import holder_of
 from packtrain.launch.worker import LOG_DIR
+from packtrain.train.backend_words import shortly
 
 FIRST_STAGE = "start"
 GRACE_S = 10
@@ -80,7 +81,7 @@ class Peers:
             if verdict["problems"] or verdict["missing"]:
                 self._see_it_read(store, verdict["came"])
         except DistError as error:
-            said = str(error).partition("\n")[0]
+            said = shortly(error)
             what = f"rank {self.whole.rank} lost the first process at the stage {stage!r}: {said}"
             raise PeerFailed(what, fix="its terminal or log says why it ended") from error
         if verdict["missing"]:
@@ -178,7 +179,7 @@ def meet(*, timeout_s: float) -> Peers | None:
     try:
         store = _in_time(lambda: TCPStore(address, port, world_size, serves, limit, **kinds), timeout_s)
     except (DistError, TimeoutError) as error:
-        said = str(error).partition("\n")[0]
+        said = shortly(error)
         if "EADDRINUSE" in said:
             fix = "set topology.main_port (MASTER_PORT) to a free one, on all machines"
             what = f"port {port} of this machine is taken{holder_of(port)}"

@@ -22,12 +22,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from packtrain.attention.backends import own_attention
 from packtrain.config.schema import RunConfig
 from packtrain.config.strategies import SHARDED_WEIGHTS
-from packtrain.errors import CheckFailed, UserError
+from packtrain.errors import CheckFailed, LostPeers, UserError
 from packtrain.launch.heartbeat import own_pulse
 from packtrain.launch.worker import planned_processes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import announce, dpo_stages, sft_stages
 from packtrain.train.agreement import agree_on_data, agree_on_model, agree_on_start
+from packtrain.train.backend_words import keep_in_full
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
 from packtrain.train.course import origin_of, trained_by
 from packtrain.train.explained import explained
@@ -57,6 +58,8 @@ def train(verb: str, config: RunConfig) -> int:
         return verify(config, process) if verb == "verify" else train_in(config, process)
     except (RuntimeError, OSError, SafetensorError) as error:
         if known := explained(error, process, config):
+            if isinstance(known, LostPeers):
+                keep_in_full(RunFolder.of(config).log(process.rank), error)
             raise known from error
         raise
     finally:

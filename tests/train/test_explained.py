@@ -14,6 +14,7 @@ from here import ALONE
 from packtrain.config.schema import Batch, RunConfig, Strategy, Trainer
 from packtrain.errors import LostPeers, PeerFailed, UserError
 from packtrain.train import run
+from packtrain.train.backend_words import shortly
 from packtrain.train.explained import explained
 
 CONFIG = RunConfig(batch=Batch(tokens_per_device=8192), trainer=Trainer(output_dir="runs/x"))
@@ -43,6 +44,43 @@ def test_what_is_no_bug_is_told_by_what_it_is(error: Exception, kind: Any, words
 def test_a_lost_process_is_told_where_there_are_others() -> None:
     error = RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
     assert isinstance(explained(error, replace(ALONE, world_size=2), CONFIG), LostPeers)
+
+
+GLOO = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:43672. This is "
+    "typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an error. GLHF! 🏖️"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (GLOO, "Connection closed by peer [127.0.0.1]:43672"),
+        ("[/x/unbound_buffer.cc:84] Timed out waiting 600000ms for recv", "Timed out waiting 600000ms for recv"),
+        (
+            "NCCL error in: /torch/csrc/distributed/c10d/NCCLUtils.cpp:77, remote process exited, NCCL version 2.27\nmore",
+            "NCCL error: remote process exited, NCCL version 2.27",
+        ),
+        ("Connection reset by peer", "Connection reset by peer"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_what_backends_say_is_told_in_short(said: str, words: str) -> None:
+    assert shortly(RuntimeError(said)) == words
+
+
+def test_what_is_told_in_short_is_kept_in_full_in_the_ranks_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_in(*_: Any) -> int:
+        raise RuntimeError(GLOO)
+
+    monkeypatch.setattr(run, "train_in", train_in)
+    monkeypatch.setattr(run, "_join", lambda *_: replace(ALONE, world_size=2))
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(LostPeers, match=r"rank 0 lost the other processes: Connection closed by peer \S+\n"):
+        run.train("sft", replace(CONFIG, trainer=replace(CONFIG.trainer, output_dir=str(tmp_path))))
+    assert GLOO in (tmp_path / "logs/rank-00000.log").read_text()
 
 
 def test_too_little_memory_names_the_keys_that_take_less_and_are_not_used_yet() -> None:
