@@ -213,6 +213,7 @@ def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, line: L
             PLANNED: f"{plan.nodes}x{plan.gpus_per_node}",
             PARENT: str(os.getpid()),
             HEARTBEAT_DIR: str(heartbeats),
+            **short_waits(plan.accelerate.get("main_process_ip", LOOPBACK)),
         }
         argv = [sys.executable, *_quiet(_with_files_of_its_own(plan, config, folder, own), log)]
         watchdog = _watchdog(plan, config, folder, heartbeats)
@@ -222,7 +223,6 @@ def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, line: L
         text = "\n".join(verdict.late) + "\n"
         in_time(lambda: (folder.logs / DIAGNOSIS).write_text(text, encoding="utf-8"), 0)
     if plan.node == 0 or verdict.alone:  # rank 0 and this are what the terminal shows
-            **short_waits(plan.accelerate.get("main_process_ip", LOOPBACK)),
         for said in verdict.lines:
             print(said, file=sys.stderr, flush=True)
     return verdict.code
