@@ -7,11 +7,13 @@ first machine. No torch, because importing it takes longer than everything else 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +24,7 @@ _RELEVANT_PREFIXES = (
     *("LOCAL_", "MASTER_", "OMP_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "PET_", "LWS_", "SLURM", "NCCL_", "GLOO_"),
 )
 _SMI_TIMEOUT_S = 20
+_LEAST_PORT, _PORTS, _ATTEMPTS = 20_000, 10_000, 50
 _MIB = 2**20
 
 
@@ -65,7 +68,7 @@ def look_around(gpus_of_machine: Sequence[int] | None = None) -> Surroundings:
         host=socket.gethostname(),
         accelerate=str(beside) if beside.is_file() else shutil.which("accelerate") or "accelerate",
         python=sys.executable,
-        free_port=_free_port(),
+        free_port=free_port(),
         network=read_network,
     )
 
@@ -100,7 +103,13 @@ def _gpus_of_machine() -> list[int]:
     return [int(line) * _MIB if line.strip().isdigit() else 0 for line in listed.stdout.splitlines() if line.strip()]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody has; below those that the system gives to whoever asks for any, who would have it before it is used."""
+    for _ in range(_ATTEMPTS):
+        port = _LEAST_PORT + secrets.randbelow(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

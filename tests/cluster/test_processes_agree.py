@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import MappingProxyType
 import pytest
 import yaml
 
+from tests.ports import free_port
 from tests.train import forked
 
 CONFIG = {
@@ -66,9 +66,7 @@ def launch(
     **env: str,
 ) -> list[Job]:
     """The `number` processes of a launch; rank 1 has the arguments `odd`, the folder `place` and the variables `odd_env`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     jobs = []
     for rank in range(number):
         told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
@@ -83,7 +81,7 @@ def run_all(jobs: Sequence[Job], outputs: Path) -> list[tuple[int, str]]:
     files = [[outputs / f"{number}.{kind}" for kind in ("out", "err")] for number in range(len(jobs))]
     processes = []
     for job, output in zip(jobs, files, strict=True):
-        begin = _with_other_seed if job.other_seed else forked._command
+        begin = _with_other_seed if job.other_seed else forked.run
         env = {**forked.ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", **job.env}
         processes.append(forked._CONTEXT.Process(target=begin, args=(job.arguments, env, job.folder, output)))
         with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +97,7 @@ def _with_other_seed(arguments: tuple[str, ...], env: Mapping[str, str], cwd: Pa
 
     load = run.load_model
     run.load_model = verify.load_model = lambda *given, seed: load(*given, seed=seed + (os.environ["RANK"] == "1"))
-    forked._command(arguments, env, cwd, outputs)
+    forked.run(arguments, env, cwd, outputs)
 
 
 Launches = dict[str, tuple[Path, list[tuple[int, str]]]]

@@ -10,15 +10,16 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_port
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many threads everywhere: sums are then made in one order
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -32,9 +33,8 @@ def command(*arguments: str, cwd: Path | None = None, timeout: float = 600) -> s
 
 def joined(processes: int, *arguments: str, timeout: float = 600) -> list[subprocess.CompletedProcess[str]]:
     """`packtrain ARGUMENTS` in as many processes, as torchrun would have started them; what became of them by rank."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [{"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, **common} for rank in range(processes)]
     return _results(arguments, [{name: str(value) for name, value in one.items()} for one in ranks], None, timeout)
 
@@ -60,16 +60,23 @@ def _results(
         ]
 
 
-def start(arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path, outputs: list[Path]) -> BaseProcess:
-    """`packtrain ARGUMENTS`, at work; what it prints goes to the two files `outputs`."""
-    process = _CONTEXT.Process(target=_command, args=(arguments, environment, cwd, outputs))
+def start(
+    arguments: tuple[str, ...],
+    environment: Mapping[str, str],
+    cwd: Path,
+    outputs: list[Path],
+    begin: Callable[..., None] | None = None,
+) -> BaseProcess:
+    """`packtrain ARGUMENTS`, at work; what it prints goes to the two files `outputs`. `begin` is what calls `run` in it."""
+    process = _CONTEXT.Process(target=begin or run, args=(arguments, environment, cwd, outputs))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # which the server reads once, while it imports torch
         process.start()
     return process
 
 
-def _command(arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:
+def run(arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:
+    """The command itself, in a process of its own."""
     gc.freeze()  # what the server has imported is never garbage: looking through it takes longer than a tiny run
     os.environ.clear()
     os.environ.update(environment)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
-import time
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trl import DPOConfig, DPOTrainer
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError
+from packtrain.train import checkpoint
 from packtrain.train.dpo import FIGURES
 from packtrain.train.model import load_model, load_tokenizer
 from tests.train import forked
@@ -206,19 +208,26 @@ def test_a_loss_that_sorts_pairs_is_refused_where_only_the_evaluation_would_be_s
         train_here(both, folder / "aot-refused")
 
 
+def _killed_after_a_checkpoint(*given: Any) -> None:
+    complete = checkpoint.complete
+
+    def last(staging: Path, target: Path) -> None:
+        complete(staging, target)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.complete = last
+    forked.run(*given)
+
+
 def test_killed_and_resumed_gives_bitwise_the_same_weights(folder: Path, packed: Run) -> None:
     config = config_of(folder, trainer={"checkpoint_every": 2, "output_dir": str(folder / "killed")})
     path, outputs = folder / "killed.yaml", [folder / "killed.out", folder / "killed.err"]
     path.write_text(yaml.safe_dump(config))
-    process = forked.start(("dpo", str(path)), ENVIRONMENT, folder, outputs)
-    deadline = time.monotonic() + 120
-    while not (folder / "killed" / "checkpoints" / "step-000002").exists():
-        assert time.monotonic() < deadline and process.is_alive(), outputs[1].read_text()
-        time.sleep(0.01)
-    process.kill()
+    process = forked.start(("dpo", str(path)), ENVIRONMENT, folder, outputs, _killed_after_a_checkpoint)
     process.join()
+    assert process.exitcode == -signal.SIGKILL, outputs[1].read_text()
     resumed = run(folder, "killed", trainer={"checkpoint_every": 2})
-    assert "resuming from step-00000" in said_at_start(resumed)
+    assert "resuming from step-000002" in said_at_start(resumed)
     assert resumed.losses == packed.losses
     weights = packed.weights()
     for name, tensor in resumed.weights().items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,18 +13,13 @@ from packtrain.launch.members import Member
 from packtrain.launch.place import Place
 from packtrain.launch.rollcall import meet
 from packtrain.launch.verdict import Outcome
+from tests.ports import free_port
 
 
 def member(node: int, nodes: int = 2, **changes: Any) -> Member:
     values = {"per_node": 2, "gpus": 0, "host": f"n{node + 1}", "addresses": (f"10.0.0.{node + 1}",)}
     values = {**values, "versions": {"torch": "2.13.0"}, "config": {"optim.learning_rate": "0.001"}, **changes}
     return Member(node=node, nodes=nodes, clock=time.time(), **{"total": nodes * values["per_node"], **values})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def free_place() -> Place:

@@ -28,7 +28,7 @@ def packtrain(*arguments: str, folder: Path, **variables: str) -> subprocess.Com
         env={**environment, "CUDA_VISIBLE_DEVICES": "", **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

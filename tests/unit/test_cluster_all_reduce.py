@@ -22,7 +22,7 @@ from packtrain.diagnose.all_reduce import (
     take_part,
 )
 from packtrain.diagnose.links_table import Link
-from tests.unit.launchers import free_port
+from tests.ports import free_port
 from tests.unit.test_cluster_compare import with_fact
 
 CPU = with_fact("torch", "available", False)

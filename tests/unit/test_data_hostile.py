@@ -208,6 +208,6 @@ def test_workers_that_die_before_they_start_are_an_error_and_no_endless_wait(tmp
     """
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
     )
     assert "a tokenising process died" in done.stdout

@@ -51,7 +51,7 @@ def planned(folder: Path, *arguments: str) -> str:
         env={**variables, "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

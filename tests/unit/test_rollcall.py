@@ -28,6 +28,8 @@ from packtrain.launch.verdict import Outcome
 from packtrain.launch.wire import LINE_LIMIT, Closed, NotOurs, Wire, error_of, stop_message
 from tests.unit.launchers import Launchers, end, free_place, member, together, wait_for_order
 
+LONG_S = 60  # for what comes in no time, unless the machine has other things to do
+
 
 @pytest.fixture
 def place() -> Place:
@@ -37,10 +39,10 @@ def place() -> Place:
 @contextmanager
 def visitor(place: Place) -> Iterator[socket.socket]:
     """A raw connection to the hub, as soon as it listens."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + LONG_S
     while True:
         try:
-            connection = socket.create_connection(("127.0.0.1", place.port), timeout=5)
+            connection = socket.create_connection(("127.0.0.1", place.port), timeout=LONG_S)
             break
         except ConnectionRefusedError:
             assert time.monotonic() < until
@@ -58,7 +60,7 @@ def test_64_machines_meet_within_seconds(place: Place) -> None:
     begun = time.monotonic()
     ends = together(place, *[member(node, 64) for node in reversed(range(64))])
     assert {one.code for one in ends} == {0}
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 40
 
 
 def test_the_port_is_free_for_torch_while_the_line_is_open(place: Place) -> None:
@@ -139,15 +141,20 @@ def test_of_many_machines_those_that_differ_are_named() -> None:
 
 
 def test_a_missing_machine_is_named_to_all_that_are_there(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
-    place = replace(place, timeout_s=1.2, names=("n1", "n2", "n3"))
+    place, tell = replace(place, names=("n1", "n2", "n3")), rollcall._Hall._tell
+
+    def time_is_over(hall: rollcall._Hall, message: dict) -> None:
+        tell(hall, message)
+        if message["kind"] == "waiting" and len(hall.members()) == 2:
+            hall._end = 0.0
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollcall, "PROGRESS_S", 0.5)
-        begun = time.monotonic()
+        patch.setattr(rollcall, "PROGRESS_S", 0.1)
+        patch.setattr(rollcall._Hall, "_tell", time_is_over)
         ends = together(place, member(0, 3), member(2, 3))
-    assert time.monotonic() - begun < 10
     for error in ends:
         assert isinstance(error, PeerFailed)
-        assert "n2 (machine 1, ranks 2 to 3) did not connect to n1 within 1 s (here: n1 and n3)" in str(error)
+        assert "n2 (machine 1, ranks 2 to 3) did not connect to n1 within 60 s (here: n1 and n3)" in str(error)
         assert "topology.node_rank=1" in str(error)
     shown = capfd.readouterr().err
     assert "s for n2 (machine 1, ranks 2 to 3): not connected; n1 and n3 are here" in shown
@@ -155,12 +162,13 @@ def test_a_missing_machine_is_named_to_all_that_are_there(place: Place, capfd: p
 
 def test_a_machine_0_that_never_starts_is_named(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrival, "PROGRESS_S", 0.5)
+        patch.setattr(arrival, "PROGRESS_S", 0)
         (error,) = together(replace(place, timeout_s=1.2), member(1))
     assert isinstance(error, PeerFailed)
     (problem,) = error.problems  # with the address once
-    assert problem.what == f"machine 0 could not be reached at 127.0.0.1:{place.port} for 1 s: connection refused"
-    assert re.search(r"waiting \d s for machine 0 at 127\.0\.0\.1", capfd.readouterr().err)
+    said = rf"machine 0 could not be reached at 127\.0\.0\.1:{place.port} for \d+ s: connection refused"
+    assert re.fullmatch(said, problem.what)
+    assert re.search(r"waiting \d+ s for machine 0 at 127\.0\.0\.1", capfd.readouterr().err)
 
 
 def test_an_address_of_the_machine_itself_is_an_error_before_the_time_is_over(
@@ -191,7 +199,7 @@ def test_a_second_machine_0_is_told_its_own_addresses(place: Place) -> None:
     launchers = Launchers()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollcall, "is_own", lambda address: False)
-        patch.setattr(arrival, "_CALL_S", 0.5)
+        patch.setattr(arrival, "_CALL_S", 0.5)  # nobody answers
         launchers.start(member(0, host="n2"), place)
         (error,) = launchers.join()
     assert isinstance(error, CheckFailed)
@@ -239,7 +247,8 @@ def test_strangers_neither_join_nor_stop_the_roll_call(place: Place) -> None:
         assert [one.code for one in launchers.join()] == [0, 0]
 
 
-def test_a_slow_machine_joins_byte_by_byte(place: Place) -> None:
+def test_a_slow_machine_joins_byte_by_byte(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollcall, "_HELLO_S", LONG_S)
     launchers = Launchers()
     launchers.start(member(0), place)
     with visitor(place) as slow:
@@ -259,7 +268,7 @@ def test_a_slow_machine_joins_byte_by_byte(place: Place) -> None:
 def test_an_order_that_comes_together_with_go_is_heard(place: Place) -> None:
     launchers = Launchers()
     with listening(place) as listener:
-        listener.settimeout(20)
+        listener.settimeout(LONG_S)
         launchers.start(member(1), place, work=lambda line: (wait_for_order(line), line.finish(Outcome())))
         connection, _ = listener.accept()
     said = (
@@ -299,7 +308,10 @@ def test_a_machine_that_left_is_waited_for_again(place: Place) -> None:
     with visitor(place) as first:
         wire = Wire(first)
         wire.send({"kind": "hello", "job": "job", "member": member(1, 3).to_json()})
-        time.sleep(0.3)
+        until = time.monotonic() + LONG_S
+        while not any(one["kind"] == "welcome" for one in wire.receive()):
+            assert time.monotonic() < until
+            time.sleep(0.01)
     launchers.start(member(1, 3), place)
     launchers.start(member(2, 3), place)
     assert [one.code for one in launchers.join()] == [0, 0, 0]
@@ -321,8 +333,7 @@ def test_machine_0_that_is_stopped_tells_the_others(place: Place, monkeypatch: p
     with visitor(place):  # it listens by now
         pass
     launchers.start(member(1, 3), place)
-    assert here.wait(20)
-    time.sleep(0.2)  # for its answer
+    assert here.wait(LONG_S)
     monkeypatch.setattr(rollcall._Hall, "_drop_silent", stopped)
     ends = launchers.join()
     assert isinstance(ends[1], PeerFailed)
@@ -356,7 +367,7 @@ def test_a_wire_refuses_what_is_no_line_of_ours() -> None:
             sender = threading.Thread(target=theirs.sendall, args=(data,))
             sender.start()
             got: list = []
-            until = time.monotonic() + 5
+            until = time.monotonic() + LONG_S
             while time.monotonic() < until and not got:
                 got += wire.receive()
             sender.join()
