@@ -36,6 +36,7 @@ def check_host_name(facts: Facts, needs: Needs) -> Iterator[Check]:
         return
     told = [one.value for one in needs.network if one.name == "GLOO_SOCKET_IFNAME" and one.value]
     told += [value for name, value in _variables(facts, needs).items() if name == "GLOO_SOCKET_IFNAME"]
+    told = [value for value in told if not own or _leads_out(facts, value)]
     if needs.configured and needs.nodes == 1:
         yield passed("host-name", f"{found} (one machine does not need it)")
     elif needs.configured and told:
@@ -51,6 +52,12 @@ def check_name_server(facts: Facts, needs: Needs) -> Iterator[Check]:
         yield Check("name-server", "warn", what, FIX)
     else:
         yield passed("name-server", "names are looked up at once")
+
+
+def _leads_out(facts: Facts, wanted: str) -> bool:
+    """Whether gloo would take an interface that others can reach."""
+    chosen = matching(wanted, [one.name for one in facts.network.interfaces], exact=True)
+    return any(one.usable and one.name in chosen for one in facts.network.interfaces)
 
 
 def check_main_address(facts: Facts, needs: Needs) -> Iterator[Check]:

@@ -14,6 +14,7 @@ _REMEMBERED = 10
 _FEWEST = 5
 _TOO_MANY = 0.2
 _TOO_SLOW_S = 1.0
+_SHORTEST_S = 0.1  # that is told in seconds
 _RTT, _SENT_AGAIN, _SENT = 68, 100, 156  # bytes before these fields of struct tcp_info
 _SIZE = 160
 
@@ -47,4 +48,5 @@ class LinkWatch:
         if last.rtt_s < _TOO_SLOW_S and not lossy:
             return None
         self._told = True
-        return f"an answer takes {last.rtt_s:.1f} s, and {again} of {sent} packets had to be sent again"
+        takes = f"{last.rtt_s:.1f} s" if last.rtt_s >= _SHORTEST_S else f"{1e3 * last.rtt_s:.2g} ms"
+        return f"an answer takes {takes}, and {again} of {sent} packets had to be sent again"

@@ -201,6 +201,7 @@ TROUBLE: list[tuple[str, Facts, Needs, str, str, str]] = [
     ("network-interface", network(interfaces=(Interface("eth1", ("10.0.0.9",)),)), TWO_MACHINES, "warn", "no default route", "NCCL_SOCKET_IFNAME=eth1"),
     ("host-name", network(host=Name("n1", ("127.0.1.1",))), TWO_MACHINES, "fail", "n1 resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
     ("host-name", network(host=Name("n1", ("127.0.1.1",))), Needs(), "warn", "where other machines find themselves", "/etc/hosts"),
+    ("host-name", network(host=Name("n1", ("127.0.1.1",)), environment={"GLOO_SOCKET_IFNAME": "lo"}), TWO_MACHINES, "fail", "n1 resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
     ("host-name", network(host=Name("n1", ("10.9.9.9",))), TWO_MACHINES, "fail", "no address of this machine", "/etc/hosts"),
     ("host-name", network(host=Name("n1", (), "Name or service not known")), TWO_MACHINES, "fail", "does not resolve", "/etc/hosts"),
     ("name-server", network(silence="the name server does not answer for n1"), Needs(), "warn", "does not answer for n1, and torch asks it", "/etc/resolv.conf"),

@@ -216,6 +216,7 @@ def info(*, rtt_s: float, sent: int, again: int) -> bytes:
         (0.4, 0, None),
         (2.5, 0, "an answer takes 2.5 s, and 0 of 0 packets had to be sent again"),
         (0.3, 1, "an answer takes 0.3 s, and 3 of 6 packets had to be sent again"),
+        (6e-5, 1, "an answer takes 0.06 ms, and 3 of 6 packets had to be sent again"),
     ],
 )
 def test_a_link_that_delays_or_loses_packets_is_told_once(rtt_s: float, again_each_beat: int, said: str | None) -> None:
