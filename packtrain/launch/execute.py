@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -196,6 +196,7 @@ def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: C
 def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, line: Line | None) -> int:
     """The workers of this machine, to their end and to that of all others."""
     _say_if_busy(plan)
+    begun = time.time()
     with own_folder(Path(tempfile.gettempdir()), "packtrain-launch-") as own, heartbeat_folder() as heartbeats:
         exits, log = own / "exits", _launcher_log(plan, folder)
         exits.mkdir()
@@ -225,7 +226,15 @@ def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, line: L
     if plan.node == 0 or verdict.alone:  # rank 0 and this are what the terminal shows
         for said in verdict.lines:
             print(said, file=sys.stderr, flush=True)
+        if verdict.lines and verdict.code in MOST_TELLING:
+            in_time(lambda: _keep(folder.logs / DIAGNOSIS, verdict.lines, begun), None)
     return verdict.code
+
+
+def _keep(report: Path, lines: Sequence[str], begun: float) -> None:
+    """Leaves for packtrain doctor what the terminal shows of a failure that no watchdog has told of since `begun`."""
+    if not report.exists() or report.stat().st_mtime < begun:
+        report.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _watchdog(plan: LaunchPlan, config: RunConfig, folder: RunFolder, heartbeats: Path) -> Watchdog:

@@ -312,6 +312,8 @@ def test_an_exception_is_shown_once_with_its_rank_by_the_last_lines_of_its_log(t
     assert "rank 1 failed (exit code 1)" in stderr
     assert stderr.count("RuntimeError: CUDA error") == 1
     assert "lost" not in stderr and "Connection" not in stderr
+    code, said = doctor(tmp_path)
+    assert code == 4 and "rank 1 failed (exit code 1)" in said and "RuntimeError: CUDA error" in said
 
 
 def doctor(folder: Path, *options: str) -> tuple[int, str]:
