@@ -88,3 +88,9 @@ def _without_effect(objective: Objective, losses: Sequence[LossType], given: Set
         what = f"{objective.f_divergence_type} has no alpha"
         fix = "Take it away, or choose objective.f_divergence_type=alpha_divergence."
         yield Finding(("objective.f_alpha_divergence_coef",), what, fix)
+    if set(losses) == {"sft"}:
+        fix = "Leave it at {}, or add a loss that tells the answers apart: objective.loss_type=[sigmoid,sft]."
+        what = "the loss sft trains the chosen answers alone, and holds the model to nothing"
+        for key, usual in (("beta", Objective().beta), ("reference", Objective().reference)):
+            if getattr(objective, key) != usual:
+                yield Finding((f"objective.{key}", "objective.loss_type"), what, fix.format(usual))
