@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from packtrain.config.schema import Data, DataSource
+from packtrain.counted import counted
 from packtrain.data import sources, templates
 from packtrain.data.cache import cache_folder, open_or_build
 from packtrain.data.codec import codec_of
@@ -286,7 +287,7 @@ def _nothing_left(counts: Counts) -> str:
     reasons = ", ".join(
         f"{number} {reason}" for reason, number in sorted(counts.dropped.items(), key=lambda item: -item[1])
     )
-    return f"no document is left of {counts.rows} rows; dropped: {reasons}"
+    return f"no document is left of {counted(counts.rows, 'rows')}; dropped: {reasons}"
 
 
 def _chain(seen: list[Chunk], rest: Iterator[Chunk]) -> Iterator[Chunk]:

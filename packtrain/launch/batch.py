@@ -9,6 +9,7 @@ from typing import Any
 from packtrain.config.limits import micro_batch_limits, unsplittable
 from packtrain.config.rules import nearest_multiples
 from packtrain.config.schema import RunConfig
+from packtrain.counted import counted
 from packtrain.errors import UserError
 
 _WORTH_SAYING = 0.1  # share of the processes' time that is lost
@@ -48,9 +49,10 @@ class BatchPlan:
 
     def sentence(self) -> str:
         """The arithmetic in words: the global step, what falls on each process, and its micro-batches."""
-        step = f"{self.examples_per_step} {self.unit}" if self.examples_per_step else f"{self.tokens_per_step} tokens"
-        step += f" = {self.rows_per_step} rows" if self.rows_per_step else ""
-        limits = [f"{self.examples_per_device} {self.unit}"] if self.examples_per_device else []
+        examples = self.examples_per_step
+        step = counted(examples, self.unit) if examples else f"{self.tokens_per_step} tokens"
+        step += f" = {counted(self.rows_per_step, 'rows')}" if self.rows_per_step else ""
+        limits = [counted(self.examples_per_device, self.unit)] if self.examples_per_device else []
         limits += [f"{self.tokens_per_device} tokens"] if self.tokens_per_device else []
         times = self.micro_batches_per_device
         number = f"as many micro-batches as the step's {self.unit} need," if times is None else f"{times} micro-batches"
@@ -66,7 +68,7 @@ class BatchPlan:
         """What falls on a process; of documents about as much work, not as many, on each."""
         if self.examples_per_step is None:
             rows = (self.rows_per_step or 0) // self.processes
-            return "1 row" if rows == 1 else f"{rows} rows"
+            return counted(rows, "rows")
         each = self.examples_per_step / self.processes
         if each == 1:
             return f"about 1 {self.unit.removesuffix('s')}"
@@ -75,8 +77,8 @@ class BatchPlan:
     def _length(self) -> str:
         if self.steps is None:
             return ""
-        of = f"{self.examples:,} {self.unit}" if self.examples else f"{self.tokens:,} tokens"
-        return f"; the run is {self.steps:,} steps, {of} at most"
+        of = counted(self.examples, self.unit) if self.examples else f"{self.tokens:,} tokens"
+        return f"; the run is {counted(self.steps, 'steps')}, {of} at most"
 
     def _remark(self) -> str:
         if self.idle < _WORTH_SAYING or self.examples_per_step is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from packtrain.config.rules import sources
 from packtrain.config.schema import DataSource, RunConfig
+from packtrain.counted import counted
 
 _COUNTED = 1 << 25  # bytes of a file whose lines are counted; the rest is taken to be like them
 _CHUNK = 1 << 20
@@ -27,7 +28,8 @@ def length_in_words(config: RunConfig) -> str | None:
     documents = round(sum(count for count in rows if count) * (1 - held_out))
     unit = "documents" if config.objective.kind == "sft" else "pairs"
     steps = math.ceil(math.ceil(documents / per_step) * epochs)
-    return f"about {steps:,} steps: {epochs:g} × {documents:,} {unit} in {per_step} a step, if every row of data.train is one"
+    whole = f"about {counted(steps, 'steps')}: {epochs:g} × {counted(documents, unit)}"
+    return f"{whole} in {per_step} a step, if every row of data.train is one"
 
 
 def _rows(source: DataSource) -> float | None:

@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from packtrain.config.schema import RunConfig
+from packtrain.counted import counted
 from packtrain.errors import Disagreement, Problem
 from packtrain.launch.members import shared_values, shared_versions
 from packtrain.run_folder import environment
@@ -64,7 +65,7 @@ def agree_on_data(peers: Peers | None, config: RunConfig, data: Any) -> None:
     """All processes have prepared the same documents (a PreparedData). Raises Disagreement, PeerFailed."""
     parts = {"data.train": data.train, "data.eval": data.eval}
     facts = {
-        key: f"{len(part):,} documents with fingerprint {part.fingerprint[:12]}" if part else "none"
+        key: f"{counted(len(part), 'documents')} with fingerprint {part.fingerprint[:12]}" if part else "none"
         for key, part in parts.items()
     }
     fix = "the files or the tokenizer differ there: copy them, or train on a shared disk; a hub id can have a revision"

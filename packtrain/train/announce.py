@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from packtrain.attention.choice import Decision
 from packtrain.config.schema import RunConfig
+from packtrain.counted import counted
 from packtrain.data.prepare import PreparedData
 from packtrain.data.report import DataReport
 from packtrain.run_folder import RunFolder
@@ -285,18 +286,19 @@ def _documents(report: DataReport) -> str:
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.dropped.items()) or "none"
     cut = f" ({report.cut_tokens:,} tokens cut)" if report.cut_tokens else ""
     shortened = f"split {report.split:,}{cut}" if report.split else f"truncated {report.truncated:,}{cut}"
-    made = f"{report.documents:,} documents"
+    made = counted(report.documents, "documents")
     if (pairs := report.pairs) is not None:
-        made = f"{pairs.pairs:,} pairs"
+        made = counted(pairs.pairs, "pairs")
         if "ranked" in report.format:
             made += " (of ranked lists, the best answer with the worst)"
         shortened += f"; prompts are {pairs.prompt_share:.0%} of the tokens"
         if apart := pairs.pairs - pairs.shareable:
-            shortened += f", {apart:,} are of fewer than two tokens and not shared"
+            shortened += f", {apart:,} {_are(apart)} of fewer than two tokens and not shared"
         if report.pairs_apart:
-            shortened += f", {report.pairs_apart:,} have other tokens before an answer than alone"
+            have = "has" if report.pairs_apart == 1 else "have"
+            shortened += f", {report.pairs_apart:,} {have} other tokens before an answer than alone"
     return (
-        f"{made} of {report.rows:,} rows ({report.format}), {report.tokens:,} tokens,"
+        f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"
         f" {report.trained_tokens:,} trained; {shortened}; dropped: {dropped}"
     )
 
@@ -311,6 +313,10 @@ def _layout(steps: Steps | PairSteps, world_size: int) -> str:
     )
 
 
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
 def _thing(steps: Steps | PairSteps) -> str:
     """What a step is made of."""
     return "pairs" if isinstance(steps, PairSteps) else "documents"
@@ -318,7 +324,7 @@ def _thing(steps: Steps | PairSteps) -> str:
 
 def _global_batch(config: RunConfig, thing: str) -> str:
     if config.batch.examples_per_step is not None:
-        return f"{config.batch.examples_per_step:,} {thing}"
+        return counted(config.batch.examples_per_step, thing)
     return f"{config.batch.tokens_per_step:,} tokens"
 
 
