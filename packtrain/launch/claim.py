@@ -27,7 +27,7 @@ def claimed(folder: Path) -> Iterator[None]:
     Raises UserError where one does already, here or, by the lock in its logs/, on another machine.
     """
     name = hashlib.blake2b(f"{os.getuid()} {folder.resolve()}".encode(), digest_size=16).hexdigest()
-    with _locked(Path(tempfile.gettempdir(), f"packtrain-{name}.lock"), folder, "a run is going on in"):
+    with _locked(Path(tempfile.gettempdir(), f"packtrain-{name}.lock"), folder, "a run is going on in", passing=True):
         if (folder / "logs" / LOCK).exists():
             with claimed_for_others(folder):
                 pass
@@ -45,27 +45,43 @@ def claimed_for_others(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(file: Path, folder: Path, what: str) -> Iterator[None]:
+def _locked(file: Path, folder: Path, what: str, *, passing: bool = False) -> Iterator[None]:
+    """Holds the lock on `file`, which is taken away afterwards where it is `passing`."""
     try:
         import fcntl
     except ImportError:  # no such locks on this system
         yield
         return
-    descriptor = None
-    with suppress(OSError):  # a folder that is only read
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-    if descriptor is None:
-        yield
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        fix = "Wait for its end, or name another folder."
-        raise UserError(f"{what} {folder}", where="trainer.output_dir", fix=fix) from error
-    except OSError:  # a file system without locks
-        pass
+    descriptor, held = None, False
+    while not held:
+        try:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:  # a folder that is only read
+            break
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            fix = "Wait for its end, or name another folder."
+            raise UserError(f"{what} {folder}", where="trainer.output_dir", fix=fix) from error
+        except OSError:  # a file system without locks
+            break
+        held = not passing or _is_at(descriptor, file)
+        if not held:  # taken away since it was opened, by a run that has ended
+            os.close(descriptor)
+            descriptor = None
     try:
         yield
     finally:
-        os.close(descriptor)
+        if held and passing:
+            with suppress(OSError):
+                file.unlink()  # who has opened it meanwhile sees that
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _is_at(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except OSError:
+        return False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -23,6 +26,34 @@ def test_a_folder_is_claimed_by_one_run_until_it_ends_even_when_it_is_moved(tmp_
             pass
     with claimed(folder):
         pass
+
+
+CLAIM = """
+import sys, time
+from pathlib import Path
+from packtrain.errors import UserError
+from packtrain.launch.claim import claimed
+claims, folder = 0, Path(sys.argv[1])
+while claims < 200:
+    try:
+        with claimed(folder):
+            (folder / "mine").mkdir()
+            (folder / "mine").rmdir()
+            claims += 1
+    except UserError:
+        pass
+"""
+
+
+def test_a_lock_goes_with_its_run_and_is_never_held_twice(tmp_path: Path) -> None:
+    places = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-c", CLAIM, str(tmp_path / "run")]
+    several = [subprocess.Popen(command, env=places, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for one in several:
+        assert one.communicate(timeout=120)[1] == ""
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_a_machine_that_shares_the_disk_sees_the_run_even_when_the_folder_is_moved(
