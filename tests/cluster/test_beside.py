@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,6 +17,8 @@ import yaml
 from packtrain.launch.worker import PARENT
 from tests.cluster.small_launch import PRELOAD, SMALL, at_work
 from tests.cluster.test_watchdog import CONFIG, running
+from tests.cluster.two_hosts import ENDED_S, LONG_S
+from tests.ports import free_port
 
 WORKER = """
 import os, signal, sys, time
@@ -106,9 +107,7 @@ def start(folder: Path, launcher: str, fault: str) -> Launch:
     (folder / "worker.py").write_text(WORKER)
     topology = {"step_timeout": 120 if fault == ABANDONED.fault else 8, "gpus_per_node": 2}
     (folder / "run.yaml").write_text(yaml.safe_dump({**CONFIG, "topology": topology}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     given = {"FAULT": fault, PARENT: str(os.getpid())}
     if launcher == "torchrun":
         where = ["--start", "log", "1", "0", "2", "127.0.0.1", port]
@@ -119,7 +118,7 @@ def start(folder: Path, launcher: str, fault: str) -> Launch:
 
 def nothing_is_left(folder: Path, launcher: int) -> bool:
     """No rank, and no heartbeats: their watcher has ended, too."""
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + ENDED_S
     heartbeats = f"packtrain-heartbeats-of-*{launcher}-*"
     while (left := running(folder) or list(Path("/dev/shm").glob(heartbeats))) and time.monotonic() < limit:
         time.sleep(0.1)
@@ -138,12 +137,12 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Lau
 
 def test_ranks_end_when_the_launcher_that_has_started_them_is_killed(started: dict[Case, Launch]) -> None:
     folder, process = started[ABANDONED]
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + LONG_S
     while not all((folder / f"waits-{rank}").exists() for rank in (0, 1)):
         assert process.poll() is None and time.monotonic() < limit
         time.sleep(0.05)
     process.kill()
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=LONG_S)
     assert "the launcher on " in stderr and " is gone: its processes are ended" in stderr
     assert nothing_is_left(folder, process.pid)
 
@@ -151,7 +150,7 @@ def test_ranks_end_when_the_launcher_that_has_started_them_is_killed(started: di
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_launch_by_others_is_watched_and_ended(case: Case, started: dict[Case, Launch]) -> None:
     folder, process = started[case]
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=LONG_S)
     assert process.returncode == case.code, stderr
     for one in case.said:
         assert one in stderr

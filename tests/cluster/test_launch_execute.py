@@ -21,6 +21,7 @@ import yaml
 from packtrain.launch.ending import BUG
 from tests.cluster.small_launch import ROOT
 from tests.cluster.test_watchdog import CONFIG
+from tests.cluster.two_hosts import LONG_S
 
 LAUNCH = """
 import sys
@@ -70,6 +71,12 @@ STOPPABLE = """
     print("ready", flush=True)
     while True: time.sleep(0.1)
 """
+# whoever is second to raise is not to be ended before that
+TOGETHER = """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(f"here-{rank}", "w")
+    while not os.path.exists(f"here-{1 - rank}"): time.sleep(0.001)
+"""
 
 
 def start(folder: Path, body: str, *, small: bool = False) -> subprocess.Popen[str]:
@@ -89,7 +96,7 @@ def start(folder: Path, body: str, *, small: bool = False) -> subprocess.Popen[s
 
 def launch(folder: Path, body: str, *, small: bool = False) -> tuple[int, str, str]:
     process = start(folder, body, small=small)
-    stdout, stderr = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=LONG_S)
     return process.returncode, stdout, stderr
 
 
@@ -106,18 +113,20 @@ def test_processes_reduce_over_gloo_and_only_rank_0_writes_to_the_terminal(tmp_p
 @pytest.mark.parametrize(
     ("rank_0", "rank_1", "code"),
     [
-        ("raise UserError('bad data')", "time.sleep(60)", 2),
-        ("time.sleep(60)", "raise CheckFailed('leaks')", 3),
-        ("raise PeerFailed('gone')", "time.sleep(1); raise UserError('bad data')", 4),
-        ("raise RuntimeError('oops')", "time.sleep(60)", 4),
+        ("raise UserError('bad data')", "time.sleep(300)", 2),
+        ("time.sleep(300)", "raise CheckFailed('leaks')", 3),
+        ("raise PeerFailed('gone')", "time.sleep(300)", 4),
+        ("raise RuntimeError('oops')", "time.sleep(300)", 4),
         ("raise RuntimeError('oops')", "raise RuntimeError('oops')", 1),
-        ("time.sleep(60)", "os.kill(os.getpid(), signal.SIGKILL)", 4),
+        ("time.sleep(300)", "os.kill(os.getpid(), signal.SIGKILL)", 4),
     ],
     ids=["user-error", "check-failed", "peer-failed", "one-raises", "bug", "killed"],
 )
 def test_the_exit_code_says_what_the_worker_died_of(rank_0: str, rank_1: str, code: int, tmp_path: Path) -> None:
     small = code != 2 and "SIGKILL" not in rank_1
-    ended, _, stderr = launch(tmp_path, f"    if rank == 0: {rank_0}\n    if rank == 1: {rank_1}\n", small=small)
+    first = TOGETHER if rank_0 == rank_1 else ""
+    body = f"{first}    if rank == 0: {rank_0}\n    if rank == 1: {rank_1}\n"
+    ended, _, stderr = launch(tmp_path, body, small=small)
     assert ended == code
     assert "ChildFailedError" not in stderr
     assert small or "ChildFailedError" in (tmp_path / "out/logs/launcher.log").read_text()
@@ -132,9 +141,8 @@ def test_the_exit_code_says_what_the_worker_died_of(rank_0: str, rank_1: str, co
 
 
 def test_the_most_telling_exit_code_wins(tmp_path: Path) -> None:
-    together = "    open(f'here-{rank}', 'w')\n    while not os.path.exists(f'here-{1 - rank}'): time.sleep(0.001)\n"
     body = "    if rank == 0: raise RuntimeError('the other one is gone')\n    raise UserError('bad data')\n"
-    assert launch(tmp_path, together + body, small=True)[0] == 2
+    assert launch(tmp_path, TOGETHER + body, small=True)[0] == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -145,9 +153,10 @@ def test_a_signal_reaches_every_worker_and_decides_the_exit_code(number: int, tm
     while "ready" not in process.stdout.readline():
         assert process.poll() is None
     while not other.exists() or "ready" not in other.read_text():
+        assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
-    stdout, _ = process.communicate(timeout=60)
+    stdout, _ = process.communicate(timeout=LONG_S)
     assert process.returncode == 128 + number
     assert stdout == "checkpoint\n"
     assert "checkpoint" in other.read_text()
@@ -157,14 +166,15 @@ def test_a_signal_reaches_every_worker_and_decides_the_exit_code(number: int, tm
 def test_a_signal_before_training_ends_every_process_with_one_line(number: signal.Signals, tmp_path: Path) -> None:
     process = start(
         tmp_path,
-        "    try:\n        time.sleep(60)\n    except BaseException:\n        raise ImportError('as an import may say')\n",
+        "    try:\n        time.sleep(300)\n    except BaseException:\n        raise ImportError('as an import may say')\n",
         small=True,
     )
     other = tmp_path / "out/logs/rank-00001.log"
     while not other.exists() or "hello" not in other.read_text():
+        assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=LONG_S)
     assert process.returncode == 128 + number
     assert stderr == f"stopped by {number.name}\n"
     assert "Traceback" not in other.read_text()

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from packtrain.launch.processes import sight
 from tests.cluster.small_launch import PRELOAD, SMALL, at_work
+from tests.cluster.two_hosts import ENDED_S, LONG_S
 
 LAUNCH = """
 import sys
@@ -118,7 +120,7 @@ def start(
 
 def launch(folder: Path, body: str, step_timeout: int = 4, launcher: tuple[str, ...] = SMALL) -> tuple[int, str]:
     process = start(folder, body, step_timeout, launcher=launcher)
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=LONG_S)
     assert not running(folder)
     return process.returncode, stderr
 
@@ -126,9 +128,7 @@ def launch(folder: Path, body: str, step_timeout: int = 4, launcher: tuple[str, 
 def running(folder: Path) -> list[int]:
     """Workers that are still there."""
     pids = [int(file.read_text()) for file in folder.glob("pid-*")]
-    return [
-        pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
-    ]
+    return [pid for pid in pids if sight(pid).state not in ("", "Z")]
 
 
 READS = """
@@ -204,11 +204,11 @@ def test_a_stalled_run_is_diagnosed_and_ended_within_its_limit(
     name: str, said: list[str], stalls: dict[str, tuple[Path, subprocess.Popen[str]]]
 ) -> None:
     folder, process = stalls[name]
-    _, stderr = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=LONG_S)
     took = (folder / "out/logs/heartbeats-00000.json").stat().st_mtime - float((folder / "since").read_text())
     assert process.returncode == 4
     assert not running(folder)
-    assert took < 4 + 10 + 5, took  # the limit, the end, and a machine that has other things to do
+    assert took < 4 + ENDED_S, took
     assert (folder / "out/logs/diagnosis.txt").read_text() == stderr
     for one in said:
         assert one in stderr
@@ -244,7 +244,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_place_and_the_others_losses_
     tmp_path: Path,
 ) -> None:
     code, stderr = launch(tmp_path, KILLED, step_timeout=600, launcher=BY_TORCHRUN)
-    assert time.time() - float((tmp_path / "since").read_text()) < 10
+    assert time.time() - float((tmp_path / "since").read_text()) < ENDED_S
     pid = (tmp_path / "pid-1").read_text()
     # torchrun may be quicker than the network to tell rank 0
     first, *rest = [line for line in stderr.splitlines() if line != "stopped by SIGTERM"]
@@ -318,7 +318,7 @@ def test_an_exception_is_shown_once_with_its_rank_by_the_last_lines_of_its_log(t
 
 def doctor(folder: Path, *options: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "packtrain", "doctor", "out", *options]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LONG_S, check=False)
     return ended.returncode, ended.stdout
 
 
@@ -327,7 +327,7 @@ def test_doctor_says_from_another_terminal_why_a_run_hangs_and_workers_do_not_ou
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
     process = start(tmp_path, UNTIL_TOLD + READS, step_timeout=600)
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + LONG_S
     while not (tmp_path / "trains").exists() and time.monotonic() < limit:
         time.sleep(0.1)
     assert doctor(tmp_path)[0] == 0
@@ -341,8 +341,8 @@ def test_doctor_says_from_another_terminal_why_a_run_hangs_and_workers_do_not_ou
     assert len(running(tmp_path)) == 2  # they go on
 
     process.kill()
-    process.communicate(timeout=30)
-    limit = time.monotonic() + 10
+    process.communicate(timeout=LONG_S)
+    limit = time.monotonic() + ENDED_S
     while running(tmp_path) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not running(tmp_path)
@@ -366,7 +366,7 @@ SLOW = """
 def test_a_slow_rank_on_a_machine_at_its_limit_is_no_stall(tmp_path: Path) -> None:
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
-        code, stderr = launch(tmp_path, SLOW, step_timeout=13)
+        code, stderr = launch(tmp_path, SLOW, step_timeout=30)
     finally:
         for one in load:
             one.kill()

@@ -22,6 +22,10 @@ import pytest
 
 ADDRESSES = ("10.88.0.1", "10.88.0.2")
 INTERFACE = "link0"
+LONG_S = 180
+"""For what takes seconds: only what hangs takes longer, on however busy a machine."""
+ENDED_S = 10 + 30
+"""From a failure to the end of everything: what is promised, and what a busy machine may need besides."""
 _LOCALHOST = "127.0.0.1 localhost\n"
 _INSIDE = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
 
@@ -44,14 +48,14 @@ class Running:
         """What it has said so far, stdout first."""
         return self.output.read_text(errors="replace") + self.errors.read_text(errors="replace")
 
-    def wait(self, limit_s: float = 60) -> int:
+    def wait(self, limit_s: float = LONG_S) -> int:
         """Its exit code; fails the test with what it said where it is still there after `limit_s`."""
         try:
             return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
             pytest.fail(f"still there after {limit_s} s: {self.text}")
 
-    def until(self, said: str, limit_s: float = 60) -> None:
+    def until(self, said: str, limit_s: float = LONG_S) -> None:
         """Waits for a text in what it says."""
         end = time.monotonic() + limit_s
         while said not in self.text:
@@ -129,7 +133,7 @@ class TwoHosts:
         found = [subprocess.run(["ip", "netns", "pids", one], capture_output=True, text=True).stdout for one in spaces]
         return [int(pid) for text in found for pid in text.split() if _lives(int(pid))]
 
-    def assert_empty(self, limit_s: float = 10) -> None:
+    def assert_empty(self, limit_s: float = ENDED_S) -> None:
         """Nothing of a run is left on any host."""
         end = time.monotonic() + limit_s
         while left := self.processes():
@@ -185,6 +189,6 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def both(ended: Sequence[Running], limit_s: float = 60) -> list[int]:
+def both(ended: Sequence[Running], limit_s: float = LONG_S) -> list[int]:
     """Exit codes of all."""
     return [one.wait(limit_s) for one in ended]
