@@ -24,8 +24,9 @@ import torch.distributed as dist
 
 from packtrain.launch.diagnosis import RankState
 from packtrain.launch.heartbeat import HEARTBEAT_DIR, Beat
+from packtrain.launch.own_folder import heartbeat_folder
 from packtrain.launch.stacks import Collective, Frame
-from packtrain.launch.watchdog import Watchdog, heartbeat_folder
+from packtrain.launch.watchdog import Watchdog
 from packtrain.train.heartbeat import TOLD_EVERY, StepClock
 
 STEPS = 5000

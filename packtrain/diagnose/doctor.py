@@ -20,8 +20,9 @@ from packtrain.diagnose.doctor_dumps import dumped, line_of
 from packtrain.diagnose.doctor_elsewhere import Inquiry, Machine, Pointer, pointers_in, read_json
 from packtrain.errors import UserError
 from packtrain.launch.claim import claimed_for_others
-from packtrain.launch.diagnosis import CAUSES, FRAMES_SHOWN, LEAST_S, Diagnosis, diagnose, most_s
+from packtrain.launch.diagnosis import CAUSES, FRAMES_SHOWN, Diagnosis, diagnose
 from packtrain.launch.heartbeat import read_beats
+from packtrain.launch.patience import LEAST_S, most_s
 from packtrain.launch.processes import killed_for_memory, sight
 from packtrain.launch.rank_state import RankState
 from packtrain.launch.ranks import ranks_in_words
@@ -168,8 +169,8 @@ def _of_a_live_run(
     known = states()
     lines = [*map(_line, known), *_of_silent(silent, unseen), *(_stacks(folder, known) if ask else [])]
     found = diagnose(known) if suspicious else None
-    if found is not None and found.cause == "busy":
-        return Finding("running", [*lines, f"{found.what}, and still computing"], known, silent=silent)
+    if found is not None and found.cause in ("busy", "writing"):
+        return Finding("running", [*lines, f"{found.what}, and still at work"], known, silent=silent)
     if found is not None and (silent or unseen) and found.cause in BETWEEN_RANKS:
         return Finding("stalled", [*lines, _ALL_NEEDED], known, silent=silent)
     if found is not None:

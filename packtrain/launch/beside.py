@@ -32,9 +32,10 @@ from packtrain.launch.diagnosis import ABORTED
 from packtrain.launch.disk import in_time
 from packtrain.launch.heartbeat import HEARTBEAT_DIR, own_pulse, read_beats
 from packtrain.launch.joining import launch_of
+from packtrain.launch.own_folder import held, place_of_heartbeats
 from packtrain.launch.processes import families, sight, text_of
 from packtrain.launch.signals import ENDING
-from packtrain.launch.watchdog import DIAGNOSIS, Watchdog, held, place_of_heartbeats
+from packtrain.launch.watchdog import DIAGNOSIS, Watchdog
 from packtrain.launch.worker import exit_codes, losses, report_loss
 from packtrain.run_folder import write_json
 
@@ -46,7 +47,9 @@ _NEW_S = 60
 
 
 @contextmanager
-def watched(log: Path, *, host: str, per_node: int, machines: int, step_timeout: float) -> Iterator[None]:
+def watched(
+    log: Path, *, host: str, per_node: int, machines: int, step_timeout: float, checkpoint_timeout: float
+) -> Iterator[None]:
     """Inside the block this process, which a launcher has started with `per_node` on each machine, is watched.
 
     What is said goes to stderr and into `log`, which is beside the other logs. Nobody watches where no launcher is known to
@@ -62,7 +65,8 @@ def watched(log: Path, *, host: str, per_node: int, machines: int, step_timeout:
     end.unlink(missing_ok=True)
     if not local:
         about = {"folder": str(folder), "log": str(log), "first": rank, "per_node": per_node, "machines": machines}
-        about |= {"host": host, "step_timeout": step_timeout, "process": os.getpid(), "launcher": os.getppid()}
+        about |= {"step_timeout": step_timeout, "checkpoint_timeout": checkpoint_timeout}
+        about |= {"host": host, "process": os.getpid(), "launcher": os.getppid()}
         watcher = _start(about, folder)
     threading.Thread(target=_obey, args=(end, over), name="watchdog", daemon=True).start()
     code = 1
@@ -245,7 +249,8 @@ def _watch(about: Mapping[str, Any]) -> None:
     folder, log, first, machines = Path(about["folder"]), Path(about["log"]), about["first"], about["machines"]
     ranks, host, node = range(first, first + about["per_node"]), about["host"], first // about["per_node"]
     logs, log = log.parent, log.with_stem(f"{log.stem}-{node:05d}") if node else log
-    watchdog = Watchdog(folder, logs, ranks=ranks, host=host, step_timeout=about["step_timeout"], machines=machines)
+    limits = {name: about[name] for name in ("step_timeout", "checkpoint_timeout")}
+    watchdog = Watchdog(folder, logs, ranks=ranks, host=host, machines=machines, **limits)
     for number in ENDING:  # launchers send them to all that they find; the ranks know what to do
         signal.signal(number, signal.SIG_IGN)
     with ExitStack() as stack:

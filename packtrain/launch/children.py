@@ -22,6 +22,7 @@ from packtrain.launch.diagnosis import ABORTED, Diagnosis
 from packtrain.launch.disk import in_time
 from packtrain.launch.ending import Stopped
 from packtrain.launch.line import Line
+from packtrain.launch.ranks import ranks_in_words
 from packtrain.launch.signals import heard_by
 from packtrain.launch.verdict import TAIL_LINES, Outcome, Verdict, judge
 from packtrain.launch.watchdog import Watchdog
@@ -30,7 +31,10 @@ from packtrain.launch.worker import exit_codes, losses, process_ids
 GRACE_S = 2
 TERM_S = 5
 LINGER_S = 600
-"""Seconds that processes which have said that they are through may take to be gone: trackers send their last files."""
+"""Seconds that processes which have said that they are through may take to be gone: trackers send their last files. Who is
+still at work then is said, and given as long again."""
+QUIET_S = 60
+"""Who has not been at work for so long is not."""
 _LOOK_S = 0.1
 _TAIL_BYTES = 2**16
 
@@ -190,11 +194,17 @@ class _Children:
         return self._diagnosis.what
 
     def _lingers(self) -> bool:
-        """Whether all workers have said long ago that they are through, and something in them does not end."""
+        """Whether all workers have said long ago that they are through, and something in them neither ends nor works."""
         if set(self._logs) - set(exit_codes(self._exits)):
             return False
         self._through = self._through or time.monotonic()
-        return time.monotonic() - self._through > LINGER_S
+        if time.monotonic() - self._through <= LINGER_S:
+            return False
+        if at_work := self._watchdog.at_work(QUIET_S):
+            self._through = time.monotonic()
+            who = f"{ranks_in_words(at_work)} on {self._host} {'are' if len(at_work) > 1 else 'is'}"
+            print(f"{who} through, and still at work: a tracker that sends its files?", file=sys.stderr, flush=True)
+        return not at_work
 
     def _end(self) -> None:
         self._ending = self._ending or time.monotonic()

@@ -7,23 +7,18 @@ wait, those that wait in another operation than the others; else nobody, and it 
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from packtrain.errors import PeerFailed
+from packtrain.launch.heartbeat import WRITING
 from packtrain.launch.rank_state import RankState
 from packtrain.launch.ranks import ranks_in_words
 from packtrain.launch.stacks import Frame
 
-LEAST_S = 45
-"""Under a minute, so that a culprit is named within one."""
-TIMES = 10
 FRAMES_SHOWN = 10
-_TO_ASK_S = 5
-_USUAL_TIMEOUT_S = 600  # topology.step_timeout that nobody has set
 _MOST_GROUPS = 3
 ABORTED = -6
 """Exit of a process that ended itself by SIGABRT."""
@@ -45,10 +40,11 @@ Cause = Literal[
     "lock",
     "stuck",
     "busy",
+    "writing",
     "start",
 ]
 
-_MAYBE_A_GPU: tuple[Cause, ...] = ("killed", "device", "stuck", "busy", "network")
+_MAYBE_A_GPU: tuple[Cause, ...] = ("killed", "device", "stuck", "busy", "writing", "network")
 
 CAUSES: Mapping[Cause, tuple[str, str]] = {
     "memory": (
@@ -77,7 +73,8 @@ CAUSES: Mapping[Cause, tuple[str, str]] = {
     ),
     "storage": (
         "slow or stalled storage: the write has not come back",
-        "look at the file system of trainer.output_dir (df, dd, the server's load); complete checkpoints are kept",
+        "look at the file system of trainer.output_dir (df, dd, the server's load); complete checkpoints are kept; where it "
+        "comes back by itself, raise topology.checkpoint_timeout",
     ),
     "device": (
         "it is inside the GPU's driver or a kernel that does not end",
@@ -106,6 +103,11 @@ CAUSES: Mapping[Cause, tuple[str, str]] = {
     "busy": (
         "it is still computing, far longer than usual",
         "if that is as it should be, raise topology.step_timeout; else see what else runs on that machine",
+    ),
+    "writing": (
+        "it is still writing, longer than a checkpoint may take",
+        "if the storage is as fast as it can be, raise topology.checkpoint_timeout; else look at the file system of "
+        "trainer.output_dir (df, dd, the server's load); complete checkpoints are kept",
     ),
     "start": (
         "Python, or torch, does not come off the disk that it is on",
@@ -225,12 +227,12 @@ def _free(states: Sequence[RankState]) -> Diagnosis | None:
 def _cause(one: RankState) -> Cause:
     phase = one.beat.phase if one.beat else "start"
     if one.at_work:
-        return "busy"
+        return "writing" if phase in WRITING else "busy"
     if one.locked:
         return "lock"
     if any(frame.function in _FROM_LOADERS and "dataloader" in frame.file for frame in one.stack):
         return "loader"
-    if phase in ("checkpoint", "final"):
+    if phase in WRITING:
         return "storage"
     if phase in ("data", "prepare"):
         return "data"
@@ -322,41 +324,3 @@ def _is(states: Sequence[RankState]) -> str:
 
 def _ranks(states: Sequence[RankState]) -> tuple[int, ...]:
     return tuple(sorted(one.rank for one in states))
-
-
-def patience_s(found: Diagnosis, states: Sequence[RankState], step_timeout: float) -> float:
-    """Seconds of standstill after which the diagnosis `found` holds: as long as one of its ranks works, it may be that it gets
-    there. `most_s` then, and for ever where no collective waits for it: tokenising takes hours."""
-    culprits = [one for one in states if one.rank in found.ranks] or states
-    if found.cause == "busy":
-        return math.inf if any(one.alone for one in culprits) else most_s(step_timeout)
-    return min(limit_s(one, step_timeout) for one in culprits)
-
-
-def limit_s(one: RankState, step_timeout: float) -> float:
-    """Seconds that this rank may stand where it is: `least_s` where it does nothing at all.
-
-    Else it may be that it goes on: TIMES usual steps, but `most_s` in what takes its own time (before training, first step,
-    checkpoint, evaluation, results). Whoever waits for tokenised data gives up by himself.
-    """
-    most, beat = most_s(step_timeout), one.beat
-    if beat is None:
-        return most
-    if one.does_nothing:
-        return least_s(step_timeout)
-    if one.data_lock:
-        return math.inf
-    if not one.in_a_step:
-        return most
-    return min(most, max(least_s(step_timeout), TIMES * beat.usual_s))
-
-
-def least_s(step_timeout: float) -> float:
-    """LEAST_S, and in proportion more where somebody has raised topology.step_timeout: a callback may wait for a service."""
-    return min(most_s(step_timeout), LEAST_S * max(1.0, step_timeout / _USUAL_TIMEOUT_S))
-
-
-def most_s(step_timeout: float) -> float:
-    """A little less than the time limit of collectives, so that the reason is told before those of the others end: nine
-    tenths, or of a short one what leaves the time to ask the ranks."""
-    return min(0.9 * step_timeout, max(step_timeout - _TO_ASK_S, step_timeout / 2))

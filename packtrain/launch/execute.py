@@ -34,13 +34,14 @@ from packtrain.launch.heartbeat import HEARTBEAT_DIR
 from packtrain.launch.line import Line
 from packtrain.launch.members import Member, job_of, shared_values, shared_versions
 from packtrain.launch.names import LOOPBACK, short_waits
+from packtrain.launch.own_folder import heartbeat_folder, own_folder
 from packtrain.launch.place import Place, own_addresses
 from packtrain.launch.plan import LaunchPlan
 from packtrain.launch.recorder import recorded_into
 from packtrain.launch.rollcall import meet
 from packtrain.launch.signals import heard_by
 from packtrain.launch.verdict import MOST_TELLING
-from packtrain.launch.watchdog import DIAGNOSIS, Watchdog, heartbeat_folder, own_folder
+from packtrain.launch.watchdog import DIAGNOSIS, Watchdog
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, PLANNED, last_words
 from packtrain.run_folder import RunFolder, environment, write_json
 
@@ -176,8 +177,14 @@ def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: C
     os.environ.update(plan.command.env)
     if plan.num_processes > 1:  # started by another launcher
         os.environ.update({name: value for name, value in recorded_into(folder.logs).items() if name not in os.environ})
-        per_node, timeout, log = plan.gpus_per_node, config.topology.step_timeout, folder.logs / LAUNCHER_LOG
-        with watched(log, host=plan.host, per_node=per_node, machines=plan.nodes, step_timeout=timeout):
+        with watched(
+            folder.logs / LAUNCHER_LOG,
+            host=plan.host,
+            per_node=plan.gpus_per_node,
+            machines=plan.nodes,
+            step_timeout=config.topology.step_timeout,
+            checkpoint_timeout=config.topology.checkpoint_timeout,
+        ):
             return train()
     with heartbeat_folder() as heartbeats:
         os.environ[HEARTBEAT_DIR] = str(heartbeats)
@@ -199,6 +206,7 @@ def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, line: L
     begun = time.time()
     with own_folder(Path(tempfile.gettempdir()), "packtrain-launch-") as own, heartbeat_folder() as heartbeats:
         exits, log = own / "exits", _launcher_log(plan, folder)
+        to_stop_s = config.topology.step_timeout + config.topology.checkpoint_timeout
         exits.mkdir()
         environment = {
             **recorded_into(folder.logs),
@@ -206,7 +214,7 @@ def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, line: L
             **plan.command.env,
             # torchrun kills workers 30 s after a signal to it, but a step and a checkpoint may take longer; for the others
             # of a worker that failed it keeps to 30 s whatever is set here
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(config.topology.step_timeout, SHUTDOWN_TIMEOUT_S)),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(to_stop_s, SHUTDOWN_TIMEOUT_S)),
             # or each process says that the others' addresses have no names
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
             EXIT_DIR: str(exits),
@@ -238,9 +246,14 @@ def _keep(report: Path, lines: Sequence[str], begun: float) -> None:
 
 
 def _watchdog(plan: LaunchPlan, config: RunConfig, folder: RunFolder, heartbeats: Path) -> Watchdog:
-    timeout = config.topology.step_timeout
     return Watchdog(
-        heartbeats, folder.logs, ranks=plan.ranks, host=plan.host, step_timeout=timeout, machines=plan.nodes
+        heartbeats,
+        folder.logs,
+        ranks=plan.ranks,
+        host=plan.host,
+        step_timeout=config.topology.step_timeout,
+        checkpoint_timeout=config.topology.checkpoint_timeout,
+        machines=plan.nodes,
     )
 
 

@@ -44,6 +44,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 """In the order in which a rank comes through them; those from `data` to `eval` once a step."""
 _ORDER = {phase: order for order, phase in enumerate(PHASES)}
 BEFORE_TRAINING = PHASES[: PHASES.index("data")]
+WRITING: tuple[Phase, ...] = ("checkpoint", "final")
+"""Those in which a rank may write for long, or read back what was written, while the others wait for it."""
 IN_WORDS: Mapping[Phase, str] = {
     "start": "starting",
     "join": "joining the other processes",

@@ -2,18 +2,17 @@
 
 It has no thread and asks no collective: the launcher calls `look` while it waits for its workers. When no rank has moved for
 long all are asked for their stacks and pending collectives, and one diagnosis comes of it, as soon as those that keep the
-others waiting have taken longer than they may (diagnosis.limit_s): 45 s where they do nothing at all (effort.py), most of
-topology.step_timeout where they compute, or load something, and for ever where no collective waits for them. Of several
-machines each has one; what lies between machines is told by that of machine 0 alone, which has heard the `report` of each.
+others waiting have taken longer than they may (patience.py): 45 s where they do nothing at all (effort.py), most of the
+collectives' time limit where they compute, load or write something, and for ever where no collective waits for them. Of
+several machines each has one; what lies between machines is told by that of machine 0 alone, which has heard the `report` of
+each: they ask sooner, so that all is known when it is time to tell.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,10 +22,11 @@ from typing import Any
 
 from packtrain.launch import stacks
 from packtrain.launch.crash import crash_of, signals_of
-from packtrain.launch.diagnosis import ABORTED, Diagnosis, diagnose, least_s, most_s, not_begun, patience_s
+from packtrain.launch.diagnosis import ABORTED, Diagnosis, diagnose, not_begun
 from packtrain.launch.disk import in_time
 from packtrain.launch.effort import Effort, count
-from packtrain.launch.heartbeat import Beat, read_beats
+from packtrain.launch.heartbeat import WRITING, Beat, read_beats
+from packtrain.launch.patience import CHECKPOINT_S, TimeLimits, most_s, patience_s
 from packtrain.launch.processes import gpu_error, killed_for_memory, oom_counter, oom_kills, sight
 from packtrain.launch.rank_state import RankState
 from packtrain.launch.recorder import dumps_in
@@ -39,62 +39,13 @@ STOPPED_S = 5
 BEGIN_S = 600
 """Seconds after which it is said that no rank has come to its first heartbeat: Python may come off a slow disk."""
 _JUST_S = 3  # a rank that stands still so long is worth a question
-_AGAIN_S = 5
+_AGAIN_S = 5  # between two reports of what one machine cannot tell, at most
+_ROUNDS = 3  # of them before there may be a diagnosis: watchers beside a foreign launch hear of one in the next
 _WINDOW_S = 5  # in which the ranks are seen to be at work or not
 _WINDOWS = 4  # at least, before it is said that they are not
-_WRITE = ("checkpoint", "final")
 BETWEEN_RANKS = ("network", "collectives", "ended", "lock")
 """Causes that one machine cannot tell by its own ranks alone."""
 _LONGEST_LOOK_S = 3  # what lies longer between two looks is no standstill of the ranks: all of us were suspended
-_MEMORY_DISK = "/dev/shm"
-_PREFIX = "packtrain-heartbeats-"
-_LOCK = "lock"
-_NEW_S = 60
-
-
-@contextmanager
-def heartbeat_folder() -> Iterator[Path]:
-    """A folder for the heartbeats of a launch, in memory where that can be; gone afterwards."""
-    with own_folder(place_of_heartbeats("").parent, _PREFIX) as folder:
-        yield folder
-
-
-@contextmanager
-def own_folder(place: Path, prefix: str) -> Iterator[Path]:
-    """A folder of a launch in `place`, whose name begins with `prefix`; gone afterwards.
-
-    Those of killed launchers are swept away by the next one: nobody holds their lock any more.
-    """
-    for old in place.glob(f"{prefix}*/{_LOCK}"):
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > _NEW_S:  # else it may be about to be locked
-                with held(old.parent):
-                    shutil.rmtree(old.parent, ignore_errors=True)
-    with contextlib.ExitStack() as stack:
-        own = tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True)
-        folder = Path(stack.enter_context(own))
-        with contextlib.suppress(OSError):  # a file system without locks
-            stack.enter_context(held(folder))
-        yield folder
-
-
-def place_of_heartbeats(name: str) -> Path:
-    """A folder of this name for heartbeats, in memory where that can be."""
-    place = _MEMORY_DISK if os.access(_MEMORY_DISK, os.W_OK | os.X_OK) else tempfile.gettempdir()
-    return Path(place, f"{_PREFIX}{name}")
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Holds a heartbeat folder's lock, which the system lets go of with this process. Raises OSError where somebody else does."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield
-        return
-    with (folder / _LOCK).open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
 
 
 def stacks_of(logs: Path, rank: int) -> Path:
@@ -125,7 +76,15 @@ class Watchdog:
     """Watches `ranks` of machine `node`, called `host`, whose heartbeats are in `folder`; writes into `logs`."""
 
     def __init__(
-        self, folder: Path, logs: Path, *, ranks: range, host: str, step_timeout: float, machines: int = 1
+        self,
+        folder: Path,
+        logs: Path,
+        *,
+        ranks: range,
+        host: str,
+        step_timeout: float,
+        checkpoint_timeout: float = CHECKPOINT_S,
+        machines: int = 1,
     ) -> None:
         self.codes: Mapping[int, int] = {}
         """Exit codes of the ranks that have ended, for those who look later."""
@@ -133,11 +92,13 @@ class Watchdog:
         self._report: list[dict[str, Any]] | None = None
         self._reports: Mapping[int, tuple[float, list[dict[str, Any]]]] = {}
         self._folder, self._logs, self._ranks, self._host = folder, logs, ranks, host
-        self._step_timeout = step_timeout
+        self._limits = TimeLimits(step_timeout, checkpoint_timeout)
         self._seen: dict[int, _Seen] = {}
         self._noted, self._awake_s, self._blind = time.monotonic(), 0.0, False
-        self._least_s = least_s(step_timeout)
-        self._asked_at = self._least_s  # seconds of standstill at which the ranks are asked next
+        self._least_s = self._limits.shortest_s
+        self._again_s = min(_AGAIN_S, self._least_s / (_ROUNDS + 1))
+        self._first_s = self._least_s - (_ROUNDS * self._again_s if machines > 1 else 0)
+        self._asked_at = self._first_s  # seconds of standstill at which the ranks are asked next
         self._answers: dict[int, stacks.Answer] = {}
         self._begun, self._gpu_error = time.monotonic(), ""
         self._teller: Teller | None = None
@@ -159,7 +120,7 @@ class Watchdog:
             "host": self._host,
             "ranks": [self._ranks.start, self._ranks.stop],
             "machines": self._machines,
-            "step_timeout": self._step_timeout,
+            "step_timeout": self._limits.step_s,
             "logs": {rank: _size(self._logs / f"rank-{rank:05d}.log") for rank in self._ranks},  # of earlier runs
         }
         teller = Teller(self._logs, node, {**about, "launcher": os.getpid(), "folder": str(self._folder)})
@@ -187,11 +148,11 @@ class Watchdog:
         live = [one for rank, one in self._seen.items() if rank not in codes]
         if not live or any(codes.values()):  # who has failed is known
             return None
-        if any(one.stopped_s >= min(STOPPED_S, most_s(self._step_timeout)) for one in live):
+        if any(one.stopped_s >= min(STOPPED_S, most_s(self._limits.step_s)) for one in live):
             return self._conclude(codes)
         still = min(one.still_s for one in live)
         if still < LOOK_S or len(self._seen) < len(self._ranks):
-            self._asked_at = self._least_s
+            self._asked_at = self._first_s
         elif still >= self._asked_at or self._may_hold(codes, still):
             return self._judge(codes, still)
         return None
@@ -220,7 +181,7 @@ class Watchdog:
         found = diagnose(states) if self._answers else None
         if found is None or (self._machines > 1 and found.cause in BETWEEN_RANKS):
             return False
-        return still >= patience_s(found, states, self._step_timeout)
+        return still >= patience_s(found, states, self._limits)
 
     def _tell(self, codes: Mapping[int, int]) -> None:
         """Leaves what is known of the ranks in logs/, where packtrain doctor asks for it or they stand still."""
@@ -246,6 +207,10 @@ class Watchdog:
     def hear(self, reports: Mapping[int, tuple[float, list[dict[str, Any]]]]) -> None:
         """Takes the reports of the other machines, with the time (time.monotonic()) at which each came."""
         self._reports = reports
+
+    def at_work(self, lately_s: float) -> list[int]:
+        """The ranks that stand still and have computed or moved bytes in the last `lately_s`, they or their children."""
+        return [rank for rank, one in self._seen.items() if one.effort.cores(lately_s)]
 
     def ask_if_still(self) -> None:
         """Has the ranks say their stacks, for the logs, if they stand still."""
@@ -329,7 +294,7 @@ class Watchdog:
         still = {one.beat.pid: one for one in looked_at}
         for pid, counts in (count(still) if still else {}).items():
             one = still[pid]
-            one.effort.measure(counts, writes=one.beat.phase in _WRITE or sight(pid).state == "D")
+            one.effort.measure(counts, writes=one.beat.phase in WRITING or sight(pid).state == "D")
 
     def _state(self, rank: int, code: int | None) -> RankState:
         one = self._seen.get(rank)
@@ -339,7 +304,8 @@ class Watchdog:
         gone = process.state in ("", "Z")
         oom = gone and (oom_kills(one.counter) > one.kills or killed_for_memory(one.beat.pid))
         # at the end of much that is written a server may be silent until all of it is on its disks
-        lately_s = max(self._least_s, one.still_s / 2 if one.beat.phase in _WRITE else 0.0)
+        least_s, phase = self._limits.least_s(one.beat.phase), one.beat.phase
+        lately_s = max(least_s, one.still_s / 2 if phase in WRITING else 0.0)
         answer = self._answers.get(rank, stacks.Answer())
         return RankState(
             rank,
@@ -366,26 +332,30 @@ class Watchdog:
             return None  # it has gone on while it was asked
         states = self.states(codes)
         found = diagnose(states)
-        if self._machines > 1 and found and found.cause in BETWEEN_RANKS:
+        between = self._machines > 1 and found is not None and found.cause in BETWEEN_RANKS
+        if between:
             self._report = [one.to_json() for one in states]
             states += self._of_others()
             found = diagnose(states) if len(states) == self._machines * len(self._ranks) else None
-            self._asked_at = still + _AGAIN_S
+            self._asked_at = still + self._again_s
         if found is None:
             return None
-        limit = patience_s(found, states, self._step_timeout)
+        limit = patience_s(found, states, self._limits)
         if still >= limit:
             return self.write(found)
-        if found.cause == "busy" and (still >= limit / 2 or all(one.in_a_step for one in states)):
-            print(f"{found.what}, still computing; the run ends at {limit:.0f} s", file=sys.stderr, flush=True)
-        self._asked_at = min(limit, 2 * still)
+        at_work = found.cause in ("busy", "writing") and still >= self._least_s
+        if at_work and (still >= limit / 2 or all(one.in_a_step for one in states)):
+            print(f"{found.what}, still at work; the run ends at {limit:.0f} s", file=sys.stderr, flush=True)
+        self._asked_at = min(limit, still + self._again_s if between else 2 * still)
         return None
 
     def _of_others(self) -> list[RankState]:
         """The ranks of the machines that have reported lately: those that stand still, too."""
         now = time.monotonic()
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-            fresh = [states for when, states in self._reports.values() if now - when < 2 * _AGAIN_S + stacks.ANSWER_S]
+            fresh = [
+                states for when, states in self._reports.values() if now - when < 2 * self._again_s + stacks.ANSWER_S
+            ]
             return [RankState.from_json(one) for states in fresh for one in states]
         return []
 

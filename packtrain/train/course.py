@@ -14,6 +14,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import TokenDataset
 from packtrain.data.pairs import PairDataset
 from packtrain.launch.deepspeed import STAGES
+from packtrain.launch.patience import TimeLimits
 from packtrain.packing.balance import Limits
 from packtrain.packing.batches import Schedule, make_schedule
 from packtrain.train.callbacks import EarlyStop, Intervals, MetricsFile, TerminalProgress
@@ -35,7 +36,7 @@ def course_of(
     checkpoint: Path | None,
 ) -> Course:
     """Where the run goes, from `checkpoint` on where there is one."""
-    trainer, peers = setting.config.trainer, setting.process.peers
+    trainer, topology, peers = setting.config.trainer, setting.config.topology, setting.process.peers
     return Course(
         steps=steps,
         evaluation=evaluation,
@@ -49,6 +50,7 @@ def course_of(
         loader_workers=trainer.loader_workers,
         machines=peers.machines() if peers and setting.process.main else (),
         say=lambda text: setting.log.say(f"[yellow]{text}[/]"),
+        limits=TimeLimits(topology.step_timeout, topology.checkpoint_timeout),
     )
 
 

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from packtrain.launch.heartbeat import Phase, Pulse, own_pulse
+from packtrain.launch.patience import TimeLimits
 from packtrain.launch.ranks import ranks_in_words
+from packtrain.train.time_limit import limit_collectives
 
 _MEASURED: dict[Phase, str] = {
     "forward": "forward_seconds",
@@ -43,10 +45,19 @@ Machines = Sequence[tuple[str, Sequence[int]]]
 
 
 class StepClock:
-    """The clock of this rank. `device` is where its forward passes run: on a GPU they are timed there."""
+    """The clock of this rank. `device` is where its forward passes run: on a GPU they are timed there. With `limits` its
+    collective operations have the time that the phase allows in which they begin."""
 
-    def __init__(self, device: torch.device, rank: int = 0, world_size: int = 1, pulse: Pulse | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int = 0,
+        world_size: int = 1,
+        pulse: Pulse | None = None,
+        limits: TimeLimits | None = None,
+    ) -> None:
         self._pulse = pulse or own_pulse()
+        self._limits, self._limit_s = limits, 0.0
         self._rank, self._world_size = rank, world_size
         self._phase: Phase = "start"
         self._since = self._pulse.enter(self._pulse.phase)
@@ -64,6 +75,9 @@ class StepClock:
         if phase == "data":
             self._close_step()
         now = self._pulse.enter(phase, step=step, micro=micro)
+        if self._limits and (limit_s := self._limits.of(phase)) != self._limit_s:
+            self._limit_s = limit_s
+            limit_collectives(limit_s)
         self._spent[self._phase] = self._spent.get(self._phase, 0.0) + now - self._since
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)

@@ -41,10 +41,11 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
 Judge = Callable[[Sequence["Statement"]], Sequence[Problem]]
 
 
-def preparing_s(step_timeout: float) -> float:
-    """How long processes wait for others that prepare data, load a model or look through a checkpoint: some have it in a
-    cache of their machine, others need hours. For ever, where our launchers end who does nothing, and name lost machines."""
-    return math.inf if LOG_DIR in os.environ else step_timeout
+def preparing_s(limit_s: float) -> float:
+    """How long processes wait for others that prepare data, load a model, look through a checkpoint or write the results: some
+    have it in a cache of their machine, others need hours. For ever, where our launchers end who does nothing, and name lost
+    machines; elsewhere `limit_s`."""
+    return math.inf if LOG_DIR in os.environ else limit_s
 
 
 @dataclass(frozen=True, slots=True)

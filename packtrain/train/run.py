@@ -15,7 +15,6 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 from safetensors import SafetensorError
-from torch.distributed import distributed_c10d
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -43,6 +42,7 @@ from packtrain.train.setting import Process, Setting
 from packtrain.train.shared_disk import check_run_folder
 from packtrain.train.stop import StopRequest
 from packtrain.train.strategy import open_strategy
+from packtrain.train.time_limit import limit_collectives
 from packtrain.train.verify import verify
 
 STAGES = {"sft": sft_stages, "dpo": dpo_stages}
@@ -100,6 +100,8 @@ def train_in(config: RunConfig, process: Process) -> int:
     before = _answers(setting, model, tokenizer, as_it_came)
     announce.first_step(log, time.perf_counter() - started, checkpoint)
     _clear_the_way(setting, checkpoint)
+    if checkpoint is not None:
+        limit_collectives(config.topology.checkpoint_timeout)  # until the first step: some have read it before others
     setting.stop.listen()  # until here a signal ends the process as usual: there is nothing to save
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
@@ -110,10 +112,12 @@ def train_in(config: RunConfig, process: Process) -> int:
         return 128 + setting.stop.agreed
     if data.eval and announce.last_evaluated(trainer) != trainer.state.global_step:
         trainer.evaluate()
+    trainer.clock.enter("final")
     if config.trainer.early_stop_patience:
         trainer.load_best_weights()
-    own_pulse().enter("final")
     saved = save_final(config, folder, trainer, model, tokenizer)
+    if config.strategy.name in SHARDED_WEIGHTS:
+        _meet(setting, "results")  # the answers take all of them, and the main process has been writing alone
     after = _answers(setting, model, tokenizer, as_it_came)
     _write(setting, summary.to_json("done"))
     announce.results(log, summary, before, after, saved, folder)
@@ -150,8 +154,7 @@ def _open_group(config: RunConfig, peers: Peers | None, on_cpu: bool) -> Partial
     state = connected(peers, lambda: PartialState(cpu=on_cpu, timeout=limit), backend, timeout_s=settings.join_timeout)
     if not on_cpu:
         torch.cuda.set_device(cast(torch.device, state.device))  # each thread has its own
-    if torch.distributed.is_initialized():
-        distributed_c10d._set_pg_timeout(timedelta(seconds=settings.step_timeout))
+    limit_collectives(settings.step_timeout)
     return state
 
 
@@ -161,12 +164,18 @@ def _checkpoint_to_resume(setting: Setting) -> Path | None:
     if resume == "auto" and folder.gives_way(resume):
         resume = "never"
     found = [find_resume(resume, folder.checkpoints) if setting.process.main else None]
-    if peers := setting.process.peers:  # it reads whole checkpoints, for longer than a collective operation may take
-        peers.settle("checkpoint", {}, lambda _: [], timeout_s=preparing_s(setting.config.topology.step_timeout))
+    _meet(setting, "checkpoint")  # it reads whole ones, for longer than a collective operation may take
     checkpoint, remarks = cast(list, broadcast_object_list(found))[0]
     for remark in remarks:
         setting.log.say(f"[yellow]{remark}[/]")
     return checkpoint
+
+
+def _meet(setting: Setting, stage: str) -> None:
+    """Waits for the others, as long as one of them is at work, without a collective operation, which would have a limit."""
+    if peers := setting.process.peers:
+        limit_s = preparing_s(setting.config.topology.checkpoint_timeout)
+        peers.settle(stage, {}, lambda _: [], timeout_s=limit_s)
 
 
 def _clear_the_way(setting: Setting, checkpoint: Path | None) -> None:

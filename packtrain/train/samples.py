@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import attention_of
+from packtrain.launch.heartbeat import own_pulse
 
 
 @torch.no_grad()
@@ -25,6 +26,7 @@ def answer(
     model.eval()
     with attention_of(model, attention):
         for prompt in prompts:
+            own_pulse().enter(own_pulse().phase)  # it goes on
             if tokenizer.chat_template:
                 turn = [{"role": "user", "content": prompt}]
                 text = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))

@@ -27,6 +27,7 @@ from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 
 from packtrain.config.strategies import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed
+from packtrain.launch.patience import TimeLimits
 from packtrain.run_folder import write_json
 from packtrain.train import checkpoint
 from packtrain.train.callbacks import TerminalProgress
@@ -64,6 +65,7 @@ class Course:
     say: Callable[[str], None] = print
     strategy: str = "ddp"
     computed_in: torch.dtype | None = None
+    limits: TimeLimits | None = None
 
 
 def placeholder(columns: dict[str, list[Any]]) -> datasets.Dataset:
@@ -90,7 +92,8 @@ class WholeSteps(_Trainer):
         self.close_proofs: Callable[[], None] = lambda: None
         self._last_loss = torch.zeros((), device=self.args.device)
         self._window = _Window()
-        self.clock = StepClock(self.args.device, self.accelerator.process_index, self.accelerator.num_processes)
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        self.clock = StepClock(self.args.device, rank, ranks, limits=course.limits)
         self.times = RankTimes(self.accelerator.num_processes, course.say, course.machines)
         self._flops_share = self._flops_share_of_a_token()
         self.is_distributed_loading_by_transformers = (
@@ -281,11 +284,14 @@ class WholeSteps(_Trainer):
         raise NotImplementedError
 
     def evaluation_batches(self) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the evaluation set."""
+        """This rank's micro-batches of the evaluation set. The ranks meet after each of its steps, as in training: so the
+        faster ones wait for one step of the slower ones at a time, whatever time the whole takes."""
         assert self.course.evaluation is not None
         for number, batches in enumerate(step_loader(self.course.evaluation, workers=self.course.loader_workers)):
-            self.clock.enter("eval", micro=number)
-            yield from batches
+            for batch in batches:
+                self.clock.enter("eval", micro=number)
+                yield batch
+            self.accelerator.reduce(torch.zeros((), device=self.args.device))
 
     # -- what is kept
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-from packtrain.launch import children, diagnosis
+from packtrain.launch import children, patience
 from packtrain.launch.ending import exit_code_of
 from packtrain.launch.signals import ENDING
 from tests.cluster.small_launch import PRELOAD, ROOT, launch, start
@@ -29,7 +29,7 @@ from tests.cluster.two_hosts import ADDRESSES, TwoHosts, both
 
 _FORK = multiprocessing.get_context("fork")
 LEAST_S = 8
-"""In place of diagnosis.LEAST_S, so that nobody has to wait that long."""
+"""In place of patience.LEAST_S, so that nobody has to wait that long."""
 _MOST_S = 400
 _LOOK_S = 0.05
 _MOST_FILES = 1024
@@ -130,7 +130,7 @@ def main(file: str) -> None:
         importlib.import_module(module)
     gc.freeze()  # what is imported by now is never garbage
     _wait_for_the_other(Path(file))
-    diagnosis.LEAST_S = LEAST_S
+    patience.LEAST_S = LEAST_S
     children.subprocess = SimpleNamespace(Popen=_Fork, TimeoutExpired=subprocess.TimeoutExpired)
     launches = [Launch(**one) for one in json.loads(Path(file).read_text())]
     running = [

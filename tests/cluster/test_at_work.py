@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from packtrain.launch import diagnosis, effort
+from packtrain.launch import effort, patience
 from packtrain.launch.diagnosis import Diagnosis
 from packtrain.launch.heartbeat import HEARTBEAT_DIR
 from packtrain.launch.watchdog import Watchdog
@@ -76,7 +76,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str
     """All of them, when they are named or have stood still twice as long as one may that does nothing."""
     started: dict[tuple[str, str], Watched] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(diagnosis, "LEAST_S", LEAST_S)
+        patch.setattr(patience, "LEAST_S", LEAST_S)
         patch.setattr(effort, "stored", lambda: 0)  # what others write meanwhile is nothing to these
         for phase, what in (*STALLED, *AT_WORK):
             folder = tmp_path_factory.mktemp(what)

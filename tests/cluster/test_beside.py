@@ -105,7 +105,7 @@ Launch = tuple[Path, subprocess.Popen[str]]
 
 def start(folder: Path, launcher: str, fault: str) -> Launch:
     (folder / "worker.py").write_text(WORKER)
-    topology = {"step_timeout": 120 if fault == ABANDONED.fault else 8, "gpus_per_node": 2}
+    topology = {"step_timeout": 120 if fault == ABANDONED.fault else 10, "gpus_per_node": 2}
     (folder / "run.yaml").write_text(yaml.safe_dump({**CONFIG, "topology": topology}))
     port = str(free_port())
     given = {"FAULT": fault, PARENT: str(os.getpid())}

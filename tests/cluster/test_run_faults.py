@@ -22,6 +22,7 @@ from packtrain.worker import _work
 
 fault, steps, trainer = os.environ["FAULT"], loader.Steps, sft.PackedSFTTrainer
 whole, read, loss, write = steps.__len__, steps.__getitem__, trainer.loss_of, trainer._save_rng_state
+evaluated = trainer.evaluation_batches
 Path("begun").touch()
 
 def wait_for_the_lock(steps, step):
@@ -31,6 +32,23 @@ def wait_for_the_lock(steps, step):
 def stalled_write(trainer, folder):
     with open("pipe", "w") as file: file.write("state")
     write(trainer, folder)
+
+def slow_write(trainer, folder):
+    begun = time.monotonic()
+    with open("weights", "wb") as file:
+        while time.monotonic() - begun < SLOW_S or fault == "too slow":
+            file.write(bytes(2 * 10**5))
+            file.flush()
+            time.sleep(0.2)
+    Path("written").write_text(str(time.monotonic() - begun))
+    write(trainer, folder)
+
+def slow_batches(trainer):
+    begun = time.monotonic()
+    for batch in evaluated(trainer):
+        if trainer.state.global_step == 0: time.sleep(SLOW_BATCH_S)
+        yield batch
+    if trainer.state.global_step == 0: Path("evaluated").write_text(str(time.monotonic() - begun))
 
 def broken_loss(trainer, *given):
     if trainer.state.global_step == 2 and fault == "raises":
@@ -43,6 +61,8 @@ def broken_loss(trainer, *given):
 if os.environ["RANK"] == "1":
     if fault == "loader": steps.__getitem__ = wait_for_the_lock
     if fault == "storage": trainer._save_rng_state = stalled_write
+    if fault in ("slow", "too slow"): trainer._save_rng_state = slow_write
+    if fault == "slow evaluation": trainer.evaluation_batches = slow_batches
     if fault == "ended": steps.__len__ = lambda steps: whole(steps) - 1
     if fault in ("raises", "memory"): trainer.loss_of = broken_loss
 run_worker(_work)
@@ -50,8 +70,13 @@ run_worker(_work)
 NOWHERE = "nowhere0"
 IFNAME = "GLOO_SOCKET_IFNAME"
 JOIN_S, STEP_S = 10, 60
+SHORT_S, SLOW_S = 24, 28
+"""A step_timeout, and how long what is slow takes in a run that has it: longer than any collective operation of a step may."""
+EVALUATED = 32  # documents, 4 a step
+WORKER = WORKER.replace("SLOW_S", str(SLOW_S)).replace("SLOW_BATCH_S", str(SLOW_S * 4 / EVALUATED))
 SAID = {
     "storage": ["rank 1 on n2 ", "in the checkpoint after step 2", "slow or stalled storage", "in stalled_write"],
+    "too slow": ["rank 1 on n2 ", "in the checkpoint after step 2", "it is still writing, longer", "in slow_write"],
     "loader": ["rank 1 on n2 ", "in loading data of step 4", "loader processes", "in wait_for_the_lock"],
     "ended": ["rank 1 on n2 ", "where the others do not come, in logging after step 3", "rank 0 on n1 waits in "],
     "memory": ["rank 1 on n2 ", "ended without a word (SIGKILL), in the ", "the system killed it for want of memory"],
@@ -62,9 +87,13 @@ SAID = {
     ],
     "loopback": ["rank 1 on n2: the first all-reduce over gloo ", "Connection refused, remote=", f"({IFNAME} is lo)"],
 }
+GO_ON = {"slow": "written", "slow evaluation": "evaluated"}
 BEFORE_TRAINING = ("data", "interface", "loopback")
 CHANGES = {
-    "storage": ["trainer.checkpoint_every=2", "topology.step_timeout=30"],
+    "storage": ["trainer.checkpoint_every=2", "topology.checkpoint_timeout=30"],
+    "too slow": ["trainer.checkpoint_every=2", "topology.checkpoint_timeout=20"],
+    "slow": ["trainer.checkpoint_every=2", f"topology.step_timeout={SHORT_S}"],
+    "slow evaluation": ["data.eval=eval.jsonl", f"topology.step_timeout={SHORT_S}"],
     "loader": ["trainer.loader_workers=1"],
     "interface": [f"+topology.environment.{IFNAME}={NOWHERE}", f"topology.join_timeout={JOIN_S}"],
 }
@@ -82,6 +111,7 @@ def prepared(folder: Path, number: int) -> Path:
     )
     (folder / "other").mkdir()
     write_jsonl(folder / "other/data.jsonl", conversations(22, seed=1))
+    write_jsonl(folder / "eval.jsonl", conversations(EVALUATED, seed=2))
     for place in (folder, folder / "other"):
         (place / "worker.py").write_text(WORKER)
         (place / "run.yaml").write_text(yaml.safe_dump(config))
@@ -104,7 +134,7 @@ def ended(
     made: TwoHosts, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Ended, Ended]]:
     """All to their end, at once: most of their time is waiting."""
-    faults, group = list(SAID), ""
+    faults, group = [*SAID, *GO_ON], ""
     try:
         group = str(request.getfixturevalue("group"))
     except pytest.skip.Exception:
@@ -139,3 +169,13 @@ def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(
     assert max(first.at, second.at) - since < (25 if early else 60)
     assert first.text.count("likely cause") == (not early and fault != "raises")
     assert first.text.count(SAID[fault][-1]) == 1 + (fault == "loopback")  # of each
+
+
+@pytest.mark.parametrize("slow", GO_ON)
+def test_a_checkpoint_and_an_evaluation_may_take_longer_than_a_step(
+    slow: str, ended: dict[str, tuple[Path, Ended, Ended]]
+) -> None:
+    folder, first, second = ended[slow]
+    assert (first.code, second.code) == (0, 0), first.text + second.text
+    assert float((folder / GO_ON[slow]).read_text()) > SHORT_S
+    assert (folder / "run/final").is_dir()

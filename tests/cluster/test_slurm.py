@@ -126,7 +126,7 @@ def tasks(cluster: Slurm, home: Path) -> Running:
     folder = home / "tasks"
     folder.mkdir()
     (folder / "worker.py").write_text(WORKER)
-    machines = {"nodes": 2, "gpus_per_node": 2, "step_timeout": 6}
+    machines = {"nodes": 2, "gpus_per_node": 2, "step_timeout": 10}
     write(folder, "run.yaml", data={"train": "../data.jsonl"}, trainer={"output_dir": "out"}, topology=machines)
     step = ("srun", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1", sys.executable, "worker.py")
     return cluster.start("env", f"PYTHONPATH={ROOT}", "FAULT=apart", *step, cwd=folder)

@@ -37,7 +37,7 @@ def work():
 
 run_worker(work)
 """
-LIMIT_S = 6
+LIMIT_S = 10  # the least that may be set
 ASKED = "asked"
 FAULTS = {
     "data": ["rank 1 on n2 ", "is behind: for ", "loading data of step 4", "reading the data", "in read_documents"],

@@ -106,19 +106,21 @@ def whole():
 run_worker(whole)
 """
 BY_TORCHRUN = ("-c", LAUNCH)
+LIMIT_S = 10
 
 
 def start(
-    folder: Path, body: str, step_timeout: int = 4, worker: str = WORKER, launcher: tuple[str, ...] = SMALL
+    folder: Path, body: str, step_timeout: int = LIMIT_S, worker: str = WORKER, launcher: tuple[str, ...] = SMALL
 ) -> subprocess.Popen[str]:
     (folder / "worker.py").write_text(worker.replace("{body}", body))
     (folder / "run.yaml").write_text(yaml.safe_dump(CONFIG))
     with_torch = worker == WITH_TORCH and launcher == SMALL
     given = {PRELOAD: "torch.distributed"} if with_torch else {}
-    return at_work(folder, *launcher, f"topology.step_timeout={step_timeout}", **given)
+    limits = [f"topology.{name}={step_timeout}" for name in ("step_timeout", "checkpoint_timeout")]
+    return at_work(folder, *launcher, *limits, **given)
 
 
-def launch(folder: Path, body: str, step_timeout: int = 4, launcher: tuple[str, ...] = SMALL) -> tuple[int, str]:
+def launch(folder: Path, body: str, step_timeout: int = LIMIT_S, launcher: tuple[str, ...] = SMALL) -> tuple[int, str]:
     process = start(folder, body, step_timeout, launcher=launcher)
     _, stderr = process.communicate(timeout=LONG_S)
     assert not running(folder)
@@ -208,7 +210,7 @@ def test_a_stalled_run_is_diagnosed_and_ended_within_its_limit(
     took = (folder / "out/logs/heartbeats-00000.json").stat().st_mtime - float((folder / "since").read_text())
     assert process.returncode == 4
     assert not running(folder)
-    assert took < 4 + ENDED_S, took
+    assert took < LIMIT_S + ENDED_S, took
     assert (folder / "out/logs/diagnosis.txt").read_text() == stderr
     for one in said:
         assert one in stderr

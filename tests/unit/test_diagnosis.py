@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.launch.diagnosis import CAUSES, LEAST_S, Diagnosis, RankState, diagnose, limit_s, patience_s
+from packtrain.launch.diagnosis import CAUSES, Diagnosis, RankState, diagnose
 from packtrain.launch.heartbeat import PHASES, Beat, Phase
+from packtrain.launch.patience import LEAST_S, TimeLimits, limit_s, patience_s
 from packtrain.launch.ranks import ranks_in_words
 from packtrain.launch.stacks import Collective, Frame, main_stack, passed_of, pending_of
 
@@ -35,6 +36,7 @@ LOADER = (*[Frame("/x/socket.py", 5, "recv")] * 9, Frame("/x/torch/utils/data/da
 SYNC = (Frame("/x/packtrain/train/checkpoint.py", 9, "_sync"),)
 XID = "NVRM: Xid (PCI:0000:c3:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 CUDA = (Frame("/x/torch/cuda/streams.py", 9, "synchronize"),)
+USUAL = TimeLimits()
 
 
 @pytest.mark.parametrize(
@@ -179,21 +181,26 @@ def test_a_rank_that_does_nothing_at_all_is_named_within_a_minute_in_every_phase
     culprit = rank(0, phase, usual=usual, stack=(Frame("/x/socket.py", 5, "recv"),))
     found = named([culprit, waits(1, "final")])
     assert found.ranks == (0,)
-    assert patience_s(found, [culprit], 600) == limit_s(culprit, 600) == LEAST_S == 45
+    assert patience_s(found, [culprit], USUAL) == limit_s(culprit, USUAL) == LEAST_S == 45
 
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "done"])
 def test_one_that_works_has_its_time_and_for_ever_where_nobody_waits_in_a_collective(phase: Phase) -> None:
     culprits = [rank(0, phase, usual=1, cores=0.06), rank(1, phase, usual=1)]
     found = named([*culprits, waits(2, "final")])
-    assert (found.cause, found.ranks) == ("busy", (0, 1))
-    assert patience_s(found, culprits, 600) == (math.inf if phase in PHASES_BEFORE_AND_AFTER else 540)
+    assert (found.cause, found.ranks) == ("writing" if phase in ("checkpoint", "final") else "busy", (0, 1))
+    most = math.inf if phase in PHASES_BEFORE_AND_AFTER else 1620 if phase == "checkpoint" else 540
+    assert patience_s(found, culprits, USUAL) == most
+    assert f"→ {CAUSES[found.cause][1]}" in found.lines[-1]
+    assert ("topology.checkpoint_timeout" in found.lines[-1]) == (phase in ("checkpoint", "final"))
 
 
-MAY_GO_ON = {
+ITSELF = {
     "its storage takes in what it has written": {"moves": True},
     "the gpu may be at work": {"stack": CUDA},
     "autograd's threads may": {"stack": (Frame("/x/torch/autograd/graph.py", 1, "_engine_run_backward"),)},
+}
+FOR_OTHERS = {
     "a file lock": {"stack": (Frame("/x/site-packages/filelock/_api.py", 1, "acquire"),)},
     "the extension that another rank compiles": {"stack": (Frame("/x/torch/utils/file_baton.py", 1, "wait"),)},
     "the others": {"stack": (Frame("/x/torch/distributed/distributed_c10d.py", 1, "new_group"),)},
@@ -204,7 +211,7 @@ MAY_GO_ON = {
 }
 
 
-@pytest.mark.parametrize("known", MAY_GO_ON.values(), ids=MAY_GO_ON)
+@pytest.mark.parametrize("known", [*ITSELF.values(), *FOR_OTHERS.values()], ids=[*ITSELF, *FOR_OTHERS])
 @pytest.mark.parametrize(
     ("phase", "usual", "limit"),
     [
@@ -215,28 +222,44 @@ MAY_GO_ON = {
         ("forward", 0.1, LEAST_S),
         ("forward", 10, 100),
         ("forward", 100, 540),
-        ("checkpoint", 1, 540),
         ("eval", 1, 540),
-        ("final", 1, 540),
     ],
 )
 def test_one_that_waits_for_what_may_be_at_work_has_more_time(
     known: dict, phase: Phase, usual: float, limit: float
 ) -> None:
-    assert limit_s(rank(0, phase, usual=usual, **known), 600) == limit
+    assert limit_s(rank(0, phase, usual=usual, **known), USUAL) == limit
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "final"])
+def test_one_that_may_be_writing_has_the_checkpoints_time_and_who_waits_for_the_others_has_not(phase: Phase) -> None:
+    assert [limit_s(rank(0, phase, **known), USUAL) for known in ITSELF.values()] == [1620] * len(ITSELF)
+    assert limit_s(waits(0, phase), USUAL) == 540
+    assert limit_s(rank(0, phase, **FOR_OTHERS["the others"]), USUAL) == 540
 
 
 def test_a_write_that_torch_distributes_is_a_write() -> None:
     stack = (Frame("/x/torch/distributed/checkpoint/filesystem.py", 9, "write_data"),)
-    assert limit_s(rank(0, "checkpoint", stack=stack), 600) == LEAST_S
+    assert limit_s(rank(0, "checkpoint", stack=stack), USUAL) == LEAST_S
 
 
 def test_short_time_limits_of_collectives_shorten_everything() -> None:
-    assert [limit_s(rank(0, phase), timeout) for phase in ("load", "forward") for timeout in (20, 8)] == [15, 4] * 2
+    limits = [TimeLimits(20), TimeLimits(10)]
+    assert [limit_s(rank(0, phase), one) for phase in ("load", "forward") for one in limits] == [15, 5] * 2
+    assert [limit_s(rank(0, "checkpoint", **known), TimeLimits(600, 20)) for known in ({}, {"moves": True})] == [15, 15]
 
 
 def test_a_longer_time_limit_of_collectives_gives_a_rank_that_does_nothing_more_time() -> None:
-    assert [limit_s(rank(0, "step end"), timeout) for timeout in (100, 600, 1200, 6000)] == [45, 45, 90, 450]
+    limits = [TimeLimits(one) for one in (100, 600, 1200, 6000)]
+    assert [limit_s(rank(0, "step end"), one) for one in limits] == [45, 45, 90, 450]
+    assert [limit_s(rank(0, "checkpoint"), one) for one in limits] == [45] * 4
+
+
+@pytest.mark.parametrize("phase", ["checkpoint", "final"])
+def test_a_longer_time_limit_of_checkpoints_gives_storage_that_takes_nothing_more_time(phase: Phase) -> None:
+    limits = [TimeLimits(600, one) for one in (100, 1800, 3600, 18000)]
+    assert [limit_s(rank(0, phase), one) for one in limits] == [45, 45, 90, 450]
+    assert [limit_s(rank(0, "forward"), one) for one in limits] == [45] * 4
 
 
 LOCKED = (*[Frame("/x/filelock/_api.py", 5, "acquire")] * 2, Frame("/x/packtrain/data/other.py", 1, "f"))
@@ -249,14 +272,14 @@ def test_who_waits_for_a_lock_is_named_only_where_nobody_else_is_behind() -> Non
     assert (found.cause, found.ranks) == ("data", (2,))
     found = named([*waiting, waits(2, "load")])
     assert (found.cause, found.ranks) == ("lock", (0, 1))
-    assert patience_s(found, waiting, 600) == 540
+    assert patience_s(found, waiting, USUAL) == 540
     held_elsewhere = [rank(0, "prepare", stack=FOR_DATA)]  # by a run that tokenises: the cache says for whom it waits
-    assert patience_s(named(held_elsewhere), held_elsewhere, 600) == math.inf
+    assert patience_s(named(held_elsewhere), held_elsewhere, USUAL) == math.inf
 
 
 def test_an_error_of_a_gpu_makes_no_work_of_what_is_computed_after_it() -> None:
     broken = rank(0, "forward", cores=0.9, gpu_error=XID)
-    assert patience_s(named([broken, waits(1, "counts")]), [broken], 600) == LEAST_S
+    assert patience_s(named([broken, waits(1, "counts")]), [broken], USUAL) == LEAST_S
 
 
 def test_docs_hangs_md_has_every_cause_in_the_words_that_are_printed() -> None:

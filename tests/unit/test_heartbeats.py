@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from packtrain.launch import diagnosis, disk, stacks, watchdog
+from packtrain.launch import disk, own_folder, patience, stacks, watchdog
 from packtrain.launch.heartbeat import Pulse, read_beat, read_beats
 from packtrain.launch.processes import Sight
 from packtrain.launch.stacks import Answer, Collective, Frame
 from packtrain.launch.telling import pointer_of
-from packtrain.launch.watchdog import Watchdog, heartbeat_folder, own_folder
+from packtrain.launch.watchdog import Watchdog
 
 ALL_REDUCE = Answer(pending=Collective("gloo:all_reduce", 7, "0", "Float 3"), told=True)
 BARRIER = Answer(pending=Collective("gloo:barrier", 7, "0"), told=True)
@@ -29,11 +31,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "count", lambda pids: {})
 
 
-def machine(folder: Path, node: int, machines: int, timeout: float = 0.2) -> Watchdog:
+def machine(folder: Path, node: int, machines: int, timeout: float = 0.2, usual_s: float = 0.001) -> Watchdog:
     heartbeats = folder / f"n{node}"
     heartbeats.mkdir()
     pulse = Pulse(heartbeats, node)
-    pulse.usual_s = 0.001
+    pulse.usual_s = usual_s
     pulse.enter("backward", step=9)
     return Watchdog(
         heartbeats, folder, ranks=range(node, node + 1), host=f"n{node}", step_timeout=timeout, machines=machines
@@ -65,6 +67,45 @@ def test_what_lies_between_machines_is_told_by_the_first_alone_when_it_has_heard
     assert second is None
     assert first is not None and first.cause == cause
     assert "n1" in "\n".join(first.lines)
+
+
+def stalls_at(two: list[Watchdog], clock: SimpleNamespace, *, by_files: bool) -> float:
+    """Seconds of a standstill after which the first of two machines tells why; it hears the other at once, or, as watchers
+    beside a foreign launch do, only while it reports itself."""
+    begun, reports = clock.now, {}
+    while clock.now - begun < 1200:
+        for node, one in enumerate(two):
+            if one.look({}):
+                assert node == 0
+                return clock.now - begun
+            report = one.report()
+            if report and node:
+                reports[1] = (clock.now, report)
+            if not node and (report or not by_files):
+                one.hear(dict(reports))
+        clock.now += 0.5
+    raise AssertionError("it never tells")
+
+
+@pytest.mark.parametrize("by_files", [False, True], ids=["by their line", "by files"])
+@pytest.mark.parametrize("usual", [0.0, 0.1], ids=["first step", "later"])
+@pytest.mark.parametrize("timeout", [10, 20, 50, 57, 60, 600, 1200])
+def test_what_lies_between_machines_is_told_before_their_collectives_run_out_of_time(
+    timeout: int, usual: float, by_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=time.monotonic(), monotonic=lambda: clock.now)
+
+    def ask(folder: Path, pids: dict[int, int]) -> dict[int, Answer]:
+        clock.now += 0.6
+        return dict.fromkeys(pids, ALL_REDUCE)
+
+    monkeypatch.setattr(watchdog, "LOOK_S", 1.0)
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(watchdog, "gpu_error", lambda since: "")
+    monkeypatch.setattr(stacks, "ask", ask)
+    two = [machine(tmp_path, node, 2, timeout, usual) for node in (0, 1)]
+    least = 45 * max(1, timeout / 600)
+    assert stalls_at(two, clock, by_files=by_files) < min(timeout, math.inf if not usual else least + 10)
 
 
 def test_a_machine_alone_does_not_judge_those_it_has_not_heard_of(
@@ -110,7 +151,7 @@ def test_one_that_waits_for_what_another_machine_may_be_doing_is_not_named_by_it
 def test_one_that_stops_working_is_named_when_it_has_done_nothing_for_long_not_when_it_is_next_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagnosis, "LEAST_S", 0.2)
+    monkeypatch.setattr(patience, "LEAST_S", 0.2)
     monkeypatch.setattr(stacks, "ask", lambda folder, pids: dict.fromkeys(pids, Answer(told=True)))
     one, works = machine(tmp_path, 0, 1, timeout=600), True
     monkeypatch.setattr(watchdog, "sight", lambda pid: Sight("R" if works else "S"))
@@ -233,7 +274,7 @@ def test_a_rank_that_goes_on_while_it_is_asked_does_not_stand_still(
 
 
 def test_the_folder_of_heartbeats_is_gone_afterwards_and_the_last_ones_are_in_the_logs(tmp_path: Path) -> None:
-    with heartbeat_folder() as folder:
+    with own_folder.heartbeat_folder() as folder:
         one = Watchdog(folder, tmp_path, ranks=range(1), host="n0", step_timeout=600)
         with one.found_by_others(0):
             Pulse(folder, 0).enter("eval", step=8)
@@ -247,11 +288,11 @@ def test_the_folder_of_heartbeats_is_gone_afterwards_and_the_last_ones_are_in_th
 def test_folders_of_killed_launchers_are_swept_away_and_those_of_living_ones_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watchdog, "_MEMORY_DISK", str(tmp_path))
-    monkeypatch.setattr(watchdog, "_NEW_S", -1)
+    monkeypatch.setattr(own_folder, "_MEMORY_DISK", str(tmp_path))
+    monkeypatch.setattr(own_folder, "_NEW_S", -1)
     killed = tmp_path / "packtrain-heartbeats-x"
     killed.mkdir()
     (killed / "lock").touch()
-    with heartbeat_folder() as first, own_folder(tmp_path, "packtrain-heart") as second:
+    with own_folder.heartbeat_folder() as first, own_folder.own_folder(tmp_path, "packtrain-heart") as second:
         assert sorted(tmp_path.iterdir()) == sorted([first, second])
     assert not list(tmp_path.iterdir())

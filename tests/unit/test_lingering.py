@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from packtrain.launch import children
+from packtrain.launch.heartbeat import HEARTBEAT_DIR
 from packtrain.launch.line import Order
 from packtrain.launch.verdict import ONE_RAISED, Outcome, Verdict, judge
 from packtrain.launch.watchdog import Watchdog
@@ -20,6 +22,16 @@ exits = pathlib.Path(sys.argv[1])
 (exits / "0.pid").write_text(str(os.getpid()))
 (exits / "0").write_text("0")
 time.sleep(300)
+"""
+SENDS = """
+import pathlib, os, sys, time
+from packtrain.launch.heartbeat import own_pulse
+own_pulse().enter("done")
+exits = pathlib.Path(sys.argv[1])
+(exits / "0.pid").write_text(str(os.getpid()))
+(exits / "0").write_text("0")
+while not exits.with_name("seen").exists(): sum(range(1000))
+time.sleep(60)
 """
 RAISES = """
 import pathlib, sys
@@ -55,6 +67,31 @@ def test_a_worker_that_is_through_and_does_not_end_is_ended_and_the_run_is_done(
     )
     assert verdict.code == 0 and time.monotonic() - begun < 100
     assert "n1 are through, and do not end" in capsys.readouterr().err
+
+
+def test_a_worker_that_is_through_and_still_at_work_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("packtrain.launch.watchdog.LOOK_S", 0.1)
+    monkeypatch.setattr(children, "LINGER_S", 2)
+    monkeypatch.setattr(children, "QUIET_S", 1)
+    exits, seen = tmp_path / "exits", tmp_path / "seen"
+    exits.mkdir()
+    watchdog = Watchdog(tmp_path, tmp_path, ranks=range(1), host="n1", step_timeout=60)
+    at_work = watchdog.at_work
+
+    def asked(lately_s: float) -> list[int]:
+        if found := at_work(lately_s):
+            seen.touch()
+        return found
+
+    monkeypatch.setattr(watchdog, "at_work", asked)
+    argv, given = [sys.executable, "-c", SENDS, str(exits)], {**os.environ, HEARTBEAT_DIR: str(tmp_path), "RANK": "0"}
+    verdict = children.run_children(argv, given, exits, tmp_path / "launcher.log", range(1), "n1", None, watchdog)
+    assert verdict.code == 0 and seen.exists()
+    waits, *_, ends = capsys.readouterr().err.splitlines()
+    assert waits == "rank 0 on n1 is through, and still at work: a tracker that sends its files?"
+    assert ends == "the processes on n1 are through, and do not end by themselves: they are ended now"
 
 
 def test_a_rank_that_raises_is_shown_with_what_the_kernel_says_of_a_gpu(
