@@ -154,9 +154,9 @@ def test_a_run_at_its_end_has_no_diagnosis() -> None:
 def test_one_of_1024_ranks_is_found_in_well_under_a_second(culprit: int) -> None:
     states = [waits(one, "backward") for one in range(1024)]
     states[culprit] = rank(culprit, "forward", micro=3)
-    started = time.perf_counter()
+    started = time.process_time()  # of this process alone: a busy machine is none of its business
     found = named(states)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert found.ranks == (culprit,)
     assert f"rank {culprit} on n{culprit // 4}" in found.what and "(micro-batch 3)" in found.what
     assert len("\n".join(found.lines)) < 1000
