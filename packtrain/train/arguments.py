@@ -62,6 +62,8 @@ def training_arguments(
         run_name=config.tracking.run_name or Path(trainer.output_dir).name,
         ddp_timeout=config.topology.step_timeout,
         ddp_find_unused_parameters=False,
+        # what a forward pass keeps (rotary frequencies) every rank computes itself; and forward passes would wait for rank 0
+        ddp_broadcast_buffers=False,
         disable_tqdm=True,
         remove_unused_columns=False,
         max_length=None,
