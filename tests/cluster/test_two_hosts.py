@@ -18,12 +18,13 @@ import pytest
 import yaml
 
 from tests.cluster.small_launch import PRELOAD, ROOT
-from tests.cluster.two_hosts import ADDRESSES, INTERFACE, Running, TwoHosts, both
+from tests.cluster.two_hosts import ADDRESSES, ENDED_S, INTERFACE, LONG_S, Running, TwoHosts, both
 from tests.train.running import Run, base_config, train
 
 JOIN_S = 12
-AT_ONCE_S = JOIN_S - 1  # of which the imports of a busy machine are the most
-START_S = 25  # those of six launchers at once, JOIN_S, and the end
+START_S = 2 * 25  # twice what is promised, for the imports of several launchers at once on a busy machine
+AT_ONCE = "topology.join_timeout=600"  # who waits for it is not heard of again
+PROMISED_S = 60
 LAUNCH = """
 import sys
 from dataclasses import replace
@@ -110,7 +111,7 @@ def prepared(folder: Path) -> Path:
         folder,
         batch={"examples_per_step": 8, "tokens_per_device": 256},
         trainer={"max_steps": 6},
-        topology={**topology, "join_timeout": JOIN_S, "step_timeout": 20},
+        topology={**topology, "join_timeout": JOIN_S},
     )
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return folder
@@ -133,7 +134,7 @@ def small(hosts: TwoHosts, folder: Path, *overrides: str, **env: str) -> tuple[R
 def training(first: Running, folder: Path) -> None:
     """Waits until the small workers train."""
     first.until("training")
-    end = time.monotonic() + 60
+    end = time.monotonic() + LONG_S
     while "training" not in (folder / "run/logs/rank-00001.log").read_text():
         assert time.monotonic() < end
         time.sleep(0.05)
@@ -155,13 +156,13 @@ def test_two_machines_train_as_one_process_does(
 ) -> None:
     if strategy.startswith("zero"):
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    changes = (f"strategy={strategy}", f"topology.gpus_per_node={per_node}", "topology.step_timeout=300")
+    changes = (f"strategy={strategy}", f"topology.gpus_per_node={per_node}")
     if strategy == "ddp":  # whose processes need no more of their launcher than torchrun's variables
         (folder / "worker.py").write_text(OF_PACKTRAIN)
         second, first = reversed(small(hosts, folder, *changes, **{PRELOAD: "packtrain.train.run"}))
     else:
         second, first = (sft(hosts, host, folder, *changes) for host in (2, 1))
-    assert both([first, second], 240) == [0, 0], first.text + second.text
+    assert both([first, second], 400) == [0, 0], first.text + second.text
     hosts.assert_empty()
     together = Run(folder / "run")
     assert together.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -181,18 +182,23 @@ def waits(made: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         folder = prepared(tmp_path_factory.mktemp(name.replace(" ", "-")))
         runs[name] = sft(made, host, folder, f"topology.main_port={29600 + number}", *overrides)
 
-    script = "import socket, time; held = socket.create_server(('', 29602)); print('held', flush=True); time.sleep(60)"
+    script = "import socket, time; held = socket.create_server(('', 29602)); print('held', flush=True); time.sleep(600)"
     runs["holder"] = made.start(1, "-c", script, cwd=tmp_path_factory.mktemp("holder"))
     start("no machine 0", 2, 0)
     start("no machine 1", 1, 1)
     runs["holder"].until("held")
     start("wrong address", 2, 4, "topology.main_address=10.88.0.99")
-    start("port taken", 1, 2)
-    start("port taken there", 2, 2)
+    start("port taken", 1, 2, AT_ONCE)
+    start("port taken there", 2, 2, AT_ONCE)
+    start("still no machine 0", 2, 5, AT_ONCE)
+    start("still no machine 1", 1, 6, AT_ONCE)
     made.name_resolves(2, "n1", "127.0.0.1")
-    start("name is loopback", 2, 3)
+    start("name is loopback", 2, 3, AT_ONCE)
     made.heal()
     for name, run in runs.items():
+        if name.startswith("still"):
+            run.until("waiting ")
+            run.process.kill()
         if name != "holder":
             run.wait()
     runs["holder"].process.kill()
@@ -204,8 +210,8 @@ def test_a_main_machine_that_never_starts_is_named(waits: dict[str, Running]) ->
     run = waits["no machine 0"]
     assert (run.wait(), run.took() < START_S) == (4, True)
     refused = f"connection refused by {ADDRESSES[0]}"
-    assert re.search(rf"waiting 1\d s for machine 0 at n1:29600: {refused}", run.text)
-    assert re.search(rf"machine 0 could not be reached at n1:29600 for 1\d s: {refused}", run.text)
+    assert re.search(rf"waiting \d+ s for machine 0 at n1:29605: {refused}", waits["still no machine 0"].text)
+    assert re.search(rf"machine 0 could not be reached at n1:29600 for \d+ s: {refused}", run.text)
     assert "topology.node_rank=0" in run.text
 
 
@@ -218,7 +224,8 @@ def test_an_address_of_nobody_is_named(waits: dict[str, Running]) -> None:
 def test_a_worker_machine_that_never_starts_is_named(waits: dict[str, Running]) -> None:
     run = waits["no machine 1"]
     assert (run.wait(), run.took() < START_S) == (4, True)
-    assert re.search(r"waiting 1\d s for machine 1 \(ranks 2 to 3\): not connected; n1 is here", run.text)
+    said = waits["still no machine 1"].text
+    assert re.search(r"waiting \d+ s for machine 1 \(ranks 2 to 3\): not connected; n1 is here", said)
     assert f"machine 1 (ranks 2 to 3) did not connect to n1 within {JOIN_S} s" in run.text
     assert "topology.node_rank=1" in run.text
 
@@ -226,7 +233,7 @@ def test_a_worker_machine_that_never_starts_is_named(waits: dict[str, Running]) 
 def test_a_taken_port_is_named_with_its_holder_on_both_machines(waits: dict[str, Running]) -> None:
     here, there = waits["port taken"], waits["port taken there"]
     assert (here.wait(), there.wait()) == (3, 3)
-    assert here.took() < AT_ONCE_S
+    assert here.took() < START_S
     assert there.took() < START_S
     assert f"port 29602 is taken by process {waits['holder'].process.pid} (" in here.text
     assert "topology.main_port=29603" in here.text
@@ -242,17 +249,15 @@ def test_a_main_name_that_means_this_machine_itself_is_a_clear_error(waits: dict
 
 
 def test_two_machines_with_number_0_are_both_told_at_once(hosts: TwoHosts, folder: Path) -> None:
-    runs = [sft(hosts, host, folder, node=0) for host in (1, 2)]
+    runs = [sft(hosts, host, folder, AT_ONCE, node=0) for host in (1, 2)]
     assert both(runs) == [3, 3], runs[1].text
-    assert max(run.took() for run in runs) < AT_ONCE_S
     assert f"two machines say that they are number 0: n1 ({ADDRESSES[0]}) and n2 ({ADDRESSES[1]})" in runs[0].text
     assert "topology.node_rank" in runs[1].text
 
 
 def test_machines_that_count_differently_are_told_at_once(hosts: TwoHosts, folder: Path) -> None:
-    runs = [sft(hosts, 1, folder), sft(hosts, 2, folder, "topology.gpus_per_node=1")]
+    runs = [sft(hosts, 1, folder, AT_ONCE), sft(hosts, 2, folder, AT_ONCE, "topology.gpus_per_node=1")]
     assert both(runs) == [3, 3]
-    assert max(run.took() for run in runs) < AT_ONCE_S
     assert all("do not have the same number of processes (n1: 2, n2: 1)" in run.text for run in runs)
 
 
@@ -307,7 +312,6 @@ def test_machines_with_another_number_of_gpus_are_told_at_once(hosts: TwoHosts, 
         for host, gpus in visible.items()
     ]
     assert both(runs) == [3] * 4, runs[0].text
-    assert max(run.took() for run in runs) < AT_ONCE_S
     assert all("do not have the same number of GPUs (n1: 2, n2: 1)" in run.text for run in runs[:2])
     assert all("2 GPUs on each machine are wanted, and some have fewer (n2: 1)" in run.text for run in runs[2:])
     assert all("Set topology.gpus_per_node=1 on every machine" in run.text for run in runs)
@@ -341,7 +345,7 @@ def test_a_lost_link_is_named_on_both_sides_long_before_the_time_limit(hosts: Tw
     hosts.cut()
     cut = time.monotonic()
     assert both(runs) == [4, 4]
-    assert time.monotonic() - cut < 5 + 20
+    assert time.monotonic() - cut < PROMISED_S
     assert "n2 was lost: silent for" in runs[0].text
     assert "n1 was lost: silent for" in runs[1].text
 
@@ -351,7 +355,7 @@ def test_a_failing_process_ends_the_other_machine_with_its_code_and_its_words(ho
     training(runs[0], folder)
     failed = time.monotonic()
     assert both(runs) == [2, 2]
-    assert time.monotonic() - failed < 10
+    assert time.monotonic() - failed < ENDED_S
     assert re.search(r"n2, rank 1 failed \(exit code 2\): see .*run/logs/rank-00001.log", runs[0].text)
     assert "n2, rank 1:   bad data" in runs[0].text
 
@@ -362,7 +366,7 @@ def test_a_killed_process_is_named_and_the_others_end_at_once(hosts: TwoHosts, f
     os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
     killed = time.monotonic()
     assert both(runs) == [4, 4]
-    assert time.monotonic() - killed < 10
+    assert time.monotonic() - killed < ENDED_S
     assert re.search(r"(rank 1 on n2 .*|n2, rank 1) ended without a word", runs[0].text)
 
 
@@ -372,8 +376,8 @@ def test_a_killed_launcher_leaves_nothing_behind_and_is_named(hosts: TwoHosts, f
     os.kill(runs[1].process.pid, signal.SIGKILL)
     killed = time.monotonic()
     assert runs[0].wait() == 4
-    assert time.monotonic() - killed < 12
-    assert "n2 was lost" in runs[0].text
+    assert time.monotonic() - killed < ENDED_S
+    assert "n2 was lost" in runs[0].text and "silent" not in runs[0].text
 
 
 def test_a_stopped_process_is_named_within_the_time_limit(hosts: TwoHosts, folder: Path) -> None:
@@ -382,15 +386,14 @@ def test_a_stopped_process_is_named_within_the_time_limit(hosts: TwoHosts, folde
     os.kill(int((folder / "pid-1").read_text()), signal.SIGSTOP)
     stopped = time.monotonic()
     assert both(runs) == [4, 4]
-    assert time.monotonic() - stopped < 5 + 20
+    assert time.monotonic() - stopped < PROMISED_S
     assert re.search(r"rank 1 on n2 .*is stopped", runs[0].text)
 
 
 def test_a_network_interface_that_is_not_there_is_named_with_those_that_are(hosts: TwoHosts, folder: Path) -> None:
-    runs = [sft(hosts, host, folder, "+topology.environment.GLOO_SOCKET_IFNAME=ib0") for host in (1, 2)]
+    runs = [sft(hosts, host, folder, AT_ONCE, "+topology.environment.GLOO_SOCKET_IFNAME=ib0") for host in (1, 2)]
     assert both(runs) == [3, 3]
     assert all("GLOO_SOCKET_IFNAME" in run.text and "ib0" in run.text and INTERFACE in run.text for run in runs)
-    assert max(run.took() for run in runs) < AT_ONCE_S
 
 
 @pytest.mark.parametrize("asked", [0, 1])
