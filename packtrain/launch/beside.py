@@ -48,7 +48,14 @@ _NEW_S = 60
 
 @contextmanager
 def watched(
-    log: Path, *, host: str, per_node: int, machines: int, step_timeout: float, checkpoint_timeout: float
+    log: Path,
+    *,
+    host: str,
+    per_node: int,
+    machines: int,
+    step_timeout: float,
+    checkpoint_timeout: float,
+    join_timeout: float,
 ) -> Iterator[None]:
     """Inside the block this process, which a launcher has started with `per_node` on each machine, is watched.
 
@@ -65,7 +72,7 @@ def watched(
     end.unlink(missing_ok=True)
     if not local:
         about = {"folder": str(folder), "log": str(log), "first": rank, "per_node": per_node, "machines": machines}
-        about |= {"step_timeout": step_timeout, "checkpoint_timeout": checkpoint_timeout}
+        about |= {"step_timeout": step_timeout, "checkpoint_timeout": checkpoint_timeout, "join_timeout": join_timeout}
         about |= {"host": host, "process": os.getpid(), "launcher": os.getppid()}
         watcher = _start(about, folder)
     threading.Thread(target=_obey, args=(end, over), name="watchdog", daemon=True).start()
@@ -249,7 +256,7 @@ def _watch(about: Mapping[str, Any]) -> None:
     folder, log, first, machines = Path(about["folder"]), Path(about["log"]), about["first"], about["machines"]
     ranks, host, node = range(first, first + about["per_node"]), about["host"], first // about["per_node"]
     logs, log = log.parent, log.with_stem(f"{log.stem}-{node:05d}") if node else log
-    limits = {name: about[name] for name in ("step_timeout", "checkpoint_timeout")}
+    limits = {name: about[name] for name in ("step_timeout", "checkpoint_timeout", "join_timeout")}
     watchdog = Watchdog(folder, logs, ranks=ranks, host=host, machines=machines, **limits)
     for number in ENDING:  # launchers send them to all that they find; the ranks know what to do
         signal.signal(number, signal.SIG_IGN)

@@ -184,6 +184,7 @@ def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: C
             machines=plan.nodes,
             step_timeout=config.topology.step_timeout,
             checkpoint_timeout=config.topology.checkpoint_timeout,
+            join_timeout=config.topology.join_timeout,
         ):
             return train()
     with heartbeat_folder() as heartbeats:
@@ -253,6 +254,7 @@ def _watchdog(plan: LaunchPlan, config: RunConfig, folder: RunFolder, heartbeats
         host=plan.host,
         step_timeout=config.topology.step_timeout,
         checkpoint_timeout=config.topology.checkpoint_timeout,
+        join_timeout=config.topology.join_timeout,
         machines=plan.nodes,
     )
 

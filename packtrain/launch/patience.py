@@ -17,18 +17,21 @@ from packtrain.launch.rank_state import RankState
 
 LEAST_S = 45
 """Under a minute, so that a culprit is named within one."""
-STEP_S, CHECKPOINT_S = 600, 1800
-"""topology.step_timeout and topology.checkpoint_timeout that nobody has set."""
+STEP_S, CHECKPOINT_S, JOIN_S = 600, 1800, 300
+"""topology.step_timeout, topology.checkpoint_timeout and topology.join_timeout that nobody has set."""
 TIMES = 10
 _TO_ASK_S = 5
+_TO_GIVE_UP_S = 60
 
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """Seconds that a collective operation of a step may take, and a checkpoint, while the others wait in one."""
+    """Seconds that a collective operation of a step may take, and a checkpoint, while the others wait in one; and that all
+    wait for each other at the start."""
 
     step_s: float = STEP_S
     checkpoint_s: float = CHECKPOINT_S
+    join_s: float = JOIN_S
 
     def of(self, phase: Phase) -> float:
         """That of an operation which begins in `phase`."""
@@ -38,6 +41,12 @@ class TimeLimits:
         """What a rank has that does nothing at all in `phase`."""
         usual = CHECKPOINT_S if phase in WRITING else STEP_S
         return min(most_s(self.of(phase)), LEAST_S * max(1.0, self.of(phase) / usual))
+
+    @property
+    def joining_s(self) -> float:
+        """Of a rank that waits for the others to join it. It gives up by itself, after twice `join_s` a stage at most, and
+        tells for whom it has waited and why: this is for who does not even come to that."""
+        return 2 * self.join_s + _TO_GIVE_UP_S
 
     @property
     def shortest_s(self) -> float:
@@ -60,7 +69,7 @@ def limit_s(one: RankState, limits: TimeLimits) -> float:
 
     Else it may be that it goes on: TIMES usual steps, but `most_s` in what takes its own time (before training, first step,
     checkpoint, evaluation, results). Who waits for the others has no more time at a checkpoint than elsewhere: none of them
-    writes. Whoever waits for tokenised data gives up by himself.
+    writes. Whoever waits for tokenised data gives up by himself, and so does, with better words, who waits at the start.
     """
     beat = one.beat
     if beat is None:
@@ -69,6 +78,8 @@ def limit_s(one: RankState, limits: TimeLimits) -> float:
         return limits.least_s(beat.phase)
     if one.data_lock:
         return math.inf
+    if one.waits and beat.phase == "join":
+        return limits.joining_s
     most = most_s(limits.step_s if one.waits else limits.of(beat.phase))
     if not one.in_a_step:
         return most

@@ -26,7 +26,7 @@ from packtrain.launch.diagnosis import ABORTED, Diagnosis, diagnose, not_begun
 from packtrain.launch.disk import in_time
 from packtrain.launch.effort import Effort, count
 from packtrain.launch.heartbeat import WRITING, Beat, read_beats
-from packtrain.launch.patience import CHECKPOINT_S, TimeLimits, most_s, patience_s
+from packtrain.launch.patience import CHECKPOINT_S, JOIN_S, TimeLimits, most_s, patience_s
 from packtrain.launch.processes import gpu_error, killed_for_memory, oom_counter, oom_kills, sight
 from packtrain.launch.rank_state import RankState
 from packtrain.launch.recorder import dumps_in
@@ -84,6 +84,7 @@ class Watchdog:
         host: str,
         step_timeout: float,
         checkpoint_timeout: float = CHECKPOINT_S,
+        join_timeout: float = JOIN_S,
         machines: int = 1,
     ) -> None:
         self.codes: Mapping[int, int] = {}
@@ -92,7 +93,7 @@ class Watchdog:
         self._report: list[dict[str, Any]] | None = None
         self._reports: Mapping[int, tuple[float, list[dict[str, Any]]]] = {}
         self._folder, self._logs, self._ranks, self._host = folder, logs, ranks, host
-        self._limits = TimeLimits(step_timeout, checkpoint_timeout)
+        self._limits = TimeLimits(step_timeout, checkpoint_timeout, join_timeout)
         self._seen: dict[int, _Seen] = {}
         self._noted, self._awake_s, self._blind = time.monotonic(), 0.0, False
         self._least_s = self._limits.shortest_s

@@ -130,8 +130,11 @@ def _join(verb: str, config: RunConfig) -> Process:
     on_cpu = not torch.cuda.is_available()
     peers = meet(timeout_s=config.topology.join_timeout)
     own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes one of its own
+    pulse = own_pulse()
+    pulse.enter("join")  # anew, for each of these may take topology.join_timeout
     agree_on_start(peers, config, "cpu" if on_cpu else "cuda", planned_processes(), own)
     open_strategy(config)
+    pulse.enter("join")
     state = _open_group(config, peers, on_cpu)
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != expected:
@@ -140,6 +143,7 @@ def _join(verb: str, config: RunConfig) -> Process:
             fix=f"start them by packtrain {config.objective.kind} CONFIG topology.gpus_per_node=N, or by torchrun",
         )
     device = cast(torch.device, state.device)
+    pulse.enter("join")
     check_first_sum(peers, device, str(state.backend), timeout_s=config.topology.join_timeout)
     return Process(state.process_index, state.num_processes, device, peers)
 

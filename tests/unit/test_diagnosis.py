@@ -215,7 +215,6 @@ FOR_OTHERS = {
 @pytest.mark.parametrize(
     ("phase", "usual", "limit"),
     [
-        ("join", 0.0, 540),
         ("prepare", 0.0, 540),
         ("load", 0.0, 540),
         ("forward", 0.0, 540),  # the first step: compiling takes what it takes
