@@ -183,6 +183,8 @@ class _Children:
         if self._line:
             reports = dict(self._line.reports)
             self._watchdog.hear({node: report for node, report in reports.items() if node != self._line.node})
+            if self._watchdog.trains:
+                self._line.trains()
         self._diagnosis = self._watchdog.look(exit_codes(self._exits))
         if self._line and (report := self._watchdog.report()):
             self._line.tell_ranks(report)

@@ -48,6 +48,7 @@ from packtrain.run_folder import RunFolder, environment, write_json
 LAUNCHER_LOG = "launcher.log"
 SHUTDOWN_TIMEOUT_S = 120
 MOST_SILENCE_S = 30
+LEAST_SILENCE_S = 10  # five beats: a machine may be busy
 SLURM_TIMEOUT_S = 20
 _OF_SRUN = re.compile(rb"srun: (?:error|fatal): (.*)")
 _OF_A_TASK = re.compile(rb"srun: (?:error: )?\S+: tasks? [\d,-]+: ")
@@ -160,14 +161,17 @@ def _member(plan: LaunchPlan, config: RunConfig) -> Member:
 
 
 def _place(plan: LaunchPlan, config: RunConfig) -> Place:
-    """Where the roll call is; a machine that is silent counts as lost well before a collective's time limit."""
+    """Where the roll call is; a machine that is silent counts as lost well before a collective's time limit, and before
+    training well before that of joining."""
+    silence_s = min(MOST_SILENCE_S, config.topology.step_timeout / 2)
     return Place(
         address=plan.accelerate["main_process_ip"],
         port=plan.accelerate["main_process_port"],
         timeout_s=config.topology.join_timeout,
         job=job_of(config),
         names=plan.hosts,
-        silence_s=min(MOST_SILENCE_S, config.topology.step_timeout / 2),
+        silence_s=min(silence_s, max(LEAST_SILENCE_S, config.topology.join_timeout / 2)),
+        training_silence_s=silence_s,
     )
 
 

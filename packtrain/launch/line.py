@@ -22,6 +22,7 @@ from typing import Any
 from packtrain.launch.exchange import Event, Exchange, part
 from packtrain.launch.link import LinkWatch
 from packtrain.launch.members import listed
+from packtrain.launch.place import Place
 from packtrain.launch.verdict import Outcome, Verdict, judge
 from packtrain.launch.wire import Wire
 
@@ -46,14 +47,12 @@ class Line:
     Inside, everything happens in the line's own thread, so that nothing needs a lock.
     """
 
-    def __init__(
-        self, node: int, per_node: int, names: Mapping[int, str], exchange: Exchange, silence_s: float
-    ) -> None:
+    def __init__(self, node: int, per_node: int, names: Mapping[int, str], exchange: Exchange, place: Place) -> None:
         self.names = dict(names)
         self.node = node
         self._per_node = per_node
         self._exchange = exchange
-        self._silence_s = silence_s
+        self._place, self._silence_s = place, place.silence_s
         self.reports: dict[int, tuple[float, list[dict[str, Any]]]] = {}
         """At machine 0: what others told of their ranks (`tell_ranks`), and when (time.monotonic())."""
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -87,6 +86,10 @@ class Line:
             return self._orders.get_nowait()
         except queue.Empty:
             return None
+
+    def trains(self) -> None:
+        """The ranks of this machine have come through the start: the other machines may be silent for longer now."""
+        self._silence_s = max(self._place.silence_s, self._place.training_silence_s)
 
     def tell_signal(self, number: int) -> None:
         """This launcher was sent a signal: all machines are to stop in order."""
@@ -190,9 +193,9 @@ class HubLine(Line):
         names: Mapping[int, str],
         wires: Mapping[int, Wire],
         exchange: Exchange,
-        silence_s: float,
+        place: Place,
     ) -> None:
-        super().__init__(0, per_node, names, exchange, silence_s)
+        super().__init__(0, per_node, names, exchange, place)
         self._nodes = {wire: node for node, wire in wires.items()}
         self._links = {node: LinkWatch() for node in wires}
         self._outcomes: dict[int, Outcome] = {}
@@ -290,9 +293,9 @@ class SpokeLine(Line):
     """Any other machine's end: tells machine 0, and does as it says."""
 
     def __init__(
-        self, node: int, per_node: int, names: Mapping[int, str], wire: Wire, exchange: Exchange, silence_s: float
+        self, node: int, per_node: int, names: Mapping[int, str], wire: Wire, exchange: Exchange, place: Place
     ) -> None:
-        super().__init__(node, per_node, names, exchange, silence_s)
+        super().__init__(node, per_node, names, exchange, place)
         self._wire: Wire | None = wire
         self._outcome: Outcome | None = None
         self._hub_lost: str | None = None

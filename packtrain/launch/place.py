@@ -16,7 +16,8 @@ class Place:
     """Machine 0 listens on `port`, the others reach it at `address` within `timeout_s` seconds of their own start.
 
     `job` is the run's name (members.job_of), `names` are host names by number as far as they are known beforehand, and
-    `silence_s` is how long a launcher may be silent before it counts as lost.
+    `silence_s` is how long a launcher may be silent before it counts as lost, `training_silence_s` while the ranks train, if
+    that is longer.
     """
 
     address: str
@@ -25,6 +26,7 @@ class Place:
     job: str
     names: tuple[str, ...] = ()
     silence_s: float = 30
+    training_silence_s: float = 0
 
     def machine(self, node: int, per_node: int) -> str:
         """A machine in words: "n2 (machine 1, ranks 4 to 7)"."""

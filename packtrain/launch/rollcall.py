@@ -57,9 +57,9 @@ def meet(me: Member, place: Place, prepare: Callable[[], object] = lambda: None)
 def _met(me: Member, place: Place, exchange: Exchange, prepare: Callable[[], object]) -> Line:
     if me.node == 0:
         wires, names = _gather(me, place, exchange, prepare)
-        return HubLine(me.per_node, names, wires, exchange, place.silence_s)
+        return HubLine(me.per_node, names, wires, exchange, place)
     wire, names = arrive(me, place, exchange)
-    return SpokeLine(me.node, me.per_node, names, wire, exchange, place.silence_s)
+    return SpokeLine(me.node, me.per_node, names, wire, exchange, place)
 
 
 def _gather(

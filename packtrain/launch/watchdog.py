@@ -104,6 +104,11 @@ class Watchdog:
         self._begun, self._gpu_error = time.monotonic(), ""
         self._teller: Teller | None = None
 
+    @property
+    def trains(self) -> bool:
+        """Whether any rank has come through what is before training."""
+        return any(one.beat.progress >= (1,) for one in self._seen.values())
+
     @contextmanager
     def found_by_others(self, node: int, *, answers: bool = True) -> Iterator[None]:
         """Inside the block logs/ says where the heartbeats are; afterwards what the last ones were.

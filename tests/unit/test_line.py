@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
-from packtrain.launch import line
+from packtrain.config.compose import load_config
+from packtrain.launch import execute, line
 from packtrain.launch.ending import BUG
 from packtrain.launch.line import Line
 from packtrain.launch.link import LinkWatch
 from packtrain.launch.place import Place
+from packtrain.launch.plan import plan_launch
+from packtrain.launch.surroundings import Surroundings
 from packtrain.launch.verdict import Outcome, judge
 from tests.unit.launchers import end, free_place, member, together, wait_for_order
 
@@ -101,6 +104,34 @@ def test_a_launcher_that_falls_silent_is_lost_in_time(silent: int, place: Place)
     other = ends[1 - silent]
     assert other.code == 4
     assert f"n{silent + 1} was lost: silent for" in other.lines[0]
+
+
+def test_a_launcher_may_be_silent_for_longer_while_the_ranks_train(place: Place) -> None:
+    def work(line: Line) -> Any:
+        line.trains()
+        if line.node == 0:
+            return end(line)
+        line._call(lambda: time.sleep(3))
+        return end(line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(line, "BEAT_S", 0.2)
+        ends = together(replace(place, silence_s=1.2, training_silence_s=120), member(0), member(1), work=work)
+    assert [(one.code, list(one.lines)) for one in ends] == [(0, [])] * 2
+
+
+@pytest.mark.parametrize(
+    ("step_s", "join_s", "before", "while_training"),
+    [(600, 300, 30, 30), (600, 20, 10, 30), (600, 5, 10, 30), (40, 30, 15, 20), (10, 300, 5, 5)],
+)
+def test_before_training_a_launcher_may_be_silent_for_half_the_time_limit_of_joining(
+    step_s: int, join_s: int, before: float, while_training: float
+) -> None:
+    topology = ["topology=manual", "topology.nodes=2", "topology.gpus_per_node=1", "topology.main_address=n1"]
+    limits = [f"topology.step_timeout={step_s}", f"topology.join_timeout={join_s}", "topology.node_rank=0"]
+    config = load_config("recipes/quickstart-sft.yaml", [*topology, *limits])
+    at = execute._place(plan_launch(config, Surroundings(cpus=4, host="n1")), config)
+    assert (at.silence_s, at.training_silence_s) == (before, while_training)
 
 
 def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(place: Place) -> None:
