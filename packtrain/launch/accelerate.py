@@ -65,12 +65,12 @@ def launch_argv(
 
 
 class _Told(subprocess.Popen):
-    """A worker of torchrun. What ended it is written down as soon as torchrun knows, which says so itself only if it has the time."""
+    """A worker of torchrun. How it ended is written down as soon as torchrun knows, which says so itself only if it has the time."""
 
     def poll(self) -> int | None:
         """As Popen's."""
         known, code = self.returncode, super().poll()
-        if known is None and code is not None and code < 0:
+        if known is None and code is not None:
             print(f"exitcode: {code} (pid: {self.pid})", file=sys.stderr, flush=True)
         return code
 

@@ -25,7 +25,7 @@ _SIGNALS = {
     "Illegal instruction": signal.SIGILL,
     "Floating-point exception": signal.SIGFPE,
 }
-_TORCHRUN_SAYS = re.compile(r"exitcode\s*:\s*(-\d+) \(pid: (\d+)\)")
+_TORCHRUN_SAYS = re.compile(r"exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,9 @@ def crash_of(folder: Path, name: str) -> Crash | None:
         return None
 
 
-def signals_of(folder: Path, pids: Mapping[int, int], log: str) -> dict[int, int]:
-    """By which signals (negative) the ranks whose processes were `pids` ended, by torchrun's `log` or what they have left."""
+def ends_of(folder: Path, pids: Mapping[int, int], log: str) -> dict[int, int]:
+    """By which signals (negative), or with which exit codes, the ranks whose processes were `pids` ended, by torchrun's `log` or
+    what they have left."""
     said = {int(pid): int(code) for code, pid in _TORCHRUN_SAYS.findall(log)}
     crashes = {rank: crash_of(folder, str(rank)) for rank in pids}
     by_log = {rank: said[pid] for rank, pid in pids.items() if pid in said}

@@ -28,6 +28,7 @@ _SIGNAL_NAMES = {4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 9: "SIGKIL
 Cause = Literal[
     "memory",
     "killed",
+    "left",
     "stopped",
     "ended",
     "loader",
@@ -54,6 +55,10 @@ CAUSES: Mapping[Cause, tuple[str, str]] = {
     "killed": (
         "the process was killed or crashed outside Python",
         "look who did it: dmesg and the scheduler's log (memory limit, time limit), and the rank's log for a crash",
+    ),
+    "left": (
+        "it ended itself past the training: os._exit or sys.exit, in a callback, a library, or your own code",
+        "the end of the rank's log may say more; see what ends processes with that code",
     ),
     "stopped": (
         "the process is stopped (SIGSTOP, or a debugger)",
@@ -170,12 +175,17 @@ def _dead(states: Sequence[RankState]) -> Diagnosis | None:
         return None
     dead = _first(gone)
     killed = {one.exit for one in dead if one.exit is not None}
-    by = ", ".join(_SIGNAL_NAMES.get(-number, f"signal {-number}") for number in sorted(killed, reverse=True))
+    by = ", ".join(_end_in_words(number) for number in sorted(killed, reverse=True))
     out_of_memory = any(one.oom for one in dead) and killed <= {-9}
     what = f"{_who(dead)} ended without a word{f' ({by})' if by else ''}, {_place(dead)}"
     rest, after = [one for one in states if not one.dead], [one for one in gone if one not in dead]
     others = (*_waiting(rest), *([f"{_who(after, with_process=False)} aborted after it (SIGABRT)"] if after else []))
-    return Diagnosis("memory" if out_of_memory else "killed", _ranks(dead), what, others, dead[0].stack)
+    left: Cause = "left" if killed and min(killed) >= 0 else "killed"
+    return Diagnosis("memory" if out_of_memory else left, _ranks(dead), what, others, dead[0].stack)
+
+
+def _end_in_words(number: int) -> str:
+    return f"exit code {number}" if number >= 0 else _SIGNAL_NAMES.get(-number, f"signal {-number}")
 
 
 def _first(dead: Sequence[RankState]) -> Sequence[RankState]:

@@ -28,7 +28,8 @@ class RankState:
 
     `stack` (innermost first), `pending`, the last collectives that it has `passed` and `loaders` (stacks of its loader
     processes) are what it answered when asked, `told` whether it could say if a collective is pending. `gpu_error` is what
-    the kernel of its machine says of a GPU, `died` when it crashed (seconds, as its machine counts them).
+    the kernel of its machine says of a GPU, `died` when it crashed (seconds, as its machine counts them). `unsaid`: not itself has
+    said how it ended, only the system, which has `exit`.
     """
 
     rank: int
@@ -47,18 +48,19 @@ class RankState:
     loaders: tuple[tuple[Frame, ...], ...] = ()
     gpu_error: str = ""
     died: float | None = None
+    unsaid: bool = False
 
     @property
     def dead(self) -> bool:
         """Gone without having said how: who is through may have left no exit code yet, or nobody who looks knows it."""
-        said = self.exit is not None and self.exit >= 0
+        said = self.exit is not None and self.exit >= 0 and not self.unsaid
         through = self.exit is None and self.at_its_end
         return self.state in ("", "Z", "X") and not (said or through)
 
     @property
     def at_its_end(self) -> bool:
         """Through with everything."""
-        return self.exit == 0 or (self.beat is not None and self.beat.phase == "done")
+        return (self.exit == 0 and not self.unsaid) or (self.beat is not None and self.beat.phase == "done")
 
     @property
     def alone(self) -> bool:

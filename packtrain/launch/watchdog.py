@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.launch import stacks
-from packtrain.launch.crash import crash_of, signals_of
+from packtrain.launch.crash import crash_of, ends_of
 from packtrain.launch.diagnosis import ABORTED, Diagnosis, diagnose, not_begun
 from packtrain.launch.disk import in_time
 from packtrain.launch.effort import Effort, count
@@ -237,10 +237,10 @@ class Watchdog:
         in_time(lambda: [file.write_text(text) for file, text in texts.items()], [])
 
     def ends(self, silent: Collection[int], log: Path) -> dict[int, int]:
-        """The signals (negative) of ranks that ended without a word (`silent`), as far as they are known: by what they left when
-        they crashed, or by torchrun's `log`."""
+        """The signals (negative) or exit codes of ranks that ended without a word (`silent`), as far as they are known: by what
+        they left when they crashed, or by torchrun's `log`."""
         pids = {rank: one.beat.pid for rank, one in self._seen.items() if rank in silent}
-        return signals_of(self._folder, pids, in_time(lambda: log.read_text(errors="replace"), ""))
+        return ends_of(self._folder, pids, in_time(lambda: log.read_text(errors="replace"), ""))
 
     def aftermath(self, silent: Collection[int], codes: Mapping[int, int], log: Path) -> Diagnosis | None:
         """Why ranks that ended without a word (`silent`) did, torchrun's `log` may have their signals; or who left too early
@@ -255,7 +255,7 @@ class Watchdog:
             one.still_s = 0.0
         states = [self._crashed(one) if one.rank in silent else one for one in self.states({**codes, **ends})]
         found = diagnose(states)
-        if found is None or found.cause not in ("killed", "gpu", "memory", "ended"):
+        if found is None or found.cause not in ("killed", "left", "gpu", "memory", "ended"):
             return None
         only_aborted = bool(silent) and all(ends.get(rank) == ABORTED for rank in silent)
         return found if only_aborted else self.write(found)
@@ -263,9 +263,9 @@ class Watchdog:
     def _crashed(self, state: RankState) -> RankState:
         """One that is gone, with what it left where it crashed, which is kept in logs/."""
         if (crash := crash_of(self._folder, str(state.rank))) is None:
-            return replace(state, state="")
+            return replace(state, state="", unsaid=True)
         in_time(lambda: stacks_of(self._logs, state.rank).write_text(crash.text), 0)
-        return replace(state, state="", stack=crash.stack, died=crash.at)
+        return replace(state, state="", unsaid=True, stack=crash.stack, died=crash.at)
 
     def gpu_error(self) -> str:
         """What the kernel of this machine has said of a GPU (Xid) since the start; "" where nothing."""

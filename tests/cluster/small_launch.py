@@ -72,9 +72,8 @@ def start(log: str, nodes: int, node: int, per_node: int, address: str, port: st
         if pid:
             workers.discard(pid)
             code = os.waitstatus_to_exitcode(status)
-            if code < 0:
-                with Path(log).open("a") as file:
-                    file.write(f"exitcode  : {code} (pid: {pid})\n")
+            with Path(log).open("a") as file:
+                file.write(f"exitcode  : {code} (pid: {pid})\n")
             if code and failed is None:  # the others have half a minute
                 failed = time.monotonic()
                 _signal(workers, signal.SIGTERM)

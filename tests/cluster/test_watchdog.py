@@ -274,6 +274,17 @@ CRASHES = """
 """
 
 
+def test_a_rank_that_ends_itself_without_a_word_is_named_with_its_exit_code(tmp_path: Path) -> None:
+    for number, launcher in ((7, BY_TORCHRUN), (0, SMALL)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        body = f"    pulse.enter('forward', step=4)\n    if rank == 1: os._exit({number})\n    meet(4)\n"
+        code, stderr = launch(folder, body, step_timeout=600, launcher=launcher)
+        assert code == 4, stderr
+        assert f"ended without a word (exit code {number}), in the forward pass of step 4" in stderr.splitlines()[0]
+        assert "likely cause: it ended itself" in stderr
+
+
 def test_a_rank_that_aborts_because_another_was_killed_is_not_the_one_that_is_named(tmp_path: Path) -> None:
     code, stderr = launch(tmp_path, ABORTS, step_timeout=600)
     assert code == 4, stderr

@@ -61,6 +61,8 @@ USUAL = TimeLimits()
         (rank(1, "backward", state="", exit=-9), "killed"),
         (rank(1, "backward", state="", exit=-9, oom=True), "memory"),
         (rank(1, "backward", state="", exit=-11, oom=True), "killed"),
+        (rank(1, "backward", state="", exit=7, unsaid=True), "left"),
+        (rank(1, "backward", state="", exit=0, unsaid=True), "left"),
         (rank(1, "done", 7, exit=0), "ended"),
         (waits(1, "checkpoint", 7, "gloo:barrier"), "collectives"),
         (waits(1, "counts", what="Long 6"), "collectives"),
