@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,9 +32,10 @@ from packtrain.launch.children import GRACE_S, TERM_S
 from packtrain.launch.diagnosis import ABORTED
 from packtrain.launch.disk import in_time
 from packtrain.launch.heartbeat import HEARTBEAT_DIR, own_pulse, read_beats
-from packtrain.launch.joining import launch_of
+from packtrain.launch.joining import BY_HAND, launch_of
 from packtrain.launch.own_folder import held, place_of_heartbeats
 from packtrain.launch.processes import families, sight, text_of
+from packtrain.launch.ranks import numbered, ranks_in_words
 from packtrain.launch.signals import ENDING
 from packtrain.launch.watchdog import DIAGNOSIS, Watchdog
 from packtrain.launch.worker import exit_codes, losses, report_loss
@@ -44,6 +46,11 @@ _LOOK_S = 0.25
 _PARTING_S = 3
 _SURE = 2  # looks
 _NEW_S = 60
+NOT_IN_A_ROW = (
+    "their machine's are numbered neither in a row nor in turn: set mpirun --map-by slot, srun --distribution=block"
+)
+UNSEEN = "start packtrain itself on each machine, or by torchrun or mpirun; by hand set LOCAL_WORLD_SIZE, too, the processes of a machine"
+"""What to do where processes of a machine do not see each other."""
 
 
 @contextmanager
@@ -59,21 +66,21 @@ def watched(
 ) -> Iterator[None]:
     """Inside the block this process, which a launcher has started with `per_node` on each machine, is watched.
 
-    What is said goes to stderr and into `log`, which is beside the other logs. Nobody watches where no launcher is known to
-    have started one process for each rank, or where the ranks of a machine are not in a row.
+    What is said goes to stderr and into `log`, which is beside the other logs; that nobody watches, too.
     """
     rank = int(os.environ.get("RANK", "0"))
-    folder, local = _meeting_place(log, rank, per_node)
+    folder, local = _meeting_place(log, host)
     if folder is None:
+        print(f"rank {rank} on {host} is not watched: {UNSEEN}", file=sys.stderr, flush=True)
         yield
         return
     os.environ[HEARTBEAT_DIR] = str(folder)
     pulse, over, watcher, end = own_pulse(), threading.Event(), None, _end_of(folder, os.getpid())
     end.unlink(missing_ok=True)
     if not local:
-        about = {"folder": str(folder), "log": str(log), "first": rank, "per_node": per_node, "machines": machines}
+        about = {"folder": str(folder), "log": str(log), "per_node": per_node, "machines": machines, "host": host}
         about |= {"step_timeout": step_timeout, "checkpoint_timeout": checkpoint_timeout, "join_timeout": join_timeout}
-        about |= {"host": host, "process": os.getpid(), "launcher": os.getppid()}
+        about |= {"process": os.getpid(), "launcher": os.getppid(), "by_hand": f"-of-{BY_HAND}-" in folder.name}
         watcher = _start(about, folder)
     threading.Thread(target=_obey, args=(end, over), name="watchdog", daemon=True).start()
     code = 1
@@ -104,16 +111,16 @@ def watched(
             watcher.wait(_PARTING_S)  # a scheduler kills what the first process leaves behind
 
 
-def _meeting_place(log: Path, rank: int, per_node: int) -> tuple[Path | None, int]:
+def _meeting_place(log: Path, host: str) -> tuple[Path | None, int]:
     """The folder of all processes of this launch that see each other, and of no other, not even of its next run; None where
     there can be none. And the number of this process on its machine."""
     launch = launch_of(os.environ, os.getppid())
-    if launch is None or rank % per_node != launch[1]:
+    if launch is None:
         return None, 0
-    name, local = launch
+    name, local = f"{launch[0]}-{re.sub(r'[^-.a-zA-Z0-9]', '-', os.environ.get('SLURM_NODEID', host))}", launch[1]
     with suppress(OSError):
         name += f"-{os.stat('/proc/self/ns/pid').st_ino}"  # in containers of their own, process ids mean others
-    folder = place_of_heartbeats(f"of-{name}-{rank // per_node}-{zlib.crc32(bytes(log.absolute())):08x}")
+    folder = place_of_heartbeats(f"of-{name}-{zlib.crc32(bytes(log.absolute())):08x}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         return (folder if folder.stat().st_uid == os.getuid() else None), local  # the name can be guessed
@@ -167,7 +174,7 @@ def _leave(folder: Path, rank: int, code: int) -> None:
 class _Ranks:
     """Those of this machine: exit codes of who has left one, who is gone without (`silent`), and processes of the rest (`left`)."""
 
-    def __init__(self, folder: Path, parents: Mapping[int, int]) -> None:
+    def __init__(self, folder: Path, parents: Mapping[int, int], *, by_hand: bool) -> None:
         self.codes: dict[int, int] = {}
         self.lost: dict[int, str] = {}  # what those said that only saw others gone
         self.silent: set[int] = set()
@@ -175,6 +182,7 @@ class _Ranks:
         self.failed = 0  # looks on end that one has failed
         self._folder = folder
         self._parents = dict(parents)  # of processes
+        self._by_hand = by_hand  # then the shell may well be left before them
         self.look()
 
     def look(self) -> None:
@@ -188,8 +196,15 @@ class _Ranks:
         failed = self.silent or any(0 < code <= 128 for code in self.codes.values())
         self.failed = self.failed + 1 if failed else 0
 
+    @property
+    def all(self) -> set[int]:
+        """Those that have said anything so far."""
+        return {*self.codes, *self.silent, *self.left}
+
     def orphaned(self) -> bool:
         """Whether the process that has started one of them is gone."""
+        if self._by_hand:
+            return False
         for pid in self.left.values():
             with suppress(psutil.Error):
                 parent = psutil.Process(pid).ppid()
@@ -253,19 +268,31 @@ def _report_of(logs: Path, node: int) -> Path:
 
 def _watch(about: Mapping[str, Any]) -> None:
     """Until all ranks of this machine have come to their end, or have been ended for what is told."""
-    folder, log, first, machines = Path(about["folder"]), Path(about["log"]), about["first"], about["machines"]
-    ranks, host, node = range(first, first + about["per_node"]), about["host"], first // about["per_node"]
-    logs, log = log.parent, log.with_stem(f"{log.stem}-{node:05d}") if node else log
+    folder, log, host = Path(about["folder"]), Path(about["log"]), about["host"]
+    logs, per_node, machines = log.parent, about["per_node"], about["machines"]
     limits = {name: about[name] for name in ("step_timeout", "checkpoint_timeout", "join_timeout")}
-    watchdog = Watchdog(folder, logs, ranks=ranks, host=host, machines=machines, **limits)
     for number in ENDING:  # launchers send them to all that they find; the ranks know what to do
         signal.signal(number, signal.SIG_IGN)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         with suppress(OSError):
             stack.enter_context(held(folder))
+        here = _Ranks(folder, {about["process"]: about["launcher"]}, by_hand=about["by_hand"])
+        _gather(here, per_node, host, log)
+        place = numbered(here.all, per_node, machines)
+        if place is None:
+            if len(here.all) == per_node:
+                _say([f"{ranks_in_words(here.all)} on {host} are not watched: {NOT_IN_A_ROW}"], log)
+            elif here.left:  # one has ended before all were there
+                time.sleep(GRACE_S)
+                here.look()
+                _say([*here.lost.values()][:1], log)
+                here.end()
+            return
+        ranks, node = place
+        log = log.with_stem(f"{log.stem}-{node:05d}") if node else log
+        watchdog = Watchdog(folder, logs, ranks=ranks, host=host, machines=machines, **limits)
         stack.enter_context(watchdog.found_by_others(node))
-        here = _Ranks(folder, {about["process"]: about["launcher"]})
         others = stack.enter_context(_Others(logs, node, machines))
         while here.left and here.failed < _SURE:
             if lines := _stuck(here, others, watchdog, host):
@@ -279,6 +306,17 @@ def _watch(about: Mapping[str, Any]) -> None:
             _say([why] if (why := watchdog.blind()) else (), log)
         watchdog.codes = here.codes
         here.end()
+
+
+def _gather(here: _Ranks, per_node: int, host: str, log: Path) -> None:
+    """Waits until all ranks of this machine have come, or one of them has ended; says so where some do not."""
+    told = time.monotonic() + _NEW_S
+    while len(here.all) < per_node and here.left and not here.failed:
+        if time.monotonic() > told:
+            told = float("inf")
+            _say([f"{len(here.all)} of {per_node} processes have come on {host}, which are not watched: {UNSEEN}"], log)
+        time.sleep(_LOOK_S)
+        here.look()
 
 
 def _stuck(here: _Ranks, others: _Others, watchdog: Watchdog, host: str) -> Sequence[str]:

@@ -17,6 +17,7 @@ from packtrain.launch.slurm import Allocation
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # what torchrun gives each process
 ALSO_NEEDED = ("LOCAL_RANK", "MASTER_PORT")
 DEFAULT_PORT = 29500
+BY_HAND = "by-hand"
 # Rank, size, rank on the machine, size of the machine: Open MPI's, and those of MPICH, Intel MPI and their kin (Hydra).
 _OF_MPI = (
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
@@ -199,7 +200,8 @@ def _torch_variables(rank: int, total: int, local: int, per_node: int, address: 
 def launch_of(env: Mapping[str, str], parent: int) -> tuple[str, int] | None:
     """The launch that has started this process for its RANK: a name that it has for all on this machine, and the number here.
 
-    `parent` is the process that has started this one. None where no launcher is known to have: by hand, or for a machine.
+    `parent` is the process that has started this one: torchrun and DeepSpeed's launcher start all of a machine. By hand, where
+    they are called BY_HAND, nothing is known of it. None where they do not have ranks of a machine.
     """
     if _TORCHRUN in env:
         return f"{parent}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", int_of(env, "LOCAL_RANK", 0)
@@ -207,4 +209,9 @@ def launch_of(env: Mapping[str, str], parent: int) -> tuple[str, int] | None:
         if local in env and (env.get(rank), env.get(size)) == (env.get("RANK"), env.get("WORLD_SIZE")):
             told = [env[name] for name in names if env.get(name)]
             return re.sub(r"[^\w.]", "-", "-".join(told)) or str(parent), int_of(env, local, 0)
-    return None
+    if any(name not in env for name in (*RENDEZVOUS, *ALSO_NEEDED)):
+        return None
+    if "CROSS_SIZE" in env and "LOCAL_SIZE" in env:  # DeepSpeed's
+        return str(parent), int_of(env, "LOCAL_RANK", 0)
+    name = re.sub(r"[^\w.]", "-", f"{env['MASTER_ADDR']}-{env['MASTER_PORT']}")
+    return f"{BY_HAND}-{name}", int_of(env, "LOCAL_RANK", 0)

@@ -124,7 +124,7 @@ class Watchdog:
                 old.unlink()
         about = {
             "host": self._host,
-            "ranks": [self._ranks.start, self._ranks.stop],
+            "ranks": [self._ranks.start, self._ranks.stop, self._ranks.step],
             "machines": self._machines,
             "step_timeout": self._limits.step_s,
             "logs": {rank: _size(self._logs / f"rank-{rank:05d}.log") for rank in self._ranks},  # of earlier runs

@@ -1,5 +1,5 @@
-"""Stands in for launchers that are not ours: `python -m tests.cluster.foreign_launch mpirun|srun NUMBER` runs worker.py of its
-folder NUMBER times, with the variables that they set.
+"""Stands in for launchers that are not ours: `python -m tests.cluster.foreign_launch mpirun|srun|cyclic|hand NUMBER` runs
+worker.py of its folder NUMBER times, with the variables that they set; `cyclic` is srun on two machines, ranks in turn.
 
 Like srun without --kill-on-bad-exit it ends nobody, and ends itself with the greatest exit code of all. As srun it starts each
 rank inside a process of its own, as in `srun bash -c '…; packtrain …'`.
@@ -22,7 +22,14 @@ def variables(launcher: str, rank: int, number: int, port: str) -> dict[str, str
         numbers = {"RANK": rank, "SIZE": number, "LOCAL_RANK": rank, "LOCAL_SIZE": number}
         said = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in numbers.items()}
         return {**said, "PMIX_NAMESPACE": f"prterun-n1-{own}@1", "MASTER_PORT": port}
+    if launcher == "hand":
+        numbers = {"RANK": rank, "WORLD_SIZE": number, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": number}
+        return {name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     job = {"SLURM_JOB_ID": own, "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost", "SLURM_NODEID": "0"}
+    if launcher == "cyclic":
+        job |= {"SLURM_JOB_NODELIST": "localhost,localhost2", "SLURM_NODEID": str(rank % 2)}
+        step = {"SLURM_STEP_NUM_TASKS": str(number), "SLURM_STEP_TASKS_PER_NODE": f"{number // 2}(x2)"}
+        return {**job, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank // 2)}
     step = {"SLURM_STEP_NUM_TASKS": str(number), "SLURM_STEP_TASKS_PER_NODE": str(number)}
     return {**job, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
 

@@ -98,6 +98,8 @@ CASES = (
     Case("mpirun", "has a bug", ("rank 1 on ", " has failed:", "ValueError: shapes do not fit"), 4),
     Case("mpirun", "1 is killed, 0 aborts", ("rank 1 on ", DIED, "rank 0 on "), KILLED),
     Case("srun", "none"),
+    Case("cyclic", "data", (*DATA[:-1], "rank 3 on "), 4),
+    Case("hand", "stopped", STOPPED, 4),
 )
 ABANDONED = Case("mpirun", "no launcher")
 Launch = tuple[Path, subprocess.Popen[str]]
@@ -113,7 +115,8 @@ def start(folder: Path, launcher: str, fault: str) -> Launch:
         where = ["--start", "log", "1", "0", "2", "127.0.0.1", port]
         given[PRELOAD] = "packtrain.launch.execute packtrain.config.compose"
         return folder, at_work(folder, *SMALL, *where, **given, TORCHELASTIC_RUN_ID="none")
-    return folder, at_work(folder, "-m", "tests.cluster.foreign_launch", launcher, "2", port, **given)
+    number = "4" if launcher == "cyclic" else "2"
+    return folder, at_work(folder, "-m", "tests.cluster.foreign_launch", launcher, number, port, **given)
 
 
 def nothing_is_left(folder: Path, launcher: int) -> bool:

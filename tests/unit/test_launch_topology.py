@@ -320,6 +320,7 @@ STEP = {
     "SLURM_PROCID": "5",
     "SLURM_LOCALID": "3",
 }
+BY_HAND = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": text for name, text in {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1"}.items()}
 
 
@@ -331,8 +332,12 @@ OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": text for name, text in {"RANK": "5", "SIZ
         ({"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}, ("77", 1)),
         (STEP, ("7-2", 3)),
         ({**STEP, "SLURM_RESTART_COUNT": "1"}, ("7-2-1", 3)),
-        ({**STEP, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, None),  # by hand inside a task of each machine
-        ({"CROSS_SIZE": "2"}, None),
+        (
+            {**BY_HAND, **STEP, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+            ("by-hand-n1-29500", 1),
+        ),  # in a machine's task
+        ({**BY_HAND, "CROSS_SIZE": "2", "LOCAL_SIZE": "4"}, ("77", 1)),
+        (BY_HAND, ("by-hand-n1-29500", 1)),
         ({}, None),
     ],
 )
