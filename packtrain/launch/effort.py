@@ -3,7 +3,7 @@
 At work is who computes or moves bytes, itself or by its children: from and to files, memory mapped from them, and TCP, which a
 download comes by. Where nothing of that is to be seen something may still move for it: its main thread wakes up again and again
 (it goes from file to file of a slow server, or asks for a lock), or the storage takes in what it has long handed over and now
-waits for (fsync). That is the machine's, so that others who write can hide a rank that does nothing; they only defer its
+waits for (fsync). That is the machine's, so that others who write can hide a rank whose write has stalled; they only defer its
 diagnosis to the longer limit. A rank of which nothing of all this is to be seen for long does nothing at all.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from packtrain.launch.processes import HAS_PROC, families, moved, sight, wakes
 from packtrain.launch.rank_state import BUSY_CORES
 from packtrain.launch.traffic import received, stored
+from packtrain.launch.waits import may_wait_for_storage
 
 LOADS = 2**16
 """Bytes a second of a slow download."""
@@ -25,12 +26,14 @@ _WAKES = 1
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Since a process began: seconds of CPU time and bytes moved, by it and its children; how often its main thread woke up;
-    bytes that the storage of its machine took in."""
+    bytes that the storage of its machine took in. `writes`: whether one of them may be waiting for that just now; None where
+    that is not told."""
 
     cpu: float
     moved: int
     wakes: int
     stored: int
+    writes: bool | None = None
 
 
 def count(roots: Iterable[int]) -> dict[int, Counts]:
@@ -38,9 +41,20 @@ def count(roots: Iterable[int]) -> dict[int, Counts]:
     found = {root: (root, *family) for root, family in families(roots).items()}
     came, taken = received(found), stored()
     return {
-        root: Counts(sum(sight(one).cpu for one in members), sum(map(moved, members)) + came[root], wakes(root), taken)
+        root: Counts(
+            sum(sight(one).cpu for one in members),
+            sum(map(moved, members)) + came[root],
+            wakes(root),
+            taken,
+            _writes(members),
+        )
         for root, members in found.items()
     }
+
+
+def _writes(members: Iterable[int]) -> bool | None:
+    told = [may_wait_for_storage(one) for one in members]
+    return any(told) if any(told) or None not in told else None
 
 
 @dataclass(slots=True)

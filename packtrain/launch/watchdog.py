@@ -300,7 +300,7 @@ class Watchdog:
         still = {one.beat.pid: one for one in looked_at}
         for pid, counts in (count(still) if still else {}).items():
             one = still[pid]
-            one.effort.measure(counts, writes=one.beat.phase in WRITING or sight(pid).state == "D")
+            one.effort.measure(counts, writes=counts.writes or (counts.writes is None and one.beat.phase in WRITING))
 
     def _state(self, rank: int, code: int | None) -> RankState:
         one = self._seen.get(rank)

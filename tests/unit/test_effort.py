@@ -18,6 +18,7 @@ from packtrain.diagnose import host
 from packtrain.launch import effort, traffic
 from packtrain.launch.effort import Counts, Effort, count
 from packtrain.launch.processes import sight
+from packtrain.launch.waits import may_wait_for_storage
 
 MIB = 2**20
 
@@ -101,6 +102,13 @@ print()
 input()
 """
 SLEEPS = "print(); input()"
+WRITES = """
+import os, threading, time
+line, full = os.pipe()
+print()
+threading.Thread(target=os.write, args=(full, bytes(2**24))).start()
+time.sleep(600)
+"""
 STIRS = """
 import time
 print()
@@ -148,6 +156,17 @@ def test_pages_that_are_mapped_from_a_file_count(linux: None, tmp_path: Path) ->
         process.stdin.write(b"\n")
         process.stdout.readline()
         assert count([process.pid])[process.pid].moved - before >= 2 * effort.LOADS  # a fault brings many pages
+
+
+def test_only_who_is_in_a_call_that_writes_may_be_waiting_for_the_storage(linux: None, tmp_path: Path) -> None:
+    with python(SLEEPS) as still, python(WRITES) as writing:
+        limit = time.monotonic() + 120
+        while may_wait_for_storage(still.pid) or not may_wait_for_storage(writing.pid):
+            if may_wait_for_storage(writing.pid) is None and time.monotonic() > limit - 110:
+                pytest.skip("the system does not tell of system calls")
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        assert count([still.pid])[still.pid].writes is False and count([writing.pid])[writing.pid].writes
 
 
 def test_a_sleeping_process_does_nothing_and_one_that_asks_again_and_again_stirs(linux: None) -> None:
