@@ -20,13 +20,13 @@ import psutil
 
 from packtrain.launch.diagnosis import ABORTED, Diagnosis
 from packtrain.launch.disk import in_time
-from packtrain.launch.ending import Stopped
+from packtrain.launch.ending import Stopped, say_stopped
 from packtrain.launch.line import Line
 from packtrain.launch.ranks import ranks_in_words
 from packtrain.launch.signals import heard_by
 from packtrain.launch.verdict import TAIL_LINES, Outcome, Verdict, judge
 from packtrain.launch.watchdog import Watchdog
-from packtrain.launch.worker import exit_codes, losses, process_ids
+from packtrain.launch.worker import exit_codes, losses, process_ids, stop_of_rank_0
 
 GRACE_S = 2
 TERM_S = 5
@@ -128,6 +128,9 @@ class _Children:
         if self._told is not None:  # ended by us: 128 + SIGTERM says nothing
             codes = {rank: code for rank, code in codes.items() if code is not None and code <= 128}
         codes |= dict.fromkeys(self._silent - set(codes))
+        failed = self._ending is not None or Outcome(codes).failed
+        if (stop := stop_of_rank_0(self._exits)) and (self.received or not failed):  # else it is ended for what is told
+            say_stopped(stop)
         bad = [rank for rank, code in codes.items() if rank != 0 and (code is None or 0 < code <= 128)]
         tails = self._tails({rank: self._logs[rank] for rank in bad if rank in self._logs})
         lost = losses(self._exits)

@@ -18,10 +18,16 @@ class Stopped(KeyboardInterrupt):
     """SIGINT or SIGTERM, where nothing better listens for it: a run that trains does (train/stop.py)."""
 
 
-def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
+def say_stopped(number: int) -> None:
+    """That a signal has ended this process."""
+    print(f"stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+
+
+def exit_code_of(work: Callable[[], int], *, alone: bool = True, stopped: Callable[[int], None] = say_stopped) -> int:
     """Does `work` and returns its exit code, or that of the error or signal it ended with, which is printed.
 
-    Where it is one of many (not `alone`), whether an exception is a bug is not for it to say.
+    Where it is one of many (not `alone`), whether an exception is a bug is not for it to say, nor may be whether a signal was
+    meant to stop all (`stopped`).
     """
     received: list[int] = []
 
@@ -40,7 +46,7 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
         # whatever came of it: an import that is interrupted may end with an error of its own
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
-        print(f"stopped by {signal.Signals(received[0]).name}", file=sys.stderr)
+        stopped(received[0])
         return 128 + received[0]
 
 

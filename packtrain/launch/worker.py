@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from packtrain.errors import LostPeers, PacktrainError
-from packtrain.launch.ending import exit_code_of
+from packtrain.launch.ending import exit_code_of, say_stopped
+from packtrain.launch.processes import text_of
 
 EXIT_DIR = "PACKTRAIN_EXIT_DIR"
 LOG_DIR = "PACKTRAIN_LOG_DIR"
@@ -32,7 +33,7 @@ def run_worker(work: Callable[[], int]) -> NoReturn:
     """
     redirect_output()
     _report_start()
-    code = exit_code_of(lambda: _with_a_pulse(work), alone=False)
+    code = exit_code_of(lambda: _with_a_pulse(work), alone=False, stopped=report_stop)
     report_exit(code)
     sys.exit(code)
 
@@ -98,6 +99,20 @@ def process_ids(exits: Path) -> dict[int, int]:
 def report_loss(exits: Path, rank: int, error: LostPeers) -> None:
     """Leaves what a rank says that only saw the others gone; raises OSError."""
     (exits / f"{rank}.lost").write_text(str(error))
+
+
+def report_stop(number: int) -> None:
+    """Says that a signal has ended this process; for rank 0 its launcher does, which knows whether that is all there is to say."""
+    if EXIT_DIR in os.environ and os.environ.get("RANK", "0") == "0":
+        Path(os.environ[EXIT_DIR], "0.stopped").write_text(str(number))
+    else:
+        say_stopped(number)
+
+
+def stop_of_rank_0(exits: Path) -> int | None:
+    """The signal that has ended rank 0, where it says so."""
+    text = text_of(exits / "0.stopped")
+    return int(text) if text.isdigit() else None
 
 
 def losses(exits: Path) -> dict[int, str]:
