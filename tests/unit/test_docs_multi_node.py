@@ -36,9 +36,8 @@ def same(text: str) -> str:
 
 
 ROWS = [
-    tuple(same(cell.strip()) for cell in line.split("|")[1:3])
-    for line in PAGE.read_text().splitlines()
-    if line[:2] == "| "
+    (same(cells[1].strip()), same(cells[-2].strip()))  # what is printed, and what to do
+    for cells in (line.split("|") for line in PAGE.read_text().splitlines() if line[:2] == "| ")
 ]
 
 
