@@ -78,6 +78,7 @@ class _Children:
         self._terminated = False
         self._silent: set[int] = set()
         self._frozen: tuple[int, ...] = ()
+        self._waits: tuple[str, ...] = ()
         self._workers: dict[int, psutil.Process] = {}
         self._gone: set[int] = set()  # before they could be looked at
         self._family: dict[int, psutil.Process] = {}
@@ -153,6 +154,7 @@ class _Children:
             log=str(self._log),
             words=[] if codes or self._diagnosis else self._tails({0: self._log})[0],
             followers=sorted(followers),
+            waits=self._waits,
         )
 
     def _obey(self) -> None:
@@ -213,6 +215,7 @@ class _Children:
 
     def _end(self) -> None:
         self._ending = self._ending or time.monotonic()
+        self._waits = self._watchdog.waiting(exit_codes(self._exits))
         self._frozen = tuple(sorted(rank for rank, worker in self._workers.items() if _is_frozen(worker)))
 
     def _press(self) -> None:

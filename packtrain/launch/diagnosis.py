@@ -179,7 +179,7 @@ def _dead(states: Sequence[RankState]) -> Diagnosis | None:
     out_of_memory = any(one.oom for one in dead) and killed <= {-9}
     what = f"{_who(dead)} ended without a word{f' ({by})' if by else ''}, {_place(dead)}"
     rest, after = [one for one in states if not one.dead], [one for one in gone if one not in dead]
-    others = (*_waiting(rest), *([f"{_who(after, with_process=False)} aborted after it (SIGABRT)"] if after else []))
+    others = (*waiting(rest), *([f"{_who(after, with_process=False)} aborted after it (SIGABRT)"] if after else []))
     left: Cause = "left" if killed and min(killed) >= 0 else "killed"
     return Diagnosis("memory" if out_of_memory else left, _ranks(dead), what, others, dead[0].stack)
 
@@ -202,7 +202,7 @@ def _stopped(states: Sequence[RankState]) -> Diagnosis | None:
         return None
     rest = [one for one in states if one.state != "T"]
     what = f"{_who(stopped)} {_is(stopped)} stopped, {_place(stopped)}"
-    return Diagnosis("stopped", _ranks(stopped), what, _waiting(rest), stopped[0].stack)
+    return Diagnosis("stopped", _ranks(stopped), what, waiting(rest), stopped[0].stack)
 
 
 def _ended(states: Sequence[RankState]) -> Diagnosis | None:
@@ -214,7 +214,7 @@ def _ended(states: Sequence[RankState]) -> Diagnosis | None:
     if not any(one.waits or one.exit == PeerFailed.exit_code for one in rest):
         return None
     what = f"{_who(ended)} {_is(ended)} at {'their' if len(ended) > 1 else 'its'} end, the others are not"
-    return Diagnosis("ended", _ranks(ended), what, _waiting(rest))
+    return Diagnosis("ended", _ranks(ended), what, waiting(rest))
 
 
 def _free(states: Sequence[RankState]) -> Diagnosis | None:
@@ -231,7 +231,7 @@ def _free(states: Sequence[RankState]) -> Diagnosis | None:
     rest = [one for one in states if one not in culprits]
     what = f"{_who(culprits)} {_is(culprits)} behind: for {first.still_s:.0f} s {_place(culprits)}"
     stack = first.loaders[0] if cause == "loader" and first.loaders else first.stack
-    return Diagnosis(cause, _ranks(culprits), what, _waiting(rest), stack)
+    return Diagnosis(cause, _ranks(culprits), what, waiting(rest), stack)
 
 
 def _cause(one: RankState) -> Cause:
@@ -266,9 +266,9 @@ def _apart(states: Sequence[RankState]) -> Diagnosis | None:
     rest = [one for one in states if one not in culprits]
     if all(culprits[0].pending in one.passed for one in live if one not in culprits):
         what = f"{_who(culprits)} {_waits(culprits)}, which the others have passed, {_place(culprits)}"
-        return Diagnosis("network", (), what, _waiting(rest), culprits[0].stack)
+        return Diagnosis("network", (), what, waiting(rest), culprits[0].stack)
     what = f"{_who(culprits)} {_waits(culprits)} where the others do not come, {_place(culprits)}"
-    return Diagnosis("collectives", _ranks(culprits), what, _waiting(rest), culprits[0].stack)
+    return Diagnosis("collectives", _ranks(culprits), what, waiting(rest), culprits[0].stack)
 
 
 def _how_far(ours: Sequence[RankState], *, by_number: bool) -> tuple[Any, ...]:
@@ -289,7 +289,7 @@ def _between(states: Sequence[RankState]) -> Diagnosis:
     return Diagnosis("network", (), what, (), live[0].stack)
 
 
-def _waiting(states: Sequence[RankState]) -> tuple[str, ...]:
+def waiting(states: Sequence[RankState]) -> tuple[str, ...]:
     """What the others do, those that do the same together."""
     groups: dict[str, list[RankState]] = defaultdict(list)
     for one in states:

@@ -245,8 +245,10 @@ def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, line: L
 
 
 def _keep(report: Path, lines: Sequence[str], begun: float) -> None:
-    """Leaves for packtrain doctor what the terminal shows of a failure that no watchdog has told of since `begun`."""
-    if not report.exists() or report.stat().st_mtime < begun:
+    """Leaves for packtrain doctor what the terminal shows of a failure, which may be more than a watchdog has told of it since
+    `begun`."""
+    told = report.exists() and report.stat().st_mtime >= begun
+    if not told or report.read_text(encoding="utf-8").partition("\n")[0] == lines[0]:
         report.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

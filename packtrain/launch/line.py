@@ -56,7 +56,7 @@ class Line:
         self.reports: dict[int, tuple[float, list[dict[str, Any]]]] = {}
         """At machine 0: what others told of their ranks (`tell_ranks`), and when (time.monotonic())."""
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._ears, self._bell = socket.socketpair()
         self._ears.setblocking(False)
         self._verdict: Verdict | None = None
@@ -120,7 +120,7 @@ class Line:
         assert self._verdict is not None
         return self._verdict
 
-    def _call(self, what: Callable[[], None]) -> None:
+    def _call(self, what: Callable[[], object]) -> None:
         self._calls.put(what)
         with contextlib.suppress(OSError):  # rung already, or over
             self._bell.send(b"!")
@@ -206,7 +206,7 @@ class HubLine(Line):
     def _beat(self, now: float) -> None:
         for wire, node in list(self._nodes.items()):
             if now - wire.heard > self._silence_s:
-                self._lost(node, f"silent for {now - wire.heard:.0f} s (machine down, link cut, or launcher stopped)")
+                self._lost(node, f"silent for {now - wire.heard:.0f} s")
                 continue
             self._exchange.send(wire, {"kind": "beat"})
             if bad := self._links[node].look(wire.info):
@@ -304,8 +304,7 @@ class SpokeLine(Line):
         if self._wire is None:
             return
         if now - self._wire.heard > self._silence_s:
-            silent = f"silent for {now - self._wire.heard:.0f} s (machine down, link cut, or launcher stopped)"
-            self._broken(self._wire, silent)
+            self._broken(self._wire, f"silent for {now - self._wire.heard:.0f} s")
         else:
             self._exchange.send(self._wire, {"kind": "beat"})
 

@@ -21,6 +21,28 @@ ONE_RAISED = (
     "  → the other ranks did not raise it: look at its part of the data and at its machine; where both are in order, please "
     "report it with that log"
 )
+_AGAIN = "start the same commands again: they go on from the last complete checkpoint"
+_UNREACHED = (
+    "the machine is down, its link is cut, or its launcher is stopped",
+    f"look whether the machine is up, and at its link; {_AGAIN}",
+)
+_LOST = {
+    "silent for": _UNREACHED,
+    "its launcher ended": ("it was stopped there, or has failed", f"its terminal or log says why; {_AGAIN}"),
+    "its processes had not ended": (
+        "they wait in the kernel, for storage or a device, and cannot be killed",
+        "look for processes in state D there (ps), and at dmesg; restart that machine if they stay",
+    ),
+    **dict.fromkeys(
+        ("the connection was closed", "Connection reset by peer", "Broken pipe"),
+        (
+            "its launcher was killed, or the machine went down",
+            f"look at dmesg there and at the scheduler's log: out of memory, time limit; {_AGAIN}",
+        ),
+    ),
+}
+"""How what is said of a lost machine begins: what it likely comes from, and what to do."""
+_MOST_WAITS = 3
 _TIMED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 
 
@@ -32,7 +54,8 @@ class Outcome:
     it was ended for that reason), `signal` the one that ended the run in order, `frozen` are ranks that were found stopped
     (SIGSTOP), `diagnosis` is what the watchdog said, `tails` are a failing rank's last lines; `log` is torchrun's own log,
     beside which are those of the ranks, and `words` its last lines where no rank has come to anything. `followers` are ranks
-    that ended because others had. `lost` says why nothing at all is known of a machine.
+    that ended because others had. `waits` is where the ranks were that had not failed, when they were to end for what was not
+    theirs. `lost` says why nothing at all is known of a machine.
     """
 
     codes: Mapping[int, int | None] = field(default_factory=dict)
@@ -44,6 +67,7 @@ class Outcome:
     log: str = "logs/launcher.log"
     words: Sequence[str] = ()
     followers: Sequence[int] = ()
+    waits: Sequence[str] = ()
     lost: str | None = None
 
     @property
@@ -70,6 +94,7 @@ class Outcome:
             "log": self.log,
             "words": list(self.words),
             "followers": list(self.followers),
+            "waits": list(self.waits),
             "lost": self.lost,
         }
 
@@ -86,6 +111,7 @@ class Outcome:
             log=str(values["log"]),
             words=_texts(values["words"]),
             followers=tuple(int(rank) for rank in values["followers"]),
+            waits=_texts(values["waits"]),
             lost=None if values["lost"] is None else str(values["lost"]),
         )
 
@@ -112,8 +138,8 @@ def judge(outcomes: Mapping[int, Outcome], names: Mapping[int, str], per_node: i
     diagnosed = [one for node, one in sorted(outcomes.items(), key=lambda item: item[0] != first) if one.diagnosis]
     if said := next((one.diagnosis for one in diagnosed if not one.follows), None):
         silent = [rank for rank, code in codes.items() if code is None]
-        return Verdict(4, [*said, *_last_lines(silent, outcomes, names, per_node)])
-    lost = [f"{names[node]} was lost: {one.lost}" for node, one in sorted(outcomes.items()) if one.lost is not None]
+        return Verdict(4, [*_with_the_others(said, outcomes, names), *_last_lines(silent, outcomes, names, per_node)])
+    lost = _lost(outcomes, names)
     frozen = [
         f"{names[node]}, rank {rank} was found stopped (SIGSTOP): the others waited for it"
         for node, one in sorted(outcomes.items())
@@ -157,6 +183,34 @@ def judge(outcomes: Mapping[int, Outcome], names: Mapping[int, str], per_node: i
     if not any(one.failed for one in outcomes.values()):  # somebody else's workers leave no codes
         return Verdict(0)
     return Verdict(4, _unexplained(outcomes, names))
+
+
+def _lost(outcomes: Mapping[int, Outcome], names: Mapping[int, str]) -> list[str]:
+    """The machines of which nothing is known, what the others waited for, and what to do about it."""
+    lost = {node: one.lost for node, one in sorted(outcomes.items()) if one.lost is not None}
+    heads = [f"{names[node]} was lost: {why}" for node, why in lost.items()]
+    causes = dict.fromkeys(_about(why) for why in lost.values())
+    told = [line for cause, advice in causes for line in (f"  likely cause: {cause}", f"  → {advice}")]
+    return _with_the_others([*heads, *told], outcomes, names) if heads else []
+
+
+def _about(lost: str) -> tuple[str, str]:
+    return next((about for begins, about in _LOST.items() if lost.startswith(begins)), _UNREACHED)
+
+
+def _with_the_others(said: Sequence[str], outcomes: Mapping[int, Outcome], names: Mapping[int, str]) -> list[str]:
+    """A diagnosis, and in it what the ranks of machines did of which it says nothing yet."""
+    at = next((number for number, line in enumerate(said) if line.startswith("  likely cause: ")), len(said))
+    known = "\n".join(said[:at])
+    others = [
+        one.waits
+        for node, one in sorted(outcomes.items())
+        if one.waits and not re.search(rf"\b{re.escape(names[node])}\b", known)
+    ]
+    waits = [f"  {line}" for lines in others[:_MOST_WAITS] for line in lines]
+    more = len(others) - _MOST_WAITS
+    waits += [f"  and so do those of {more} more machines"] if more > 0 else []
+    return [*said[:at], *waits, *said[at:]]
 
 
 def _who(

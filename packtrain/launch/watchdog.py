@@ -22,7 +22,7 @@ from typing import Any
 
 from packtrain.launch import stacks
 from packtrain.launch.crash import crash_of, ends_of
-from packtrain.launch.diagnosis import ABORTED, Diagnosis, diagnose, not_begun
+from packtrain.launch.diagnosis import ABORTED, Diagnosis, diagnose, not_begun, waiting
 from packtrain.launch.disk import in_time
 from packtrain.launch.effort import Effort, count
 from packtrain.launch.heartbeat import WRITING, Beat, read_beats
@@ -222,6 +222,12 @@ class Watchdog:
         """Has the ranks say their stacks, for the logs, if they stand still."""
         if self._seen and all(one.still_s >= _JUST_S for one in self._seen.values()):
             self.ask()
+
+    def waiting(self, codes: Mapping[int, int]) -> tuple[str, ...]:
+        """What the ranks do that have neither failed nor stopped, in words: they may have lost others (PeerFailed)."""
+        self.note()
+        fine = [one for one in self.states(codes) if one.beat and one.exit in (None, 4) and one.state != "T"]
+        return waiting(fine)
 
     def states(self, codes: Mapping[int, int]) -> list[RankState]:
         """What is known of every rank, with its answer if it was asked; `RankState.to_json` makes it fit for a line."""

@@ -346,8 +346,12 @@ def test_a_lost_link_is_named_on_both_sides_long_before_the_time_limit(hosts: Tw
     cut = time.monotonic()
     assert both(runs) == [4, 4]
     assert time.monotonic() - cut < PROMISED_S
-    assert "n2 was lost: silent for" in runs[0].text
-    assert "n1 was lost: silent for" in runs[1].text
+    for run, here, lost in ((runs[0], "n1", "n2"), (runs[1], "n2", "n1")):
+        assert f"{lost} was lost: silent for" in run.text
+        assert re.search(
+            rf" on {here} waits? in .*the backward pass of step \d+\n  likely cause: the machine is", run.text
+        )
+        assert run.text.count("likely cause") == 1 and "→ look whether the machine is up" in run.text
 
 
 def test_a_failing_process_ends_the_other_machine_with_its_code_and_its_words(hosts: TwoHosts, folder: Path) -> None:
@@ -387,7 +391,8 @@ def test_a_stopped_process_is_named_within_the_time_limit(hosts: TwoHosts, folde
     stopped = time.monotonic()
     assert both(runs) == [4, 4]
     assert time.monotonic() - stopped < PROMISED_S
-    assert re.search(r"rank 1 on n2 .*is stopped", runs[0].text)
+    assert re.search(r"rank 1 on n2 .*is stopped.*\n(  .*\n)*  ranks? .*on n1 waits? in .*of step \d+\n", runs[0].text)
+    assert (folder / "run/logs/diagnosis.txt").read_text() in runs[0].text
 
 
 def test_a_network_interface_that_is_not_there_is_named_with_those_that_are(hosts: TwoHosts, folder: Path) -> None:

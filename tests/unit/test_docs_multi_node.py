@@ -142,10 +142,15 @@ def test_the_page_has_the_error_of_a_folder_that_is_taken(tmp_path: Path) -> Non
 
 def test_the_page_has_what_the_verdict_says() -> None:
     names = {0: "n1", 1: "n2"}
-    silent = "silent for 12 s (machine down, link cut, or launcher stopped)"
-    for outcome in (Outcome(lost=silent), Outcome(lost="the connection was closed"), Outcome(codes={9: 2})):
-        said = judge({0: Outcome(), 1: outcome}, names, 8).lines[0]
-        assert same(said) in [what for what, _ in ROWS]
+    assert same(judge({0: Outcome(), 1: Outcome(codes={9: 2})}, names, 8).lines[0]) in [what for what, _ in ROWS]
+    for lost in (
+        "silent for 12 s",
+        "the connection was closed",
+        "its launcher ended",
+        "its processes had not ended 30 s after the failure",
+    ):
+        said, cause, advice = judge({0: Outcome(), 1: Outcome(lost=lost)}, names, 8).lines
+        assert (same(said), same(f"{cause.partition(': ')[2]} {advice.strip()}")) in ROWS
 
 
 def test_the_page_has_what_is_said_of_a_bad_link() -> None:

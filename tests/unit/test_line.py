@@ -216,6 +216,28 @@ def test_of_two_diagnoses_that_of_the_machine_which_failed_first_is_the_verdict(
         assert judge(ends, {0: "n1", 1: "n2"}, 2, first).lines == [f"n{first + 1} died"]
 
 
+LOST = "  likely cause: the machine is down, its link is cut, or its launcher is stopped"
+WAIT = "rank {} on n{} waits in gloo:all_reduce number 12, in the backward pass of step 5"
+
+
+def test_of_a_lost_machine_it_is_told_what_the_others_waited_in_and_what_to_do() -> None:
+    others = {node: Outcome(waits=[WAIT.format(node, node + 1)]) for node in (0, 2, 3, 4, 5)}
+    verdict = judge({1: Outcome(lost="silent for 10 s"), **others}, {node: f"n{node + 1}" for node in range(6)}, 1)
+    assert list(verdict.lines[:-1]) == [
+        "n2 was lost: silent for 10 s",
+        *(f"  {WAIT.format(node, node + 1)}" for node in (0, 2, 3)),
+        "  and so do those of 2 more machines",
+        LOST,
+    ]
+    assert verdict.lines[-1].startswith("  → look whether the machine is up, and at its link")
+
+
+def test_a_diagnosis_of_one_machine_is_completed_by_what_those_did_that_it_does_not_tell_of() -> None:
+    said = ("rank 1 on n2 is stopped", "  likely cause: SIGSTOP", "  → see who stops processes there")
+    ends = {0: Outcome(waits=[WAIT.format(0, 1)]), 1: Outcome(diagnosis=said, waits=["rank 1 on n2 waits"])}
+    assert list(judge(ends, {0: "n1", 1: "n2"}, 1).lines) == [said[0], f"  {WAIT.format(0, 1)}", *said[1:]]
+
+
 def test_who_has_ended_says_whom_it_waits_for(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
     said, limit = "", time.monotonic() + 60
 
