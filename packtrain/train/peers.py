@@ -37,6 +37,7 @@ _TOLD_S = 30
 """Seconds after which it is said, again and again, for whom the first process waits."""
 _MOST_MACHINES = 4
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
+_LONG_S, _LONGER_PAUSE_S = 10, 0.5
 
 Judge = Callable[[Sequence["Statement"]], Sequence[Problem]]
 
@@ -267,5 +268,6 @@ def _wait_for(
             told = now
             tell(now - begun)
         time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+        # a thousand ask one store, for hours where data is prepared
+        pause = min(2 * pause, _LONGEST_PAUSE_S if now - begun < _LONG_S else _LONGER_PAUSE_S)
     return True
