@@ -29,6 +29,7 @@ SIGNAL = getattr(signal, "SIGUSR2", None)
 ANSWER_S = 2.5
 """How long those who ask wait for answers."""
 _LOOK_S = 0.5
+_WHOLE_S = 0.1  # an answer that does not grow for so long is whole
 _PASSED = 8
 _LOADERS = 4  # of a rank: their stacks go over the line between the launchers, which takes 1 MiB
 _QUESTION = "question"
@@ -177,6 +178,32 @@ def ask(folder: Path, pids: dict[int, int]) -> dict[int, Answer]:
     while time.monotonic() < end and not all(_has_answered(folder, rank) for rank in pids):
         time.sleep(0.05)
     return {rank: _read(folder, rank) for rank in pids}
+
+
+def let_answer(folder: Path, pids: dict[int, int]) -> dict[int, Answer]:
+    """Lets ranks that are stopped (SIGSTOP), and have been asked, go on until they have written their stacks, ANSWER_S at most.
+
+    They are stopped again: the others, who wait for them, are to stay where they are.
+    """
+    if SIGNAL is None:
+        return {}
+    _send(pids, signal.SIGCONT)
+    end, sizes = time.monotonic() + ANSWER_S, [-1]
+    while time.monotonic() < end and not (all(sizes) and sizes == _sizes(folder, pids)):
+        sizes = _sizes(folder, pids)
+        time.sleep(_WHOLE_S)
+    _send(pids, signal.SIGSTOP)
+    return {rank: _read(folder, rank) for rank in pids}
+
+
+def _sizes(folder: Path, pids: dict[int, int]) -> list[int]:
+    return [len(text_of(folder / f"{rank}.stacks")) for rank in pids]
+
+
+def _send(pids: dict[int, int], number: int) -> None:
+    for pid in pids.values():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def _has_answered(folder: Path, rank: int) -> bool:

@@ -239,8 +239,16 @@ class Watchdog:
         self.gpu_error()
         pids = {rank: one.beat.pid for rank, one in self._seen.items() if sight(one.beat.pid).state not in ("", "Z")}
         self._answers = stacks.ask(self._folder, pids)
-        texts = {stacks_of(self._logs, rank): answer.text for rank, answer in self._answers.items() if answer.text}
-        in_time(lambda: [file.write_text(text) for file, text in texts.items()], [])
+        self._keep_stacks()
+
+    def _keep_stacks(self) -> None:
+        """In logs/ are those of the last answers alone: earlier ones would show where a rank is no more."""
+        said = {rank: answer.text for rank, answer in self._answers.items() if answer.text}
+        files = {stacks_of(self._logs, rank): said.get(rank) for rank in self._ranks}
+        in_time(
+            lambda: [file.write_text(text) if text else file.unlink(missing_ok=True) for file, text in files.items()],
+            [],
+        )
 
     def ends(self, silent: Collection[int], log: Path) -> dict[int, int]:
         """The signals (negative) or exit codes of ranks that ended without a word (`silent`), as far as they are known: by what
@@ -374,7 +382,12 @@ class Watchdog:
     def _conclude(self, codes: Mapping[int, int]) -> Diagnosis | None:
         self.ask()
         found = None if self._has_ended(codes) else diagnose(self.states(codes))
-        return self.write(found) if found and found.cause == "stopped" else None  # else it was let go on meanwhile
+        if found is None or found.cause != "stopped":  # it was let go on meanwhile
+            return None
+        self._answers |= stacks.let_answer(self._folder, {rank: self._seen[rank].beat.pid for rank in found.ranks})
+        self._keep_stacks()
+        first = self._answers.get(found.ranks[0], stacks.Answer())
+        return self.write(replace(found, stack=first.stack))
 
     def _has_ended(self, codes: Mapping[int, int]) -> bool:
         """Whether any has come to its end while it was asked: with which code, and whether that tells of it, is yet to be seen."""

@@ -150,7 +150,8 @@ UNTIL_TOLD = """
 STOPS = """
     pulse.enter("forward", step=4, micro=2)
     Path("since").write_text(str(time.time()))
-    if rank == 1: os.kill(me, signal.SIGSTOP)
+    def stop_here(): os.kill(me, signal.SIGSTOP)
+    if rank == 1: stop_here()
     meet(4)
 """
 CHECKPOINT = """
@@ -191,7 +192,7 @@ def stalls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple
     ("name", "said"),
     [
         ("data", ["rank 1 on ", "behind: for ", "in loading data of step 4", "reading the data", "in read_documents"]),
-        ("stopped", ["rank 1 on ", "is stopped, in the forward pass of step 4 (micro-batch 2)", "SIGSTOP"]),
+        ("stopped", ["rank 1 on ", "is stopped, in the forward pass of step 4 (micro-batch 2)", "SIGSTOP", "in stop_here"]),
         (
             "checkpoint",
             ["rank 0 on ", "in the checkpoint after step 3", "slow or stalled storage", "in _sync", "gloo:barrier"],

@@ -195,6 +195,20 @@ def test_a_stopped_rank_that_is_let_go_on_while_it_is_asked_is_left_alone(
     assert turns(machine(tmp_path, 0, 1, timeout=600), until=lambda _: asked) == [None] and asked
 
 
+def test_stacks_of_a_rank_that_does_not_answer_any_more_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {rank: Answer(told=True, text=f"stack {rank}") for rank in (0, 1)}
+    monkeypatch.setattr(stacks, "ask", lambda folder, pids: said)
+    one = machine(tmp_path, 0, 1)
+    kept = watchdog.stacks_of(tmp_path, 0)
+    one.ask()
+    assert kept.read_text() == "stack 0"
+    del said[0]
+    one.ask()
+    assert not kept.exists()
+
+
 def test_ranks_that_never_come_to_their_first_line_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "BEGIN_S", 0.05)
     one = Watchdog(tmp_path, tmp_path, ranks=range(2, 4), host="n1", step_timeout=600)
