@@ -22,10 +22,11 @@ from packtrain.launch.diagnosis import ABORTED, Diagnosis
 from packtrain.launch.disk import in_time
 from packtrain.launch.ending import Stopped, say_stopped
 from packtrain.launch.line import Line
+from packtrain.launch.processes import sight
 from packtrain.launch.ranks import ranks_in_words
 from packtrain.launch.signals import heard_by
 from packtrain.launch.verdict import TAIL_LINES, Outcome, Verdict, judge
-from packtrain.launch.watchdog import Watchdog
+from packtrain.launch.watchdog import STOPPED_S, Watchdog
 from packtrain.launch.worker import exit_codes, losses, process_ids, stop_of_rank_0
 
 GRACE_S = 2
@@ -83,6 +84,7 @@ class _Children:
         self._gone: set[int] = set()  # before they could be looked at
         self._family: dict[int, psutil.Process] = {}
         self._child: subprocess.Popen[bytes] | None = None
+        self._halted_s, self._looked = 0.0, time.monotonic()  # since when torchrun is stopped, as far as we were awake
 
     @property
     def over(self) -> bool:
@@ -104,8 +106,8 @@ class _Children:
                 self._end()
                 if self._line:
                     self._line.tell_failure(failed)
-            elif self._ending is None and self._lingers():
-                self._told = f"the processes on {self._host} are through, and do not end by themselves"
+            elif self._ending is None and (told := self._lingers()):
+                self._told = told
                 print(f"{self._told}: they are ended now", file=sys.stderr, flush=True)
                 self._end()
             self._press()
@@ -190,7 +192,7 @@ class _Children:
             self._watchdog.hear({node: report for node, report in reports.items() if node != self._line.node})
             if self._watchdog.trains:
                 self._line.trains()
-        self._diagnosis = self._watchdog.look(exit_codes(self._exits))
+        self._diagnosis = self._watchdog.look(exit_codes(self._exits)) or self._halted()
         if self._line and (report := self._watchdog.report()):
             self._line.tell_ranks(report)
         if self._diagnosis is None:
@@ -200,18 +202,44 @@ class _Children:
         self._ending, self._terminated = time.monotonic() - since, True
         return self._diagnosis.what
 
-    def _lingers(self) -> bool:
-        """Whether all workers have said long ago that they are through, and something in them neither ends nor works."""
-        if set(self._logs) - set(exit_codes(self._exits)):
-            return False
+    @property
+    def _all_through(self) -> bool:
+        return not set(self._logs) - set(exit_codes(self._exits))
+
+    def _halted(self) -> Diagnosis | None:
+        """That torchrun is stopped (SIGSTOP), and none of its workers is: it would neither end one that has to be ended nor itself."""
+        passed, self._looked = time.monotonic() - self._looked, time.monotonic()
+        halted = self._child is not None and sight(self._child.pid).state == "T"
+        self._halted_s = self._halted_s + min(passed, 1) if halted else 0.0  # all of us may have been suspended
+        if self._child is None or self._halted_s < STOPPED_S or self._all_through:
+            return None
+        if any(_is_frozen(worker) for worker in self._workers.values()):
+            return None
+        what = (
+            f"torchrun on {self._host} (process {self._child.pid}), which starts and ends the ranks there, is stopped"
+        )
+        return self._watchdog.write(Diagnosis("stopped", (), what))
+
+    def _lingers(self) -> str:
+        """That all workers have said that they are through, and something keeps them from ending; "" where it is not so.
+
+        That is a torchrun that is stopped; or they have said so long ago, and something in them neither ends nor works.
+        """
+        if not self._all_through:
+            return ""
+        if self._child and self._halted_s >= STOPPED_S:
+            return (
+                f"the processes on {self._host} are through, but torchrun there (process {self._child.pid}) is stopped"
+            )
         self._through = self._through or time.monotonic()
         if time.monotonic() - self._through <= LINGER_S:
-            return False
+            return ""
         if at_work := self._watchdog.at_work(QUIET_S):
             self._through = time.monotonic()
             who = f"{ranks_in_words(at_work)} on {self._host} {'are' if len(at_work) > 1 else 'is'}"
             print(f"{who} through, and still at work: a tracker that sends its files?", file=sys.stderr, flush=True)
-        return not at_work
+            return ""
+        return f"the processes on {self._host} are through, and do not end by themselves"
 
     def _end(self) -> None:
         self._ending = self._ending or time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from packtrain.launch import children
 from packtrain.launch.heartbeat import HEARTBEAT_DIR
 from packtrain.launch.line import Order
+from packtrain.launch.processes import sight
 from packtrain.launch.verdict import ONE_RAISED, Outcome, Verdict, judge
 from packtrain.launch.watchdog import Watchdog
 
@@ -51,6 +53,14 @@ file.with_suffix(".new").write_text(str(gone.pid))
 file.with_suffix(".new").rename(file)
 time.sleep(300)
 """
+HALTS = """
+import os, pathlib, signal, subprocess, sys
+exits, code = pathlib.Path(sys.argv[1]), sys.argv[2]
+worker = subprocess.Popen(["sleep", "300"])
+(exits / "0.pid").write_text(str(worker.pid))
+if code: (exits / "0").write_text(code)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
 XID = "NVRM: Xid (PCI:0000:c3:00): 79, pid=4711, GPU has fallen off the bus."
 
 
@@ -67,6 +77,34 @@ def test_a_worker_that_is_through_and_does_not_end_is_ended_and_the_run_is_done(
     )
     assert verdict.code == 0 and time.monotonic() - begun < 100
     assert "n1 are through, and do not end" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", ["", "0"], ids=["going-on", "through"])
+def test_a_torchrun_that_is_stopped_is_named_and_ended_with_its_workers(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seconds in {"STOPPED_S": 0.3, "GRACE_S": 0, "TERM_S": 0}.items():
+        monkeypatch.setattr(children, name, seconds)
+    exits = tmp_path / "exits"
+    exits.mkdir()
+    watchdog = Watchdog(tmp_path, tmp_path, ranks=range(1), host="n1", step_timeout=60)
+    argv = [sys.executable, "-c", HALTS, str(exits), code]
+    verdict = children.run_children(
+        argv, {**os.environ}, exits, tmp_path / "launcher.log", range(1), "n1", None, watchdog
+    )
+    said = capsys.readouterr().err if code else "\n".join(verdict.lines)
+    assert verdict.code == (0 if code else 4)
+    if code:
+        assert re.match(
+            r"the processes on n1 are through, but torchrun there \(process \d+\) is stopped: they are ended", said
+        )
+    else:
+        assert re.match(r"torchrun on n1 \(process \d+\), which starts and ends the ranks there, is stopped\n", said)
+        assert "likely cause: the process is stopped" in said
+    limit = time.monotonic() + 60
+    while sight(int((exits / "0.pid").read_text())).state not in ("", "Z") and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert time.monotonic() < limit
 
 
 def test_a_worker_that_is_through_and_still_at_work_is_waited_for(
