@@ -113,7 +113,7 @@ class Pulse:
         self._map: mmap.mmap | None = None
         self._number, self._pid = 0, os.getpid()
         self.phase: Phase = "start"
-        self.step, self.usual_s = 0, 0.0
+        self.step, self.micro, self.usual_s = 0, 0, 0.0
         if folder is not None and folder.is_dir():
             self._map = _mapped(folder / str(rank))
         self.enter("start")
@@ -121,7 +121,7 @@ class Pulse:
     def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> float:
         """Now in `phase`, of the step before unless told; returns time.monotonic()."""
         now = time.monotonic()
-        self.phase = phase
+        self.phase, self.micro = phase, micro
         if step is not None:
             self.step = step
         if self._map is not None:
@@ -129,6 +129,10 @@ class Pulse:
             place = (_ORDER[phase], min(micro, 2**16 - 1), self.step)
             _RECORD.pack_into(self._map, 0, self._number, self._pid, *place, now, self.usual_s, self._number)
         return now
+
+    def go_on(self) -> None:
+        """Still where it was, and at work: for how long it has stood still there counts anew."""
+        self.enter(self.phase, micro=self.micro)
 
 
 def _mapped(place: Path) -> mmap.mmap | None:

@@ -57,6 +57,7 @@ def train(verb: str, config: RunConfig) -> int:
     try:
         return verify(config, process) if verb == "verify" else train_in(config, process)
     except (RuntimeError, OSError, SafetensorError) as error:
+        own_pulse().go_on()  # who has waited for others that are gone does not keep anybody waiting
         if known := explained(error, process, config):
             if isinstance(known, LostPeers):
                 keep_in_full(RunFolder.of(config).log(process.rank), error)

@@ -26,7 +26,7 @@ def answer(
     model.eval()
     with attention_of(model, attention):
         for prompt in prompts:
-            own_pulse().enter(own_pulse().phase)  # it goes on
+            own_pulse().go_on()
             if tokenizer.chat_template:
                 turn = [{"role": "user", "content": prompt}]
                 text = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))

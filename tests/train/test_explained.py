@@ -13,6 +13,7 @@ from here import ALONE
 
 from packtrain.config.schema import Batch, RunConfig, Strategy, Trainer
 from packtrain.errors import LostPeers, PeerFailed, UserError
+from packtrain.launch.heartbeat import Pulse, read_beat
 from packtrain.train import run
 from packtrain.train.backend_words import shortly
 from packtrain.train.explained import explained
@@ -44,6 +45,25 @@ def test_what_is_no_bug_is_told_by_what_it_is(error: Exception, kind: Any, words
 def test_a_lost_process_is_told_where_there_are_others() -> None:
     error = RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
     assert isinstance(explained(error, replace(ALONE, world_size=2), CONFIG), LostPeers)
+
+
+def test_a_rank_that_has_lost_the_others_does_not_stand_still_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulse = Pulse(tmp_path, 0)
+
+    def train_in(*_: object) -> int:
+        pulse.enter("backward", step=8, micro=2)
+        raise RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+
+    monkeypatch.setattr(run, "own_pulse", lambda: pulse)
+    monkeypatch.setattr(run, "_join", lambda *_: replace(ALONE, world_size=2))
+    monkeypatch.setattr(run, "train_in", train_in)
+    with pytest.raises(LostPeers):
+        run.train("sft", replace(CONFIG, trainer=Trainer(output_dir=str(tmp_path))))
+    beat = read_beat(tmp_path / "0")
+    assert beat is not None and beat.place == "the backward pass of step 8 (micro-batch 2)"
+    assert beat.number == 5  # start, join, proof, backward, and that it goes on
 
 
 GLOO = (

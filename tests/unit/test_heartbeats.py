@@ -267,6 +267,9 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     pulse.enter("backward", micro=10**9)
     again = read_beat(tmp_path / "3")
     assert again is not None and again.number == beat.number + 1
+    pulse.go_on()
+    anew = read_beat(tmp_path / "3")
+    assert anew is not None and (anew.number, anew.place) == (again.number + 1, again.place)
 
 
 def test_a_pulse_without_a_launcher_writes_nothing(tmp_path: Path) -> None:
