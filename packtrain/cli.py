@@ -89,6 +89,10 @@ def _packtrain(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and stop.", callback=_version, is_eager=True)
     ] = False,
+    local_rank: Annotated[
+        int | None,  # DeepSpeed's launcher puts it before the verb; LOCAL_RANK says the same
+        typer.Option("--local_rank", "--local-rank", hidden=True),
+    ] = None,
 ) -> None:
     """Options before the verb."""
 

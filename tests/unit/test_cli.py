@@ -40,6 +40,11 @@ def test_help_lists_the_verbs_and_the_version_is_printed(tmp_path: Path) -> None
     assert packtrain("--version", folder=tmp_path).stdout == f"packtrain {__version__}\n"
 
 
+def test_what_launchers_put_before_the_verb_is_taken(tmp_path: Path) -> None:
+    shown = packtrain("--local_rank=1", "sft", "bad.yaml", folder=tmp_path)  # DeepSpeed's
+    assert shown.returncode == 2 and "bad.yaml" in shown.stderr and "local_rank" not in shown.stderr
+
+
 @pytest.mark.parametrize("verb", ["sft", "plan"])
 def test_the_help_of_a_verb_lists_every_key(verb: str, tmp_path: Path) -> None:
     shown = packtrain(verb, "--help", folder=tmp_path)
