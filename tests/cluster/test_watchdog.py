@@ -192,7 +192,10 @@ def stalls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple
     ("name", "said"),
     [
         ("data", ["rank 1 on ", "behind: for ", "in loading data of step 4", "reading the data", "in read_documents"]),
-        ("stopped", ["rank 1 on ", "is stopped, in the forward pass of step 4 (micro-batch 2)", "SIGSTOP", "in stop_here"]),
+        (
+            "stopped",
+            ["rank 1 on ", "is stopped, in the forward pass of step 4 (micro-batch 2)", "SIGSTOP", "in stop_here"],
+        ),
         (
             "checkpoint",
             ["rank 0 on ", "in the checkpoint after step 3", "slow or stalled storage", "in _sync", "gloo:barrier"],
