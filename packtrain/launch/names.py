@@ -42,7 +42,7 @@ def short_waits(address: str) -> dict[str, str]:
 def _look_up(address: str) -> None:
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
-        mapped = found if ":" in str(found) else f"::ffff:{found}"  # torch's sockets speak IPv6
-        socket.getnameinfo((str(mapped), 0, 0, 0), 0)
+        mapped = str(found) if ":" in str(found) else f"::ffff:{found}"  # torch's sockets speak IPv6
+        socket.gethostbyaddr(mapped)  # not getnameinfo, which holds all threads up in Python 3.11.2
     except OSError:  # no such name: that is known at once, and told elsewhere
         pass
