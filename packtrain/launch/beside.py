@@ -294,16 +294,20 @@ def _watch(about: Mapping[str, Any]) -> None:
         watchdog = Watchdog(folder, logs, ranks=ranks, host=host, machines=machines, **limits)
         stack.enter_context(watchdog.found_by_others(node))
         others = stack.enter_context(_Others(logs, node, machines))
+        alive = here.left
         while here.left and here.failed < _SURE:
             if lines := _stuck(here, others, watchdog, host):
                 _say(lines, log)
                 break
             time.sleep(_LOOK_S)
             here.look()
+            alive = here.left or alive
         else:
             if here.failed:
                 _part(here, others, watchdog, log)
-            _say([why] if (why := watchdog.blind()) else (), log)
+            if why := watchdog.blind():
+                time.sleep(GRACE_S)  # who has come to its end may still be at it, and another watcher have cleared up
+                _say([why] if any(map(_lives, alive.values())) else (), log)
         watchdog.codes = here.codes
         here.end()
 
