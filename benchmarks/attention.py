@@ -25,9 +25,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from packtrain.attention.kernel_choice import Needs, kernel_error, tolerance_of
+from packtrain.attention.kernels.choice import Needs, kernel_error, tolerance_of
+from packtrain.attention.kernels.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
 from packtrain.attention.segmented import segmented_attention
-from packtrain.attention.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
 from packtrain.packing.segments import Segments
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from packtrain.launch.diagnosis import RankState
-from packtrain.launch.heartbeat import HEARTBEAT_DIR, Beat
 from packtrain.launch.own_folder import heartbeat_folder
-from packtrain.launch.stacks import Collective, Frame
-from packtrain.launch.watchdog import Watchdog
-from packtrain.train.heartbeat import TOLD_EVERY, StepClock
+from packtrain.monitor.diagnosis import RankState
+from packtrain.monitor.heartbeat import HEARTBEAT_DIR, Beat
+from packtrain.monitor.stacks import Collective, Frame
+from packtrain.monitor.watchdog import Watchdog
+from packtrain.train.rank_times import TOLD_EVERY, StepClock
 
 STEPS = 5000
 REDUCTIONS = 1500

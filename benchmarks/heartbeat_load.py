@@ -21,14 +21,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from packtrain.launch.children import _LOOK_S
-from packtrain.launch.diagnosis import RankState, diagnose
-from packtrain.launch.heartbeat import Beat, Pulse
 from packtrain.launch.line import Line
 from packtrain.launch.members import Member
 from packtrain.launch.place import Place
 from packtrain.launch.rollcall import meet
-from packtrain.launch.stacks import Collective, Frame
-from packtrain.launch.watchdog import Watchdog
+from packtrain.monitor.diagnosis import RankState, diagnose
+from packtrain.monitor.heartbeat import Beat, Pulse
+from packtrain.monitor.stacks import Collective, Frame
+from packtrain.monitor.watchdog import Watchdog
 
 PER_NODE = 8
 PROCESSES = 4

@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from packtrain.packing.plan import Rows, best_fit, in_order
+from packtrain.packing.bins import Rows, best_fit, in_order
 
 CAPACITIES = (4096, 32768)
 MOST_FOR_PLAIN = 1_000_000

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from packtrain.attention.choice import decide
-from packtrain.attention.isolation import check_as_it_comes
+from packtrain.proof.choice import decide
+from packtrain.proof.isolation import check_as_it_comes
 
 
 def least(work: Callable[[], Any], turns: int) -> tuple[float, float]:

@@ -79,7 +79,7 @@ def main() -> None:
 
         tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     else:
-        from packtrain.data.quickstart import tokenizer as make_tokenizer
+        from packtrain.data.sources.quickstart import tokenizer as make_tokenizer
 
         tokenizer = make_tokenizer()
     with tempfile.TemporaryDirectory() as folder:

@@ -25,8 +25,8 @@ from packtrain.launch.ending import exit_code_of
 
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
-    from packtrain.launch.plan import LaunchPlan
     from packtrain.launch.sbatch import Job
+    from packtrain.plan.launch_plan import LaunchPlan
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _VERB_SETTINGS = {**_SETTINGS, "ignore_unknown_options": True}
@@ -121,7 +121,7 @@ def plan(
     """Show what a run would be: the resolved config, processes, batch, memory."""
 
     def work() -> int:
-        from packtrain.launch.plan_view import plan_json, print_plan
+        from packtrain.plan.view import plan_json, print_plan
 
         run, launch, arguments = _config_and_plan(config, overrides)
         if as_json:
@@ -167,7 +167,7 @@ def env(
 
     def work() -> int:
         if cluster:
-            from packtrain.diagnose.cluster import show_cluster
+            from packtrain.diagnose.cluster.command import show_cluster
 
             given = [*([config] if config else []), *(overrides or []), "--cluster", *(["--json"] if as_json else [])]
             return show_cluster(load, given, as_json=as_json)
@@ -219,7 +219,7 @@ def _run(verb: str, config: str | None, overrides: list[str] | None, dry_run: bo
     """Carries out a training verb, or shows its plan."""
     run, launch, arguments = _config_and_plan(config, overrides, verb)
     if dry_run:
-        from packtrain.launch.plan_view import print_plan
+        from packtrain.plan.view import print_plan
 
         print_plan(run, launch, verb, arguments)
         return 0
@@ -251,8 +251,8 @@ def _config_and_plan(
 ) -> tuple[RunConfig, LaunchPlan, list[str]]:
     """The config, its plan, and the arguments that named it; without `verb`, of the one that the config is for."""
     from packtrain.config.compose import load_config
-    from packtrain.launch.plan import plan_launch
-    from packtrain.launch.surroundings import look_around
+    from packtrain.plan.launch_plan import plan_launch
+    from packtrain.plan.surroundings import look_around
 
     arguments = [*([config] if config else []), *(overrides or [])]
     path, changes = split_arguments(arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from packtrain.launch import surroundings
+from packtrain.plan import surroundings
 
 _given: set[int] = set()
 

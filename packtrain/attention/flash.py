@@ -15,9 +15,9 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.flash_attention import get_target_dtype
 
-from packtrain.attention.kernel_choice import Choice, Needs, choose_kernel
+from packtrain.attention.kernels.choice import Choice, Needs, choose_kernel
+from packtrain.attention.kernels.varlen import Scoring, attend_by_segments
 from packtrain.attention.segmented import row_of
-from packtrain.attention.varlen import Scoring, attend_by_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 

@@ -25,7 +25,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from packtrain.attention.locality import local_segments
+from packtrain.attention.sliding_window import local_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 

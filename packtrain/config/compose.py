@@ -24,13 +24,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import missing, rules, secret_rules, slurm_rules
 from packtrain.config.findings import Finding
 from packtrain.config.keys import groups
 from packtrain.config.origins import Origins
 from packtrain.config.overrides import COMMAND_LINE, NO_HYDRA, Argument, check_choice, parse
 from packtrain.config.refusals import broken_file, line_of_default, missing_file, refused
 from packtrain.config.resolve import plain_values
+from packtrain.config.rules import combinations as rules
+from packtrain.config.rules import files as missing
+from packtrain.config.rules import secrets as secret_rules
+from packtrain.config.rules import slurm as slurm_rules
 from packtrain.config.schema import RunConfig
 from packtrain.config.shipped import find_choice, options, shipped
 from packtrain.config.validate import build

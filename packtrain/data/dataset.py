@@ -13,7 +13,7 @@ import numpy as np
 
 from packtrain.config.schema import DataSource
 from packtrain.data.report import DataReport, add, count
-from packtrain.data.store import Document, Store
+from packtrain.data.tokens.store import Document, Store
 from packtrain.errors import UserError
 
 MOST_REPEATED = 2**28

@@ -12,7 +12,7 @@ import numpy as np
 
 from packtrain.data.dataset import TokenDataset
 from packtrain.data.report import DataReport, PairFigures
-from packtrain.data.store import Document
+from packtrain.data.tokens.store import Document
 
 LEAST_PROMPT = 2
 """Tokens of a prompt that can be computed once: the last one predicts the answer and runs in front of each."""

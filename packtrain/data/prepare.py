@@ -36,21 +36,22 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from packtrain.config.schema import Data, DataSource
-from packtrain.counted import counted
-from packtrain.data import sources, templates
-from packtrain.data.cache import cache_folder, open_or_build
-from packtrain.data.codec import codec_of
 from packtrain.data.dataset import TokenDataset, hold_out, make_dataset, weighted
-from packtrain.data.formats import Format, Objective
-from packtrain.data.hashing import hash_file
-from packtrain.data.paired import PairEncoder
+from packtrain.data.formats.conversations import Format, Objective
+from packtrain.data.formats.recognise import OF_PAIRS, recognise
 from packtrain.data.pairs import PairDataset
-from packtrain.data.recognise import OF_PAIRS, recognise
 from packtrain.data.report import Counts
-from packtrain.data.rows import BadRow, Chunk
-from packtrain.data.store import Store, StoreWriter
-from packtrain.data.tokenise import MOST_PROBLEMS, Encoder, Outcome, Settings
+from packtrain.data.sources import resolve as sources
+from packtrain.data.sources.hashing import hash_file
+from packtrain.data.sources.rows import BadRow, Chunk
+from packtrain.data.tokens import templates
+from packtrain.data.tokens.cache import cache_folder, open_or_build
+from packtrain.data.tokens.codec import codec_of
+from packtrain.data.tokens.paired import PairEncoder
+from packtrain.data.tokens.store import Store, StoreWriter
+from packtrain.data.tokens.tokenise import MOST_PROBLEMS, Encoder, Outcome, Settings
 from packtrain.errors import PacktrainError, Problem, UserError
+from packtrain.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

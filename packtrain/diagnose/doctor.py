@@ -20,16 +20,16 @@ from packtrain.diagnose.doctor_dumps import dumped, line_of
 from packtrain.diagnose.doctor_elsewhere import Inquiry, Machine, Pointer, pointers_in, read_json
 from packtrain.errors import UserError
 from packtrain.launch.claim import claimed_for_others
-from packtrain.launch.diagnosis import CAUSES, FRAMES_SHOWN, Diagnosis, diagnose
-from packtrain.launch.heartbeat import read_beats
-from packtrain.launch.patience import LEAST_S, most_s
 from packtrain.launch.processes import killed_for_memory, sight
-from packtrain.launch.rank_state import RankState
-from packtrain.launch.ranks import ranks_in_words
 from packtrain.launch.telling import pointer_of
 from packtrain.launch.verdict import MOST_TELLING, TAIL_LINES
-from packtrain.launch.watchdog import BETWEEN_RANKS, DIAGNOSIS, Watchdog, stacks_of
+from packtrain.monitor.diagnosis import CAUSES, FRAMES_SHOWN, Diagnosis, diagnose
+from packtrain.monitor.heartbeat import read_beats
+from packtrain.monitor.rank_state import RankState
+from packtrain.monitor.time_limits import LEAST_S, most_s
+from packtrain.monitor.watchdog import BETWEEN_RANKS, DIAGNOSIS, Watchdog, stacks_of
 from packtrain.run_folder import RunFolder
+from packtrain.wording import ranks_in_words
 
 _BETWEEN_LOOKS_S = 1.2
 _SUSPICIOUS_S, _SUSPICIOUS_STEPS = 5, 5

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.diagnose.doctor_elsewhere import Pointer
-from packtrain.launch.heartbeat import Beat
-from packtrain.launch.rank_state import RankState
-from packtrain.launch.recorder import dumps_in
-from packtrain.launch.stacks import Collective, Frame, passed_of, pending_of
+from packtrain.monitor.flight_recorder import dumps_in
+from packtrain.monitor.heartbeat import Beat
+from packtrain.monitor.rank_state import RankState
+from packtrain.monitor.stacks import Collective, Frame, passed_of, pending_of
 
 
 class _Plain(pickle.Unpickler):

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packtrain.launch.rank_state import RankState
-from packtrain.launch.ranks import ranks_in_words
 from packtrain.launch.telling import pointer_of, put_question
+from packtrain.monitor.rank_state import RankState
+from packtrain.wording import ranks_in_words
 
 ANSWER_S = 15
 

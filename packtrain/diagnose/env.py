@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 
 from packtrain.config.schema import RunConfig
-from packtrain.diagnose.checks import check_all
+from packtrain.diagnose.checks.all import check_all
 from packtrain.diagnose.env_view import print_report, report_json
-from packtrain.diagnose.gather import gather
+from packtrain.diagnose.facts.gather import gather
 from packtrain.diagnose.redact import Redactor
 from packtrain.errors import CheckFailed
 

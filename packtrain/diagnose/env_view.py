@@ -8,13 +8,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from packtrain.diagnose.check import Check, Status, size
-from packtrain.diagnose.checks_software import attention_json, chosen_backend
-from packtrain.diagnose.facts import Facts, Gpu
-from packtrain.diagnose.needs import Needs
+from packtrain.diagnose.checks.check import Check, Status, size
+from packtrain.diagnose.checks.needs import Needs
+from packtrain.diagnose.checks.software import attention_json, chosen_backend
+from packtrain.diagnose.facts.facts import Facts, Gpu
+from packtrain.diagnose.facts.software import trl_lines
 from packtrain.diagnose.redact import Redactor
-from packtrain.diagnose.software import trl_lines
-from packtrain.launch.network import Interface, Port
+from packtrain.plan.network.interfaces import Interface, Port
 
 _COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 _MOST_INTERFACES = 24

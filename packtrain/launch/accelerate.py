@@ -16,8 +16,8 @@ import subprocess
 import sys
 from typing import Any
 
-from packtrain.launch.topology import Processes
 from packtrain.launch.worker import PARENT, end_with_parent
+from packtrain.plan.topology import Processes
 
 WORKER = "packtrain.worker"
 NOT_KNOWN_YET = "MAIN_ADDRESS"  # in plans for machines whose names are still to come

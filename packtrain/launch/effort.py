@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from packtrain.launch.processes import HAS_PROC, families, moved, sight, wakes
-from packtrain.launch.rank_state import BUSY_CORES
 from packtrain.launch.traffic import received, stored
 from packtrain.launch.waits import may_wait_for_storage
+from packtrain.monitor.rank_state import BUSY_CORES
 
 LOADS = 2**16
 """Bytes a second of a slow download."""

@@ -30,19 +30,19 @@ from packtrain.launch.beside import watched
 from packtrain.launch.children import run_children
 from packtrain.launch.claim import claimed, claimed_for_others
 from packtrain.launch.disk import in_time
-from packtrain.launch.heartbeat import HEARTBEAT_DIR
 from packtrain.launch.line import Line
 from packtrain.launch.members import Member, job_of, shared_values, shared_versions
-from packtrain.launch.names import LOOPBACK, short_waits
 from packtrain.launch.own_folder import heartbeat_folder, own_folder
 from packtrain.launch.place import Place, own_addresses
-from packtrain.launch.plan import LaunchPlan
-from packtrain.launch.recorder import recorded_into
 from packtrain.launch.rollcall import meet
 from packtrain.launch.signals import heard_by
 from packtrain.launch.verdict import MOST_TELLING
-from packtrain.launch.watchdog import DIAGNOSIS, Watchdog
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, PLANNED, last_words
+from packtrain.monitor.flight_recorder import recorded_into
+from packtrain.monitor.heartbeat import HEARTBEAT_DIR
+from packtrain.monitor.watchdog import DIAGNOSIS, Watchdog
+from packtrain.plan.launch_plan import LaunchPlan
+from packtrain.plan.network.name_server import LOOPBACK, short_waits
 from packtrain.run_folder import RunFolder, environment, write_json
 
 LAUNCHER_LOG = "launcher.log"

@@ -16,13 +16,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from packtrain.config.rules.slurm import gpus_of
 from packtrain.config.schema import Topology
 from packtrain.config.shipped import shipped
-from packtrain.config.slurm_rules import gpus_of
 from packtrain.config.sweep import Point
 from packtrain.errors import UserError
-from packtrain.launch.plan import LaunchPlan, plan_launch
-from packtrain.launch.surroundings import Surroundings
+from packtrain.plan.launch_plan import LaunchPlan, plan_launch
+from packtrain.plan.surroundings import Surroundings
 from packtrain.run_folder import RunFolder
 
 TEMPLATE = "run.sbatch.j2"

@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from packtrain.config.rules.strategies import SHARDED_WEIGHTS
 from packtrain.config.schema import RunConfig, Topology
-from packtrain.config.strategies import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed, PeerFailed
 from packtrain.launch.execute import execute
-from packtrain.launch.plan import plan_launch
-from packtrain.launch.surroundings import look_around
+from packtrain.plan.launch_plan import plan_launch
+from packtrain.plan.surroundings import look_around
 from packtrain.run_folder import RunFolder
 
 _COLOURS = {"exact": "green", "leaks": "red", "unsupported": "yellow"}

@@ -15,18 +15,18 @@ from typing import Any
 from rich.markup import escape
 from transformers import PreTrainedModel
 
-from packtrain.attention.choice import Decision
 from packtrain.config.schema import RunConfig
-from packtrain.counted import counted
 from packtrain.data.prepare import PreparedData
 from packtrain.data.report import DataReport
+from packtrain.model.forward import Head
+from packtrain.model.load import base_model
+from packtrain.model.spread import elements
+from packtrain.proof.choice import Decision
 from packtrain.run_folder import RunFolder
-from packtrain.train.forward import Head
 from packtrain.train.loader import PairSteps, Steps
-from packtrain.train.model import base_model
 from packtrain.train.rank_log import RankLog
-from packtrain.train.strategy import elements
 from packtrain.train.whole_steps import WholeSteps
+from packtrain.wording import counted
 
 _SPREAD = {
     "zero1": "each process keeps a share of the optimizer",

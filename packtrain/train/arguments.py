@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, SchedulerType
 from trl import DPOConfig, SFTConfig
 
 from packtrain.config.schema import RunConfig
-from packtrain.train.strategy import arguments_of
+from packtrain.model.spread import arguments_of
 
 Arguments = TypeVar("Arguments", SFTConfig, DPOConfig)
 

@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, TrainerCallback
 
-from packtrain.config.limits import micro_batch_limits
+from packtrain.config.rules.limits import micro_batch_limits
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import TokenDataset
 from packtrain.data.pairs import PairDataset
-from packtrain.launch.deepspeed import STAGES
-from packtrain.launch.patience import TimeLimits
+from packtrain.model.load import base_model
+from packtrain.model.spread import elements
+from packtrain.monitor.time_limits import TimeLimits
 from packtrain.packing.balance import Limits
-from packtrain.packing.batches import Schedule, make_schedule
+from packtrain.packing.schedule import Schedule, make_schedule
+from packtrain.plan.deepspeed import STAGES
 from packtrain.train.callbacks import EarlyStop, Intervals, MetricsFile, TerminalProgress
 from packtrain.train.checkpoint import step_of
 from packtrain.train.loader import PairSteps, Steps
-from packtrain.train.model import base_model
 from packtrain.train.preflight import autocast_of
 from packtrain.train.setting import Setting
 from packtrain.train.stop import StopCallback
-from packtrain.train.strategy import elements
 from packtrain.train.whole_steps import Course
 
 

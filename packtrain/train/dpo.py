@@ -21,13 +21,13 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer as trl_dpo
 
+from packtrain.config.rules.strategies import SHARDED_WEIGHTS
 from packtrain.config.schema import Objective
-from packtrain.config.strategies import SHARDED_WEIGHTS
 from packtrain.errors import UserError
+from packtrain.model.load import base_model
+from packtrain.model.pair_forward import add_pair_layout
+from packtrain.model.spread import compute_in
 from packtrain.train.loader import MicroBatch
-from packtrain.train.model import base_model
-from packtrain.train.pairs import add_pair_layout
-from packtrain.train.strategy import compute_in
 from packtrain.train.whole_steps import Course, WholeSteps, placeholder
 
 _COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}

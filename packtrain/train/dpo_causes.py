@@ -14,13 +14,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from packtrain.attention.isolation import evaluating
 from packtrain.config.schema import Model
-from packtrain.data.codec import codec_of
+from packtrain.data.tokens.codec import codec_of
 from packtrain.errors import Problem, UserError
+from packtrain.model.load import base_model, load_tokenizer
+from packtrain.proof.isolation import evaluating
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.loader import MicroBatch
-from packtrain.train.model import base_model, load_tokenizer
 
 Logps = tuple[torch.Tensor, torch.Tensor]
 """float32 [pairs] of chosen and of rejected answers."""

@@ -12,30 +12,30 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from packtrain.attention.backends import attend_by, own_attention
-from packtrain.attention.choice import Decision, examine_pairs
-from packtrain.attention.isolation import check_as_it_comes
-from packtrain.config.limits import micro_batch_limits, unsplittable
+from packtrain.config.rules.limits import micro_batch_limits, unsplittable
 from packtrain.config.schema import RunConfig
-from packtrain.data.identity import number_of
+from packtrain.data.formats.identity import number_of
 from packtrain.data.pairs import PairDataset
 from packtrain.data.prepare import PreparedData, prepare_pairs
 from packtrain.errors import CheckFailed, UserError
-from packtrain.launch.reference import adapters_of_reference, kind_of, starts_at_reference
+from packtrain.model.adapters import add_reference
+from packtrain.model.load import base_model
+from packtrain.model.reference import load_reference, precompute
+from packtrain.model.spread import open_proofs, spread
 from packtrain.packing.pairs import Layout
+from packtrain.plan.reference import adapters_of_reference, kind_of, starts_at_reference
+from packtrain.proof.choice import Decision, examine_pairs
+from packtrain.proof.isolation import check_as_it_comes
 from packtrain.train import announce
-from packtrain.train.adapters import add_reference
-from packtrain.train.agreement import weights_hash
 from packtrain.train.arguments import training_arguments
 from packtrain.train.checkpoint import check_origin
 from packtrain.train.course import callbacks_of, course_of, schedule_of
 from packtrain.train.dpo import PackedDPOTrainer, check_routers, objective_arguments
 from packtrain.train.dpo_start import check_pair_forward, check_start
 from packtrain.train.loader import PairSteps
-from packtrain.train.model import base_model
 from packtrain.train.preflight import autocast_of, decide_together, same_everywhere
-from packtrain.train.reference import load_reference, precompute
 from packtrain.train.setting import Setting
-from packtrain.train.strategy import open_proofs, spread
+from packtrain.train.sync.agreement import weights_hash
 
 Prepared = PreparedData[PairDataset]
 prepare_data = prepare_pairs

@@ -17,14 +17,14 @@ from typing import Any, cast
 import torch
 
 from packtrain.attention.backends import attention_of
-from packtrain.attention.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 from packtrain.errors import CheckFailed, Problem
+from packtrain.model.load import base_model
+from packtrain.model.spread import most_of_all
 from packtrain.packing.collate import IGNORE
+from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.dpo_causes import Logps, apart, causes
 from packtrain.train.loader import MicroBatch, PairSteps
-from packtrain.train.model import base_model
-from packtrain.train.strategy import most_of_all
 
 
 @torch.no_grad()

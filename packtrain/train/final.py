@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from packtrain.config.rules.strategies import SHARDED_WEIGHTS
 from packtrain.config.schema import RunConfig
-from packtrain.config.strategies import SHARDED_WEIGHTS
-from packtrain.launch.reference import base_of
+from packtrain.model.load import load_model
+from packtrain.model.spread import loading_whole
+from packtrain.plan.reference import base_of
 from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint import tidy
-from packtrain.train.model import load_model
-from packtrain.train.strategy import loading_whole
 from packtrain.train.whole_steps import WholeSteps
 
 

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.data.pairs import PairDataset
-from packtrain.launch.heartbeat import listen_in_loader
 from packtrain.launch.worker import end_with_parent
-from packtrain.packing.batches import Schedule
+from packtrain.monitor.heartbeat import listen_in_loader
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded
 from packtrain.packing.pairs import Layout, collate_pairs
+from packtrain.packing.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

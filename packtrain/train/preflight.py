@@ -12,19 +12,19 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import PER_DOCUMENT, attention_of
-from packtrain.attention.choice import Decision, decide
-from packtrain.attention.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 from packtrain.attention.module_segments import uses_attention_interface
 from packtrain.attention.rotary import rotates_by_length
+from packtrain.config.rules.strategies import SHARDED_WEIGHTS
 from packtrain.config.schema import RunConfig
-from packtrain.config.strategies import SHARDED_WEIGHTS
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
-from packtrain.launch.deepspeed import STAGES
+from packtrain.model.forward import Head, choose_head
+from packtrain.model.load import base_model
+from packtrain.model.spread import most_of_all
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device
-from packtrain.train.forward import Head, choose_head
-from packtrain.train.model import base_model
-from packtrain.train.strategy import most_of_all
+from packtrain.plan.deepspeed import STAGES
+from packtrain.proof.choice import Decision, decide
+from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 
 
 def decide_together(config: RunConfig, model: PreTrainedModel, processes: int, *, pairs: bool = False) -> Decision:

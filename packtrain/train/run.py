@@ -19,31 +19,31 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import own_attention
+from packtrain.config.rules.strategies import SHARDED_WEIGHTS
 from packtrain.config.schema import RunConfig
-from packtrain.config.strategies import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed, LostPeers, UserError
-from packtrain.launch.heartbeat import own_pulse
 from packtrain.launch.worker import planned_processes
+from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
+from packtrain.model.spread import open_strategy
+from packtrain.monitor.heartbeat import own_pulse
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import announce, dpo_stages, sft_stages
-from packtrain.train.agreement import agree_on_data, agree_on_model, agree_on_start
 from packtrain.train.backend_words import keep_in_full
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
 from packtrain.train.course import origin_of, trained_by
 from packtrain.train.explained import explained
 from packtrain.train.final import save_final
-from packtrain.train.first_sum import check_first_sum, connected
-from packtrain.train.model import base_model, check_positions, check_trainable, load_model, load_tokenizer
-from packtrain.train.peers import Peers, meet, preparing_s
 from packtrain.train.quiet import quiet_libraries, warnings_to
 from packtrain.train.rank_log import RankLog
 from packtrain.train.samples import answer
 from packtrain.train.setting import Process, Setting
-from packtrain.train.shared_disk import check_run_folder
 from packtrain.train.stop import StopRequest
-from packtrain.train.strategy import open_strategy
-from packtrain.train.time_limit import limit_collectives
-from packtrain.train.verify import verify
+from packtrain.train.sync.agreement import agree_on_data, agree_on_model, agree_on_start
+from packtrain.train.sync.all_reduce_check import check_first_sum, connected
+from packtrain.train.sync.peers import Peers, meet, preparing_s
+from packtrain.train.sync.shared_disk import check_run_folder
+from packtrain.train.sync.time_limit import limit_collectives
+from packtrain.train.verify.report import verify
 
 STAGES = {"sft": sft_stages, "dpo": dpo_stages}
 

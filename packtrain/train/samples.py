@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import attention_of
-from packtrain.launch.heartbeat import own_pulse
+from packtrain.monitor.heartbeat import own_pulse
 
 
 @torch.no_grad()

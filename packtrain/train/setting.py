@@ -8,9 +8,9 @@ import torch
 
 from packtrain.config.schema import RunConfig
 from packtrain.run_folder import RunFolder
-from packtrain.train.peers import Peers
 from packtrain.train.rank_log import RankLog
 from packtrain.train.stop import StopRequest
+from packtrain.train.sync.peers import Peers
 
 
 @dataclass(frozen=True, slots=True)

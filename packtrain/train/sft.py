@@ -16,10 +16,10 @@ from trl import SFTConfig, SFTTrainer
 
 from packtrain.config.schema import Objective
 from packtrain.data.dataset import Document
-from packtrain.train.forward import add_loss_sum
+from packtrain.model.forward import add_loss_sum
+from packtrain.model.load import base_model
+from packtrain.model.routers import router_loss, without_labels
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.model import base_model
-from packtrain.train.routers import router_loss, without_labels
 from packtrain.train.whole_steps import Course, WholeSteps, placeholder
 
 _PROBE_TOKENS = 64

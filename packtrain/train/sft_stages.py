@@ -10,19 +10,19 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from packtrain.attention.backends import attend_by, own_attention
-from packtrain.attention.choice import Decision
-from packtrain.attention.isolation import check_as_it_comes, tolerance_of
 from packtrain.data.dataset import TokenDataset
 from packtrain.data.prepare import PreparedData, prepare
+from packtrain.model.load import base_model
+from packtrain.model.spread import open_proofs, spread
+from packtrain.proof.choice import Decision
+from packtrain.proof.isolation import check_as_it_comes, tolerance_of
 from packtrain.train import announce
 from packtrain.train.arguments import training_arguments
 from packtrain.train.course import callbacks_of, course_of, schedule_of
 from packtrain.train.loader import Steps
-from packtrain.train.model import base_model
 from packtrain.train.preflight import FirstStepWatch, autocast_of, decide_together, fit_head
 from packtrain.train.setting import Setting
 from packtrain.train.sft import PackedSFTTrainer
-from packtrain.train.strategy import open_proofs, spread
 
 Prepared = PreparedData[TokenDataset]
 prepare_data = prepare

@@ -25,19 +25,19 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 
-from packtrain.config.strategies import SHARDED_WEIGHTS
+from packtrain.config.rules.strategies import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed
-from packtrain.launch.patience import TimeLimits
+from packtrain.model.load import base_model
+from packtrain.model.shards import load_shards, load_weights, save_shards, whole_weights
+from packtrain.model.spread import check_active, compute_in
+from packtrain.monitor.time_limits import TimeLimits
 from packtrain.run_folder import write_json
 from packtrain.train import checkpoint
 from packtrain.train.callbacks import TerminalProgress
-from packtrain.train.heartbeat import TOLD_EVERY, Machines, RankTimes, StepClock
 from packtrain.train.loader import MicroBatch, PairSteps, Steps, step_loader
-from packtrain.train.model import base_model
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
-from packtrain.train.shards import load_shards, load_weights, save_shards, whole_weights
+from packtrain.train.rank_times import TOLD_EVERY, Machines, RankTimes, StepClock
 from packtrain.train.stop import StopRequest
-from packtrain.train.strategy import check_active, compute_in
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import attending_by
-from packtrain.attention.choice import decide
-from packtrain.attention.isolation import tolerance_of
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
+from packtrain.model.forward import add_loss_sum, choose_head
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, shifted_labels
-from packtrain.train.forward import add_loss_sum, choose_head
+from packtrain.proof.choice import decide
+from packtrain.proof.isolation import tolerance_of
 
 Batch = dict[str, object]
 

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import attending_by
+from packtrain.model.forward import add_loss_sum
 from packtrain.packing.collate import collate_flat
 from packtrain.packing.segments import Segments
-from packtrain.train.forward import add_loss_sum
 
 # of every kind one
 KINDS = {

@@ -15,9 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import attending_by
-from packtrain.attention.choice import decide
-from packtrain.train.forward import add_loss_sum
-from packtrain.train.routers import router_loss
+from packtrain.model.forward import add_loss_sum
+from packtrain.model.routers import router_loss
+from packtrain.proof.choice import decide
 
 REFUSED = ("doge",)  # a loss over other logits than its routers', see tests/train/test_routers.py
 

@@ -21,9 +21,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-from packtrain.launch import children, patience
+from packtrain.launch import children
 from packtrain.launch.ending import exit_code_of
 from packtrain.launch.signals import ENDING
+from packtrain.monitor import time_limits as patience
 from tests.cluster.small_launch import PRELOAD, ROOT, launch, start
 from tests.cluster.two_hosts import ADDRESSES, TwoHosts, both
 

@@ -45,8 +45,8 @@ def launch(overrides: list[str]) -> int:
     """The launcher of one machine."""
     from packtrain.config.compose import load_config
     from packtrain.launch import execute
-    from packtrain.launch.plan import plan_launch
-    from packtrain.launch.surroundings import look_around
+    from packtrain.plan.launch_plan import plan_launch
+    from packtrain.plan.surroundings import look_around
 
     config = load_config("run.yaml", overrides)
     plan = plan_launch(config, look_around())

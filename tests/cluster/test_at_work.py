@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from packtrain.launch import effort, patience
-from packtrain.launch.diagnosis import Diagnosis
-from packtrain.launch.heartbeat import HEARTBEAT_DIR
-from packtrain.launch.watchdog import Watchdog
+from packtrain.launch import effort
+from packtrain.monitor import time_limits as patience
+from packtrain.monitor.diagnosis import Diagnosis
+from packtrain.monitor.heartbeat import HEARTBEAT_DIR
+from packtrain.monitor.watchdog import Watchdog
 
 LEAST_S = 3
 RANK = """
 import os, subprocess, sys, time
-from packtrain.launch.heartbeat import own_pulse
+from packtrain.monitor.heartbeat import own_pulse
 
 phase, what = sys.argv[1:]
 

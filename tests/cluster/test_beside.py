@@ -27,8 +27,8 @@ from packtrain.config.compose import load_config
 from packtrain.errors import LostPeers, UserError
 from packtrain.launch.ending import exit_code_of
 from packtrain.launch.execute import execute
-from packtrain.launch.plan import plan_launch
-from packtrain.launch.surroundings import look_around
+from packtrain.plan.launch_plan import plan_launch
+from packtrain.plan.surroundings import look_around
 from tests.cluster.small_group import Group
 
 fault = os.environ["FAULT"]

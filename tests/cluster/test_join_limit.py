@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.launch.patience import TimeLimits, limit_s, patience_s
+from packtrain.monitor.time_limits import TimeLimits, limit_s, patience_s
 from tests.cluster.test_watchdog import launch
-from tests.unit.test_diagnosis import FOR_OTHERS, named, rank
+from tests.unit.monitor.test_diagnosis import FOR_OTHERS, named, rank
 
 JOINS = """
-    exec(compile("def wait_for_the_others(): time.sleep(7)", "/x/packtrain/train/peers.py", "exec"))
+    exec(compile("def wait_for_the_others(): time.sleep(7)", "/x/packtrain/train/sync/peers.py", "exec"))
     pulse.enter("join", step=0)
     locals()["wait_for_the_others"]()
 """

@@ -29,8 +29,8 @@ from dataclasses import replace
 from packtrain.config.schema import Batch, RunConfig, Topology, Trainer
 from packtrain.launch.ending import exit_code_of
 from packtrain.launch.execute import execute
-from packtrain.launch.plan import plan_launch
-from packtrain.launch.surroundings import look_around
+from packtrain.plan.launch_plan import plan_launch
+from packtrain.plan.surroundings import look_around
 
 config = RunConfig(topology=Topology(gpus_per_node=2), batch=Batch(examples_per_step=4), trainer=Trainer(output_dir="out"))
 plan = plan_launch(config, replace(look_around(), gpus=0))

@@ -61,7 +61,11 @@ def test_options_of_the_user_stay_and_names_in_the_hosts_file_are_asked_of_nobod
     assert "RES_OPTIONS timeout:2 attempts:1" in ran.text
     made.name_resolves(2, "here", "::ffff:127.0.0.1")
     ran = run(
-        made, folder, "-c", "from packtrain.launch.names import silence_for; print([silence_for('127.0.0.1')])", host=2
+        made,
+        folder,
+        "-c",
+        "from packtrain.plan.network.name_server import silence_for; print([silence_for('127.0.0.1')])",
+        host=2,
     )
     assert (ran.wait(), ran.text) == (0, "['']\n")
 

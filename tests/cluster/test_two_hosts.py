@@ -31,8 +31,8 @@ from dataclasses import replace
 from packtrain.config.compose import load_config
 from packtrain.launch.ending import exit_code_of
 from packtrain.launch.execute import execute
-from packtrain.launch.plan import plan_launch
-from packtrain.launch.surroundings import look_around
+from packtrain.plan.launch_plan import plan_launch
+from packtrain.plan.surroundings import look_around
 
 def work():
     config = load_config("run.yaml", sys.argv[1:])

@@ -27,8 +27,8 @@ from dataclasses import replace
 from packtrain.config.compose import load_config
 from packtrain.launch.ending import exit_code_of
 from packtrain.launch.execute import execute
-from packtrain.launch.plan import plan_launch
-from packtrain.launch.surroundings import look_around
+from packtrain.plan.launch_plan import plan_launch
+from packtrain.plan.surroundings import look_around
 
 config = load_config("run.yaml", sys.argv[1:])
 plan = plan_launch(config, replace(look_around(), gpus=0))
@@ -73,7 +73,7 @@ WITH_TORCH = """
 import os, signal, sys, time
 from pathlib import Path
 from packtrain.errors import LostPeers
-from packtrain.launch.heartbeat import own_pulse
+from packtrain.monitor.heartbeat import own_pulse
 from packtrain.launch.worker import run_worker
 
 rank, me = int(os.environ["RANK"]), os.getpid()

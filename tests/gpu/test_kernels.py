@@ -9,14 +9,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from packtrain.attention.kernel_choice import (
+from packtrain.attention.kernels.choice import (
     Needs,
     choose_kernel,
     dense_attention,
     kernel_error,
     tolerance_of,
 )
-from packtrain.attention.varlen import CANDIDATES, Kernel, Lacks, Scoring, attend_by_segments
+from packtrain.attention.kernels.varlen import CANDIDATES, Kernel, Lacks, Scoring, attend_by_segments
 from packtrain.packing.segments import Segments
 
 NEEDS = {

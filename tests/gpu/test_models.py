@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from packtrain.attention import flash
 from packtrain.attention.backends import attention_of
-from packtrain.attention.choice import decide
-from packtrain.attention.isolation import prove_isolation
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
+from packtrain.proof.choice import decide
+from packtrain.proof.isolation import prove_isolation
 
 FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "phi", "cohere")
 SHARED = Segments((13, 7, 150, 21, 5, 1, 140, 9), (None, 0, 0, None, 3, 3, None, 0))

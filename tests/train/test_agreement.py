@@ -18,8 +18,8 @@ from torch.distributed import HashStore
 from packtrain.config.schema import Optim, RunConfig, Topology, Trainer
 from packtrain.errors import Disagreement, PacktrainError, PeerFailed, Problem
 from packtrain.launch.worker import LOG_DIR
-from packtrain.train.agreement import agree_on_start, differences, misplaced, weights_hash, wrong_number
-from packtrain.train.peers import FIRST_STAGE, Judge, Peers, Statement, meet, preparing_s
+from packtrain.train.sync.agreement import agree_on_start, differences, misplaced, weights_hash, wrong_number
+from packtrain.train.sync.peers import FIRST_STAGE, Judge, Peers, Statement, meet, preparing_s
 
 
 def statements(nodes: int, per_node: int, facts: dict[int, dict[str, str]] | None = None) -> list[Statement]:
@@ -188,7 +188,7 @@ def test_a_rank_that_two_processes_have_is_refused_on_all() -> None:
 def test_a_program_that_has_the_port_and_is_silent_is_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("packtrain.train.peers._ACKNOWLEDGED_S", 0)
+    monkeypatch.setattr("packtrain.train.sync.peers._ACKNOWLEDGED_S", 0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
         for name, value in told.items():
@@ -249,7 +249,7 @@ def test_the_hash_of_weights_sees_every_weight_its_type_and_adapters() -> None:
 def test_whom_the_first_process_waits_for_is_said_again_and_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("packtrain.train.peers._TOLD_S", 0.05)
+    monkeypatch.setattr("packtrain.train.sync.peers._TOLD_S", 0.05)
     first, second = peers(2)
     said, limit = "", time.monotonic() + 60
     with ThreadPoolExecutor() as threads:

@@ -14,12 +14,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.attention import segmented
 from packtrain.attention.backends import attending_by
-from packtrain.attention.choice import decide
-from packtrain.attention.isolation import DOCUMENTS, PAIRS, check_as_it_comes, prove_isolation
-from packtrain.attention.leak import find_leak
 from packtrain.errors import CheckFailed, UserError
+from packtrain.model.load import check_positions
 from packtrain.packing.segments import Segments
-from packtrain.train.model import check_positions
+from packtrain.proof.choice import decide
+from packtrain.proof.isolation import DOCUMENTS, PAIRS, check_as_it_comes, prove_isolation
+from packtrain.proof.leak import find_leak
 
 # two prompts, the first one shared twice and once more later, and a lone document; equal lengths, neighbours and not
 SHARED = Segments((13, 7, 7, 21, 5, 1, 13, 7), (None, 0, 0, None, 3, 3, None, 0))

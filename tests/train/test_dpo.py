@@ -14,17 +14,17 @@ import torch
 from tiny_dpo import LAYOUTS, PAIRS, TOKENIZER, another, arguments, gradient, in_parts, ours, policy, steps_of
 from trl import DPOTrainer
 
-from packtrain.config.limits import unsplittable
-from packtrain.config.rules import check
+from packtrain.config.rules.combinations import check
+from packtrain.config.rules.limits import unsplittable
 from packtrain.config.schema import LossType, Objective, Peft, RunConfig
 from packtrain.errors import UserError
+from packtrain.model.adapters import add_adapters
+from packtrain.model.load import base_model
 from packtrain.packing.pairs import Layout, collate_pairs
 from packtrain.train import announce
-from packtrain.train.adapters import add_adapters
 from packtrain.train.dpo import FIGURES, PackedDPOTrainer
 from packtrain.train.dpo_stages import _check_sorting_losses
 from packtrain.train.loader import PairSteps
-from packtrain.train.model import base_model
 from packtrain.train.whole_steps import placeholder
 
 SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])

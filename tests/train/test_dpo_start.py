@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from packtrain.attention.backends import own_attention
 from packtrain.config.schema import Peft
 from packtrain.errors import CheckFailed
+from packtrain.model.adapters import add_adapters
 from packtrain.packing.pairs import Layout
 from packtrain.packing.segments import Segments
 from packtrain.train import dpo_start
-from packtrain.train.adapters import add_adapters
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.dpo_start import check_pair_forward, check_start
 from packtrain.train.loader import PairSteps

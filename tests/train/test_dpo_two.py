@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_dpo import LAYOUTS, ours, policy, steps_of
 
-from packtrain.config.limits import unsplittable
+from packtrain.config.rules.limits import unsplittable
 from packtrain.config.schema import LossType
 from packtrain.packing.pairs import Layout
 from packtrain.train.dpo import FIGURES

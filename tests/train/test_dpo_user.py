@@ -21,14 +21,14 @@ from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Packin
 from packtrain.data.prepare import prepare_pairs
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.verification import show
+from packtrain.model import reference
+from packtrain.model.load import load_model, load_tokenizer
 from packtrain.run_folder import RunFolder
-from packtrain.train import reference
-from packtrain.train.agreement import weights_hash
 from packtrain.train.announce import _documents
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.dpo_stages import identity_of_reference
-from packtrain.train.model import load_model, load_tokenizer
-from packtrain.train.verify import verify
+from packtrain.train.sync.agreement import weights_hash
+from packtrain.train.verify.report import verify
 
 LN2 = 0.6931472
 ROUTED = {**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "output_router_logits": True}

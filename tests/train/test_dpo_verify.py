@@ -18,8 +18,8 @@ from packtrain.config.schema import Objective, Packing, Peft, RunConfig, Trainer
 from packtrain.launch.verification import show
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
-from packtrain.train.modes import MODES
-from packtrain.train.verify import verify
+from packtrain.train.verify.modes import MODES
+from packtrain.train.verify.report import verify
 
 start = test_dpo_user.start
 

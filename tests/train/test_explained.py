@@ -13,7 +13,7 @@ from here import ALONE
 
 from packtrain.config.schema import Batch, RunConfig, Strategy, Trainer
 from packtrain.errors import LostPeers, PeerFailed, UserError
-from packtrain.launch.heartbeat import Pulse, read_beat
+from packtrain.monitor.heartbeat import Pulse, read_beat
 from packtrain.train import run
 from packtrain.train.backend_words import shortly
 from packtrain.train.explained import explained

@@ -12,14 +12,15 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from tests.unit.test_docs_multi_node import ROWS, same
 from torch.distributed import HashStore
 
 from packtrain.config.schema import RunConfig
 from packtrain.errors import Disagreement, PacktrainError, PeerFailed
-from packtrain.train import first_sum, run
-from packtrain.train.first_sum import check_first_sum
-from packtrain.train.peers import Peers, Statement
-from tests.unit.test_docs_multi_node import ROWS, same
+from packtrain.train import run
+from packtrain.train.sync import all_reduce_check as first_sum
+from packtrain.train.sync.all_reduce_check import check_first_sum
+from packtrain.train.sync.peers import Peers, Statement
 
 RANKS = 3
 REFUSED = "Gloo connectFullMesh failed with SO_ERROR: Connection refused, remote=[127.0.0.1]:17332$0"

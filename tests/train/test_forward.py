@@ -15,10 +15,10 @@ from trl.trainer.utils import add_fused_lm_head
 from packtrain.attention import segmented
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, UserError
+from packtrain.model.forward import add_loss_sum, choose_head
+from packtrain.model.load import check_trainable
 from packtrain.packing.collate import FILLER, IGNORE, collate_flat, collate_padded, shifted_labels
 from packtrain.packing.segments import Segments
-from packtrain.train.forward import add_loss_sum, choose_head
-from packtrain.train.model import check_trainable
 
 LENGTHS = (1, 2, 17, 33, 33, 33, 5, 64)
 

@@ -15,12 +15,12 @@ from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
 from packtrain.attention.backends import attend_by, own_attention
-from packtrain.attention.choice import decide
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
+from packtrain.model.forward import add_loss_sum
 from packtrain.packing.collate import collate_flat
 from packtrain.packing.segments import Segments
-from packtrain.train.forward import add_loss_sum
+from packtrain.proof.choice import decide
 from packtrain.train.preflight import FirstStepWatch
 
 REMOTE_CODE = '''

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from packtrain.launch.heartbeat import Phase, Pulse
-from packtrain.train.heartbeat import RankTimes, StepClock, slow_ones
 from tests.unit.test_docs_multi_node import ROWS, same
+
+from packtrain.monitor.heartbeat import Phase, Pulse
+from packtrain.train.rank_times import RankTimes, StepClock, slow_ones
 
 
 class Watch(Pulse):

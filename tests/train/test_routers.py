@@ -17,10 +17,10 @@ from trl.trainer.utils import add_fused_lm_head
 from packtrain.attention.backends import attend_by
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, UserError
+from packtrain.model.forward import add_loss_sum
+from packtrain.model.routers import RouterLoss, router_loss, without_labels
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded
-from packtrain.train.forward import add_loss_sum
 from packtrain.train.loader import MicroBatch
-from packtrain.train.routers import RouterLoss, router_loss, without_labels
 
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LENGTHS = (1, 2, 17, 33, 33, 5, 64, 9)

@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.config.schema import Model, RunConfig, Strategy, Verify
 from packtrain.errors import CheckFailed, UserError
-from packtrain.train import strategy
+from packtrain.model import spread as strategy
 from packtrain.train.dpo import FIGURES
 from packtrain.train.preflight import decide_together
 

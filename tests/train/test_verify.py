@@ -19,18 +19,18 @@ from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
 from packtrain.config.schema import Batch, Data, Model, Objective, Packing, Peft, RunConfig, Strategy, Trainer
-from packtrain.data.hub import OFFLINE_ADVICE
+from packtrain.data.sources.hub import OFFLINE_ADVICE
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.verification import show
+from packtrain.model import load as loading
+from packtrain.model.forward import add_loss_sum
+from packtrain.model.load import check_positions, load_model, load_tokenizer
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
-from packtrain.train import model as loading
-from packtrain.train import verify as verifying
-from packtrain.train.forward import add_loss_sum
-from packtrain.train.model import check_positions, load_model, load_tokenizer
-from packtrain.train.modes import MODES, Comparison, compare_modes, lengths_for
 from packtrain.train.run import Process
-from packtrain.train.verify import verify, worst_of
+from packtrain.train.verify import report as verifying
+from packtrain.train.verify.modes import MODES, Comparison, compare_modes, lengths_for
+from packtrain.train.verify.report import verify, worst_of
 
 MAMBA = {"model_type": "mamba", "hidden_size": 48, "state_size": 8, "num_hidden_layers": 2}
 GPT_OSS = {**LLAMA, "model_type": "gpt_oss", "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -14,12 +14,12 @@ from trl import DPOConfig
 from packtrain.attention.backends import attend_by
 from packtrain.config.schema import Model
 from packtrain.data.pairs import PairDataset, Preference
+from packtrain.model.load import base_model, load_tokenizer
 from packtrain.packing.balance import Limits
-from packtrain.packing.batches import make_schedule
 from packtrain.packing.pairs import Layout
+from packtrain.packing.schedule import make_schedule
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.loader import PairSteps
-from packtrain.train.model import base_model, load_tokenizer
 from packtrain.train.stop import StopRequest
 from packtrain.train.whole_steps import Course
 

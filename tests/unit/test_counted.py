@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from packtrain.counted import counted
+from packtrain.wording import counted
 
 
 @pytest.mark.parametrize(

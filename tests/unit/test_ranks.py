@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from packtrain.launch.ranks import numbered
+from packtrain.wording import numbered
 
 
 @pytest.mark.parametrize(

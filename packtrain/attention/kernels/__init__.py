@@ -1,0 +1,1 @@
+"""Variable-length attention kernels for GPUs, and which one is right for a layer."""

@@ -1,0 +1,185 @@
+"""Which varlen kernel serves a layer: the fastest that is RIGHT on this device, found out by running it.
+
+An import says little: a package may lack code for this GPU, the backward pass, or soft-cap together with a window, and some
+versions were simply wrong in a corner. So each candidate, the fastest first, runs forward and backward on a small row
+with exactly what the layer needs, and is compared with a dense float64 reference of the same inputs. The first that agrees
+is taken; of every better one it is kept what it lacked. It costs a few milliseconds a kernel (some compile themselves at
+first: seconds, which the training would spend anyway), once per kind of layer and process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from packtrain.attention.kernels.varlen import CANDIDATES, Attend, Kernel, Lacks, Scoring, attend_by_segments
+from packtrain.packing.segments import Segments
+
+# Lengths of 1, below, at and beyond the tiles of 64 and 128 that kernels work in; a prefix shared by three.
+_LENGTHS = (37, 1, 150, 128, 20)
+_PREFIXES = (None, 0, 0, None, 0)
+_WINDOW = 33  # reaches from the third segment back into its prefix
+_KV_HEADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a layer asks of a kernel. `group`: query heads per key head; `softcap`: its value, kernels compile it in."""
+
+    dtype: torch.dtype
+    group: int
+    head_dim: int
+    value_dim: int
+    window: bool = False
+    softcap: float | None = None
+    sinks: bool = False
+    dropout: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernel that was taken, None where none is right, and (name, reason) for every better candidate."""
+
+    kernel: Kernel | None
+    lacks: tuple[tuple[str, str], ...]
+
+    def why_not(self) -> str:
+        """One line: what each candidate that was passed over lacks, those with the same lack together."""
+        names: dict[str, list[str]] = {}
+        for name, reason in self.lacks:
+            names.setdefault(reason, []).append(name)
+        return "; ".join(f"{', '.join(those)}: {reason}" for reason, those in names.items())
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The largest error of a row of output or gradient, relative to its norm, that rounding alone may cause.
+
+    Kernels round probabilities, outputs and score gradients to `dtype` (half a unit in the last place is 2^-9 of a value in
+    bfloat16, 2^-12 in float16) and sum in float32. Emulated for head dimensions 32 to 256, that is off by up to 0.027 on
+    the row that is run here in bfloat16 and 0.003 in float16; the tolerance is over twice that. One key too many or too
+    few for a query is off by 1, sinks left out by 3, a soft-cap of up to 100 left out by 0.25.
+    """
+    return {torch.float16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-9}.get(dtype, 6e-2)
+
+
+@lru_cache(maxsize=256)
+def choose_kernel(needs: Needs, device: torch.device) -> Choice:
+    """The first kernel of CANDIDATES that is right for `needs` on `device`."""
+    lacks: list[tuple[str, str]] = []
+    for name, load in CANDIDATES:
+        kernel, lack = _tried(name, load, needs, device)
+        if kernel is not None:
+            return Choice(kernel, tuple(lacks))
+        lacks.append((name, lack))
+    return Choice(None, tuple(lacks))
+
+
+def _tried(name: str, load, needs: Needs, device: torch.device) -> tuple[Kernel | None, str]:
+    """The kernel if it is right for `needs`, else None and what it lacks."""
+    try:
+        attend: Attend = load()
+    except Lacks as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"cannot be loaded: {_first_line(error)}"
+    kernel = Kernel(name, attend)
+    lack = _lack_of(kernel, needs, device)
+    if lack and needs.value_dim != needs.head_dim:  # most kernels want values as wide as queries
+        kernel = replace(kernel, wide_values=True)
+        lack = _lack_of(kernel, needs, device)
+    return (None, lack) if lack else (kernel, "")
+
+
+def _lack_of(kernel: Kernel, needs: Needs, device: torch.device) -> str:
+    """ "" where `kernel` is right, else why it is not. What a kernel raises is of every type; running out of memory is
+    no lack."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            error = kernel_error(kernel, needs, device)
+            if needs.dropout:
+                _run_with_dropout(kernel, needs, device)
+    except Lacks as lack:
+        return str(lack)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as failure:
+        return _first_line(failure)
+    return "" if error <= tolerance_of(needs.dtype) else f"wrong by {error:.2g}"
+
+
+def kernel_error(kernel: Kernel, needs: Needs, device: torch.device) -> float:
+    """The largest error of `kernel` on a small row, outputs and gradients (see `tolerance_of`); nan where it gives nan."""
+    segments, scoring, inputs = probe_row(needs, device)
+    exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in inputs]
+    query, key, value, sinks = inputs
+    assert query is not None and key is not None and value is not None
+    ours = attend_by_segments(kernel, query, key, value, segments, scoring, sinks)
+    reference = dense_attention(*exact, segments, scoring)  # type: ignore[arg-type]
+    gradient = torch.randn(reference.shape, generator=torch.Generator().manual_seed(1)).to(device, ours.dtype)
+    pairs = [(ours, reference)]
+    wanted = [(a, b) for a, b in zip(inputs, exact, strict=True) if a is not None and b is not None]
+    ours_back = torch.autograd.grad(ours, [a for a, _ in wanted], gradient)
+    exact_back = torch.autograd.grad(reference, [b for _, b in wanted], gradient.double())
+    pairs += list(zip(ours_back, exact_back, strict=True))
+    return torch.stack([_row_error(a.detach(), b.detach()) for a, b in pairs]).max().item()
+
+
+def probe_row(
+    needs: Needs, device: torch.device
+) -> tuple[Segments, Scoring, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """The small row that kernels are tried on: its segments, scoring, and query, key, value [T, heads, d] and sinks."""
+    segments = Segments(_LENGTHS, _PREFIXES)
+    scale = needs.head_dim**-0.5 * max(1.0, (needs.softcap or 0.0) / 6)  # scores that feel the cap
+    scoring = Scoring(scale, _WINDOW if needs.window else None, needs.softcap)
+    random = torch.Generator().manual_seed(0)
+    heads = needs.group * _KV_HEADS
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random).to(device, needs.dtype).requires_grad_()
+
+    query = drawn(segments.tokens, heads, needs.head_dim)
+    key = drawn(segments.tokens, _KV_HEADS, needs.head_dim)
+    value = drawn(segments.tokens, _KV_HEADS, needs.value_dim)
+    return segments, scoring, (query, key, value, drawn(heads) if needs.sinks else None)
+
+
+def dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    segments: Segments,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """The plain reference, in the precision of its inputs, with all T × T scores at once; shapes as `attend_by_segments`."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    visible = segments.visible(scoring.window).to(query.device)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], dim=2)
+    probabilities = scores.softmax(-1)[..., : key.shape[0]]
+    return torch.einsum("hqk,khd->qhd", probabilities, value)
+
+
+def _row_error(ours: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """The largest |a - b| of a row (last dimension) over its |b|, or over the mean |b| where that is larger."""
+    error, norm = (ours.double() - exact).norm(dim=-1), exact.norm(dim=-1)
+    return (error / norm.clamp(min=norm.square().mean().sqrt())).max()
+
+
+def _run_with_dropout(kernel: Kernel, needs: Needs, device: torch.device) -> None:
+    """Raises what the kernel raises where it cannot drop scores; what it draws cannot be compared with anything."""
+    segments, scoring, (query, key, value, sinks) = probe_row(needs, device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        output = attend_by_segments(kernel, query, key, value, segments, replace(scoring, dropout=0.1), sinks)
+        torch.autograd.grad(output.sum(), query)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

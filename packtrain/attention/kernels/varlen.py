@@ -1,0 +1,258 @@
+"""Variable-length ("varlen") kernels: one call attends within every segment of a row, with no mask and no padding.
+
+All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
+causality at the bottom right: a segment may have more keys than queries, which is how a shared prefix is served. Its keys
+and values are gathered in front of the segment's own; the backward of the gather sums the gradients. What a kernel has
+beyond that (soft-cap, sinks, dropout) is read from its signature; whether it is right is found out by running it
+(kernel_choice.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib import import_module
+from inspect import signature
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packtrain.attention.kernels.sinks import attend_with_sinks
+from packtrain.packing.segments import Segments
+
+_ALIGNMENT = 8  # head dimensions that kernels take are multiples of 16 bytes
+
+
+class Lacks(Exception):
+    """A kernel is not there, or has not what a layer needs; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer weighs its keys: `scale` of the dot products, `window` in tokens (the query's own included), the
+    `softcap` that scores are squashed to, and the probability of `dropout`."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Borders:
+    """A row's segments as kernels take them.
+
+    `queries` and `keys`: int32 [segments + 1] on the device, running sums of lengths; `longest_*` in tokens. `gather`:
+    int64, for each key the token of the row that it is, or None where the keys are the row as it stands.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    longest_queries: int
+    longest_keys: int
+    gather: torch.Tensor | None
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders, Scoring, torch.Tensor | None], torch.Tensor]
+"""(query [T, heads, d], key [K, kv_heads, d], value [K, kv_heads, d_v], borders, scoring, sinks [heads]) → [T, heads, d_v]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel by its `name` for people; `wide_values`: value heads are padded to the width of the query's for it."""
+
+    name: str
+    attend: Attend
+    wide_values: bool = False
+
+
+@lru_cache(maxsize=16)  # the same for every layer, and for the layers run again under gradient checkpointing
+def borders_of(segments: Segments, device: torch.device) -> Borders:
+    """The borders of a row on `device`, without waiting for the device."""
+    lengths = [own + before for own, before in zip(segments.lengths, segments.prefix_lengths, strict=True)]
+    with torch.inference_mode(False):  # what an evaluation makes here is used again by a training step
+        queries = _on(device, segments.cumulative_lengths())
+        if not any(segments.prefix_lengths):
+            return Borders(queries, queries, max(segments.lengths), max(segments.lengths), None)
+        keys = _on(device, torch.tensor((0, *accumulate(lengths)), dtype=torch.int32))
+        return Borders(queries, keys, max(segments.lengths), max(lengths), _on(device, _gathered(segments)))
+
+
+def _gathered(segments: Segments) -> torch.Tensor:
+    """int64 [keys]: for each segment the tokens of its prefix, then its own."""
+    own = [torch.arange(start, start + n) for start, n in zip(segments.starts, segments.lengths, strict=True)]
+    pieces = []
+    for segment, prefix in enumerate(segments.shared):
+        pieces += [own[segment]] if prefix is None else [own[prefix], own[segment]]
+    return torch.cat(pieces)
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on `device`; copied from pinned memory, so that nothing waits for the work queued there."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def attend_by_segments(
+    kernel: Kernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scoring: Scoring,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one row: `query` [T, heads, d], `key` [T, kv_heads, d], `value` [T, kv_heads, d_v] → [T, heads, d_v].
+
+    Head dimensions are padded with zeros to what kernels take, which changes no score and no output.
+    """
+    borders = borders_of(segments, query.device)
+    if borders.gather is not None:
+        key, value = key.index_select(0, borders.gather), value.index_select(0, borders.gather)
+    width = -(-query.shape[-1] // _ALIGNMENT) * _ALIGNMENT
+    values = -(-value.shape[-1] // _ALIGNMENT) * _ALIGNMENT
+    padded = _widened(value, max(width, values) if kernel.wide_values else values)
+    if kernel.wide_values:
+        width = max(width, values)
+    output = kernel.attend(_widened(query, width), _widened(key, width), padded, borders, scoring, sinks)
+    return output[..., : value.shape[-1]]
+
+
+def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    more = width - tensor.shape[-1]
+    return torch.nn.functional.pad(tensor, (0, more)) if more else tensor
+
+
+def from_package(module: str) -> Attend:
+    """`flash_attn_varlen_func` of an installed package.
+
+    Raises Lacks where it is not there, and whatever its import raises.
+    """
+    try:
+        return _by_signature(import_module(module).flash_attn_varlen_func)
+    except ModuleNotFoundError as error:
+        own = error.name is not None and f"{module}.".startswith(f"{error.name}.")
+        raise Lacks("not installed" if own else f"needs {error.name}, which is not installed") from error
+
+
+def from_hub(repository: str) -> Attend:
+    """`flash_attn_varlen_func` of a kernel of the Hugging Face hub, if it was downloaded: a training fetches no code.
+
+    Raises Lacks where it is not there, and whatever loading it raises.
+    """
+    try:
+        import_module("kernels")
+    except ModuleNotFoundError as error:
+        raise Lacks("the kernels package is not installed") from error
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+    from transformers.integrations.hub_kernels import get_kernel
+    from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_VERSIONS
+
+    cache = Path(os.environ.get("KERNELS_CACHE") or constants.HF_HUB_CACHE)
+    kinds = ("kernel", "model")
+    if not any((cache / repo_folder_name(repo_id=repository, repo_type=kind)).is_dir() for kind in kinds):
+        raise Lacks(f"{repository} is not downloaded")
+    return _by_signature(get_kernel(repository, version=FLASH_ATTN_KERNEL_VERSIONS[repository]).flash_attn_varlen_func)
+
+
+def _by_signature(function: Callable[..., Any]) -> Attend:
+    """An adapter for FlashAttention 2, 3, 4 and their kin, whose arguments differ by what they can do."""
+    names = signature(function).parameters
+    sink_name = next((name for name in ("learnable_sink", "s_aux") if name in names), "learnable_sink")
+    words = {
+        "softcap": "soft-cap",
+        "dropout_p": "dropout",
+        "window_size": "sliding window",
+        sink_name: "attention sinks",
+    }
+
+    def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
+        asked = {
+            "softcap": scoring.softcap,
+            "dropout_p": scoring.dropout or None,
+            "window_size": None if scoring.window is None else (scoring.window - 1, 0),
+            sink_name: None if sinks is None else sinks.to(q.dtype),
+        }
+        options = {name: value for name, value in asked.items() if value is not None}
+        for name in options:
+            if name not in names:
+                raise Lacks(f"no {words[name]}")
+        if "deterministic" in names:
+            options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        output = function(
+            q,
+            k,
+            v,
+            cu_seqlens_q=borders.queries,
+            cu_seqlens_k=borders.keys,
+            max_seqlen_q=borders.longest_queries,
+            max_seqlen_k=borders.longest_keys,
+            softmax_scale=scoring.scale,
+            causal=True,
+            **options,
+        )
+        return output[0] if isinstance(output, tuple) else output
+
+    return attend
+
+
+def from_torch() -> Attend:
+    """`varlen_attn` of torch itself. Sinks, which it has not, are put in through the scores' log-sum."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise Lacks(f"not in torch {torch.__version__}") from error
+
+    def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
+        if scoring.softcap is not None:
+            raise Lacks("no soft-cap")
+        if scoring.dropout:
+            raise Lacks("no dropout")
+        left = -1 if scoring.window is None else scoring.window - 1
+        if sinks is not None:
+            forward, backward = _torch_passes(borders, scoring.scale, left)
+            return attend_with_sinks(q, k, v, sinks, forward, backward)
+        lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
+        output = varlen_attn(q, k, v, *lengths, scale=scoring.scale, window_size=(left, 0), enable_gqa=True)
+        assert isinstance(output, torch.Tensor)
+        return output
+
+    return attend
+
+
+def _torch_passes(borders: Borders, scale: float, left: int) -> tuple[Callable, Callable]:
+    """The two passes under varlen_attn, apart: the backward can then be given another output and log-sum."""
+    lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
+    options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
+    causal = left == -1
+
+    def forward(q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ops.aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, False, **options)[:2]
+
+    def backward(gradient, q, k, v, out, logsum) -> tuple[torch.Tensor, ...]:
+        # without dropout there is no random state to restore
+        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        return torch.ops.aten._flash_attention_backward(
+            gradient, q, k, v, out, logsum, *lengths, 0.0, causal, state, unused, **options
+        )
+
+    return forward, backward
+
+
+CANDIDATES: tuple[tuple[str, Callable[[], Attend]], ...] = (
+    ("FlashAttention 4", partial(from_package, "flash_attn.cute")),
+    ("FlashAttention 4 of the hub", partial(from_hub, "kernels-community/flash-attn4")),
+    ("FlashAttention 3", partial(from_package, "flash_attn_interface")),
+    ("FlashAttention 3 of the hub", partial(from_hub, "kernels-community/flash-attn3")),
+    ("FlashAttention 3 of vLLM", partial(from_hub, "kernels-community/vllm-flash-attn3")),
+    ("FlashAttention 2", partial(from_package, "flash_attn")),
+    ("FlashAttention 2 of the hub", partial(from_hub, "kernels-community/flash-attn2")),
+    ("torch's varlen_attn", from_torch),
+)
+"""Names and loaders of the kernels, the fastest first."""

@@ -1,0 +1,1 @@
+"""Combinations of keys that cannot work, refused before anything is loaded."""

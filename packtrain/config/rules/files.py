@@ -1,0 +1,126 @@
+"""Files, folders and packages that a config needs and that are not there: better found now than after loading."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from packtrain.config.chat_templates import as_name, template_names
+from packtrain.config.findings import Finding
+from packtrain.config.rules.combinations import sources
+from packtrain.config.schema import REFERENCES, RunConfig
+from packtrain.config.suggest import near
+
+BUILT_IN = "quickstart"
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".csv", ".parquet", ".arrow")
+MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
+_OPTIMIZER_PACKAGES = {
+    "adamw_8bit": "bitsandbytes",
+    "paged_adamw_8bit": "bitsandbytes",
+    "adamw_torch_8bit": "torchao",
+}
+TEMPLATE_SUFFIXES = (".jinja", ".j2")
+
+
+def check(config: RunConfig) -> list[Finding]:
+    """One finding for each package that is not installed and each path that is certainly local and does not exist."""
+    return [*_data(config), *_model(config), *_trainer(config), *_packages(config)]
+
+
+def _packages(config: RunConfig) -> Iterator[Finding]:
+    """What transformers would find lacking only when it makes the optimizer or the tracker."""
+    if package := _OPTIMIZER_PACKAGES.get(config.optim.name):
+        yield from _not_installed("optim.name", config.optim.name, package, package)
+    for tracker in config.tracking.report_to:
+        yield from _not_installed("tracking.report_to", tracker, tracker, f"'packtrain[{tracker}]'")
+
+
+def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterator[Finding]:
+    if importlib.util.find_spec(package) is None:
+        yield Finding((key,), f"{wanted} needs the package {package}, which is not installed", f"pip install {install}")
+
+
+def _data(config: RunConfig) -> Iterator[Finding]:
+    for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        for at, source in enumerate(sources(value)):
+            place = f"{key}[{at}]" if isinstance(value, list) else key
+            if not any(sign in source.path for sign in "*?["):
+                yield from _missing(place, source.path, DATA_SUFFIXES, "A hub id has the form owner/name.")
+            elif not _there(source.path) and not glob.glob(os.path.expanduser(source.path), recursive=True):
+                fix = f"Relative paths start at {Path.cwd()}."
+                yield Finding((place,), f"there is no file that matches {source.path}", fix)
+    template = config.data.chat_template or ""
+    if "{{" in template or "{%" in template:
+        yield Finding(("data.chat_template",), "found a template's text", "Write it into a .jinja file and name that.")
+    elif template.lower().endswith(TEMPLATE_SUFFIXES):
+        yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES, "")
+    elif template and not _there(template) and as_name(template) not in template_names():
+        meant = near(as_name(template), template_names())
+        hint = f"Did you mean {' or '.join(meant)}?" if meant else "Names are chatml, llama3, qwen3 …"
+        fix = f"{hint} Or name a .jinja file."
+        yield Finding(("data.chat_template",), f"there is no chat template {template!r}", fix)
+
+
+def _model(config: RunConfig) -> Iterator[Finding]:
+    reference = None if config.objective.reference in REFERENCES else config.objective.reference
+    paths = {
+        "model.path": config.model.path,
+        "model.tokenizer": config.model.tokenizer,
+        "objective.reference": reference,
+    }
+    for key, path in paths.items():
+        if path and key == "objective.reference" and not _there(path) and "/" not in path:
+            meant = near(path, REFERENCES, 1)
+            hint = f"Did you mean {meant[0]}?" if meant else f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id."
+            yield Finding((key,), f"there is no reference {path!r}", hint)
+        elif path:
+            yield from _missing(key, path, MODEL_SUFFIXES, "A hub id has the form owner/name.")
+
+
+def _trainer(config: RunConfig) -> Iterator[Finding]:
+    trainer = config.trainer
+    if trainer.resume not in ("auto", "never") and not os.path.isdir(os.path.expanduser(trainer.resume)):
+        what = f"there is no checkpoint folder {trainer.resume}"
+        yield Finding(
+            ("trainer.resume",), what, f"Allowed: auto, never, or a folder. {_nearest(trainer.resume)}".strip()
+        )
+    for key, folder in (("trainer.output_dir", trainer.output_dir), ("data.cache_dir", config.data.cache_dir or "")):
+        if os.path.expanduser(folder).startswith("~"):
+            yield Finding((key,), f"there is no home folder {Path(folder).parts[0]}", "Write the whole path.")
+        elif _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
+            yield Finding((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
+
+
+def _missing(key: str, path: str, suffixes: tuple[str, ...], otherwise: str) -> Iterator[Finding]:
+    if not path or path == BUILT_IN or not _is_local(path, suffixes) or _there(path):
+        return
+    yield Finding((key,), f"there is no file or folder {path}", f"{_nearest(path)} {otherwise}".strip())
+
+
+def _there(path: str) -> bool:
+    """Whether `path` exists; False too (unlike with pathlib) where it cannot be: ~nobody, a name without end."""
+    return os.path.exists(os.path.expanduser(path))
+
+
+def _is_local(path: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether `path` cannot be a name of the hub (owner/name) or of a built-in thing."""
+    rooted = path.startswith((".", "/", "~", os.sep)) or path.count("/") > 1
+    return rooted or path.lower().endswith(suffixes)
+
+
+def _nearest(path: str) -> str:
+    wanted = Path(os.path.expanduser(path))
+    folder = wanted.parent
+    if not os.path.isdir(folder):
+        return f"The folder {folder} does not exist; relative paths start at {Path.cwd()}."
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return f"The folder {folder} cannot be read."
+    found = near(wanted.name, (one.name for one in folder.iterdir()))
+    return (
+        f"Near it: {', '.join(str(folder / name) for name in found)}."
+        if found
+        else f"{folder.absolute()} has none like it."
+    )

@@ -1,0 +1,1 @@
+"""Rows of any known shape become conversations, pairs, texts or tokens."""

@@ -1,0 +1,1 @@
+"""Where rows come from: files, folders, the hub, built-in data."""

@@ -1,0 +1,1 @@
+"""Rows to token ids and loss masks, and where they are kept."""

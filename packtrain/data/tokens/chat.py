@@ -1,0 +1,296 @@
+"""Conversations to tokens with a loss mask that is exact to the token, or an error; never a guess.
+
+The whole conversation is rendered to text once and tokenised once. What the model writes is found as spans of
+characters and carried over to tokens through their offsets; a border inside a token is refused. Three ways give spans:
+
+1. the template's own `{% generation %}` marks;
+2. the marks of TRL's twin of the template, used only if both render this very conversation to the same text;
+3. prefixes: the conversation up to a turn, with the generation prompt, and up to the turn's end are rendered too. Each
+   must be a prefix of the whole text, which proves that the template does not rewrite history (Qwen3, which strips
+   earlier thoughts, is refused). The turn is what lies between, through its end-of-turn token.
+
+Marks are taken at their word but for three things: the role's header in front of the answer and white space after its
+end-of-turn token are not trained, and marks over what a user or the system says are refused.
+Every trained turn must end in a control token, else the model would not learn to stop: marks that leave it out are
+extended over it, and a turn without one is refused. So is a turn whose answer is not found in the text, and tools that
+the template leaves out. The price of 3 is two more renderings for each turn, that of tools is one more.
+Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TRL's assistant_only_loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, cast
+
+import numpy as np
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from packtrain.data.formats.conversations import Conversation
+from packtrain.data.sources.rows import BadRow
+from packtrain.data.tokens.codec import Codec, Encoded
+from packtrain.data.tokens.templates import Template, has_marks
+
+Span = tuple[int, int]
+REFUSED = "loss mask cannot be verified"
+ADVICE = "Set data.chat_template to a template with {% generation %} marks, or data.loss_on=completion or all."
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Encodes conversations with one template; made once per process."""
+
+    codec: Codec
+    template: Template
+
+    def encode(
+        self, conversation: Conversation, loss_on: Literal["assistant", "completion", "all"]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """ids int32[n] and the trained targets bool[n]; raises BadRow when either cannot be had for certain.
+
+        `completion` trains the assistant's turns from `answer_from` on, or the last one. A conversation without
+        such a turn gives an all-False mask.
+        """
+        template = self.template.for_tools() if conversation.tools else self.template
+        text, marks = self._render(template.text, conversation, conversation.messages)
+        if conversation.tools:
+            self._check_tools(template, conversation, text)
+        encoded = self.codec.encode(text)
+        mask = np.zeros(len(encoded.ids), dtype=bool)
+        if loss_on == "all":
+            mask[:] = True
+            return encoded.ids, mask
+        turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        wanted = turns
+        if loss_on == "completion":
+            first = conversation.answer_from
+            wanted = turns[-1:] if first is None else [turn for turn in turns if turn >= first]
+        if not wanted:
+            return encoded.ids, mask
+        spans, whole = self._spans(template, conversation, text, marks, turns, wanted)
+        if not whole:
+            _check_others(conversation, text, spans, template.name)
+        spoken = "\n".join(text[start:end] for start, end in spans)
+        _check_content(conversation, wanted, spoken if whole else text)
+        _check_calls(conversation, wanted, text if template.has_marks else spoken)
+        special = self.codec.special_ids
+        parts = [_tokens_between(encoded, text, start, end, special) for start, end in spans]
+        parts = [self._without_tail(part, encoded, text) for part in parts]
+        for part, following in zip(parts, [*parts[1:], None], strict=True):
+            mask[part] = True
+            mask[self._end_after(part, following, encoded, text, whole)] = True
+        return encoded.ids, mask
+
+    def encode_choice(self, chosen: Conversation, rejected: Conversation) -> list[np.ndarray]:
+        """ids int32[n] of the prompt with the generation prompt, of the chosen and of the rejected conversation.
+
+        Both have the same messages before `answer_from`. Raises BadRow when the template refuses or leaves out a part.
+        """
+        template = self.template.for_tools() if chosen.tools else self.template
+        prompt = chosen.messages[: chosen.answer_from]
+        texts = [self._render(template.text, chosen, prompt, generation_prompt=True)[0]]
+        for side in (chosen, rejected):
+            text, _ = self._render(template.text, side, side.messages)
+            if side.tools:
+                self._check_tools(template, side, text)
+            turns = range(side.answer_from or 0, len(side.messages))
+            spoken = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
+            _check_content(side, spoken, text)
+            _check_calls(side, spoken, text)
+            texts.append(text)
+        return [self.codec.encode(text).ids for text in texts]
+
+    def _spans(
+        self,
+        template: Template,
+        conversation: Conversation,
+        text: str,
+        marks: list[Span],
+        turns: list[int],
+        wanted: list[int],
+    ) -> tuple[list[Span], bool]:
+        """Spans of the wanted turns, and whether each is known to be a whole turn (way 3)."""
+        if not template.has_marks and template.marked is not None:
+            twin, marks = self._render(template.marked, conversation, conversation.messages)
+            marks = marks if twin == text else []
+        marks = [span for span in (self._without_header(text, span) for span in marks) if span[0] < span[1]]
+        if marks and len(wanted) == len(turns):
+            return marks, False
+        if marks and len(marks) == len(turns):
+            return [marks[turns.index(turn)] for turn in wanted], False
+        return [self._prefix_span(template.text, conversation, text, turn) for turn in wanted], True
+
+    def _prefix_span(self, template: str, conversation: Conversation, text: str, turn: int) -> Span:
+        messages, place = conversation.messages, f"messages[{turn}]"
+        try:
+            before, _ = self._render(template, conversation, messages[:turn], generation_prompt=True)
+        except BadRow as bad:
+            what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
+            raise BadRow(REFUSED, what, place, ADVICE) from bad
+        if not text.startswith(before):
+            raise BadRow(REFUSED, "the chat template rewrites what comes before this turn", place, ADVICE)
+        through = text if turn + 1 == len(messages) else self._render(template, conversation, messages[: turn + 1])[0]
+        if not text.startswith(through) or len(through) <= len(before):
+            what = "the chat template renders this turn differently once others follow it (as Qwen3 strips thoughts)"
+            raise BadRow(REFUSED, what, place, ADVICE)
+        return len(before), len(before) + len(through[len(before) :].rstrip())
+
+    def _without_header(self, text: str, span: Span) -> Span:
+        """The span without what it holds of the role's header."""
+        start, end = span
+        for inside in range(len(self._header) + 1):
+            before = start + inside - len(self._header)
+            if before >= 0 and text.startswith(self._header, before):
+                return min(start + inside, end), end
+        return span
+
+    def _without_tail(self, part: np.ndarray, encoded: Encoded, text: str) -> np.ndarray:
+        """The tokens without the white space that follows a control token."""
+        assert encoded.starts is not None and encoded.ends is not None
+        for kept in range(len(part), 0, -1):
+            at = part[kept - 1]
+            if text[encoded.starts[at] : encoded.ends[at]].strip():
+                return part[:kept] if int(encoded.ids[at]) in self.codec.special_ids else part
+        return part
+
+    @cached_property
+    def _header(self) -> str:
+        """What stands in front of every answer: the generation prompt, but for a thought that it opens.
+
+        Templates open one to make the model think; an answer in the data may have none there.
+        """
+        question = Conversation([{"role": "user", "content": "question"}])
+        try:
+            plain, _ = self._render(self.template.text, question, question.messages)
+            asked, _ = self._render(self.template.text, question, question.messages, generation_prompt=True)
+        except BadRow:  # a template that wants more than a question: then nothing is known about its prompt
+            return ""
+        return asked.removeprefix(plain).split("<think>")[0] if asked.startswith(plain) else ""
+
+    @cached_property
+    def _end_ids(self) -> frozenset[int]:
+        """Tokens that end a turn: EOS, and the control token that this template writes after a last answer."""
+        ends = set() if self.codec.eos_id is None else {self.codec.eos_id}
+        probe = Conversation([{"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"}])
+        try:
+            text, _ = self._render(self.template.text, probe, probe.messages)
+        except BadRow:
+            return frozenset(ends)
+        tail = self.codec.encode(text[text.rfind("ANSWER") + len("ANSWER") :].lstrip()).ids if "ANSWER" in text else []
+        if len(tail) and int(tail[0]) in self.codec.special_ids:
+            ends.add(int(tail[0]))
+        return frozenset(ends)
+
+    def _check_tools(self, template: Template, conversation: Conversation, text: str) -> None:
+        """Raise BadRow if the text is the same without the tools."""
+        if self._render(template.text, replace(conversation, tools=None), conversation.messages)[0] == text:
+            what = f"the chat template ({template.name}) leaves out the tools"
+            fix = "Set data.chat_template to one for tools, or take the tools out of the data."
+            raise BadRow("tools left out", what, "tools", fix)
+
+    def _end_after(
+        self, part: np.ndarray, following: np.ndarray | None, encoded: Encoded, text: str, whole: bool
+    ) -> slice:
+        """The tokens to train after the trained tokens `part`, so that its turn ends in an end-of-turn token.
+
+        None of them when it does already, or when `following` is another part of the same turn. Raises BadRow when
+        there is no such token: a `whole` turn must hold it, after marks only white space may stand in front of it.
+        """
+        assert encoded.starts is not None and encoded.ends is not None
+        after = int(part[-1]) + 1 if len(part) else 0
+        for at in part[::-1]:
+            if text[encoded.starts[at] : encoded.ends[at]].strip():
+                if int(encoded.ids[at]) in self.codec.special_ids:
+                    return slice(after, after)
+                break
+        if len(part) and not whole:
+            end = after
+            while end < len(encoded.ids) and not text[encoded.starts[end] : encoded.ends[end]].strip():
+                end += 1
+            if end < len(encoded.ids) and int(encoded.ids[end]) in self._end_ids:
+                return slice(after, end + 1)
+            if following is not None and not self._end_ids.intersection(encoded.ids[after : following[0]].tolist()):
+                return slice(after, after)
+        shown = text[max(0, int(encoded.ends[after - 1]) - 40) : int(encoded.ends[after - 1])] if len(part) else ""
+        what = f"an assistant's turn does not end in a control token, so the model would not learn to stop: …{shown!r}"
+        raise BadRow(REFUSED, what, "messages", "Have the chat template write eos_token after the assistant's turns.")
+
+    def _render(
+        self,
+        template: str,
+        conversation: Conversation,
+        messages: list[dict[str, Any]],
+        *,
+        generation_prompt: bool = False,
+    ) -> tuple[str, list[Span]]:
+        """The text, and the spans between generation marks where the template has them."""
+        marked = has_marks(template)
+        try:
+            texts, spans = render_jinja_template(
+                [messages],
+                tools=cast(Any, conversation.tools),
+                chat_template=template,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=generation_prompt,
+                **{**self.codec.special_tokens, **conversation.variables},
+            )
+        except Exception as error:  # a template is a program: it may fail by any error there is
+            what = f"the chat template refuses the conversation: {error}"
+            raise BadRow("chat template refuses", what, "messages") from error
+        return texts[0], cast("list[list[Span]]", spans)[0] if marked else []
+
+
+def _check_others(conversation: Conversation, text: str, spans: list[Span], name: str) -> None:
+    """Raise BadRow if the marks of the template `name` cover what a user or the system says."""
+    ends = [0, *(end for _, end in spans)]
+    starts = [*(start for start, _ in spans), len(text)]
+    rest = "\n".join(text[end:start] for end, start in zip(ends, starts, strict=True))
+    for turn, message in enumerate(conversation.messages):
+        said = message["content"].strip()
+        if message["role"] in ("user", "system") and said not in rest and said in text:
+            what = f"the generation marks of the chat template ({name}) cover what the {message['role']} says"
+            fix = "Mark the assistant's turns only, or set data.loss_on=all to train everything."
+            raise BadRow(REFUSED, what, f"messages[{turn}].content", fix)
+
+
+def _check_content(conversation: Conversation, wanted: list[int], text: str) -> None:
+    """Raise BadRow if the answer of a wanted turn is not in `text`.
+
+    Templates for images drop content that is a string without a word. Thoughts may be rendered elsewhere or not at all,
+    and some templates drop what is said beside a tool call.
+    """
+    for turn in wanted:
+        message = conversation.messages[turn]
+        answer = message["content"].rsplit("</think>", 1)[-1].strip()
+        if not message.get("tool_calls") and answer not in text:
+            what = f"the chat template leaves out or rewrites the answer {answer[:40]!r}"
+            raise BadRow(REFUSED, what, f"messages[{turn}].content", "Set data.chat_template to another template.")
+
+
+def _check_calls(conversation: Conversation, wanted: list[int], text: str) -> None:
+    """Raise BadRow if a tool call of a wanted turn is not in `text`: templates without tools drop it without a word."""
+    for turn in wanted:
+        for call in conversation.messages[turn].get("tool_calls", ()):
+            name = call.get("function", call)["name"]
+            if name not in text:
+                what = f"the chat template leaves out the call of {name!r}"
+                raise BadRow(REFUSED, what, f"messages[{turn}].tool_calls", "Set data.chat_template to one for tools.")
+
+
+def _tokens_between(encoded: Encoded, text: str, start: int, end: int, special_ids: frozenset[int]) -> np.ndarray:
+    """Indices of the tokens of text[start:end]; raises BadRow when a token lies across one of the borders.
+
+    A control token may reach over white space behind it (tokens that swallow it are common), text may not.
+    """
+    assert encoded.starts is not None and encoded.ends is not None
+    across_start = (encoded.starts < start) & (encoded.ends > start)
+    across_end = (encoded.starts < end) & (encoded.ends > end)
+    for at in np.flatnonzero(across_end):
+        if int(encoded.ids[at]) in special_ids and not text[end : int(encoded.ends[at])].strip():
+            across_end[at] = False
+    across = np.flatnonzero(across_start | across_end)
+    if len(across):
+        token = text[int(encoded.starts[across[0]]) : int(encoded.ends[across[0]])]
+        what = f"the border of an assistant's turn falls inside the token {token!r}"
+        raise BadRow(REFUSED, what, "messages", f"Trim the white space at the turn's ends. {ADVICE}")
+    return np.flatnonzero((encoded.starts >= start) & (encoded.starts < end))

@@ -1,0 +1,140 @@
+"""Which chat template renders the conversations, and its marked twin where one is known.
+
+TRL ships the templates of many model families (`trl/chat_templates/NAME.jinja`) and, beside most, NAME_training.jinja:
+the same template with `{% generation %}` marks around what the model writes. They are read as files, without importing
+TRL. A template that equals one of TRL's gets the twin as `marked`; chat.py uses it only for conversations that both
+render alike, for some twins change the text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packtrain.data.formats.roles import words_of
+from packtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHATML = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['role'] == 'assistant' %}"
+    "{% generation %}{{- message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}"
+    "{{- '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+OWN = "the tokenizer's own"
+ADVICE = "Set data.chat_template to a .jinja file or a name (chatml, llama3, qwen3 …)."
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A template's text, and that of its marked twin (None where there is none, or the text has marks itself)."""
+
+    text: str
+    marked: str | None
+    tools_text: str | None = None
+    name: str = field(default="the chat template", compare=False)
+
+    @property
+    def words(self) -> frozenset[str]:
+        """The quoted words of the texts, the roles that they name among them."""
+        return words_of(self.text) | words_of(self.tools_text or "")
+
+    @property
+    def has_marks(self) -> bool:
+        return has_marks(self.text)
+
+    def for_tools(self) -> Template:
+        """The variant for conversations with tools (tokenizers with several named templates have one)."""
+        return Template(self.tools_text, _twin(self.tools_text), name=self.name) if self.tools_text else self
+
+    @property
+    def content(self) -> str:
+        """Hash of the texts."""
+        return hashlib.blake2b(repr((self.text, self.marked, self.tools_text)).encode(), digest_size=16).hexdigest()
+
+
+@lru_cache
+def has_marks(text: str) -> bool:
+    """Whether the template says itself what the model writes."""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+
+
+def choose(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | None:
+    """The template that `name` (a .jinja file, or a name of `names()`) stands for; the tokenizer's own if None.
+
+    None when the tokenizer has none either: only conversations need one. Raises UserError for an unknown name, a
+    missing or a broken file.
+    """
+    if name is None:
+        own = getattr(tokenizer, "chat_template", None)
+        if isinstance(own, dict):
+            text = own.get("default") or next(iter(own.values()), None)
+            return _checked(text, OWN, own.get("tool_use")) if text else None
+        return _checked(own, OWN) if own else None
+    path = Path(os.path.expanduser(name))
+    if path.suffix in (".jinja", ".j2") or os.path.isfile(path):
+        try:
+            return _checked(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"cannot read the chat template: {error}", where="data.chat_template", fix=ADVICE
+            ) from error
+    key = re.sub(r"[-.\s]", "_", name.lower())
+    if key == "chatml":
+        return Template(CHATML, None, name="chatml")
+    if key in (known := names()):
+        return _checked(_shipped(key), key)
+    near = difflib.get_close_matches(key, known, n=3) or known
+    raise UserError(
+        f"no chat template is called {name!r}",
+        where="data.chat_template",
+        fix=f"Known: {', '.join(near)}; or give a file.",
+    )
+
+
+def names() -> list[str]:
+    """Names that data.chat_template understands."""
+    folder = files("trl") / "chat_templates"
+    return sorted(["chatml", *(entry.name[:-6] for entry in folder.iterdir() if entry.name.endswith(".jinja"))])
+
+
+def _shipped(name: str) -> str:
+    return (files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def _twin(text: str) -> str | None:
+    if has_marks(text):
+        return None
+    known = names()
+    for name in known:
+        if f"{name}_training" in known and _shipped(name).strip() == text.strip():
+            return _shipped(f"{name}_training")
+    return None
+
+
+def _checked(text: str, name: str, tools_text: str | None = None) -> Template:
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for one in filter(None, (text, tools_text)):
+        try:
+            render_jinja_template([[{"role": "user", "content": ""}]], chat_template=one)
+        except TemplateSyntaxError as error:
+            place = f"{name}, line {error.lineno} of the chat template"
+            raise UserError(f"broken chat template: {error.message}", where=place, fix=ADVICE) from error
+        except Exception:
+            continue  # it refuses this message, by any error there is, which says nothing about real ones
+    return Template(text, _twin(text), tools_text, name)

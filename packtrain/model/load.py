@@ -1,0 +1,250 @@
+"""Loading the tokenizer and the model: hub id, folder, .gguf file, or a config of the user's own with random weights."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from packtrain.attention.rotary import rotates_by_length
+from packtrain.config.schema import Model, Peft
+from packtrain.data.sources.hub import OFFLINE_ADVICE, offline_unless_reachable
+from packtrain.errors import Problem, UserError
+from packtrain.model.adapters import add_adapters, continue_adapters
+from packtrain.plan.reference import base_of
+from packtrain.proof.isolation import positions_of
+
+QUICKSTART = "quickstart"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+_LOAD_ERRORS = (  # what a wrong path, a damaged file or an impossible model.config ends in
+    OSError,
+    ValueError,
+    LookupError,
+    ImportError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+)
+
+
+def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer`, else of `model.path`. Raises UserError where there is none to load."""
+    source = config.tokenizer or config.path
+    if source == QUICKSTART:
+        from packtrain.data.sources.quickstart import tokenizer
+
+        return tokenizer()
+    if source is None:
+        raise UserError("no tokenizer is named", where="model.tokenizer", fix="set it, or model.path")
+    where = "model.tokenizer" if config.tokenizer else "model.path"
+    with _hub(source) as online:
+        try:
+            loaded = AutoTokenizer.from_pretrained(**_location(source, config))
+        except _LOAD_ERRORS as error:
+            what = f"cannot load a tokenizer from {source}: {_first_line(error)}"
+            raise UserError(what, where=where, fix="" if online else OFFLINE_ADVICE) from error
+    if loaded.pad_token_id is None:
+        loaded.pad_token = loaded.eos_token
+    return loaded
+
+
+def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
+    """The model to train, on the CPU, in `model.dtype`, with adapters where asked for.
+
+    `model.path` may be a folder of adapters, see adapters.py. New weights (random model, adapters) depend on `seed` alone.
+    Raises UserError for what cannot be loaded, and where the tokenizer has ids that the model has no embedding for.
+    """
+    torch.manual_seed(seed)
+    adapters = config.path if config.init == "pretrained" else None
+    if (base := base_of(adapters)) is not None:
+        config = replace(config, path=base)
+    with _hub(config.path) as online:
+        try:
+            if config.init == "random":
+                model_config = _random_config(config, tokenizer)
+                dtype = _DTYPES[config.dtype] if config.dtype != "auto" else None
+                model = AutoModelForCausalLM.from_config(
+                    model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+                )
+            else:
+                model = _load_pretrained(config)
+        except _LOAD_ERRORS as error:
+            made = "make a model of model.config" if config.init == "random" else f"load the model {config.path}"
+            what = f"cannot {made}: {_first_line(error)}"
+            where = "model.config" if config.init == "random" else "model.path"
+            raise UserError(what, where=where, fix=_advice(error, config, online=bool(online))) from error
+    embeddings: Any = model.get_input_embeddings()
+    rows = int(embeddings.weight.shape[0])
+    if len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model embeds {rows}",
+            where="model.tokenizer",
+            fix="use the model's own tokenizer" if config.init == "pretrained" else "set model.config.vocab_size",
+        )
+    if base is not None:
+        return continue_adapters(model, cast(str, adapters), peft)
+    return add_adapters(model, peft, seed) if peft.kind == "lora" else model
+
+
+def base_model(model: torch.nn.Module) -> PreTrainedModel:
+    """The transformers model inside adapters, or the model itself."""
+    return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else cast(PreTrainedModel, model)
+
+
+def check_trainable(model: PreTrainedModel) -> None:
+    """Raises UserError where float16 weights would be trained: their updates are lost or overflow, and the loss soon is NaN."""
+    if any(weight.requires_grad and weight.dtype == torch.float16 for weight in model.parameters()):
+        raise UserError(
+            "the weights of this model are float16, which cannot be trained",
+            where="model.dtype",
+            fix="set it to float32 or bfloat16, or train adapters (peft=lora)",
+        )
+
+
+def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> None:
+    """Raises UserError where a document of `longest` tokens goes beyond the positions that the model was made for.
+
+    With learned positions that would be a crash in the middle of training, with rotary ones a silently worse model. And
+    where rotary embeddings turn by the longest document of a `padded` batch (longrope), the others would not be as alone.
+    """
+    config: Any = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    if padded and isinstance(original, int) and original < longest and rotates_by_length(base_model(model)):
+        raise UserError(
+            f"the longest document has {longest} tokens: beyond {original} this model turns all positions of a padded batch "
+            "otherwise",
+            where="packing.mode",
+            fix=f"set it to packed, or data.max_length to {original}",
+        )
+    positions = positions_of(base_model(model))
+    if positions is not None and positions < longest:
+        name = "max_position_embeddings" if hasattr(config, "max_position_embeddings") else "max_seq_len"
+        raise UserError(
+            f"the longest document has {longest} tokens, the model is made for {positions} positions",
+            where="data.max_length",
+            fix=f"set data.max_length to {positions}, or model.config.{name} to what you want it to learn",
+        )
+
+
+def _hub(source: str | None) -> AbstractContextManager[bool]:
+    """Within, a model named by a hub id is looked for without waiting for a hub that does not answer; gives if it does."""
+    local = source is None or Path(source).expanduser().exists()
+    return nullcontext(True) if local else offline_unless_reachable()
+
+
+def _location(source: str, config: Model) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for a hub id, a folder or a .gguf file."""
+    arguments: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, **arguments}
+    if path.exists():
+        return {"pretrained_model_name_or_path": str(path), **arguments}
+    return {"pretrained_model_name_or_path": source, "revision": config.revision or "main", **arguments}
+
+
+def _load_pretrained(config: Model) -> PreTrainedModel:
+    assert config.path is not None  # config/rules.py refuses it
+    location = _location(config.path, config)
+    dtype = _DTYPES[config.dtype]
+    overrides = config.config
+    if "gguf_file" not in location:
+        model_config = AutoConfig.from_pretrained(**location)
+        _check_names(overrides, model_config)
+        for name, value in overrides.items():
+            setattr(model_config, name, value)
+        return _all_weights(**location, dtype=dtype, config=model_config)
+    loaded = _all_weights(**location, dtype=torch.float32 if dtype == "auto" else dtype)
+    # A model from GGUF refuses save_pretrained; its weights in a plain model of the same config do not.
+    plain = loaded.config.to_dict()
+    plain.pop("quantization_config", None)
+    _check_names(overrides, loaded.config)
+    model_config = type(loaded.config).from_dict({**plain, **overrides})
+    model = type(loaded)._from_config(model_config, dtype=loaded.dtype)
+    model.load_state_dict(loaded.state_dict())
+    model.tie_weights()
+    model.generation_config = loaded.generation_config
+    return model
+
+
+def _all_weights(**arguments: Any) -> PreTrainedModel:
+    """`from_pretrained`, but a weight that the files lack, or have in another shape, is an error and not a random one."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        **arguments, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    model, found = loaded
+    lacking = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
+    if lacking:
+        raise UserError(
+            f"{len(lacking)} weights of {type(model).__name__} are not in its files, or in another shape: {lacking[0]} …",
+            where="model.path",
+            fix="name a causal language model with its output head, and look at what model.config changes",
+        )
+    return model
+
+
+def _random_config(config: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The config of a new model: that of model.path, or made from model.config, with the tokenizer's special ids."""
+    overrides = dict(config.config)
+    if config.path is not None:
+        model_config = AutoConfig.from_pretrained(**_location(config.path, config))
+        _check_names(overrides, model_config)
+        return type(model_config).from_dict({**model_config.to_dict(), **overrides})
+    model_type = overrides.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(f"transformers knows no model type {model_type!r}", where="model.config.model_type")
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    defaults = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **special}
+    _check_names(overrides, CONFIG_MAPPING[model_type]())
+    return CONFIG_MAPPING[model_type](**{**defaults, **overrides})
+
+
+def _check_names(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Refuses keys that `config` does not have: transformers would keep them and use none of them."""
+    known = {*config.to_dict(), *config.attribute_map}
+    unknown = [name for name in overrides if name not in known]
+    if unknown:
+        near = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
+        raise UserError(
+            [
+                Problem(
+                    f"{type(config).__name__} has no {name!r}",
+                    where=f"model.config.{name}",
+                    fix=f"did you mean {near[name][0]}?" if near[name] else "take it away",
+                )
+                for name in unknown
+            ]
+        )
+
+
+def _advice(error: Exception, config: Model, *, online: bool) -> str:
+    """What to do where a model cannot be made or read."""
+    package = re.search(r"pip install ([\w.\-\[\],]+)", str(error)) if isinstance(error, ImportError) else None
+    if package is not None:
+        return f"pip install {package[1].rstrip('.')}"
+    if config.init == "random":
+        return "see the keys of model.config; not every type is a causal language model (docs/architectures.md)"
+    if "Unrecognized configuration class" in str(error):
+        return "take a causal language model: docs/architectures.md lists what trains"
+    return "" if online else OFFLINE_ADVICE
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, StrictDataclassError):  # says which field in the first line, and what is wrong in the next
+        return " ".join(str(error).split())
+    return str(error).strip().split("\n")[0].removesuffix(" You can install it with pip:")

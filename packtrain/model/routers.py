@@ -1,0 +1,192 @@
+"""The load-balancing loss of mixture-of-experts routers, over the real tokens of a whole optimizer step.
+
+transformers computes N · Σ_e f_e · P_e over one forward call: f_e is how often expert e is chosen by a (token, layer) pair, P_e the
+mean probability that it is given. That is not linear in tokens, so computed per micro-batch it depends on how documents are
+laid out. Here f and P are those of the step, whatever its micro-batches and ranks: the value of transformers when all of its
+documents go through in one padded batch. f has no gradient and P is a mean, so once f is known the loss is a sum over
+tokens again. To know it, a step of several micro-batches or ranks runs its model once more, without gradients and without
+the output head, on the same random numbers: about a quarter more time. A step of one micro-batch on one process needs
+no such pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import PreTrainedModel
+
+from packtrain.errors import CheckFailed, UserError
+from packtrain.packing.collate import IGNORE
+from packtrain.proof.isolation import evaluating, refusals_of_a_model, tolerance_of
+from packtrain.train.loader import MicroBatch
+
+KEY = "objective.router_aux_coef"
+_ITS_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the routers did: `chosen` [experts] times that each was chosen, `probability` [experts] added up over `routings`
+    pairs of a token and a layer. float64, all of it a plain sum over tokens; only `probability` has a gradient."""
+
+    chosen: torch.Tensor
+    probability: torch.Tensor
+    routings: torch.Tensor
+
+    def __add__(self, other: Load) -> Load:
+        return Load(self.chosen + other.chosen, self.probability + other.probability, self.routings + other.routings)
+
+
+def balance(part: Load, whole: Load) -> torch.Tensor:
+    """Scalar: what the tokens of `part` add to N · Σ f · P over `whole`, with the gradient of `part.probability`."""
+    routings = whole.routings.clamp(min=1)
+    return len(whole.chosen) * (whole.chosen / routings * part.probability).sum() / routings
+
+
+def router_loss(model: PreTrainedModel, weight: float | None) -> RouterLoss | None:
+    """The loss for `objective.router_aux_coef=weight`; None where it is 0, or not set and not switched on in the model.
+
+    Raises UserError where `model` has no such loss in transformers, or another one.
+    """
+    if weight is None and not getattr(model.config.get_text_config(), "output_router_logits", False):
+        return None
+    if weight == 0:
+        return None
+    its_own: Any = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
+    top_k = getattr(model, "num_experts_per_tok", None)
+    if its_own is None or list(inspect.signature(its_own).parameters) != _ITS_ARGUMENTS or top_k is None:
+        kind = "no" if its_own is None else "another"
+        raise UserError(
+            f"{type(model).__name__} has {kind} load-balancing loss over the logits of its routers",
+            where=KEY if weight is not None else "model.config.output_router_logits",
+            fix=f"take the key away, or set {KEY} to 0",
+        )
+    if weight is None:
+        weight = getattr(model, "router_aux_loss_coef", None) or getattr(model, "aux_loss_coef", 0.0)
+    return RouterLoss(model, weight, int(top_k)) if weight else None
+
+
+class RouterLoss:
+    """`weight` times the load-balancing loss of `model`, step by step: `open_step`, then `watching` and `part` per micro-batch."""
+
+    def __init__(self, model: PreTrainedModel, weight: float, top_k: int) -> None:
+        self.weight, self._top_k = weight, top_k
+        self._backbone: nn.Module = model.base_model
+        self._step: Load | None = None
+        self._values: list[torch.Tensor] = []
+
+    def open_step(
+        self, batches: Sequence[MicroBatch], run: Callable[[MicroBatch], Any], accelerator: Accelerator
+    ) -> None:
+        """Counts the load of the step over all its micro-batches and ranks; `run` is the forward pass of one."""
+        self._step = None
+        if len(batches) == 1 and accelerator.num_processes == 1:
+            return
+        device = accelerator.device
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            own = []
+            for batch in batches:
+                with self.watching(real=batch.examples > 0) as loads:
+                    run(batch)
+                own.append(_sum(loads))
+        load = _sum(own)
+        counts: Any = accelerator.reduce(torch.stack([*load.chosen, *load.probability, load.routings]), reduction="sum")
+        chosen, probability, routings = counts.split([len(load.chosen), len(load.probability), 1])
+        self._step = Load(chosen, probability, routings[0])
+        self._values.append(balance(self._step, self._step))
+
+    @contextmanager
+    def watching(self, *, real: bool = True) -> Iterator[list[Load]]:
+        """While it is open, every call of the model's backbone adds its Load; padding, and all where not `real`, is left out.
+
+        Through the backbone and not through hooks on routers: transformers knows where each model's logits are, and does
+        not take those that gradient checkpointing computes a second time.
+        """
+        loads: list[Load] = []
+
+        def ask(module: nn.Module, arguments: tuple, keywords: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            return arguments, {**keywords, "output_router_logits": True}
+
+        def take(module: nn.Module, arguments: tuple, keywords: dict[str, Any], output: Any) -> None:
+            loads.append(self._load(output, keywords.get("attention_mask"), real))
+
+        hooks = [
+            self._backbone.register_forward_pre_hook(ask, with_kwargs=True),
+            self._backbone.register_forward_hook(take, with_kwargs=True),
+        ]
+        try:
+            yield loads
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def part(self, loads: Sequence[Load]) -> torch.Tensor:
+        """The weighted loss's part of one micro-batch, whose calls gave `loads`: these parts add up to it over the step."""
+        load = _sum(loads)
+        if not load.probability.requires_grad:
+            raise CheckFailed("no gradient reaches the routers", where=KEY, fix=f"set {KEY} to 0")
+        step = self._step
+        if step is None:
+            step = Load(load.chosen, load.probability.detach(), load.routings)
+            self._values.append(balance(step, step))
+        return self.weight * balance(load, step)
+
+    def value(self) -> float:
+        """The loss, without its weight, as a mean over the steps since the last call."""
+        values, self._values = self._values, []
+        return torch.stack(values).mean().item()
+
+    def check(self, model: PreTrainedModel, batch: dict[str, Any], *, autocast: torch.dtype | None = None) -> None:
+        """Compares the loss over one collated micro-batch with the model's own, computed in `autocast` as the run is.
+
+        Raises CheckFailed where they differ by more than rounding, UserError where no layer has a router.
+        """
+        plain = {name: value for name, value in batch.items() if name != "shift_labels"}
+        with torch.no_grad(), evaluating(model, autocast):
+            with self.watching() as loads:
+                model(**without_labels(batch), loss_sum=True)
+            with refusals_of_a_model(f"{type(model).__name__} cannot make its router loss", fix=f"set {KEY} to 0"):
+                theirs = model(**plain, use_cache=False, output_router_logits=True).aux_loss.item()
+        load = _sum(loads)
+        ours = balance(load, load).item()
+        if not abs(ours - theirs) <= tolerance_of(autocast or model.dtype) * abs(theirs):  # NaN fails too
+            raise CheckFailed(
+                f"the router loss of {type(model).__name__} is {theirs:.6g}, packtrain makes it {ours:.6g}",
+                where=KEY,
+                fix=f"please report this model; set {KEY} to 0 to train without",
+            )
+
+    def _load(self, output: Any, mask: torch.Tensor | None, real: bool) -> Load:
+        """The load of one call: `output.router_logits` are [tokens, experts], or [rows, length, experts], per layer."""
+        layers: tuple[torch.Tensor, ...] = getattr(output, "router_logits", None) or ()
+        if not layers:
+            raise UserError("no layer of this model has a router", where=KEY, fix=f"set {KEY} to 0")
+        rows = [logits.flatten(0, -2).float() for logits in layers]
+        counted = torch.ones(len(rows[0]), device=rows[0].device) if mask is None else mask.flatten().float()
+        counted = counted if real else counted * 0  # of a filler: as no token at all, but connected
+        probability, chosen = 0.0, torch.zeros(rows[0].shape[-1], dtype=torch.float64, device=rows[0].device)
+        for logits in rows:
+            shares = logits.softmax(dim=-1)
+            probability = probability + (shares * counted[:, None]).sum(dim=0).double()
+            experts = shares.topk(self._top_k, dim=-1).indices
+            chosen.index_add_(0, experts.flatten(), counted.double().repeat_interleave(self._top_k))
+        return Load(chosen, cast(torch.Tensor, probability), counted.double().sum() * len(rows))
+
+
+def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    """`batch` with nothing to train: its forward pass leaves the output head out where it can."""
+    return {**batch, "shift_labels": torch.full_like(batch["shift_labels"], IGNORE)}
+
+
+def _sum(loads: Sequence[Load]) -> Load:
+    return functools.reduce(operator.add, loads)

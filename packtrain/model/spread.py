@@ -1,0 +1,252 @@
+"""How weights, gradients and optimizer states are spread over the processes of a run: what `strategy.name` means in them.
+
+Under DDP, ZeRO-1 and ZeRO-2 every process has the whole model. Under ZeRO-3 and FSDP2 none has: it is spread right after
+loading (each process loads it on the CPU, so a machine holds as many copies in its memory as it has processes, and a device
+never more than a layer beside its share). Whatever calls the model from then on, proofs included, runs on the spread model,
+on all processes together: one that called it once more than the others would wait for ever.
+
+FSDP2 is applied here, a group for each layer and one for all the rest, which is whole during a forward pass: the loss reads
+the output head's weights without calling it. transformers' trainer then takes the model for one that was sharded while it
+was loaded, and leaves it as it is (train/whole_steps.py). So it runs on CPUs too, where accelerate would silently give DDP.
+
+ZeRO-3 is DeepSpeed's. Until there is an optimizer an inference engine of it serves the proofs; a layer is gathered as a
+whole (a "leaf"), since within one the calls may differ by process, as those of experts do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations import deepspeed as hf_deepspeed
+
+from packtrain.config.rules.strategies import SHARDED_WEIGHTS
+from packtrain.config.schema import RunConfig
+from packtrain.errors import CheckFailed, UserError
+from packtrain.model.load import base_model
+from packtrain.plan.deepspeed import STAGES, deepspeed_config
+
+_OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_")
+_ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+
+
+def open_strategy(config: RunConfig) -> None:
+    """Called before the processes join: the strategy is that of the config, not what a launcher left in the environment.
+
+    One process alone becomes a group of its own where the strategy needs one. Raises UserError where DeepSpeed is missing.
+    """
+    for name in [name for name in os.environ if name.startswith(_OF_A_LAUNCHER)]:
+        del os.environ[name]
+    if config.strategy.name == "ddp":
+        return
+    if config.strategy.name in STAGES:
+        _check_deepspeed(config)
+    if "RANK" not in os.environ:
+        os.environ.update({**_ONE_PROCESS, "MASTER_PORT": "0"})
+
+
+def _check_deepspeed(config: RunConfig) -> None:
+    where = f"strategy.name ({config.strategy.name})"
+    if importlib.util.find_spec("deepspeed") is None:
+        fix = "pip install 'packtrain[deepspeed]', or use strategy=fsdp2"
+        raise UserError("DeepSpeed is not installed", where=where, fix=fix)
+    if config.strategy.name == "zero3_offload" and (lacking := compilers_missing()):
+        what = f"DeepSpeed compiles its optimizer for the host here, but there is no {' and no '.join(lacking)}"
+        fix = "install it (pip install ninja; g++ from your system), or use strategy=zero3"
+        raise UserError(what, where=where, fix=fix)
+
+
+def compilers_missing() -> list[str]:
+    """What DeepSpeed compiles with and is not there; a ninja beside this Python is put on the path."""
+    here = Path(sys.executable).parent
+    if not shutil.which("ninja") and shutil.which("ninja", path=str(here)):
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(here)])
+    needed = {"ninja": ("ninja",), "C++ compiler": ("c++", "g++")}
+    return [what for what, names in needed.items() if not any(map(shutil.which, names))]
+
+
+def arguments_of(config: RunConfig, model: nn.Module) -> dict[str, Any]:
+    """The arguments of transformers' trainers that set the strategy and the precision, for the loaded `model`."""
+    bf16_weights = base_model(model).dtype == torch.bfloat16
+    settings = deepspeed_config(config, bf16_weights=bf16_weights)
+    if settings is None:
+        return {"bf16": config.trainer.mixed_precision == "bf16"}
+    # DeepSpeed's bf16 would round the weights; `compute_in` is what mixed precision means under every strategy
+    return {"deepspeed": settings, "bf16": bf16_weights}
+
+
+def spread(model: PreTrainedModel, config: RunConfig, device: torch.device) -> None:
+    """Puts `model` (adapters included) where the strategy wants it, in place."""
+    if config.strategy.name in STAGES:
+        import deepspeed.ops
+
+        # shared memory for inference on CPUs, which it would compile here for a minute
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if config.strategy.name == "fsdp2":
+        _fully_shard(model, device)
+    elif config.strategy.name in SHARDED_WEIGHTS:
+        _partition(model, config, device)
+    else:
+        cast(Any, model).to(device)
+
+
+def gathers_by_engine(config: RunConfig) -> bool:
+    """Whether the weights of a spread model are gathered by an engine, which has no backward pass without an optimizer."""
+    return config.strategy.name in STAGES and config.strategy.name in SHARDED_WEIGHTS
+
+
+def open_proofs(model: PreTrainedModel, config: RunConfig) -> Callable[[], None]:
+    """Makes a model that was `spread` ready to be called before there is an optimizer.
+
+    Returns what has to be called before one is made: ZeRO-3's weights stay spread, but its engine for proofs ends.
+    """
+    if not gathers_by_engine(config):
+        return _nothing
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(model=model, config=_settings(model, config))
+
+    def end() -> None:
+        engine.destroy()
+        for module in model.modules():  # they would go on calling this engine in the backward pass
+            for name in ("pre_bwd_fn", "post_bwd_fn"):
+                module.__dict__.pop(name, None)
+
+    return end
+
+
+def _nothing() -> None:
+    """What a strategy without an engine for proofs has to end."""
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a transformers model: what it says must not be split over devices."""
+    base = base_model(model)
+    names = set(getattr(base, "_no_split_modules", None) or ())
+    return [module for module in base.modules() if type(module).__name__ in names]
+
+
+def _fully_shard(model: PreTrainedModel, device: torch.device) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    base: Any = base_model(model)
+    for part in (*reversed(layers_of(model)), base):  # inner ones first
+        own = type(part)
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)  # by itself torch leaves the last group whole
+        type(part).__name__, type(part).__module__ = own.__name__, own.__module__  # what others know it by
+    base._is_fsdp_managed_module = True  # so transformers generates on all processes together
+    if base is not model:
+        # peft calls its model's forward by name, past the hooks that gather the weights
+        cast(Any, model).base_model.forward = functools.partial(_call, base)
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def _partition(model: PreTrainedModel, config: RunConfig, device: torch.device) -> None:
+    import deepspeed
+    from deepspeed.utils import set_z3_leaf_modules
+
+    if classes := list({type(layer) for layer in layers_of(model)}):
+        set_z3_leaf_modules(model, classes)
+    base = base_model(model)
+    if base is not model:  # a layer whose input has no gradient would lose its weights before its backward pass
+        base.enable_input_require_grads()
+    dtype = base.dtype
+    for weight in model.parameters():  # adapters on bfloat16 are float32; DeepSpeed's optimizer keeps such copies
+        weight.data = weight.data.to(dtype)
+    # one weight after the other: the engine would put the whole model on the device first
+    remote = "cpu" if config.strategy.name == "zero3_offload" else None
+    deepspeed.zero.Init(module=model, config_dict_or_path=_settings(model, config), remote_device=remote, dtype=dtype)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def _settings(model: PreTrainedModel, config: RunConfig) -> dict[str, Any]:
+    """DeepSpeed's of a model without an optimizer."""
+    settings: dict[str, Any] = arguments_of(config, model)["deepspeed"]
+    settings["zero_optimization"].pop("offload_optimizer", None)
+    return settings
+
+
+@contextmanager
+def loading_whole() -> Iterator[None]:
+    """Inside the block models are loaded whole: once there is a trainer under ZeRO-3, transformers would spread each one."""
+    known = hf_deepspeed._hf_deepspeed_config_weak_ref
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = known
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Has every forward pass of `model` run under autocast, with float32 outputs, as accelerate does it for DDP."""
+    from accelerate.utils.operations import convert_outputs_to_fp32
+
+    base: Any = base_model(model)
+    inner = base.forward
+
+    @functools.wraps(inner)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device.type, dtype=dtype):
+            return inner(*args, **kwargs)
+
+    base.forward = types.MethodType(convert_outputs_to_fp32(forward), base)
+
+
+def elements(parameter: torch.Tensor) -> int:
+    """Numbers of a whole parameter, of which this process may have a part or nothing."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def most_of_all(number: int, device: torch.device) -> int:
+    """The largest `number` of any process."""
+    if not dist.is_initialized():
+        return number
+    found = torch.tensor(number, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found.item())
+
+
+def check_active(wanted: str, wrapped: Any, model: nn.Module) -> None:
+    """Raises CheckFailed where what is about to train is not spread by the strategy `wanted`.
+
+    `wrapped` is what the trainer calls in training, `model` the one inside, of a run that is ready for step 1.
+    """
+    found = _found(wrapped, model)
+    if wanted != found and not (wanted == "ddp" and found == "one process"):
+        raise CheckFailed(
+            f"the run is to train by {wanted}, but it would by {found}",
+            where="strategy.name",
+            fix="start it by packtrain or torchrun; accelerate's or DeepSpeed's own settings have no part in it",
+        )
+
+
+def _found(wrapped: Any, model: nn.Module) -> str:
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(base_model(model), FSDPModule):
+        return "fsdp2"
+    if type(wrapped).__name__ == "DeepSpeedEngine":
+        stage = wrapped.zero_optimization_stage()
+        offloads = bool(wrapped.zero_offload_param()) if stage == 3 else False
+        return f"zero{stage}{'_offload' if offloads else ''}"
+    if isinstance(wrapped, nn.parallel.DistributedDataParallel):
+        return "ddp"
+    return "one process" if not dist.is_initialized() or dist.get_world_size() == 1 else "copies of their own"

@@ -1,0 +1,1 @@
+"""What every rank says of itself while it works, and who keeps the others waiting."""

@@ -1,0 +1,295 @@
+"""Which documents each optimizer step trains on, and where: a pure function of (lengths, settings, seed, step).
+
+Nothing is repacked and nothing is remembered: an epoch is a list of indices made from (seed, epoch), a step is a slice
+of it, and a rank takes its part of the step. So any process computes any step of any epoch alone, a resumed run only
+needs the number of the next step, and another number of processes gets the same steps.
+
+**The documents of a step depend neither on the packing mode nor on the number of ranks.** With `examples_per_step` an
+epoch is a permutation cut into equal steps. With `tokens_per_step` its documents are packed into rows of
+`limits.tokens`, and a step is a fixed number of rows; mode packed trains these very rows, the other modes lay the same
+documents out anew. The last step of an epoch takes what is left: nothing is dropped and no step mixes two epochs. The
+trade-off: that last step is smaller.
+
+Planning an epoch takes about a second for ten million documents; it is done when the first step of it is asked for, and
+the last two epochs are kept. Only rows filled in a shuffled order (in_order) differ in number from epoch to epoch:
+there, a step of epoch e needs the epochs before e planned once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from packtrain.errors import UserError
+from packtrain.packing.balance import Layout, Limits, Mode, deal, imbalance, lay_out, loads
+from packtrain.packing.bins import Rows, best_fit, best_fit_count, in_order
+
+Strategy = Literal["best_fit", "in_order"]
+
+KEPT_EPOCHS = 2  # plans kept: the current epoch, and the next one when batches are prepared ahead
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How well steps fill the devices, as means over the `steps` that were looked at.
+
+    `fill`: tokens / slots (packed: rows of `limits.tokens`, empty ones too; padding: as padded; padding_free: 1).
+    `padding_fraction`: computed slots that are padding. `imbalance`: cost of the busiest rank / mean - 1.
+    `micro_batches_*`: micro-batches of a rank in a step.
+    """
+
+    steps: int
+    documents_per_step: float
+    tokens_per_step: float
+    fill: float
+    padding_fraction: float
+    imbalance: float
+    micro_batches_min: int
+    micro_batches_mean: float
+    micro_batches_max: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """The optimizer steps of a training or an evaluation; made by `make_schedule`. Steps count from 0."""
+
+    lengths: np.ndarray
+    limits: Limits
+    mode: Mode
+    strategy: Strategy
+    examples_per_step: int | None
+    rows_per_step: int | None
+    seed: int
+    shuffle: bool
+    attention_cost: float
+    total_steps: int
+    _plans: dict[int, Rows] = field(default_factory=dict, repr=False)
+    _row_counts: dict[int, int] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}}  # cheaper to plan again in another process than to send
+
+    def steps_per_epoch(self, epoch: int) -> int:
+        """Optimizer steps of one whole pass over the data."""
+        if self.examples_per_step is not None:
+            return math.ceil(len(self.lengths) / self.examples_per_step)
+        return math.ceil(self._row_count(epoch) / self._step_rows)
+
+    def documents(self, step: int) -> np.ndarray:
+        """The documents of a step over all ranks: int64[documents], indices into the lengths."""
+        rows, first, end = self._rows_of(step)
+        return rows.documents[rows.offsets[first] : rows.offsets[end]]
+
+    def tokens(self, step: int) -> int:
+        """Tokens of a step over all ranks, without padding."""
+        return int(self.lengths[self.documents(step)].sum(dtype=np.int64))
+
+    def layout(self, step: int, world_size: int) -> Layout:
+        """`[rank][micro_batch]` arrays int64[documents] of a step; every rank has the same number of micro-batches."""
+        keep_order = self.strategy == "in_order"
+        if self.mode == "packed" and self.examples_per_step is None:
+            rows, first, end = self._rows_of(step)
+            planned = [rows[row] for row in range(first, end)]
+            cost = loads(planned, self.lengths, self.mode, self.attention_cost)
+            return deal(planned, cost, world_size, keep_order)
+        documents = self.documents(step)
+        layout = lay_out(
+            self.lengths[documents],
+            mode=self.mode,
+            world_size=world_size,
+            limits=self.limits,
+            attention_cost=self.attention_cost,
+            keep_order=keep_order,
+        )
+        return [[documents[part] for part in parts] for parts in layout]
+
+    def micro_batches(self, step: int, rank: int, world_size: int) -> list[np.ndarray]:
+        """The documents of each micro-batch of one rank: int64[documents], of length 0 where there is nothing to do."""
+        return self.layout(step, world_size)[rank]
+
+    def epoch_of(self, step: int) -> float:
+        """Passes over the data that are done after `step` steps, from 0.0."""
+        epoch, within = self._locate(step)
+        return epoch + within / self.steps_per_epoch(epoch)
+
+    def documents_before(self, step: int) -> int:
+        """Documents trained on in the first `step` steps, each counted as often as it was seen."""
+        epoch, within = self._locate(step)
+        seen = epoch * len(self.lengths)
+        if within:
+            rows = self._plan(epoch)
+            seen += int(rows.offsets[min(within * self._step_rows, len(rows))])
+        return seen
+
+    def summary(self, world_size: int, sample_steps: int = 32) -> Summary:
+        """Figures over at most `sample_steps` steps, spread evenly over the first epoch (all of it is planned)."""
+        steps = min(self.total_steps, self.steps_per_epoch(0))
+        sample = np.unique(np.linspace(0, steps - 1, min(sample_steps, steps)).round().astype(int)).tolist()
+        tokens = documents = computed = slots = 0
+        micro_batches, imbalances = [], []
+        for step in sample:
+            layout = self.layout(step, world_size)
+            lengths = [self.lengths[part] for parts in layout for part in parts]
+            step_tokens = sum(int(part.sum(dtype=np.int64)) for part in lengths)
+            padded = sum(len(part) * int(part.max(initial=0)) for part in lengths)
+            tokens += step_tokens
+            documents += sum(len(part) for part in lengths)
+            computed += padded if self.mode == "padding" else step_tokens
+            if self.mode == "packed":
+                slots += len(lengths) * (self.limits.tokens or 0)
+            micro_batches.append(len(layout[0]))
+            imbalances.append(imbalance(layout, self.lengths, self.attention_cost, self.mode))
+        return Summary(
+            steps=len(sample),
+            documents_per_step=documents / len(sample),
+            tokens_per_step=tokens / len(sample),
+            fill=tokens / max(slots or computed, 1),
+            padding_fraction=1 - tokens / max(computed, 1) if computed else 0.0,
+            imbalance=float(np.mean(imbalances)),
+            micro_batches_min=min(micro_batches),
+            micro_batches_mean=float(np.mean(micro_batches)),
+            micro_batches_max=max(micro_batches),
+        )
+
+    @property
+    def _step_rows(self) -> int:
+        """Rows of the plan in a step; with examples_per_step the plan has one row per step."""
+        return self.rows_per_step or 1
+
+    @property
+    def _epochs_differ_in_size(self) -> bool:
+        return self.examples_per_step is None and self.strategy == "in_order" and self.shuffle
+
+    def _rows_of(self, step: int) -> tuple[Rows, int, int]:
+        """The plan that a step is in, and its first and end row there."""
+        if not 0 <= step < self.total_steps:
+            raise IndexError(f"step {step} of {self.total_steps}")
+        epoch, within = self._locate(step)
+        rows = self._plan(epoch)
+        return rows, within * self._step_rows, min((within + 1) * self._step_rows, len(rows))
+
+    def _locate(self, step: int) -> tuple[int, int]:
+        """(epoch, step of that epoch)."""
+        if not self._epochs_differ_in_size:
+            return divmod(step, self.steps_per_epoch(0))
+        epoch = 0
+        while step >= (steps := self.steps_per_epoch(epoch)):
+            step -= steps
+            epoch += 1
+        return epoch, step
+
+    def _row_count(self, epoch: int) -> int:
+        epoch = epoch if self._epochs_differ_in_size else 0
+        if epoch not in self._row_counts:
+            fits = self.strategy == "best_fit"
+            rows = best_fit_count(self.lengths, self._row_length) if fits else len(self._plan(epoch))
+            self._row_counts[epoch] = rows
+        return self._row_counts[epoch]
+
+    @property
+    def _row_length(self) -> int:
+        assert self.limits.tokens is not None  # checked by make_schedule
+        return self.limits.tokens
+
+    def _plan(self, epoch: int) -> Rows:
+        epoch = epoch if self.shuffle else 0
+        if epoch not in self._plans:
+            while len(self._plans) >= KEPT_EPOCHS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[epoch] = self._make_plan(np.random.default_rng((self.seed, epoch)))
+        return self._plans[epoch]
+
+    def _make_plan(self, rng: np.random.Generator) -> Rows:
+        count = len(self.lengths)
+        if self.examples_per_step is None and self.strategy == "best_fit":
+            return best_fit(self.lengths, self._row_length, rng)
+        order = rng.permutation(count) if self.shuffle else np.arange(count)
+        if self.examples_per_step is not None:
+            return Rows(order, np.append(np.arange(0, count, self.examples_per_step), count))
+        rows = in_order(self.lengths[order], self._row_length)
+        return Rows(order[rows.documents], rows.offsets)
+
+
+def make_schedule(
+    lengths: np.ndarray,
+    *,
+    limits: Limits,
+    mode: Mode,
+    strategy: Strategy,
+    examples_per_step: int | None,
+    tokens_per_step: int | None,
+    max_steps: int | None,
+    epochs: float,
+    seed: int,
+    shuffle: bool,
+    attention_cost: float,
+) -> Schedule:
+    """The steps of a run over documents of `lengths` int[n] tokens.
+
+    `limits` are those of a micro-batch; `limits.tokens` is the length of a row where rows are planned. `max_steps`
+    counts before `epochs`; 1.5 epochs are all steps of epoch 0 and half of those of epoch 1, rounded up. Without
+    `shuffle` every epoch is the same: in the order of the data, except for best_fit over an epoch. UserError where the
+    config asks for the impossible.
+    """
+    lengths = np.asarray(lengths)
+    rows_per_step = _checked_rows_per_step(lengths, limits, mode, examples_per_step, tokens_per_step)
+    schedule = Schedule(
+        lengths=lengths,
+        limits=limits,
+        mode=mode,
+        strategy=strategy,
+        examples_per_step=examples_per_step,
+        rows_per_step=rows_per_step,
+        seed=seed,
+        shuffle=shuffle,
+        attention_cost=attention_cost,
+        total_steps=max_steps or 0,
+    )
+    if max_steps is not None:
+        return schedule
+    whole = math.floor(epochs)
+    total = sum(schedule.steps_per_epoch(epoch) for epoch in range(whole))
+    if epochs > whole:
+        part = (epochs - whole) * schedule.steps_per_epoch(whole)
+        total += math.ceil(part - 1e-9)  # a tenth of 30 is 3, not the 4 that 3.0000000000000027 gives
+    return replace(schedule, total_steps=max(total, 1))
+
+
+def _checked_rows_per_step(
+    lengths: np.ndarray, limits: Limits, mode: Mode, examples_per_step: int | None, tokens_per_step: int | None
+) -> int | None:
+    """Rows of a step with `tokens_per_step`, None with `examples_per_step`; UserError where they do not go together."""
+    if len(lengths) == 0:
+        raise UserError(
+            "there are no documents to make steps of", where="data", fix="check the sources and the filters"
+        )
+    if (examples_per_step is None) == (tokens_per_step is None):
+        raise UserError(
+            "a step needs a number of documents or of tokens, one of the two",
+            where="batch.examples_per_step, batch.tokens_per_step",
+            fix="set one, and the other to null",
+        )
+    if limits.tokens is None and (tokens_per_step is not None or mode == "packed"):
+        raise UserError("the length of a row is not set", where="batch.tokens_per_device", fix="set it, e.g. to 8192")
+    longest = int(lengths.max())
+    if limits.tokens is not None and longest > limits.tokens:
+        raise UserError(
+            f"the longest document has {longest} tokens, a micro-batch takes {limits.tokens}",
+            where="batch.tokens_per_device",
+            fix=f"set batch.tokens_per_device to at least {longest}, or data.max_length to {limits.tokens}",
+        )
+    if tokens_per_step is None:
+        return None
+    assert limits.tokens is not None
+    rows, rest = divmod(tokens_per_step, limits.tokens)
+    if rest:
+        nearest = " or ".join(str(n * limits.tokens) for n in (rows, rows + 1) if n)
+        raise UserError(
+            f"{tokens_per_step} tokens are not a whole number of rows of {limits.tokens} (batch.tokens_per_device)",
+            where="batch.tokens_per_step",
+            fix=f"set batch.tokens_per_step to {nearest}",
+        )
+    return rows

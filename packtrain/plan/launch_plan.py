@@ -1,0 +1,219 @@
+"""RunConfig + Surroundings → LaunchPlan: everything that will be started, as a value that `packtrain plan` prints. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from packtrain.config.schema import RunConfig
+from packtrain.errors import Problem
+from packtrain.launch.accelerate import WORKER, launch_argv, launch_config
+from packtrain.plan.accelerate import accelerate_part
+from packtrain.plan.batch import BatchPlan, plan_batch
+from packtrain.plan.deepspeed import deepspeed_config
+from packtrain.plan.network.choice import Setting, choose_network
+from packtrain.plan.other_launchers import DEFAULT_PORT
+from packtrain.plan.surroundings import Surroundings, visible_gpus
+from packtrain.plan.topology import GPUS_PER_NODE, Processes, Role, choose_processes
+from packtrain.run_folder import RunFolder
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MANY = 1024  # GPUs of a machine
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCommand:
+    """What starts the processes of one machine; `env` holds only what is set in addition."""
+
+    node: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """The processes of a run and why; what this process does for it is its `role` (launch/topology.py).
+
+    `spread` is the srun command that starts packtrain on every machine of a Slurm job, empty elsewhere; `commands` are
+    what it comes to on each. This machine is number `node`, is called `host` and shows `gpus`; `network` is what its
+    processes are told of its network, and why. `obstacles` keep the plan from being carried out from here.
+    """
+
+    num_processes: int
+    nodes: int
+    gpus_per_node: int
+    commands: tuple[NodeCommand, ...]
+    accelerate: Mapping[str, Any]
+    deepspeed: Mapping[str, Any] | None
+    batch: BatchPlan
+    role: Role
+    node: int
+    host: str
+    gpus: int
+    hosts: tuple[str, ...]
+    spread: tuple[str, ...]
+    network: tuple[Setting, ...]
+    obstacles: tuple[Problem, ...]
+    reason: str
+    gpu_memory: int | None = None
+
+    @property
+    def in_process(self) -> bool:
+        """Whether the calling process itself is the one that trains."""
+        return self.role == "train"
+
+    @property
+    def lacks_gpus_alone(self) -> bool:
+        """Whether all that is in the way is that this machine has fewer GPUs than each of several should: at the roll call all
+        of them are told."""
+        lacking = self.nodes > 1 and 0 < self.gpus < self.gpus_per_node
+        return lacking and all(one.where == GPUS_PER_NODE for one in self.obstacles)
+
+    @property
+    def ranks(self) -> range:
+        """Those of this machine."""
+        return range(self.node * self.gpus_per_node, (self.node + 1) * self.gpus_per_node)
+
+    @property
+    def command(self) -> NodeCommand:
+        """That of this machine."""
+        return self.commands[self.node if len(self.commands) > 1 else 0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain containers; the keys are a promise to users (docs/config.md does not repeat them)."""
+        return {
+            "num_processes": self.num_processes,
+            "nodes": self.nodes,
+            "gpus_per_node": self.gpus_per_node,
+            "commands": [{"node": one.node, "argv": list(one.argv), "env": dict(one.env)} for one in self.commands],
+            "accelerate": dict(self.accelerate),
+            "deepspeed": None if self.deepspeed is None else dict(self.deepspeed),
+            "batch": self.batch.to_json(),
+        }
+
+
+def plan_launch(
+    config: RunConfig, surroundings: Surroundings, verb: str = "sft", arguments: Sequence[str] = ()
+) -> LaunchPlan:
+    """The plan of `packtrain verb arguments…`, whose config is `config`.
+
+    Raises UserError or CheckFailed where it is impossible, or where two sources contradict each other.
+    """
+    surroundings = _with_asked_gpus(config, surroundings)
+    processes = choose_processes(config.topology, surroundings)
+    own = processes.node
+    settings = [_settings(config, processes, node, surroundings) for node in range(processes.nodes)]
+    network = _network(config, processes, surroundings)
+    told = {one.name: one.value for one in network if one.value is not None}
+    env = _env(config, processes, surroundings)
+    return LaunchPlan(
+        num_processes=processes.total,
+        nodes=processes.nodes,
+        gpus_per_node=processes.per_node,
+        commands=tuple(
+            NodeCommand(
+                node,
+                _argv(config, processes, setting, surroundings, verb),
+                {**told, **env} if node == own else env,  # the others look at their own network
+            )
+            for node, setting in enumerate(settings)
+        ),
+        accelerate=settings[own],
+        deepspeed=deepspeed_config(config),
+        batch=plan_batch(config, processes.total),
+        role=processes.role,
+        node=own,
+        host=surroundings.host,
+        gpus=surroundings.gpus,
+        hosts=processes.hosts,
+        spread=_spread(processes, surroundings, verb, arguments) if processes.role == "spread" else (),
+        network=network,
+        obstacles=processes.obstacles,
+        reason=processes.reason,
+        gpu_memory=surroundings.gpu_memory,
+    )
+
+
+def _with_asked_gpus(config: RunConfig, surroundings: Surroundings) -> Surroundings:
+    """The surroundings as the processes will see them, where topology.environment shows them other GPUs."""
+    asked = config.topology.variables.get(_VISIBLE)
+    if asked is None:
+        return surroundings
+    hidden = _VISIBLE in surroundings.env and surroundings.driver  # how many there are is not known
+    gpus = visible_gpus(_MANY if hidden else surroundings.gpus, asked)
+    return replace(surroundings, gpus=gpus, env={**surroundings.env, _VISIBLE: asked})
+
+
+def _settings(config: RunConfig, processes: Processes, node: int, surroundings: Surroundings) -> dict[str, Any]:
+    port = processes.main_port or (surroundings.free_port if processes.nodes == 1 else DEFAULT_PORT)
+    strategy, _ = accelerate_part(config, deepspeed_file=str(RunFolder.of(config).deepspeed))
+    return launch_config(processes, node, strategy, port=port, gpus=surroundings.gpus > 0)
+
+
+def _argv(
+    config: RunConfig, processes: Processes, settings: dict[str, Any], surroundings: Surroundings, verb: str
+) -> tuple[str, ...]:
+    folder = RunFolder.of(config)
+    worker = [verb, str(folder.config)]
+    if processes.total == 1 or processes.joins:
+        return (surroundings.python, "-m", WORKER, *worker)
+    _, strategy = accelerate_part(config, deepspeed_file=str(folder.deepspeed))
+    file, timeout = str(folder.accelerate), config.topology.join_timeout
+    return tuple(launch_argv(surroundings.accelerate, file, settings, strategy, worker, join_timeout_s=timeout))
+
+
+def _spread(processes: Processes, surroundings: Surroundings, verb: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """One task on each machine, which starts the machine's processes; it has all cores that the job has there.
+
+    A task that fails does not end the others: they are told, and end in order (launch/rollcall.py).
+    """
+    flags = ["--nodes", str(processes.nodes), "--ntasks", str(processes.nodes), "--ntasks-per-node", "1"]
+    if cpus := surroundings.env.get("SLURM_CPUS_ON_NODE"):  # srun does not take this from the job
+        flags += ["--cpus-per-task", cpus]
+    flags += ["--kill-on-bad-exit=0", "--wait=0"]  # whatever the cluster's own limits for the others are
+    return ("srun", *flags, surroundings.python, "-m", "packtrain", verb, *arguments)
+
+
+def _network(config: RunConfig, processes: Processes, surroundings: Surroundings) -> tuple[Setting, ...]:
+    """What the processes of this machine are told of its network, where it is one of several and about to start them.
+
+    Raises CheckFailed where the user's own settings name what is not there.
+    """
+    if surroundings.network is None or processes.nodes == 1 or processes.obstacles or processes.role == "spread":
+        return ()
+    main = processes.main_address
+    if processes.joins:
+        main = processes.env.get("MASTER_ADDR") or surroundings.env.get("MASTER_ADDR")
+    asked = config.topology.variables
+    return tuple(
+        choose_network(
+            surroundings.network(main),
+            surroundings.env,
+            main_address=main,
+            nodes=processes.nodes,
+            asked=asked,
+            gpus=surroundings.gpus > 0,
+        )
+    )
+
+
+def _env(config: RunConfig, processes: Processes, surroundings: Surroundings) -> dict[str, str]:
+    """What the processes need to be told: their share of the cores, and one GPU where one process has several.
+
+    Threads that spin while they wait for one another are many times slower where other work holds a core; asleep they are
+    not, and the sums stay the same, which another number of threads would change.
+    """
+    asked = config.topology.variables
+    if processes.joins:
+        return {**processes.env, **asked}
+    told, own = {}, {}
+    if processes.total > 1:
+        told["OMP_NUM_THREADS"] = str(max(1, surroundings.cpus // processes.per_node))
+    threads = asked.get("OMP_NUM_THREADS") or surroundings.env.get("OMP_NUM_THREADS") or told.get("OMP_NUM_THREADS")
+    if threads != "1" and not surroundings.gpus and surroundings.load > surroundings.cpus / 2:
+        told["OMP_WAIT_POLICY"] = "passive"
+    if processes.total == 1 and surroundings.gpus > 1:  # transformers would spread it over all of them (DataParallel)
+        own[_VISIBLE] = surroundings.env.get(_VISIBLE, "0").split(",")[0].strip()
+    told = {name: value for name, value in told.items() if not name.startswith("OMP") or name not in surroundings.env}
+    return {**told, **asked, **own}

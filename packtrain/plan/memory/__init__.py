@@ -1,0 +1,1 @@
+"""What a run takes on each device, from the shapes of the weights alone."""

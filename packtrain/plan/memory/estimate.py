@@ -1,0 +1,310 @@
+"""What a run takes on each device, by part, from the shapes of the weights alone: no torch, no hub.
+
+Every strategy is counted as its framework keeps things (docs/planning.md has the table and its sources): DDP a second copy of
+the gradients in its buckets; DeepSpeed float32 copies of the trained weights whatever their format; ZeRO-3 and FSDP2 what
+they gather at a time. Parts add up to the fullest moment of a step. What lies outside torch's allocator (CUDA's context,
+kernels, NCCL) is taken off the device before anything is said to fit; fragmentation is not foreseen.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from packtrain.config.rules.limits import micro_batch_limits, unsplittable
+from packtrain.config.rules.strategies import check_strategy
+from packtrain.config.schema import RunConfig
+from packtrain.errors import UserError
+from packtrain.plan.deepspeed import STAGES, deepspeed_config
+from packtrain.plan.memory.activations import Numbers, fullest, kept
+from packtrain.plan.memory.shapes import Layers, Weights, adapter_shapes, layers_of, weights_of
+from packtrain.plan.reference import kind_of
+
+GIB = 2**30
+OUTSIDE = int(1.5 * GIB)  # CUDA's context, kernels and NCCL's buffers on a GPU
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ADAPTER_BYTES = 4  # peft keeps adapters in float32
+SHARDED = {  # what a strategy spreads over the processes
+    "ddp": (),
+    "zero1": ("optimizer",),
+    "zero2": ("gradients", "optimizer"),
+    "zero3": ("weights", "gradients", "optimizer", "reference"),
+    "fsdp2": ("weights", "gradients", "optimizer", "reference"),
+    "zero3_offload": ("weights", "gradients", "optimizer", "reference"),
+}
+"""By what they cost in time, the cheapest first."""
+_LIVE = 10**9  # numbers of gathered weights that ZeRO-3 keeps for use again (stage3_max_live_parameters)
+_WORDS = {"activations": "activations at most"}
+_PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on each device, by part; `parameters` of the model, `trained` ones (adapters included).
+
+    `reference` is that of a DPO run that keeps a model (or adapters) for it, taken to be as large as the trained one;
+    `buffers` what strategies and autocast hold beside, for the fullest moment. `activations` is None where they are not
+    known, `unknown` says why. `host` is for each process, `device` that of a GPU where it is known.
+    """
+
+    parameters: int
+    trained: int
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int | None
+    reference: int = 0
+    host: int = 0
+    unknown: str = ""
+    device: int | None = None
+    advice: str = ""
+
+    @property
+    def total(self) -> int:
+        """All parts that are known."""
+        return sum(getattr(self, name) or 0 for name in _PARTS)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits the device; None where the device is not known, or what is known fits and the rest is not known."""
+        if self.device is None:
+            return None
+        fits = self.total + OUTSIDE <= self.device
+        return None if fits and self.activations is None else fits
+
+    def sentence(self) -> str:
+        """The estimate in words."""
+        names = [name for name in _PARTS if getattr(self, name) or name not in ("reference", "buffers", "activations")]
+        parts = ", ".join(f"{_WORDS.get(name, name)} {_gib(getattr(self, name))}" for name in names)
+        before = f" before activations ({self.unknown})" if self.activations is None else ""
+        trained = "all trained" if self.trained == self.parameters else f"{self.trained / 1e6:.1f} million trained"
+        size = f"{self.parameters / 1e6:.1f} million parameters, {trained}"
+        host = f"; and {_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
+        said = f"{_gib(self.total)} GiB per device{before}: {parts} ({size}){host}"
+        if self.fits is False:
+            own = f"{_gib(OUTSIDE)} of them for CUDA and NCCL"
+            said += f". That exceeds the {_gib(self.device or 0)} GiB of a GPU ({own}): {self.advice}"
+        return said
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures, `total`, whether it `fits`, and the sentence as `summary`."""
+        return {**asdict(self), "total": self.total, "fits": self.fits, "summary": self.sentence()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model in numbers, measured once for all that is tried.
+
+    `width` is that of a weight in bytes. How many weights there are in `all`, in the `linear` layers of its blocks, in the
+    largest `block`, and outside of blocks (the `rest`); how many are `trained`, and how many `factors` adafactor keeps of
+    them. `known` are its layers, or why they are not known.
+    """
+
+    width: int
+    all: int
+    linear: int
+    block: int
+    rest: int
+    trained: int
+    factors: int
+    known: Layers | str
+
+
+def estimate(config: RunConfig, processes: int, device_bytes: int | None = None) -> Memory | str:
+    """The memory of a run on `processes` devices of `device_bytes` each, or a sentence on what is missing to know it.
+
+    topology.gpu_memory (GiB) wins over `device_bytes`. Where it exceeds the device, `advice` names what would fit.
+    """
+    weights = weights_of(config.model)
+    model = weights if isinstance(weights, str) else _measure(config, weights)
+    if isinstance(model, str):
+        return model
+    if config.topology.gpu_memory is not None:
+        device_bytes = int(config.topology.gpu_memory * GIB)
+    try:
+        found = replace(_count(config, model, processes), device=device_bytes)
+    except UserError as error:  # of the adapters that are the reference
+        return f"not known before loading: {error}"
+    return replace(found, advice=_advice(config, model, processes, found)) if found.fits is False else found
+
+
+def _measure(config: RunConfig, weights: Weights) -> _Model | str:
+    shapes = weights.shapes
+    trained = list(shapes.values()) if config.peft.kind == "none" else adapter_shapes(shapes, config.peft)
+    if not trained:
+        return "no layer of the model has a name of peft.target_modules"
+    blocks: Counter[str] = Counter()
+    linear = 0
+    for name, shape in shapes.items():
+        found = re.match(r".*?\.\d+(?=\.)", name)
+        blocks[found.group() if found else ""] += math.prod(shape)
+        linear += math.prod(shape) if found and len(shape) == 2 else 0
+    rest = blocks.pop("", 0)
+    return _Model(
+        width=BYTES.get(config.model.dtype, weights.stored),
+        all=rest + sum(blocks.values()),
+        linear=linear,
+        block=max(blocks.values(), default=0),
+        rest=rest,
+        trained=sum(map(math.prod, trained)),
+        factors=sum(sum(shape) if len(shape) >= 2 else math.prod(shape) for shape in trained),
+        known=layers_of(weights.sizes),
+    )
+
+
+def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
+    name, full = config.strategy.name, config.peft.kind == "none"
+    rounded = (
+        name in STAGES and model.width == 2 and config.model.dtype != "float16"
+    )  # DeepSpeed's bf16 is for all weights
+    trained_width = model.width if full or rounded else ADAPTER_BYTES
+    parts = {
+        "weights": model.all * model.width + (0 if full else model.trained * trained_width),
+        "gradients": model.trained * trained_width,
+        "optimizer": _states(config, model, trained_width),
+        "reference": _reference(config, model),
+    }
+    split = {one: math.ceil(size / processes) if one in SHARDED[name] else size for one, size in parts.items()}
+    host = model.all * model.width if "weights" in SHARDED[name] else 0  # each process loads all before it is spread
+    if name == "zero3_offload":
+        split["gradients"] += math.ceil(4 * model.trained / processes)  # in float32 too, for the optimizer
+        host = max(host, sum(split.values()))
+        split = dict.fromkeys(split, 0)
+    activations, unknown = _activations(config, model)
+    buffers = _buffers(config, model, processes, trained_width)
+    stepped = math.ceil(model.trained / (processes if "optimizer" in SHARDED[name] else 1))
+    after = _of_the_step(config, stepped, trained_width) - (activations or 0)  # which are gone by then
+    return Memory(
+        parameters=model.all,
+        trained=model.trained,
+        weights=split["weights"],
+        gradients=split["gradients"],
+        optimizer=split["optimizer"],
+        reference=split["reference"],
+        buffers=max(buffers, after),
+        activations=activations,
+        host=host,
+        unknown=unknown,
+    )
+
+
+def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
+    """(bytes, "") or (None, why they are not known)."""
+    slots = fullest(config)
+    if isinstance(model.known, str):
+        return None, f"not known: {model.known}"
+    if slots is None:
+        return None, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
+    compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
+    return kept(config, model.known, slots, Numbers(model.width, compute)), ""
+
+
+def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: int) -> int:
+    """Bytes that the strategy and autocast hold during the backward pass."""
+    name, full, width = config.strategy.name, config.peft.kind == "none", model.width
+    copies = 0
+    if config.trainer.mixed_precision == "bf16" and width == 4 and (full or not config.trainer.gradient_checkpointing):
+        copies = (
+            2 * model.linear
+        )  # autocast keeps those of trained weights until the forward pass ends, gathered or not
+    if name == "ddp":
+        return copies + (model.trained * trained_width if processes > 1 else 0)
+    if name == "fsdp2":
+        gathered = 3 * model.block + model.rest  # a layer, what it was gathered in, and the next one; the rest stays
+        reduced = 2 * model.block + model.rest if full else 0  # gradients, and what they are reduced in
+        return copies + gathered * width + reduced * trained_width
+    settings = deepspeed_config(config) or {}
+    bucket = min(settings["zero_optimization"]["reduce_bucket_size"], model.trained) * trained_width
+    if STAGES[name] < 3:
+        return copies + 2 * bucket  # one is reduced while the other is filled (overlap_comm)
+    return copies + bucket + min(model.all, _LIVE) * width
+
+
+def _of_the_step(config: RunConfig, numbers: int, trained_width: int) -> int:
+    """Bytes of the optimizer's step over its `numbers`: DeepSpeed's float32 gradients, AdamW's temporary list of tensors."""
+    if config.strategy.name == "zero3_offload":
+        return 0
+    widened = 4 * numbers if config.strategy.name in STAGES and trained_width == 2 else 0
+    return widened + (numbers * trained_width if config.optim.name == "adamw_torch" else 0)
+
+
+def _states(config: RunConfig, model: _Model, trained_width: int) -> int:
+    """Bytes of all optimizer states; DeepSpeed's optimizers see flat float32 copies of the trained weights."""
+    name, deepspeed = config.optim.name, config.strategy.name in STAGES
+    copies = 4 * model.trained if deepspeed else 0
+    if name == "sgd":
+        return copies
+    if name == "adafactor":  # a row and a column in place of a matrix; under ddp alone
+        return 4 * model.factors
+    return copies + 2 * model.trained * (1 if "8bit" in name else 4 if deepspeed else trained_width)
+
+
+def _reference(config: RunConfig, model: _Model) -> int:
+    """Bytes of the model or the adapters that DPO keeps for its reference."""
+    kind = kind_of(config) if config.objective.kind == "dpo" else ""
+    if kind == "adapters":
+        return model.trained * ADAPTER_BYTES
+    return model.all * model.width if kind in ("model", "path") else 0
+
+
+def _advice(config: RunConfig, model: _Model, processes: int, found: Memory) -> str:
+    """What would fit, by the least that has to change: the strategy, then checkpointing, then smaller micro-batches."""
+    least = found
+    for changes, changed in _changes(config, processes):
+        tried = _count(changed, model, processes)
+        least = min(least, tried, key=lambda one: one.total)
+        if tried.total + OUTSIDE <= (found.device or 0):
+            return f"{' '.join(changes)} would take {_gib(tried.total)} GiB"
+    more = "a larger GPU" if unsplittable(config.objective.losses) else "more or larger GPUs"
+    lora = "" if config.peft.kind == "lora" else ", or peft=lora"
+    return f"no strategy takes less than {_gib(least.total)} GiB here; use {more}{lora}"
+
+
+def _changes(config: RunConfig, processes: int) -> list[tuple[list[str], RunConfig]]:
+    """(overrides, the config with them), the most harmless first; none that changes what is computed, how exactly, or is refused."""
+    now = config.strategy.name
+    names = list(SHARDED)[list(SHARDED).index(now) :] if processes > 1 else [now]
+    if now in STAGES:  # FSDP2 keeps no float32 copies of bfloat16 weights
+        names = [name for name in names if name != "fsdp2"]
+    steps: list[tuple[list[str], RunConfig]] = [([], config)]
+    if not config.trainer.gradient_checkpointing:
+        changed = _with(config, "trainer", gradient_checkpointing=True)
+        steps.append((["trainer.gradient_checkpointing=true"], changed))
+    words, checkpointed = steps[-1]
+    for key, value in _smaller(config):
+        steps.append(([*words, f"batch.{key}={value}"], _with(checkpointed, "batch", **{key: value})))
+    quick = [(words, one, name) for words, one in steps for name in names if name != "zero3_offload"]
+    slow = [(words, one, "zero3_offload") for words, one in steps]  # many times slower than all else
+    changes = [
+        ([*([] if name == now else [f"strategy={name}"]), *words], _with(one, "strategy", name=name))
+        for words, one, name in (*quick, *slow)
+        if words or name != now
+    ]
+    return [(words, changed) for words, changed in changes if not any(check_strategy(changed))]
+
+
+def _smaller(config: RunConfig) -> list[tuple[str, int]]:
+    """Smaller micro-batches: half after half, down to what the longest document (or pair) needs."""
+    examples, tokens = micro_batch_limits(config)
+    longest = config.data.max_length
+    if unsplittable(config.objective.losses):
+        return []
+    if tokens is None and examples is not None:
+        return [("examples_per_device", examples >> shift) for shift in range(1, examples.bit_length())]
+    if tokens is None or longest is None or config.batch.tokens_per_step is not None:
+        return []
+    least = longest * (1 if config.objective.kind == "sft" else 2)
+    halves = [tokens >> shift for shift in range(1, tokens.bit_length()) if tokens >> shift > least]
+    return [("tokens_per_device", one) for one in ([*halves, least] if least < tokens else [])]
+
+
+def _with(config: RunConfig, group: str, **values: Any) -> RunConfig:
+    return replace(config, **{group: replace(getattr(config, group), **values)})
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f}" if size < 100 * GIB else f"{size / GIB:.0f}"

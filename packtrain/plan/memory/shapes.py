@@ -1,0 +1,199 @@
+"""The shapes of a model's weights, and the sizes in its config, before it is loaded: no torch, no hub.
+
+They come from the headers of safetensors files in a local folder or in the hub's cache; for a model that is not there, from
+the sizes in its config (or in model.config), where the layers of its type are known: llama's and their kin. Where neither
+is at hand the answer says what is missing, and nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from packtrain.config.schema import Model, Peft
+from packtrain.errors import UserError
+from packtrain.plan.hub_folder import hub_cache
+from packtrain.plan.reference import base_of
+
+LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_HEADER_LIMIT = 100 * 2**20
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """`shapes` by name, the bytes of a `stored` number, and what is known of the model's own config as `sizes`."""
+
+    shapes: Shapes
+    stored: int
+    sizes: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A llama-like model by its widths in numbers: those of the residual stream, the inside of the MLP, all queries
+    together, and all keys."""
+
+    kind: str
+    number: int
+    heads: int
+    hidden: int
+    inner: int
+    query: int
+    key: int
+    head: int
+    vocabulary: int
+
+
+def weights_of(model: Model) -> Weights | str:
+    """The weights of a model, without adapters, or a sentence on what is missing to know them."""
+    try:
+        base = base_of(model.path) if model.init == "pretrained" else None
+    except UserError as error:
+        return f"not known before loading: {error}"
+    model = replace(model, path=base or model.path)
+    folder = _folder(model)
+    sizes = {**(_read(folder / "config.json") if folder else {}), **model.config}
+    if model.init == "random":
+        shapes = _from_sizes(sizes)
+        return shapes if isinstance(shapes, str) else Weights(shapes, 4, sizes)
+    if model.path and model.path.endswith(".gguf"):
+        return "not known before loading: a .gguf file is read while loading only"
+    if folder is not None:
+        return _stored(folder, sizes)
+    shapes = _from_sizes(sizes) if "model_type" in sizes else ""
+    if not isinstance(shapes, str):
+        return Weights(shapes, 2, sizes)  # what model.dtype=auto finds on the hub is bfloat16
+    if shapes:
+        return shapes
+    how = "its sizes can be given: model.config.model_type=…, model.config.hidden_size=… (docs/planning.md has all)"
+    return f"not known before loading: {model.path} is not on this machine yet; {how}"
+
+
+def layers_of(sizes: Mapping[str, Any]) -> Layers | str:
+    """The layers of a llama, mistral, qwen2 or qwen3 model of these sizes, or a sentence on what is missing."""
+    kind = sizes.get("model_type")
+    if kind not in LLAMA_KIN:
+        return f"the layers of model type {kind} are not among those that packtrain knows"
+    needed = _SIZES if kind == "llama" else (*_SIZES, "num_key_value_heads")
+    needed = (*needed, "head_dim") if kind == "qwen3" else needed
+    missing = [name for name in needed if not isinstance(sizes.get(name), int) or sizes[name] < 1]
+    if missing:
+        return f"model.config.{missing[0]} is left to the {_left_to(missing[0])}"
+    hidden, inner, number, heads, vocabulary = (sizes[name] for name in _SIZES)
+    head = sizes.get("head_dim") or hidden // heads
+    shared = (sizes.get("num_key_value_heads") or heads) * head
+    return Layers(kind, number, heads, hidden, inner, heads * head, shared, head, vocabulary)
+
+
+def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
+    """The shapes of the trained weights of LoRA: two matrices per adapted layer, and layers trained in full."""
+    return list(_adapters(shapes, peft))
+
+
+def is_adapted(layer: str, targets: str | list[str]) -> bool:
+    """Whether peft gives an adapter to the linear layer of this name."""
+    if targets == "all-linear":
+        return not re.search(r"embed|lm_head|\bwte\b|\bwpe\b", layer)
+    if isinstance(targets, list):
+        return any(_ends_with(layer, one) for one in targets)
+    try:
+        return re.fullmatch(targets, layer) is not None  # as in peft, text is a pattern
+    except re.error:
+        return False
+
+
+def _folder(model: Model) -> Path | None:
+    """The local folder of the model: its path, else what the hub's cache holds of it."""
+    if model.path is None:
+        return None
+    path = Path(os.path.expanduser(model.path))
+    if path.is_dir():
+        return path
+    repository = Path(hub_cache(os.environ)).expanduser() / f"models--{model.path.replace('/', '--')}"
+    revision = model.revision or "main"
+    with contextlib.suppress(OSError):  # a revision may be a commit itself
+        revision = (repository / "refs" / revision).read_text().strip()
+    snapshot = repository / "snapshots" / revision
+    return snapshot if snapshot.is_dir() else None
+
+
+def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights | str:
+    """What the safetensors files of a folder hold; those of a sharded model are named by its index."""
+    index = _read(folder / "model.safetensors.index.json").get("weight_map", {})
+    files = sorted(set(index.values())) or ["model.safetensors"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    width = 4
+    for file in files:
+        try:
+            with open(folder / file, "rb") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(min(size, _HEADER_LIMIT)))
+            header.pop("__metadata__", None)
+            shapes |= {name: tuple(one["shape"]) for name, one in header.items()}
+            width = 2 if any(one["dtype"] in ("BF16", "F16") for one in header.values()) else 4
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return f"not known before loading: {folder / file} cannot be read as safetensors"
+    return Weights(shapes, width, sizes)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _from_sizes(sizes: Mapping[str, Any]) -> Shapes | str:
+    """The weights of a llama, mistral, qwen2 or qwen3 model of these sizes."""
+    of = layers_of(sizes)
+    if isinstance(of, str):
+        return f"not known before loading: {of}"
+    bias = of.kind == "qwen2" or (of.kind != "mistral" and sizes.get("attention_bias", False))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (of.vocabulary, of.hidden),
+        "model.norm.weight": (of.hidden,),
+    }
+    if not sizes.get("tie_word_embeddings", False):
+        shapes["lm_head.weight"] = (of.vocabulary, of.hidden)
+    for layer in range(of.number):
+        at = f"model.layers.{layer}"
+        for name, rows in (("q_proj", of.query), ("k_proj", of.key), ("v_proj", of.key)):
+            shapes[f"{at}.self_attn.{name}.weight"] = (rows, of.hidden)
+            if bias:
+                shapes[f"{at}.self_attn.{name}.bias"] = (rows,)
+        shapes[f"{at}.self_attn.o_proj.weight"] = (of.hidden, of.query)
+        if bias and of.kind != "qwen2":
+            shapes[f"{at}.self_attn.o_proj.bias"] = (of.hidden,)
+        if of.kind == "qwen3":
+            shapes |= {f"{at}.self_attn.{name}.weight": (of.head,) for name in ("q_norm", "k_norm")}
+        shapes |= {f"{at}.mlp.{name}.weight": (of.inner, of.hidden) for name in ("gate_proj", "up_proj")}
+        shapes[f"{at}.mlp.down_proj.weight"] = (of.hidden, of.inner)
+        shapes |= {f"{at}.{name}.weight": (of.hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+    return shapes
+
+
+def _left_to(name: str) -> str:
+    return "tokenizer" if name == "vocab_size" else "model type"
+
+
+def _adapters(shapes: Shapes, peft: Peft) -> Iterator[tuple[int, ...]]:
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight")
+        if len(shape) == 2 and is_adapted(layer, peft.target_modules):
+            yield from ((peft.r, shape[1]), (shape[0], peft.r))
+        if any(_ends_with(layer.removesuffix(".bias"), one) for one in peft.modules_to_save):
+            yield shape
+
+
+def _ends_with(layer: str, name: str) -> bool:
+    return layer == name or layer.endswith(f".{name}")

@@ -1,0 +1,1 @@
+"""Which attention backend is exact on the loaded model: measured, not looked up."""

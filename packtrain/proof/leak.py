@@ -1,0 +1,138 @@
+"""Where a leak is: the innermost module whose output moves with another document while its input does not.
+
+The row of the proof runs twice, the second time with other tokens in its first and last document; what every module takes
+and gives for the middle document is compared by two sums, so that nothing large is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from packtrain.attention.backends import attending_by
+from packtrain.data.dataset import Document
+from packtrain.packing.collate import collate_flat
+from packtrain.proof.isolation import (
+    LENGTHS,
+    evaluating,
+    logits_of,
+    tolerance_of,
+    train_without_dropout,
+    vocabulary_of,
+)
+
+_ROW = sum(LENGTHS)
+_MIDDLE = slice(LENGTHS[0], LENGTHS[0] + LENGTHS[1])
+_LONGEST_FILTER = 16  # a convolution's output may be longer than the row by its filter
+_STATES = ("mamba", "ssm", "rwkv", "recurrent", "rglru", "lstm", "delta", "linearattention", "lightning", "state")
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """`module` by its dotted name in the model, and the kind of mixing in words."""
+
+    module: str
+    kind: str
+
+    def sentence(self) -> str:
+        """`layers.0.mixer: causal convolution across the row`."""
+        return f"{self.module}: {self.kind}"
+
+
+@torch.no_grad()
+def find_leak(model: PreTrainedModel, backend: str) -> Leak | None:
+    """The first place where documents of a row meet under `backend`, or None where nothing passes between them."""
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, vocabulary_of(model), (3, _ROW), dtype=np.int32)
+    rows = [
+        np.concatenate([ids[other, : _MIDDLE.start], ids[0, _MIDDLE], ids[other, _MIDDLE.stop :]]) for other in (1, 2)
+    ]
+    with evaluating(model), attending_by(model, backend):
+        train_without_dropout(model)  # as the proof does
+        first, second = (_watched(model, row) for row in rows)
+    tolerance = tolerance_of(model.dtype)
+    for name, (taken, given) in first.items():  # in the order in which the modules ended: the innermost first
+        if name not in second:
+            continue
+        taken_then, given_then = second[name]
+        if not _moved(taken, taken_then, tolerance) and _moved(given, given_then, tolerance):
+            module = model.get_submodule(name)
+            return Leak(name or type(model).__name__, _kind(module))
+    return None
+
+
+def _watched(model: PreTrainedModel, row: np.ndarray) -> dict[str, tuple[list[float], list[float]]]:
+    """For each module, in the order in which they end, sums over the middle document of what it takes and gives."""
+    sums: dict[str, tuple[list[float], list[float]]] = {}
+    taken: dict[str, list[float]] = {}
+    handles = []
+    for name, module in model.named_modules():
+
+        def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            taken[name] = _sums([args, kwargs])
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            sums[name] = (taken[name], _sums(output))
+
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    pieces = np.split(row, np.cumsum(LENGTHS)[:-1])
+    documents = [Document(piece, np.zeros(len(piece), dtype=bool)) for piece in pieces]
+    torch.manual_seed(0)
+    try:
+        logits_of(model, collate_flat(documents))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sums
+
+
+def _sums(value: Any) -> list[float]:
+    """Σ and Σ|·| over the middle document's part of every floating-point tensor in `value` that runs along the row."""
+    if isinstance(value, torch.Tensor):
+        along = _along_the_row(value.shape)
+        if not value.is_floating_point() or not along:
+            return []
+        part = value.narrow(along[0], _MIDDLE.start, LENGTHS[1]).double()
+        if (
+            len(along) > 1 and along[1] == value.dim() - 1
+        ):  # a mask or scores [.., T, T]: what the others give is theirs
+            part = part.narrow(along[1], _MIDDLE.start, LENGTHS[1])
+        part = part.nan_to_num(0, 0, 0)
+        weights = torch.arange(1, part.numel() + 1, device=part.device, dtype=part.dtype).reshape(part.shape).sin()
+        return [part.abs().sum().item(), (part * weights).sum().item()]
+    if isinstance(value, dict):
+        return [total for one in value.values() for total in _sums(one)]
+    if isinstance(value, (list, tuple)):
+        return [total for one in value for total in _sums(one)]
+    return []
+
+
+def _along_the_row(shape: torch.Size) -> list[int]:
+    """The dimensions that run along the row: those of its size, else of the nearest that a convolution may give it."""
+    sizes = [size for size in shape if _ROW <= size < _ROW + _LONGEST_FILTER]
+    return [dim for dim, size in enumerate(shape) if sizes and size == min(sizes)]
+
+
+def _moved(first: list[float], second: list[float], tolerance: float) -> bool:
+    if len(first) != len(second):
+        return True
+    scale = max((abs(total) for total in first), default=0.0)
+    return any(abs(a - b) > tolerance * scale for a, b in zip(first, second, strict=True))
+
+
+def _kind(module: nn.Module) -> str:
+    """What mixes tokens in `module`, as far as its type tells."""
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)):
+        return "causal convolution across the row"
+    name = type(module).__name__.lower()
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) or any(state in name for state in _STATES):
+        return "a state carried along the row"
+    if "attention" in name or "attn" in name:
+        return "attention that does not keep the documents apart"
+    return f"{type(module).__name__} mixes tokens of the row"

@@ -1,0 +1,202 @@
+"""Where the time of a rank goes, and which machine or rank is slower than the others.
+
+`StepClock.enter` is called wherever a step changes its phase: it tells the launcher (launch/heartbeat.py) and adds the time up.
+In a run of many ranks every step takes all of them the same time, since they wait for each other; what tells them apart is the
+forward passes, which wait for nobody (but where a sharded model gathers its weights: its ranks look alike), and loading data.
+The backward pass has the waiting for slower ranks in it. Times travel with the counts of every tenth step or more (as it is
+logged), in the reduction that a step has anyway: four whole numbers for each rank, and no operation more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from packtrain.monitor.heartbeat import Phase, Pulse, own_pulse
+from packtrain.monitor.time_limits import TimeLimits
+from packtrain.train.sync.time_limit import limit_collectives
+from packtrain.wording import ranks_in_words
+
+_MEASURED: dict[Phase, str] = {
+    "forward": "forward_seconds",
+    "backward": "backward_seconds",
+    "data": "data_seconds",
+    "counts": "wait_seconds",
+}
+_PARTS = len(_MEASURED)
+_FORWARD, _DATA = (list(_MEASURED).index(phase) for phase in ("forward", "data"))
+_OF_A_STEP: tuple[Phase, ...] = ("data", "counts", "forward", "backward", "optimizer", "step end")
+_REMEMBERED = 16
+_WINDOW_STEPS = 20
+TOLD_EVERY = 10
+"""Steps between two tellings of the ranks' times, at least: each makes a reduction longer."""
+_SLOWER = 1.2
+_NOISE_S = 0.02  # a shorter step counts as so long: a moment's other work is a large part of it
+_LEAST_S = 1e-6
+_MOST_SAID = 3  # at once
+
+Machines = Sequence[tuple[str, Sequence[int]]]
+"""Host name and ranks of each machine."""
+
+
+class StepClock:
+    """The clock of this rank. `device` is where its forward passes run: on a GPU they are timed there. With `limits` its
+    collective operations have the time that the phase allows in which they begin."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int = 0,
+        world_size: int = 1,
+        pulse: Pulse | None = None,
+        limits: TimeLimits | None = None,
+    ) -> None:
+        self._pulse = pulse or own_pulse()
+        self._limits, self._limit_s = limits, 0.0
+        self._rank, self._world_size = rank, world_size
+        self._phase: Phase = "start"
+        self._since = self._pulse.enter(self._pulse.phase)
+        self._spent: dict[Phase, float] = {}
+        self._steps: deque[float] = deque(maxlen=_REMEMBERED)
+        self._first = True
+        self._sums = [0] * _PARTS
+        self.steps = 0
+        """Those that the next `slots` will tell of; the same number on all ranks."""
+        self._on_gpu = device.type == "cuda"
+        self._events: list[tuple[Phase, Any]] = []
+
+    def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> None:
+        """The rank is in `phase` from now on."""
+        if phase == "data":
+            self._close_step()
+        now = self._pulse.enter(phase, step=step, micro=micro)
+        if self._limits and (limit_s := self._limits.of(phase)) != self._limit_s:
+            self._limit_s = limit_s
+            limit_collectives(limit_s)
+        self._spent[self._phase] = self._spent.get(self._phase, 0.0) + now - self._since
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append((phase, event))
+        self._phase, self._since = phase, now
+
+    def slots(self) -> list[int]:
+        """Microseconds since the last call: zeros but in the places of this rank, so that a sum over ranks has those of all."""
+        slots = [0] * (_PARTS * self._world_size)
+        slots[_PARTS * self._rank : _PARTS * (self._rank + 1)] = self._sums
+        self._sums, self.steps = [0] * _PARTS, 0
+        return slots
+
+    def _close_step(self) -> None:
+        spent, self._spent = self._spent, {}
+        events, self._events = self._events, []
+        if "forward" not in spent:
+            return
+        if self._first:  # it compiles, and fills caches
+            self._first = False
+            return
+        own = {**spent, **_on_gpu(events)} if events else spent
+        self._sums = [sum_ + int(1e6 * own.get(phase, 0.0)) for sum_, phase in zip(self._sums, _MEASURED, strict=True)]
+        self.steps += 1
+        self._steps.append(sum(spent.get(phase, 0.0) for phase in _OF_A_STEP))
+        self._pulse.usual_s = statistics.median(self._steps)
+
+
+def _on_gpu(events: list[tuple[Phase, Any]]) -> dict[Phase, float]:
+    """Seconds that the GPU was in a phase, of those that it was given work in; the step's end has waited for it."""
+    spent: dict[Phase, float] = {}
+    for (phase, start), (_, end) in itertools.pairwise(events):
+        if phase in ("forward", "backward", "counts") and end.query():
+            spent[phase] = spent.get(phase, 0.0) + start.elapsed_time(end) / 1000
+    return spent
+
+
+class RankTimes:
+    """The clocks of all ranks as they last came, and over a longer window in which the slow ones stand out."""
+
+    def __init__(self, world_size: int, say: Callable[[str], None], machines: Machines = ()) -> None:
+        self._world_size, self._say, self._machines = world_size, say, machines
+        self._last: tuple[torch.Tensor, int] | None = None
+        self._window, self._window_steps = torch.zeros(0), 0
+        self._named: set[tuple[int, ...]] = set()
+
+    def take(self, slots: torch.Tensor, steps: int) -> None:
+        """Int64 [4 x ranks] as StepClock.slots makes them, summed over ranks, of so many steps."""
+        self._last = (slots, steps) if steps else None
+
+    def figures(self) -> dict[str, float | int]:
+        """What came since the last call: least, middle and most seconds a step of each part, and the slowest rank."""
+        last, self._last = self._last, None
+        if self._world_size == 1 or last is None:
+            return {}
+        times, steps = last[0].cpu().double().view(self._world_size, _PARTS) / 1e6, last[1]
+        self._widen(times, steps)
+        found: dict[str, float | int] = {}
+        for part, name in enumerate(_MEASURED.values()):
+            values = sorted((times[:, part] / steps).tolist())
+            found |= {f"{name}/min": values[0], f"{name}/median": statistics.median(values), f"{name}/max": values[-1]}
+        return {**found, "slowest_rank": int(times[:, _FORWARD].argmax())}
+
+    def _widen(self, times: torch.Tensor, steps: int) -> None:
+        self._window = times if not self._window_steps else self._window + times
+        self._window_steps += steps
+        if self._window_steps < _WINDOW_STEPS:
+            return
+        mean = self._window / self._window_steps
+        forward, data = mean[:, _FORWARD].tolist(), mean[:, _DATA].tolist()
+        for said in slow_ones(forward, data, self._machines, steps=self._window_steps, known=self._named):
+            self._say(said)
+        self._window_steps = 0
+
+
+def slow_ones(
+    forward: Sequence[float], data: Sequence[float], machines: Machines, *, steps: int, known: set[tuple[int, ...]]
+) -> list[str]:
+    """A sentence on each machine, and each rank of the others, whose forward passes and loading of data (s a step, by rank)
+    take > 20 % longer than the median, but for those in `known`, which get into it.
+
+    What is usual of a machine's ranks is that of the machine; of two the faster one is the measure.
+    """
+    seconds = [sum(both) for both in zip(forward, data, strict=True)]
+    by_machine = [_usual(seconds, ranks) for _, ranks in machines]
+    slow = {
+        tuple(ranks): f"{host} ({ranks_in_words(ranks)})"
+        for host, ranks in map(machines.__getitem__, _slow(by_machine))
+    }
+    spared = {rank for ranks in slow for rank in ranks}
+    hosts = {rank: f" on {host}" for host, ranks in machines for rank in ranks}
+    slow |= {(rank,): f"rank {rank}{hosts.get(rank, '')}" for rank in _slow(seconds) if rank not in spared}
+    new = [ranks for ranks in slow if ranks not in known][:_MOST_SAID]
+    known.update(new)
+    return [f"{slow[ranks]} {_how_slow(ranks, forward, data, steps)}" for ranks in new]
+
+
+def _slow(seconds: Sequence[float]) -> list[int]:
+    """The places of those who are slow, the slowest first."""
+    limit = _SLOWER * max(statistics.median_low(seconds), _NOISE_S) if seconds else 0.0
+    return sorted((place for place, one in enumerate(seconds) if one > limit), key=lambda place: -seconds[place])
+
+
+def _how_slow(ranks: Sequence[int], forward: Sequence[float], data: Sequence[float], steps: int) -> str:
+    own, usual = ([_usual(part, some) for part in (forward, data)] for some in (ranks, range(len(forward))))
+    reads = own[1] - usual[1] > own[0] - usual[0]
+    gpus = "GPU" if len(ranks) == 1 else "GPUs"
+    what, where = (
+        ("loading of data takes", "the file system that its data is on")
+        if reads
+        else ("forward passes take", f"the clocks of its {gpus}")
+    )
+    return (
+        f"is {100 * (sum(own) / max(sum(usual), _LEAST_S) - 1):.0f} % slower than the median, and the others wait for it: its "
+        f"{what} {own[reads]:.3g} s a step, the median is {usual[reads]:.3g} s (over {steps} steps); look what else runs "
+        f"there, and at {where}"
+    )
+
+
+def _usual(seconds: Sequence[float], ranks: Sequence[int]) -> float:
+    return statistics.median_low([seconds[rank] for rank in ranks])

@@ -1,0 +1,1 @@
+"""What the processes of a run agree on before they train."""

@@ -1,0 +1,40 @@
+"""Numbers of things, and ranks, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """ "rank 3"; "ranks 0 to 5 and 7"."""
+    ranks = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts: list[str] = []
+    for run in runs:
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
+    words = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {words}"
+
+
+def numbered(ranks: Collection[int], per_node: int, machines: int) -> tuple[range, int] | None:
+    """The ranks of a machine and its number, where all machines are numbered alike: in a row (0 and 1, 2 and 3), or one of each
+    machine in turn (0 and 2, 1 and 3). None where these are not all of a machine, or in another order."""
+    first, last = min(ranks), max(ranks)
+    if len(ranks) == per_node and first % per_node == 0 and last - first == per_node - 1:
+        return range(first, last + 1), first // per_node
+    in_turn = range(first, machines * per_node, machines)
+    return (in_turn, first) if first < machines and set(ranks) == set(in_turn) else None
+
+
+def counted(number: float, things: str) -> str:
+    """ "1 document", "1,000 documents", "2.5 pairs"; `things` is the plural."""
+    one = things.removesuffix("s") if not things.endswith("es") or things in _WITH_E else things.removesuffix("es")
+    return f"{number:,} {one if number == 1 else things}"
+
+
+_WITH_E = ("examples", "machines", "files", "times", "nodes")

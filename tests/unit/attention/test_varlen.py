@@ -1,0 +1,396 @@
+"""Flash attention by Segments, with stand-ins for the kernels: the same signatures, computed one sequence at a time."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from packtrain.attention import flash
+from packtrain.attention.kernels import varlen
+from packtrain.attention.kernels.choice import Needs, choose_kernel, dense_attention
+from packtrain.attention.kernels.sinks import attend_with_sinks
+from packtrain.attention.kernels.varlen import Scoring, borders_of
+from packtrain.errors import CheckFailed
+from packtrain.packing.segments import Segments
+
+CPU = torch.device("cpu")
+MODULES = {
+    "FlashAttention 4": "flash_attn.cute",
+    "FlashAttention 3": "flash_attn_interface",
+    "FlashAttention 2": "flash_attn",
+}
+PLAIN = Segments((5, 1, 17, 8, 8))
+SHARED = Segments((7, 1, 9, 4, 1, 3, 2), (None, 0, 0, None, 3, None, 3))
+
+
+def attend(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, softcap=None, sinks=None
+) -> Any:
+    """Output and log-sum of every sequence for itself, causal from the bottom right: what the kernels document.
+
+    In half precision the scores are float32 and the weights are rounded, as in the kernels.
+    """
+    outputs, logsums, dtype = [], [], q.dtype
+    q, k, v = (tensor.float() if dtype.itemsize < 4 else tensor for tensor in (q, k, v))
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    for i in range(len(cu_seqlens_q) - 1):
+        rows, columns = slice(*cu_seqlens_q[i : i + 2].tolist()), slice(*cu_seqlens_k[i : i + 2].tolist())
+        queries, keys = rows.stop - rows.start, columns.stop - columns.start
+        assert queries <= max_seqlen_q and keys <= max_seqlen_k
+        scores = torch.einsum("qhd,khd->hqk", q[rows], k[columns]) * scale
+        scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+        ahead = torch.arange(keys)[None] - (torch.arange(queries)[:, None] + keys - queries)
+        scores = scores.masked_fill((ahead > 0) | ((left >= 0) & (ahead < -left)), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, queries, 1)], dim=2)
+        logsums.append(scores.logsumexp(-1))
+        weights = (scores - logsums[-1][..., None]).exp()[..., :keys]
+        outputs.append(torch.einsum("hqk,khd->qhd", weights.to(dtype).to(v.dtype), v[columns]))
+    return torch.cat(outputs).to(dtype), torch.cat(logsums, dim=1)
+
+
+def flash_attention_2(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    assert causal and q.shape[-1] == k.shape[-1] == v.shape[-1], "heads of one width"
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return attend(q, k, v, *lengths, softmax_scale, window_size[0], softcap or None)[0]
+
+
+def flash_attention_3(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
+    causal=False, qv=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False,
+):  # fmt: skip
+    assert causal and q.shape[-1] % 8 == 0
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return attend(q, k, v, *lengths, softmax_scale, window_size[0], softcap or None)[0]
+
+
+def flash_attention_4(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
+    causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, deterministic=False, return_lse=False,
+):  # fmt: skip
+    assert causal and q.shape[-1] % 8 == 0
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    left = -1 if window_size[0] is None else window_size[0]
+    return attend(q, k, v, *lengths, softmax_scale, left, softcap or None, learnable_sink)
+
+
+def torch_varlen(
+    q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+) -> torch.Tensor:
+    assert window_size[1] == 0 and q.shape[-1] == v.shape[-1] and (enable_gqa or q.shape[1] == k.shape[1])
+    return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size[0])[0]
+
+
+def as_kernels_do(borders: Any, scale: float, left: int) -> tuple[Callable, Callable]:
+    """Forward and backward apart, the backward by the formula of FlashAttention from whatever output and log-sum it gets."""
+    lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
+
+    def forward(q, k, v):
+        return attend(q, k, v, *lengths, scale, left)
+
+    def backward(gradient, q, k, v, out, logsum):
+        group, grads = q.shape[1] // k.shape[1], [torch.zeros_like(tensor) for tensor in (q, k, v)]
+        product = (gradient * out).sum(-1).T
+        for i in range(len(borders.queries) - 1):
+            rows, columns = slice(*borders.queries[i : i + 2].tolist()), slice(*borders.keys[i : i + 2].tolist())
+            keys, values = (tensor[columns].repeat_interleave(group, dim=1) for tensor in (k, v))
+            behind = (torch.arange(len(q[rows]))[:, None] + len(keys) - len(q[rows])) - torch.arange(len(keys))[None]
+            scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * scale
+            weights = (scores - logsum[:, rows, None]).exp()
+            weights = weights.masked_fill((behind < 0) | ((left >= 0) & (behind > left)), 0.0)
+            slope = torch.einsum("qhd,khd->hqk", gradient[rows], values) - product[:, rows, None]
+            slope = weights * slope * scale
+            grads[0][rows] += torch.einsum("hqk,khd->qhd", slope, keys)
+            grads[1][columns] += torch.einsum("hqk,qhd->khd", slope, q[rows]).unflatten(1, (-1, group)).sum(2)
+            grads[2][columns] += torch.einsum("hqk,qhd->khd", weights, gradient[rows]).unflatten(1, (-1, group)).sum(2)
+        return tuple(grads)
+
+    return forward, backward
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
+    """A machine without any kernel, torch's among them; gives the function that installs a stand-in for one."""
+    choose_kernel.cache_clear()
+    for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface", "kernels", "torch.nn.attention.varlen"):
+        monkeypatch.setitem(sys.modules, module, None)  # importing it now raises ModuleNotFoundError
+
+    def install(name: str, function: Any) -> None:
+        if name == "torch's varlen_attn":
+            monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=function))
+            monkeypatch.setattr(varlen, "_torch_passes", as_kernels_do)
+        else:
+            monkeypatch.setitem(sys.modules, MODULES[name], SimpleNamespace(flash_attn_varlen_func=function))
+
+    yield install
+    choose_kernel.cache_clear()
+
+
+KERNELS = {
+    "FlashAttention 4": flash_attention_4,
+    "FlashAttention 3": flash_attention_3,
+    "FlashAttention 2": flash_attention_2,
+    "torch's varlen_attn": torch_varlen,
+}
+
+
+def attention_layer() -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.config = LlamaConfig()
+    module.projection = torch.nn.Linear(2, 2)
+    return module
+
+
+def through_flash(segments: Segments, tensors: list[torch.Tensor], **asked: Any) -> torch.Tensor:
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in tensors)
+    output, weights = flash.flash_attention(attention_layer(), q, k, v, None, segments=segments, **asked)
+    assert weights is None and output.shape == (1, segments.tokens, q.shape[1], v.shape[-1])
+    return output[0]
+
+
+CASES = {
+    "plain": {},
+    "grouped queries": {"heads": 6},
+    "one key head": {"heads": 4, "kv_heads": 1},
+    "window": {"sliding_window": 3},
+    "window of one": {"sliding_window": 1},
+    "soft-cap": {"softcap": 1.5},
+    "sinks": {"sinks": True},
+    "sinks and window": {"sinks": True, "sliding_window": 4, "heads": 6},
+    "scaling": {"scaling": 0.3},
+    "odd width": {"head_dim": 5},
+    "latent attention": {"head_dim": 12, "value_dim": 8},
+    "wide values": {"head_dim": 8, "value_dim": 20},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_outputs_and_gradients_equal_the_dense_masked_reference(no_kernels: Callable, kernel: str, case: str) -> None:
+    no_kernels(kernel, KERNELS[kernel])
+    asked = {"heads": 2, "kv_heads": 2, "head_dim": 8, **CASES[case]}
+    heads, kv_heads, width = (asked.pop(name) for name in ("heads", "kv_heads", "head_dim"))
+    values, with_sinks = asked.pop("value_dim", width), asked.pop("sinks", False)
+    lacking = {"FlashAttention 3": ["sinks"], "FlashAttention 2": ["sinks"], "torch's varlen_attn": ["softcap"]}
+    for segments in (PLAIN, SHARED, Segments((1,))):
+        shapes = [(heads, width), (kv_heads, width), (kv_heads, values)]
+        tensors = [torch.randn(segments.tokens, *shape, requires_grad=True) for shape in shapes]
+        sinks = torch.randn(heads, requires_grad=True) if with_sinks else None
+        if any(CASES[case].get(word) for word in lacking.get(kernel, [])):
+            with pytest.raises(CheckFailed, match=f"{kernel}: no (attention sinks|soft-cap)"):
+                through_flash(segments, tensors, s_aux=sinks, **asked)
+            return
+        ours = through_flash(segments, tensors, s_aux=sinks, **asked)
+        scoring = Scoring(asked.get("scaling", width**-0.5), asked.get("sliding_window"), asked.get("softcap"))
+        reference = dense_attention(tensors[0], tensors[1], tensors[2], sinks, segments, scoring)
+        torch.testing.assert_close(ours, reference, atol=2e-6, rtol=1e-5)
+        leaves = tensors if sinks is None else [*tensors, sinks]
+        gradient = torch.randn_like(reference)
+        ours_back, exact_back = (torch.autograd.grad(output, leaves, gradient) for output in (ours, reference))
+        for a, b in zip(ours_back, exact_back, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_the_first_kernel_that_is_right_is_taken_and_the_better_ones_say_what_they_lack(no_kernels: Callable) -> None:
+    def off_by_one(q, k, v, *args, window_size=(-1, -1), **options):
+        return flash_attention_2(q, k, v, *args, window_size=(1, 0), **options)
+
+    def without_backward(*args, **options):
+        return flash_attention_3(*args, **options).detach()
+
+    no_kernels("FlashAttention 4", without_backward)
+    no_kernels("FlashAttention 3", off_by_one)
+    no_kernels("torch's varlen_attn", torch_varlen)
+    choice = choose_kernel(Needs(torch.float32, 2, 16, 16), CPU)
+    assert choice.kernel and choice.kernel.name == "torch's varlen_attn"
+    lacks = dict(choice.lacks)
+    assert "does not require grad" in lacks["FlashAttention 4"]
+    assert lacks["FlashAttention 3"].startswith("wrong by ")
+    assert lacks["FlashAttention 2"] == "not installed"
+    assert lacks["FlashAttention 2 of the hub"] == "the kernels package is not installed"
+    assert "FlashAttention 2: not installed" in choice.why_not()
+    assert "FlashAttention 4 of the hub, FlashAttention 3 of the hub" in choice.why_not()
+
+
+@pytest.mark.parametrize("wrong", ["gradient", "nan", "softcap", "prefix", "no code for this device"])
+def test_a_kernel_that_is_wrong_anywhere_is_refused(no_kernels: Callable, wrong: str) -> None:
+    def kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, softcap=0.0):
+        if wrong == "no code for this device":
+            raise RuntimeError("no kernel image is available for execution on the device\nmore lines")
+        if wrong == "gradient":
+            k = k.detach() + 0 * k
+        if wrong == "prefix":  # aligned at the top left, as FlashAttention before 2.1
+            length = (cu_seqlens_k[1:] - cu_seqlens_k[:-1] - (cu_seqlens_q[1:] - cu_seqlens_q[:-1])).tolist()
+            shift = [n for n, rows in zip(length, cu_seqlens_q.diff().tolist(), strict=True) for _ in range(rows)]
+            q = torch.where(torch.tensor(shift)[:, None, None] > 0, q.roll(1, 0), q)
+        capped = None if wrong == "softcap" else softcap or None
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        output = attend(q, k, v, *lengths, softmax_scale, -1, capped)[0]
+        return output * torch.nan if wrong == "nan" else output
+
+    no_kernels("FlashAttention 2", kernel)
+    needs = Needs(torch.bfloat16, 1, 32, 32, softcap=50.0)
+    choice = choose_kernel(needs, CPU)
+    assert choice.kernel is None
+    expected = "no kernel image is available for execution on the device" if "device" in wrong else "wrong by"
+    assert dict(choice.lacks)["FlashAttention 2"].startswith(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_to_half_precision_is_no_fault(no_kernels: Callable, dtype: torch.dtype) -> None:
+    no_kernels("FlashAttention 4", flash_attention_4)
+    for needs in (
+        Needs(dtype, 4, 64, 64),
+        Needs(dtype, 8, 128, 128, window=True, softcap=30.0, sinks=True),
+    ):
+        assert choose_kernel(needs, CPU).kernel, choose_kernel(needs, CPU).why_not()
+
+
+def test_every_need_finds_the_kernel_that_has_it(no_kernels: Callable) -> None:
+    for name in ("FlashAttention 3", "FlashAttention 2", "torch's varlen_attn"):
+        no_kernels(name, KERNELS[name])
+
+    def chosen(**needs: Any) -> str | None:
+        kernel = choose_kernel(Needs(torch.float32, 1, 16, 16, **needs), CPU).kernel
+        return kernel and kernel.name
+
+    assert chosen() == chosen(softcap=9.0, window=True) == "FlashAttention 3"
+    assert chosen(dropout=True) == "FlashAttention 2"
+    assert chosen(sinks=True) == "torch's varlen_attn"
+    assert chosen(sinks=True, softcap=9.0) is None
+
+
+def test_packages_that_cannot_be_imported_say_why(
+    no_kernels: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda')")
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")
+    (tmp_path / "flash_attn" / "cute.py").write_text("import a_package_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in MODULES.values():
+        monkeypatch.delitem(sys.modules, module)
+    importlib.invalidate_caches()
+    lacks = dict(choose_kernel(Needs(torch.float32, 1, 8, 8), CPU).lacks)
+    assert lacks["FlashAttention 4"] == "needs a_package_that_is_not_there, which is not installed"
+    assert lacks["FlashAttention 3"] == "cannot be loaded: undefined symbol: _ZN3c104cuda"
+    assert "flash_attn_varlen_func" in lacks["FlashAttention 2"]
+
+
+def test_kernels_of_the_hub_are_used_only_when_they_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    asked = []
+    monkeypatch.setitem(sys.modules, "kernels", ModuleType("kernels"))
+    monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
+    loaded = SimpleNamespace(flash_attn_varlen_func=flash_attention_3)
+    monkeypatch.setattr(
+        "transformers.integrations.hub_kernels.get_kernel",
+        lambda name, version: asked.append((name, version)) or loaded,
+    )
+    (tmp_path / "kernels--kernels-community--flash-attn3").mkdir()
+    choice = choose_kernel(Needs(torch.float32, 1, 8, 8), CPU)
+    assert choice.kernel and choice.kernel.name == "FlashAttention 3 of the hub"
+    assert [name for name, _ in asked] == ["kernels-community/flash-attn3"]
+    assert dict(choice.lacks)["FlashAttention 4 of the hub"] == "kernels-community/flash-attn4 is not downloaded"
+
+
+def test_a_model_trains_alike_by_flash_and_one_document_at_a_time(no_kernels: Callable) -> None:
+    no_kernels("torch's varlen_attn", torch_varlen)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config)
+    segments = Segments((5, 9, 1, 6))
+    row = torch.randint(0, 40, (1, segments.tokens))
+    alone = torch.cat([model(ids).logits for ids in row.split(segments.lengths, dim=1)], dim=1)
+    model.set_attn_implementation(flash.NAME)
+    for context in (torch.no_grad(), torch.inference_mode(), torch.enable_grad()):  # an evaluation may come first
+        with context:
+            together = model(row, position_ids=segments.position_ids(), segments=segments, use_cache=False).logits
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    together.sum().backward()
+    with pytest.raises(CheckFailed, match="without knowing its documents"):
+        model(row, use_cache=False)
+
+
+def test_float32_states_under_autocast_reach_the_kernel_in_half_precision(no_kernels: Callable) -> None:
+    seen = set()
+
+    def kernel(q, k, v, *args, **options):
+        seen.update(tensor.dtype for tensor in (q, k, v))
+        return flash_attention_2(q, k, v, *args, **options)
+
+    no_kernels("FlashAttention 2", kernel)
+    tensors = [torch.randn(PLAIN.tokens, 2, 8, requires_grad=True) for _ in range(3)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = through_flash(PLAIN, tensors)
+    assert seen == {torch.bfloat16} and output.dtype == torch.bfloat16
+    output.sum().backward()
+    assert all(tensor.grad is not None and tensor.grad.dtype == torch.float32 for tensor in tensors)
+
+
+def test_borders_are_made_once_for_all_layers_of_a_row() -> None:
+    segments = Segments((3, 2, 4), (None, 0, None))
+    borders = borders_of(segments, CPU)
+    assert borders is borders_of(Segments((3, 2, 4), (None, 0, None)), CPU)
+    assert borders.queries.tolist() == [0, 3, 5, 9] and borders.keys.tolist() == [0, 3, 8, 12]
+    assert borders.queries.dtype == borders.keys.dtype == torch.int32
+    assert (borders.longest_queries, borders.longest_keys) == (4, 5)
+    assert borders.gather is not None and borders.gather.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]
+    plain = borders_of(Segments((3, 2, 4)), CPU)
+    assert plain.keys is plain.queries and plain.gather is None
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "a mask of its own"),
+        ({"key": torch.zeros(1, 2, 9, 8)}, "keys of other tokens"),
+        ({"position_bias": torch.zeros(1)}, "bias"),
+    ],
+)
+def test_what_no_kernel_can_express_is_refused(no_kernels: Callable, what: dict[str, Any], match: str) -> None:
+    no_kernels("FlashAttention 2", flash_attention_2)
+    tensors = {name: torch.zeros(1, 2, 4, 8) for name in ("query", "key", "value")}
+    with pytest.raises(CheckFailed, match=match):
+        flash.flash_attention(
+            attention_layer(), **{"attention_mask": None, **tensors, **what}, segments=Segments((3, 1))
+        )
+
+
+def test_without_a_gpu_or_in_float32_flash_is_not_available() -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
+    assert flash.available(model, CPU) == (None, "the device is cpu")
+    choice, why = flash.available(model, torch.device("cuda"))
+    assert choice is None and "torch.float32" in why
+
+
+def test_dropout_of_the_attention_is_looked_up_since_proofs_run_without_it() -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.1)
+    with torch.device("meta"):
+        needs = flash._plain_needs(LlamaForCausalLM(config), torch.bfloat16)
+    assert needs == Needs(torch.bfloat16, 2, 16, 16, dropout=True)
+
+
+def test_the_sink_of_a_kernel_that_returns_its_log_sum_is_exact_to_the_gradient() -> None:
+    segments = Segments((6, 3))
+    tensors = [torch.randn(9, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    passes = as_kernels_do(borders_of(segments, CPU), 0.5, -1)
+    assert torch.autograd.gradcheck(lambda *inputs: attend_with_sinks(*inputs, *passes), (*tensors, sinks))

@@ -1,0 +1,472 @@
+"""Configs from the outside: what composes, what is refused, and what each refusal says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from packtrain.config import reference
+from packtrain.config.chat_templates import template_names
+from packtrain.config.compose import changes, load_config, to_dict, to_yaml
+from packtrain.config.keys import groups, keys
+from packtrain.config.rules.combinations import COLUMNS, check
+from packtrain.config.rules.limits import micro_batch_limits
+from packtrain.config.schema import Batch, DataSource, Optim, Packing, RunConfig, Trainer
+from packtrain.config.shipped import shipped
+from packtrain.config.suggest import ADVICE, FOREIGN
+from packtrain.errors import Problem, UserError
+
+COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
+CHOICES = sorted(shipped("configs").glob("*/*.yaml"))
+RECIPES = sorted(shipped("recipes").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text: str, name: str = "run.yaml") -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text)
+    return name
+
+
+def problems(path: str | None, *overrides: str) -> list[Problem]:
+    with pytest.raises(UserError) as caught:
+        load_config(path, list(overrides))
+    return list(caught.value.problems)
+
+
+def only(path: str | None, *overrides: str) -> Problem:
+    found = problems(path, *overrides)
+    assert len(found) == 1, [str(one) for one in found]
+    return found[0]
+
+
+def test_keys_that_are_not_given_have_the_defaults_of_the_dataclasses() -> None:
+    config = load_config(None, COMPLETE)
+    assert config == replace(
+        RunConfig(),
+        model=replace(RunConfig().model, path="owner/model"),
+        data=replace(RunConfig().data, train="owner/data"),
+        batch=Batch(examples_per_step=32),
+    )
+
+
+def test_every_key_can_be_set_on_the_command_line_though_no_yaml_mentions_it() -> None:
+    overrides = []
+    for path, key in keys().items():
+        if not isinstance(key.default, (dict, list)):
+            overrides.append(f"{path}={'null' if key.default is None else str(key.default).lower()}")
+    assert load_config(None, [*overrides, *COMPLETE]) == load_config(None, COMPLETE)
+
+
+@pytest.mark.parametrize("file", CHOICES, ids=lambda file: f"{file.parent.name}={file.stem}")
+def test_every_shipped_choice_composes_on_the_command_line_and_in_a_defaults_list(file: Path) -> None:
+    group, choice = file.parent.name, file.stem
+    assert group in groups()
+    rest = COMPLETE if group != "batch" else COMPLETE[:2]
+    listed = write(f"defaults:\n  - {group}: {choice}\n  - _self_\n")
+    for path, overrides in ((None, [f"{group}={choice}", *rest]), (listed, rest)):
+        try:
+            config = load_config(path, overrides)
+            assert to_dict(config)[group] is not None
+        except UserError as error:
+            allowed = ("not available in this version yet", "which is not installed")
+            assert all(any(reason in problem.what for reason in allowed) for problem in error.problems), error
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "package"),
+    [
+        ("tracking=wandb", "tracking.report_to", "wandb"),
+        ("optim.name=adamw_8bit", "optim.name", "bitsandbytes"),
+        ("optim.name=adamw_torch_8bit", "optim.name", "torchao"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_before_anything_is_loaded(
+    override: str, key: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    problem = only(None, override, *COMPLETE)
+    assert key in problem.where
+    assert f"{package}, which is not installed" in problem.what
+    assert "pip install" in problem.fix
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: file.stem)
+def test_every_recipe_is_found_by_its_short_name_from_any_folder(recipe: Path) -> None:
+    try:
+        load_config(f"recipes/{recipe.name}", [])
+    except UserError as error:  # a recipe may leave the user's own files to be filled in, nothing else
+        assert all("there is no file or folder" in problem.what for problem in error.problems), error
+
+
+def test_yaml_and_choices_and_command_line_win_in_this_order() -> None:
+    write("trainer: {seed: 1, log_every: 1, epochs: 1}\n", "base.yaml")
+    write("learning_rate: 0.5\nbeta1: 0.5\n", "optim/mine.yaml")
+    run = write("defaults: [base, optim: mine, _self_]\ntrainer: {log_every: 2, epochs: 2}\noptim: {beta1: 0.6}\n")
+    config = load_config(run, [*COMPLETE, "trainer.epochs=3"])
+    assert (config.trainer.seed, config.trainer.log_every, config.trainer.epochs) == (1, 2, 3)
+    assert (config.optim.learning_rate, config.optim.beta1) == (0.5, 0.6)
+
+
+def test_a_choice_may_be_written_with_plus_signs_whether_the_defaults_list_has_the_group_or_not() -> None:
+    for text in ("", "defaults: [optim: adamw, _self_]\n"):
+        for override in ("optim=sgd", "+optim=sgd", "++optim=sgd"):
+            assert load_config(write(text), [*COMPLETE, override]).optim.name == "sgd"
+
+
+def test_what_is_not_default_is_found_again_in_the_resolved_config() -> None:
+    config = load_config(
+        None, [*COMPLETE, "peft=lora", "trainer.samples=['${x}']".replace("$", "\\$"), "optim.beta1=0.9"]
+    )
+    assert set(changes(config)) == {"model", "data", "batch", "peft", "trainer"}
+    assert changes(load_config(write(to_yaml(config)), [])) == changes(config)
+
+
+@pytest.mark.parametrize("listed", ["", "defaults: [peft: none, _self_]\n"])
+def test_a_choice_on_the_command_line_needs_no_defaults_list(listed: str) -> None:
+    run = write(listed + "trainer: {seed: 1}\n")
+    assert load_config(run, [*COMPLETE, "peft=lora", "peft.r=4"]).peft.kind == "lora"
+
+
+def test_a_group_given_as_text_is_the_choice_of_that_name() -> None:
+    assert load_config(write("peft: lora\npacking: padding_free\n"), COMPLETE).packing.mode == "padding_free"
+
+
+def test_the_whole_override_grammar_works() -> None:
+    run = write("data: {eval: 0.1, max_length: 64}\n")
+    config = load_config(
+        run,
+        [
+            *COMPLETE,
+            "~data.eval",
+            "+model.config.vocab_size=7",
+            "++optim.beta1=0.5",
+            "data.max_length=32",
+            "+peft=lora",
+        ],
+    )
+    assert (config.data.eval, config.data.max_length, config.model.config) == (None, 32, {"vocab_size": 7})
+    assert (config.optim.beta1, config.peft.kind) == (0.5, "lora")
+
+
+def test_interpolations_see_the_environment_and_keys_that_only_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHO", "me")
+    run = write(
+        "trainer: {output_dir: 'runs/${oc.env:WHO}-${trainer.seed}-${now:%Y}'}\ndata: {max_length: '${batch.tokens_per_device}'}\n"
+    )
+    config = load_config(run, [*COMPLETE, "batch.tokens_per_device=99", "trainer.seed=7"])
+    assert config.trainer.output_dir.startswith("runs/me-7-20")
+    assert config.data.max_length == 99
+
+
+@pytest.mark.parametrize("number", ["2e-5", "0.00002", "2.0e-05", "'2e-5'"])
+def test_numbers_of_yaml_1_1_that_look_like_text_are_numbers(number: str) -> None:
+    assert load_config(write(f"optim: {{learning_rate: {number}}}\n"), COMPLETE).optim.learning_rate == 2e-5
+
+
+def test_names_of_chat_templates_and_columns_are_those_that_the_data_stage_knows() -> None:
+    from packtrain.data.formats import conversations as formats
+    from packtrain.data.tokens import templates
+
+    assert list(template_names()) == templates.names()
+    required = {name for needed in formats.REQUIRED.values() for name in needed}
+    read_too = {name for more in formats.READ_TOO.values() for name in more}
+    assert set(COLUMNS) == required | read_too | set(formats.OPTIONAL)
+    assert load_config(None, [*COMPLETE, "data.chat_template=Llama3.2"]).data.chat_template == "Llama3.2"
+
+
+def test_an_unquoted_no_is_the_choice_no() -> None:
+    assert load_config(write("trainer: {mixed_precision: no}\n"), COMPLETE).trainer.mixed_precision == "no"
+
+
+def test_sources_can_be_mappings_with_weights() -> None:
+    run = write("data:\n  train:\n    - owner/one\n    - {path: owner/two, weight: 2}\n")
+    config = load_config(run, ["model.path=owner/model", "batch=small"])
+    assert config.data.train == ["owner/one", DataSource(path="owner/two", weight=2.0)]
+
+
+@pytest.mark.parametrize("text", ["${x}", r"\${x}", r"a\\${b}", "2e-5", "no", "null", "é: #", "  ", "a\nb", "07"])
+def test_the_resolved_yaml_is_read_back_to_an_equal_config(text: str) -> None:
+    config = load_config(None, COMPLETE)
+    config = replace(config, trainer=replace(config.trainer, samples=[text], max_steps=3), optim=Optim(epsilon=1e-9))
+    assert load_config(write(to_yaml(config)), []) == config
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "fix"),
+    [
+        ("optim: {learning_rte: 1}", "no such key", "Did you mean optim.learning_rate?"),
+        ("learning_rate: 1", "no such key", "Did you mean optim.learning_rate?"),
+        ("optim: {lr: 1}", "no such key", "Did you mean optim.learning_rate?"),
+        ("trainer: {per_device_train_batch_size: 1}", "no such key", "batch.examples_per_device"),
+        ("num_train_epochs: 3", "no such key", "trainer.epochs"),
+        ("gradient_accumulation_steps: 3", "no such key", "batch.examples_per_step"),
+        ("optim.learning_rate: 1", "no such key", "Nest it: optim: {learning_rate"),
+        ("zzz: 1", "no such key", "The groups are model, data"),
+        ("data: {train: [{path: a/b, wieght: 1}]}", "no such key", "Did you mean weight?"),
+        ("optim: 3", "the whole number 3 where a group", "Write optim: {name"),
+        ("packing: {mode: paked}", "the text 'paked'", "Allowed: padding|padding_free|packed. Did you mean packed?"),
+        ("trainer: {max_steps: yes}", "found true", "whole number ≥ 1, or null"),
+        ("trainer: {max_steps: 1.5}", "the number 1.5", "whole number"),
+        ("trainer: {max_steps: '3'}", "the text '3'", "whole number"),
+        ("trainer: {max_steps: 0}", "the whole number 0", "≥ 1"),
+        ("trainer: {epochs: 0}", "the whole number 0", "> 0"),
+        ("trainer: {epochs: .inf}", "inf", "> 0"),
+        ("data: {shuffle: 1}", "the whole number 1", "true or false"),
+        ("data: {max_length: none}", "the text 'none'", "Write null for none."),
+        ("model: {revision: 12}", "the whole number 12", "Quote it"),
+        ("data: {train: [3]}", "the whole number 3", "text or source"),
+        ("data: {columns: {a: 1}}", "mapping", "mapping"),
+        ("tracking: {report_to: [wandb, tensorbord]}", "the text 'tensorbord'", "tensorboard"),
+        ("peft: lor", "no choice 'lor'", "Did you mean lora?"),
+        ("trainer: {output_dir: '${oc.env:NOT_SET_ANYWHERE}'}", "NOT_SET_ANYWHERE is not set", "oc.env"),
+        ("trainer: {output_dir: '${nowhere}'}", "there is no 'nowhere'", "full path"),
+        ("optim: {beta1: '${optim.beta2}', beta2: '${optim.beta1}'}", "circle", "value"),
+    ],
+)
+def test_a_wrong_value_is_named_with_line_key_and_remedy(line: str, what: str, fix: str) -> None:
+    found = problems(
+        write(f"# a comment\n{line}\n"), *COMPLETE[:1], *([] if "train:" in line else COMPLETE[1:2]), "batch=small"
+    )
+    assert found[0].where.startswith("run.yaml:2, ")
+    assert what in found[0].what
+    assert fix in found[0].fix
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "what"),
+    [
+        ("a: [1\nb: 2", "run.yaml:2", "not valid YAML"),
+        ("a:\n\tb: 1", "run.yaml:2", "not valid YAML"),
+        ("optim: {beta1: 0.5}\ndata:\n  train: a\n  train: b\n", "run.yaml:4, data.train", "on lines 3 and 4"),
+        ("- 1\n", "run.yaml:1", "mapping"),
+        ("\ntrainer: {output_dir: '${'}", "run.yaml:2", "broken interpolation"),
+        ("trainer: {seed: 1}\ndefaults:\n  - peft: lra\n", "run.yaml:3", "no choice 'lra'"),
+        ("defaults: [nothing_here]\n", "run.yaml:1", "nothing_here"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_the_line(text: str, place: str, what: str) -> None:
+    found = only(write(text))
+    assert found.where.startswith(place)
+    assert what in found.what
+
+
+def test_a_broken_file_of_the_defaults_list_is_the_one_that_is_named() -> None:
+    write("trainer:\n  seed: 1\n  seed: 2\n", "base.yaml")
+    assert only(write("defaults: [base, _self_]\n")).where == "base.yaml:3, trainer.seed"
+
+
+def test_a_file_that_is_not_utf_8_is_refused() -> None:
+    Path("run.yaml").write_bytes(b"a: \xff\n")
+    assert "UTF-8" in only("run.yaml").what
+
+
+def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
+    write("", "my-run.yaml")
+    assert "my-run.yaml" in only("my-rum.yaml").fix
+    write("", "recipes/quickstart-sft.yaml")  # as in a checkout, where our recipes are found twice
+    (recipe,) = problems("recipes/quickstart-sft")
+    assert recipe.fix == "Did you mean recipes/quickstart-sft.yaml or recipes/quickstart-dpo.yaml?"
+    assert "is a folder" in only(".").what
+
+
+@pytest.mark.parametrize(
+    ("override", "what", "fix"),
+    [
+        ("-m", "sweeps", "one run per value"),
+        ("optim.learning_rate=1e-4,1e-5", "sweeps", "one run per value"),
+        ("--dryrun", "no such option", "key=value"),
+        ("--nodes", "no such option", "Did you mean topology.nodes?"),
+        ("--gpus=8", "no such option", "Did you mean topology.gpus_per_node?"),
+        ("topology.gres=gpu:8,nvme:1", "sweeps", "a text with commas"),
+        ("run2.yaml", "not of the form key=value", "Example"),
+        ("a=[", "cannot be read", "Quote the value"),
+        ("topology=loca", "no choice 'loca'", "Did you mean local?"),
+        ("data.train[0]=x", "no key has such a name", "lists are set whole"),
+        ("optim..beta1=1", "no key has such a name", "GROUP.NAME"),
+        ("~", "no key has such a name", "GROUP.NAME"),
+        ("=1", "no key has such a name", "GROUP.NAME"),
+        ("optim=null", "the name of a choice", "optim=CHOICE"),
+        ("optim@model=sgd", "its own group", "optim=CHOICE"),
+        ("~peft=lora", "no peft to take away", ""),
+        ("OPTIM.BETA1=0.5", "no such key", "Did you mean optim"),
+        ("optim.BETA1=0.5", "no such key", "optim.beta1"),
+        ("optim.learning_rte=1", "no such key", "optim.learning_rate"),
+        ("peft.r=many", "the text 'many'", "whole number"),
+        ("~optim.beta1", "no optim.beta1 to take away", ""),
+        ("trainer={seed: 1}", "the name of a choice", "trainer.KEY"),
+    ],
+)
+def test_a_wrong_override_is_named_as_such(override: str, what: str, fix: str) -> None:
+    found = only(None, override, *COMPLETE)
+    assert found.where.startswith("command line, ")
+    assert what in found.what
+    assert fix in found.fix
+
+
+def test_all_problems_are_reported_at_once_and_each_at_its_own_place() -> None:
+    run = write("model: {path: ./gone}\noptim:\n  lr: 1\n  beta2: 2\ndata: {train: ./gone.jsonl, eval: 1.5}\n")
+    places = {problem.where for problem in problems(run, "-m", "peft=lor", "trainer.seed=x")}
+    assert places == {
+        "command line, -m",
+        "command line, peft=lor",
+        "command line, trainer.seed",
+        "run.yaml:1, model.path",
+        "run.yaml:3, optim.lr",
+        "run.yaml:4, optim.beta2",
+        "run.yaml:5, data.train",
+        "run.yaml:5, data.eval",
+        "run.yaml, batch.examples_per_step",
+    }
+
+
+def test_a_key_that_is_already_wrong_is_not_called_missing_too() -> None:
+    assert only(None, "model.path=owner/model", "data.train=3", "batch=small").what == "found the whole number 3"
+
+
+def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
+    run = write("trainer: {seed: 1}\nstrategy: {name: zero3}\ndefaults:\n  - optim: adafactor\n")
+    assert only(run, *COMPLETE).where.startswith("run.yaml:4, defaults, optim.name")
+    spread = ("strategy.name=zero3", "optim=adafactor")
+    assert only(None, *COMPLETE, *spread).where.startswith("command line, optim=adafactor, optim.name")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["batch.examples_per_step=null"], "batch.examples_per_step", "size of an optimizer step is not set"),
+        (["batch.tokens_per_step=8192"], "batch.tokens_per_step", "not in both"),
+        (["data.train=null"], "data.train", "nothing to train on"),
+        (["data.train=[]"], "data.train", "nothing to train on"),
+        (["data.train={split: x}"], "data.train", "no path"),
+        (["data.train=./none.jsonl"], "data.train", "no file or folder ./none.jsonl"),
+        (["data.train=none.parquet"], "data.train", "no file or folder"),
+        (["data.train=[a/b,/none/at/all]"], "data.train[1]", "no file or folder /none/at/all"),
+        (["data.eval=x.jsonl"], "data.eval", "no file or folder"),
+        (["data.chat_template=mine.jinja"], "data.chat_template", "no file or folder"),
+        (["model.path=./gone"], "model.path", "no file or folder"),
+        (["model.path=gone.gguf"], "model.path", "no file or folder"),
+        (["data.max_length=9000"], "data.max_length", "9000 tokens do not fit in rows of 8192 (its default"),
+        (["batch.tokens_per_device=64"], "batch.tokens_per_device", "2048 tokens do not fit in rows of 64"),
+        (
+            ["batch.examples_per_step=null", "batch.tokens_per_step=20000"],
+            "batch.tokens_per_step",
+            "16384 or 24576",
+        ),
+        (
+            ["batch.examples_per_step=null", "batch.tokens_per_step=8192", "packing.mode=padding"],
+            "batch.tokens_per_device",
+            "length is not set",
+        ),
+        (["model.path=null"], "model.path", "no pretrained weights"),
+        (["model.path=null", "model.init=random"], "model.path", "neither a model"),
+        (["model.path=null", "model.init=random", "+model.config.model_type=llama"], "model.tokenizer", "no tokenizer"),
+        (["peft.r=4"], "peft.r", "does nothing without adapters"),
+        (["packing.share_prefix=true"], "packing.share_prefix", "only preference pairs"),
+        (["strategy=fsdp2", "optim=adafactor"], "optim.name", "keeps a state for a whole weight"),
+        (["topology=local", "topology.nodes=2"], "topology.nodes", "topology=local is one machine"),
+        (["topology=single", "topology.main_address=a"], "topology.main_address", "has no use for it"),
+        (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "by its name it is a secret"),
+        (["+topology.environment.A=[1]"], "topology.environment.A", "found [1]"),
+        (["+topology.environment.WORLD_SIZE=2"], "topology.environment.WORLD_SIZE", "packtrain sets it itself"),
+        (["+topology.environment={A B: x}"], "topology.environment.A B", "no name of a variable"),
+        (["topology.main_address=n1:29500"], "topology.main_address", "its port is topology.main_port"),
+        (["topology.main_address='n1 n2'"], "topology.main_address", "neither a host name nor an address"),
+        (["topology=single", "topology.gpus_per_node=2"], "topology.gpus_per_node", "one process cannot use 2"),
+        (["trainer.eval_every=5"], "trainer.eval_every", "nothing to evaluate on"),
+        (["trainer.early_stop_patience=5"], "trainer.early_stop_patience", "needs an evaluation loss"),
+        (["trainer.early_stop_patience=5", "data.eval=0.1"], "trainer.early_stop_patience", "during training"),
+        (["data.eval=1.0"], "data.eval", "between 0 and 1"),
+        (["trainer.resume=somewhere"], "trainer.resume", "no checkpoint folder somewhere"),
+        (["data.format=preference"], "data.format", "packtrain dpo"),
+        (["data.overlong=keep_end"], "data.overlong", "keep_end is for preference pairs"),
+        (["objective.kind=dpo", "data.format=messages"], "data.format", "rows of messages hold no preference pairs"),
+        (["objective.kind=dpo", "data.overlong=split"], "data.overlong", "a preference pair cannot be split"),
+        (["objective.kind=dpo", "objective.loss_type=[ipo,sfft]"], "objective.loss_type[1]", "Did you mean sft?"),
+        (["objective.kind=dpo", "objective.loss_weights=[1,2]"], "objective.loss_weights", "2 weights for 1 loss"),
+        (["+objective.ref_model=a/b"], "objective.ref_model", "Did you mean objective.reference?"),
+        (["+data.truncation_mode=keep_end"], "data.truncation_mode", "Did you mean data.overlong?"),
+        (["objective.beta=0.2"], "objective.beta", "or use packtrain dpo (objective.kind=dpo)"),
+        (["objective.kind=dpo", "objective.neftune_alpha=5"], "objective.neftune_alpha", "a key of packtrain sft"),
+        (["objective.kind=dpo", "objective.reference=modle"], "objective.reference", "Did you mean model?"),
+        (["objective.kind=dpo", "objective.reference=/none/at/all"], "objective.reference", "no file or folder"),
+        (["objective.kind=dpo", "objective.reference=adapters_off"], "objective.reference", "no adapters"),
+        (["+optim.schedule_options.min_lr=1"], "optim.schedule_options.min_lr", "no such option"),
+        (["trainer.max_steps=5", "trainer.epochs=2"], "trainer.epochs", "set twice"),
+        (["trainer.mixed_precision=bf16", "model.dtype=float16"], "trainer.mixed_precision", "float16"),
+        (["model.dtype=float16"], "model.dtype", "peft=lora"),
+        (["optim.beta1=1"], "optim.beta1", "below 1"),
+        (["topology.main_port=70000"], "topology.main_port", "65535"),
+        (["trainer.epochs=1e9"], "trainer.epochs", "at most 1000000"),
+        (["trainer.max_steps=1000000000000000000"], "trainer.max_steps", "at most 1000000000"),
+        (["optim.warmup_steps=1e300"], "optim.warmup_steps", "at most 1000000000"),
+        (["data.workers=1000000"], "data.workers", "at most 1024"),
+        (["data.train=[a/b,{path: c/d, weight: 1e9}]"], "data.train[1].weight", "at most 10000"),
+        (["model.config.rope={factor: [1.0,nan]}"], "model.config.rope.factor[1]", "finite"),
+        (["data.columns={promt: question}"], "data.columns.promt", "Did you mean prompt?"),
+        (["data.columns={question: prompt}"], "data.columns.question", "Ours comes first: {prompt: question}."),
+        (["data.chat_template=chatmll"], "data.chat_template", "Did you mean chatml?"),
+        (["data.chat_template=my-own-words"], "data.chat_template", "name a .jinja file"),
+    ],
+)
+def test_an_impossible_combination_is_refused(overrides: list[str], key: str, said: str) -> None:
+    found = only(None, *COMPLETE, *overrides)
+    assert key in found.where
+    assert said in f"{found.what} {found.fix}"
+
+
+def test_rules_are_silent_about_what_may_work() -> None:
+    config = load_config(None, [*COMPLETE, "data.max_length=null", "data.eval=0.05", "trainer.eval_every=5"])
+    assert check(config, frozenset()) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "batch", "limits"),
+    [
+        ("padding", Batch(), (8, None)),
+        ("padding_free", Batch(examples_per_device=3, tokens_per_device=5), (3, 5)),
+        ("packed", Batch(), (None, 8192)),
+        ("packed", Batch(tokens_per_device=5), (None, 5)),
+    ],
+)
+def test_open_limits_have_their_defaults(mode: str, batch: Batch, limits: tuple[int | None, int | None]) -> None:
+    assert micro_batch_limits(RunConfig(packing=Packing(mode=mode), batch=batch, trainer=Trainer())) == limits
+
+
+def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
+    assert {target for target in FOREIGN.values() if target not in keys()} == {"model.config.model_type"}
+    assert not (set(FOREIGN) | set(ADVICE)) & {path.rpartition(".")[2] for path in keys()}
+
+
+def test_docs_config_md_is_what_the_dataclasses_say() -> None:
+    page = shipped("configs").parent / "docs" / "config.md"
+    assert page.read_text(encoding="utf-8") == reference.markdown(), (
+        "python -m packtrain.config.reference > docs/config.md"
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_help_names_every_key_and_fits_the_terminal(width: int) -> None:
+    text = reference.help_text(width)
+    assert all(path in text for path in keys())
+    longest = max(len(word) for word in text.split())
+    assert max(len(line) for line in text.splitlines()) <= max(width, longest + 8)
+
+
+def test_a_config_is_refused_without_importing_torch() -> None:
+    code = (
+        "import sys\n"
+        "from packtrain.config.compose import load_config\n"
+        "from packtrain.errors import UserError\n"
+        "try: load_config(None, [])\n"
+        "except UserError: print(sorted({'torch', 'transformers', 'datasets', 'accelerate', 'numpy'} & set(sys.modules)))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

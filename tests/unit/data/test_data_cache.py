@@ -1,0 +1,317 @@
+"""Tokenised data is made once, found again, never half, and mixed without a copy."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_tokenizers import tokenizer_of
+
+import packtrain
+from packtrain.config.schema import Data, DataSource
+from packtrain.data import prepare as module
+from packtrain.data.prepare import PreparedData, prepare
+from packtrain.data.tokens import cache
+from packtrain.data.tokens.tokenise import Encoder
+from packtrain.errors import UserError
+
+TOKENIZER = tokenizer_of("smollm")
+
+
+def write(path: Path, count: int, first: int = 0) -> str:
+    """`count` texts that all differ, of different lengths."""
+    rows = ({"text": f"Hello number {number}! " * (1 + number % 5)} for number in range(first, first + count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def go(tmp_path: Path, train: Any, *, seed: int = 0, **keys: Any) -> PreparedData:
+    return prepare(Data(train=train, cache_dir=str(tmp_path / "cache"), **keys), TOKENIZER, seed=seed)
+
+
+def stores(tmp_path: Path) -> list[Path]:
+    return sorted(path.parent for path in (tmp_path / "cache").glob("*/manifest.json"))
+
+
+def documents(dataset: Any) -> list[tuple[int, ...]]:
+    return [tuple(dataset[i].input_ids.tolist()) for i in range(len(dataset))]
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """Numbers of rows of the chunks that were tokenised."""
+    calls: list[int] = []
+    original = Encoder.encode
+    monkeypatch.setattr(
+        Encoder, "encode", lambda self, chunk, form: (calls.append(len(chunk)), original(self, chunk, form))[1]
+    )
+    return calls
+
+
+def test_a_second_start_tokenises_nothing_and_gives_the_same(tmp_path, encoded):
+    path = write(tmp_path / "train.jsonl", 30)
+    first = go(tmp_path, path)
+    assert sum(encoded) == 30
+    second = go(tmp_path, path)
+    assert sum(encoded) == 30
+    assert second.train.fingerprint == first.train.fingerprint
+    assert documents(second.train) == documents(first.train)
+    assert (first.train.report.seconds > 0, second.train.report.seconds) == (True, 0)
+
+
+def test_a_moved_or_touched_file_is_still_known(tmp_path, encoded):
+    first = go(tmp_path, write(tmp_path / "train.jsonl", 3))
+    again = tmp_path / "elsewhere.jsonl"
+    (tmp_path / "train.jsonl").rename(again)
+    os.utime(again, (1, 1))
+    assert go(tmp_path, str(again)).train.fingerprint == first.train.fingerprint
+    assert len(encoded) == 1
+
+
+def test_changed_content_is_tokenised_anew(tmp_path, encoded):
+    path = write(tmp_path / "train.jsonl", 3)
+    first = go(tmp_path, path)
+    os.utime(path, (1, 1))
+    go(tmp_path, path)  # its hash is remembered now
+    content = Path(path).read_text()
+    Path(path).write_text(content.replace("number 2", "number 9"))
+    second = go(tmp_path, path)
+    assert len(encoded) == 2
+    assert second.train.fingerprint != first.train.fingerprint
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"max_length": 9}, {"overlong": "drop"}, {"bad_rows": "skip"}, {"loss_on": "all"}, {"columns": {"text": "text"}}],
+)
+def test_other_settings_are_another_cache(tmp_path, encoded, keys):
+    path = write(tmp_path / "train.jsonl", 3)
+    go(tmp_path, path)
+    go(tmp_path, path, **keys)
+    assert len(encoded) == 2
+
+
+def test_another_tokenizer_is_another_cache(tmp_path, encoded):
+    data = Data(train=write(tmp_path / "train.jsonl", 3), cache_dir=str(tmp_path / "cache"))
+    prints = {prepare(data, tokenizer_of(style), seed=0).train.fingerprint for style in ("smollm", "gemma")}
+    assert len(encoded) == len(prints) == 2
+
+
+def test_padding_and_truncation_left_on_the_tokenizer_change_nothing(tmp_path, encoded):
+    data = Data(train=write(tmp_path / "train.jsonl", 3), cache_dir=str(tmp_path / "cache"))
+    wanted = documents(prepare(data, TOKENIZER, seed=0).train)
+    used = copy.deepcopy(TOKENIZER)
+    used.backend_tokenizer.enable_truncation(2)
+    used.backend_tokenizer.enable_padding(length=64)
+    assert documents(prepare(data, used, seed=0).train) == wanted
+    assert len(encoded) == 1
+
+
+def test_masks_alone_change_the_fingerprint(tmp_path):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "Hello there!", "completion": " How are you?"}) + "\n")
+    path = str(tmp_path / "train.jsonl")
+    one, other = go(tmp_path, path).train, go(tmp_path, path, loss_on="all").train
+    assert documents(one) == documents(other)
+    assert one.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize("how", ["cut", "flip", "no manifest", "no lengths"])
+def test_a_damaged_cache_is_found_and_made_anew(tmp_path, encoded, how):
+    path = write(tmp_path / "train.jsonl", 30)
+    wanted = documents(go(tmp_path, path).train)
+    (folder,) = stores(tmp_path)
+    tokens = folder / "tokens.arrow"
+    content = bytearray(tokens.read_bytes())
+    if how == "cut":
+        tokens.write_bytes(content[:-100])
+    elif how == "flip":
+        content[len(content) // 2] ^= 255
+        tokens.write_bytes(content)
+    else:
+        (folder / {"no manifest": "manifest.json", "no lengths": "lengths.npy"}[how]).unlink()
+    assert documents(go(tmp_path, path).train) == wanted
+    assert len(encoded) == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_build_leaves_nothing(tmp_path, monkeypatch, error):
+    path = write(tmp_path / "train.jsonl", 600)
+    original = Encoder.encode
+    calls: list[int] = []
+
+    def breaks(self, chunk, form):
+        calls.append(1)
+        if len(calls) == 2:
+            raise error
+        return original(self, chunk, form)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "encode", breaks)
+        with pytest.raises(error):
+            go(tmp_path, path)
+    assert stores(tmp_path) == list((tmp_path / "cache").glob("*.building")) == []
+    assert len(go(tmp_path, path).train) == 600
+
+
+PROGRAM = """
+import os, sys, time
+sys.path[:0] = {paths!r}
+from data_tokenizers import tokenizer_of
+from packtrain.config.schema import Data
+from packtrain.data import prepare as module
+from packtrain.data.tokens.tokenise import Encoder
+original = Encoder.encode
+def slow(self, chunk, form):
+    print("tokenising", flush=True)
+    while not os.path.exists({go_on!r}): time.sleep(0.01)
+    return original(self, chunk, form)
+Encoder.encode = slow
+data = Data(train={path!r}, cache_dir={cache!r})
+prepared = module.prepare(data, tokenizer_of("smollm"), seed=0, progress=True)
+print(prepared.train.fingerprint)
+"""
+
+
+def start(tmp_path: Path, path: str, **pipes: Any) -> subprocess.Popen[str]:
+    """Tokenises `path` as soon as there is a file `go-on`."""
+    paths = [str(Path(__file__).parents[1]), str(Path(packtrain.__file__).parents[1])]
+    program = PROGRAM.format(paths=paths, path=path, cache=str(tmp_path / "cache"), go_on=str(tmp_path / "go-on"))
+    usual: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", program], **usual | pipes)
+
+
+def test_two_processes_that_start_together_make_it_once(tmp_path):
+    path = write(tmp_path / "train.jsonl", 20)
+    errors = [tmp_path / f"{number}.err" for number in range(2)]
+    pair = [start(tmp_path, path, stderr=file.open("w")) for file in errors]
+
+    def waiting() -> int:
+        return sum("is tokenising this data; waiting for it" in " ".join(file.read_text().split()) for file in errors)
+
+    limit = time.monotonic() + 120
+    while not waiting():
+        assert all(process.poll() is None for process in pair) and time.monotonic() < limit, waiting()
+        time.sleep(0.01)
+    (tmp_path / "go-on").touch()
+    told = [process.communicate(timeout=120)[0] for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], [file.read_text() for file in errors]
+    assert sorted(out.count("tokenising") for out in told) == [0, 1]
+    assert len({out.split()[-1] for out in told}) == 1
+    assert waiting() == 1
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_build(tmp_path):
+    process = start(tmp_path, write(tmp_path / "killed.jsonl", 20))
+    assert process.stdout is not None and process.stdout.readline() == "tokenising\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(list((tmp_path / "cache").glob("*.building"))) == 1
+    started = time.monotonic()
+    assert len(go(tmp_path, write(tmp_path / "other.jsonl", 5)).train) == 5
+    assert list((tmp_path / "cache").glob("*.building")) == []
+    assert len(go(tmp_path, str(tmp_path / "killed.jsonl")).train) == 20
+    assert time.monotonic() - started < 300
+
+
+def test_many_processes_give_the_same_as_one(tmp_path, monkeypatch):
+    path = write(tmp_path / "train.jsonl", 700)
+    alone = go(tmp_path / "alone", path).train
+    monkeypatch.setattr(module, "FEW_ROWS", 100)
+    parallel = go(tmp_path / "parallel", path, workers=2).train
+    assert parallel.fingerprint == alone.fingerprint
+    assert parallel.report.rows == 700
+
+
+def test_an_error_in_another_process_arrives_whole(tmp_path, monkeypatch):
+    path = write(tmp_path / "train.jsonl", 700)
+    lines = Path(path).read_text().splitlines()
+    lines[650] = '{"text": 5}'
+    Path(path).write_text("\n".join(lines))
+    monkeypatch.setattr(module, "FEW_ROWS", 100)
+    with pytest.raises(UserError, match=r"train.jsonl:651, text: expected a string, found a number: 5"):
+        go(tmp_path, path, workers=2)
+
+
+def test_a_dataset_travels_by_path_and_arrays_agree_with_documents(tmp_path):
+    train = go(tmp_path, write(tmp_path / "train.jsonl", 600)).train
+    loaded = pickle.loads(pickle.dumps(train))
+    assert documents(loaded) == documents(train)
+    assert loaded.fingerprint == train.fingerprint
+    assert train.lengths.tolist() == [len(train[i].input_ids) for i in range(600)]
+    assert train.trained.tolist() == [int(train[i].loss_mask.sum()) for i in range(600)]
+    assert train[599].input_ids.dtype == train.lengths.dtype == np.int32 and train[599].loss_mask.dtype == bool
+    assert (train.report.tokens, train.report.trained_tokens) == (train.lengths.sum(), train.trained.sum())
+
+
+@pytest.mark.parametrize("weight, total", [(1.0, 40), (0.5, 20), (2.25, 90)])
+def test_a_weight_is_how_often_each_document_appears(tmp_path, weight, total):
+    other = write(tmp_path / "other.jsonl", 10, first=1000)
+    sources = [DataSource(path=write(tmp_path / "train.jsonl", 40), weight=weight), other]
+    train = go(tmp_path, sources).train
+    times = np.unique(train.rows[:total], return_counts=True)[1]
+    assert len(train) == total + 10
+    assert set(times.tolist()) <= {int(weight), int(weight) + 1} - {0}
+    assert (train.rows[total:] == np.arange(40, 50)).all()
+    assert go(tmp_path, sources).train.fingerprint == train.fingerprint
+    if weight != 1.0:
+        assert go(tmp_path, sources, seed=1).train.fingerprint != train.fingerprint
+
+
+def test_eval_can_be_a_source_of_its_own(tmp_path):
+    prepared = go(tmp_path, write(tmp_path / "train.jsonl", 5), eval=write(tmp_path / "eval.jsonl", 2, first=100))
+    assert prepared.eval is not None
+    assert (len(prepared.train), len(prepared.eval)) == (5, 2)
+
+
+def test_a_complete_cache_is_used_where_nothing_can_be_written(tmp_path, monkeypatch):
+    path = write(tmp_path / "train.jsonl", 5)
+    os.utime(path, (1, 1))
+    wanted = go(tmp_path, path).train.fingerprint
+    shutil.rmtree(tmp_path / "cache" / "hashes")
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(cache, "FileLock", refuses)
+    monkeypatch.setattr(Path, "write_text", refuses)
+    assert go(tmp_path, path).train.fingerprint == wanted
+    with pytest.raises(UserError, match=r"data.cache_dir: this data is not in .* yet, and nothing can be written"):
+        go(tmp_path, path, max_length=5)
+
+
+def test_the_cache_says_how_it_is_emptied(tmp_path):
+    go(tmp_path, write(tmp_path / "train.jsonl", 5))
+    assert f"rm -r {tmp_path / 'cache'}" in (tmp_path / "cache" / "README.txt").read_text()
+
+
+def test_a_weight_that_takes_nothing_or_far_too_much_is_an_error_that_names_its_source(tmp_path):
+    other = write(tmp_path / "other.jsonl", 10, first=1000)
+    path = write(tmp_path / "train.jsonl", 10)
+    for weight, words in (
+        (1e-3, "data.train: weight=0.001 takes none of the 10 documents of .*train.jsonl"),
+        (1e12, "data.train: weight=1e.12 makes 1e.13 documents of the 10 of .*train.jsonl"),
+        (float("inf"), "weight=inf makes inf documents"),
+        (float("nan"), "weight=nan"),
+    ):
+        with pytest.raises(UserError, match=words):
+            go(tmp_path, [DataSource(path=path, weight=weight), other])
+
+
+def test_quickstart_trains_on_one_split_and_evaluates_on_the_other(tmp_path):
+    prepared = go(tmp_path, "quickstart", eval="quickstart", workers=1, max_length=512)
+    assert prepared.eval is not None
+    assert prepared.train.report.format == "messages"
+    assert len(prepared.train) > len(prepared.eval) > 0
+    assert prepared.train.fingerprint != prepared.eval.fingerprint

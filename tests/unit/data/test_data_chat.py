@@ -1,0 +1,273 @@
+"""The loss mask of conversations, token by token, on the chat templates of real model families."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from data_tokenizers import MISTRAL, SMOLLM, STYLES, shipped, tokenizer_for, tokenizer_of
+
+from packtrain.data.formats.conversations import Conversation
+from packtrain.data.sources.rows import BadRow
+from packtrain.data.tokens import templates
+from packtrain.data.tokens.chat import REFUSED, ChatEncoder
+from packtrain.data.tokens.codec import codec_of
+from packtrain.data.tokens.templates import Template
+from packtrain.errors import UserError
+
+SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
+TURNS = [
+    {"role": "user", "content": "Hello there!"},
+    {"role": "assistant", "content": "How are you? é 中"},
+    {"role": "user", "content": "I am fine."},
+    {"role": "assistant", "content": "Tell me more about it."},
+]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}]
+WITH_TOOLS = [
+    {"role": "user", "content": "What is the weather?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "25 degrees"},
+    {"role": "assistant", "content": "It is sunny."},
+]
+CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call><|im_end|>'
+
+
+def encoder(style: str, template: Template | None = None) -> ChatEncoder:
+    tokenizer = tokenizer_of(style)
+    chosen = template or templates.choose(None, tokenizer)
+    assert chosen is not None
+    return ChatEncoder(codec_of(tokenizer), chosen)
+
+
+def trained(
+    style: str, conversation: Conversation, template: Template | None = None, loss_on: Any = "assistant"
+) -> list[str]:
+    """The text of each run of trained tokens."""
+    ids, mask = encoder(style, template).encode(conversation, loss_on)
+    borders = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]]))).reshape(-1, 2)
+    return [tokenizer_of(style).decode(ids[start:end]) for start, end in borders]
+
+
+FIRST, SECOND = TURNS[1]["content"], TURNS[3]["content"]
+WANTED = {
+    "llama3": [f"{FIRST}<|eot_id|>", f"{SECOND}<|eot_id|>"],
+    "qwen2_5": [f"{FIRST}<|im_end|>", f"{SECOND}<|im_end|>"],
+    "mistral": [f" {FIRST}</s>", f" {SECOND}</s>"],
+    "gemma": [f"{FIRST}<end_of_turn>", f"{SECOND}<end_of_turn>"],
+    "smollm": [f"{FIRST}<|im_end|>", f"{SECOND}<|im_end|>"],
+}
+HAS_SYSTEM = ("llama3", "qwen2_5", "smollm")
+
+
+@pytest.mark.parametrize("style", WANTED)
+def test_every_assistant_turn_is_trained_through_its_end_token_and_nothing_else(style):
+    messages = [SYSTEM, *TURNS] if style in HAS_SYSTEM else TURNS
+    assert trained(style, Conversation(messages)) == WANTED[style]
+
+
+@pytest.mark.parametrize("style", WANTED)
+def test_the_tokens_are_those_of_apply_chat_template(style):
+    ids, _ = encoder(style).encode(Conversation(TURNS), "assistant")
+    assert ids.tolist() == tokenizer_of(style).apply_chat_template(TURNS, return_dict=False)
+
+
+@pytest.mark.parametrize("style", [*WANTED, "qwen3"])
+def test_completion_trains_only_the_last_answer(style):
+    think = "<think>\n\n</think>\n\n" if style == "qwen3" else ""
+    lead = " " if style == "mistral" else ""
+    assert trained(style, Conversation(TURNS), loss_on="completion") == [f"{lead}{think}{SECOND}{STYLES[style].end}"]
+
+
+@pytest.mark.parametrize("style", ["llama3", "qwen2_5", "gemma"])
+def test_marks_of_the_twin_and_prefixes_agree(style):
+    text = STYLES[style].template
+    own = templates.choose(None, tokenizer_of(style))
+    assert own is not None and own.marked is not None
+    by_twin = encoder(style, own).encode(Conversation(TURNS), "assistant")
+    by_prefix = encoder(style, Template(text, None)).encode(Conversation(TURNS), "assistant")
+    assert by_twin[1].any()
+    np.testing.assert_array_equal(by_twin[1], by_prefix[1])
+
+
+@pytest.mark.parametrize("style", ["llama3", "qwen2_5", "gemma"])
+def test_own_marks_are_taken_at_their_word_but_for_header_and_white_space(style):
+    """Gemma's mark holds the newline after the turn, Qwen's also the one in front of the answer."""
+    marked = shipped(f"{style}_training")
+    ids, mask = encoder(style, Template(marked, None)).encode(Conversation(TURNS), "assistant")
+    wanted = tokenizer_of(style).apply_chat_template(
+        TURNS, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert ids.tolist() == wanted["input_ids"]
+    off = np.flatnonzero(mask != np.array(wanted["assistant_masks"], dtype=bool))
+    assert {tokenizer_of(style).decode(ids[at]) for at in off} <= {"\n"}
+    assert trained(style, Conversation(TURNS), Template(marked, None)) == WANTED[style]
+
+
+NAMES = [name for name in templates.names() if not name.startswith(("idefics3", "llava_next", "smolvlm"))]  # of images
+REFUSED_NAMES = {"glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}  # no end token; rewritten history
+SPOKEN = ("<think>", "<|channel|>", " to=user", "\n<think>")  # what a model says before its answer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_template_there_is_trains_the_role_header(name):
+    tokenizer = tokenizer_for(templates.CHATML if name == "chatml" else shipped(name))
+    template = templates.choose(name, tokenizer)
+    assert template is not None
+    chat = ChatEncoder(codec_of(tokenizer), template)
+    if name in REFUSED_NAMES:
+        with pytest.raises(BadRow, match=REFUSED):
+            chat.encode(Conversation(TURNS), "assistant")
+        return
+    ids, mask = chat.encode(Conversation(TURNS), "assistant")
+    borders = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]]))).reshape(-1, 2)
+    found = [tokenizer.decode(ids[start:end]) for start, end in borders]
+    assert len(found) == 2 + name.startswith("phi3")  # Phi-3 ends the whole in EOS
+    for text, answer in zip(found, (FIRST, SECOND), strict=False):
+        before, after = text.split(answer)
+        assert not before or before.startswith(SPOKEN)
+        assert not re.search(r"assistant|model|chatbot", before.lower())
+        end = tokenizer(after, add_special_tokens=False)["input_ids"]
+        assert end and set(end) <= chat.codec.special_ids
+
+
+@pytest.mark.parametrize("loss_on", ["assistant", "completion"])
+@pytest.mark.parametrize("messages", [TURNS[:2], TURNS], ids=["one turn", "two turns"])
+def test_marks_around_what_everybody_says_never_train_the_user(messages, loss_on):
+    every = "{% for m in messages %}{% generation %}{{ m.role + m.content + eos_token }}{% endgeneration %}{% endfor %}"
+    try:
+        found = trained("smollm", Conversation(messages), Template(every, None, name="own.jinja"), loss_on)
+    except BadRow as bad:
+        assert "the generation marks of the chat template (own.jinja) cover what the user says" in bad.what
+    else:  # all marks are of no use, so the last turn is found without them
+        assert loss_on == "completion" and found == [f"assistant{SECOND}<|im_end|>"]
+
+
+def test_a_user_may_say_what_the_assistant_says():
+    echo = [{"role": role, "content": "Say it again."} for role in ("user", "assistant")]
+    assert trained("smollm", Conversation(echo), Template(templates.CHATML, None)) == ["Say it again.<|im_end|>"]
+
+
+def test_tools_that_the_template_leaves_out_are_refused():
+    with pytest.raises(BadRow, match=r"the chat template \(the tokenizer's own\) leaves out the tools") as caught:
+        trained("smollm", Conversation(TURNS, tools=TOOLS))
+    assert caught.value.reason == "tools left out"
+
+
+def test_marks_that_leave_out_the_end_token_are_extended_over_it():
+    marked = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    assert trained("smollm", Conversation(TURNS), Template(marked, None)) == WANTED["smollm"]
+
+
+def test_a_template_that_ends_no_turn_is_refused():
+    endless = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    with pytest.raises(BadRow, match="would not learn to stop"):
+        trained("smollm", Conversation(TURNS), Template(endless, None))
+
+
+def test_marks_followed_by_a_token_that_starts_the_next_turn_are_not_extended_over_it():
+    endless = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'user' %}"
+        "{{ message.content }}{% else %}{% generation %}{{ message.content }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(BadRow, match="would not learn to stop"):
+        trained("smollm", Conversation(TURNS), Template(endless, None))
+
+
+@pytest.mark.parametrize("messages", [[SYSTEM, *WITH_TOOLS], WITH_TOOLS], ids=["system", "no system"])
+def test_tool_calls_are_trained_and_tool_answers_are_not(messages):
+    found = trained("qwen2_5", Conversation(messages, tools=TOOLS))
+    assert found == [CALL_TEXT, "It is sunny.<|im_end|>"]
+
+
+def test_qwen3_single_turn_trains_its_thought():
+    messages = [TURNS[0], {**TURNS[1], "reasoning_content": "Answer with care."}]
+    assert trained("qwen3", Conversation(messages)) == [f"<think>\nAnswer with care.\n</think>\n\n{FIRST}<|im_end|>"]
+
+
+@pytest.mark.parametrize("messages", [TURNS, WITH_TOOLS], ids=["turns", "tools"])
+def test_a_template_that_rewrites_history_is_refused_with_advice(messages):
+    with pytest.raises(BadRow) as caught:
+        trained("qwen3", Conversation(messages))
+    assert caught.value.reason == REFUSED
+    assert caught.value.field == "messages[1]"
+    assert "data.loss_on=completion" in caught.value.fix
+
+
+def test_the_marked_template_by_name_trains_what_was_refused():
+    template = templates.choose("qwen3_training", tokenizer_of("qwen3"))
+    think = "<think>\n\n</think>\n\n"
+    found = trained("qwen3", Conversation(TURNS), template)
+    assert [one.rstrip("\n") for one in found] == [f"{think}{FIRST}<|im_end|>", f"{think}{SECOND}<|im_end|>"]
+
+
+def test_a_turn_whose_first_character_melts_into_the_prompt_is_refused():
+    """ "\\n" of the header and "\\n" of the answer are one token: no mask is right."""
+    messages = [TURNS[0], {"role": "assistant", "content": "\nHello"}]
+    with pytest.raises(BadRow, match="falls inside the token"):
+        trained("smollm", Conversation(messages))
+
+
+def test_a_template_that_drops_the_answer_is_refused():
+    """Templates for images walk over a list of parts and render nothing of a string."""
+    with pytest.raises(BadRow, match="leaves out or rewrites the answer 'How are you"):
+        trained("smollm", Conversation(TURNS), Template(shipped("smolvlm"), None))
+
+
+def test_a_twin_whose_marks_begin_with_the_generation_prompt_is_trimmed():
+    template = Template(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}"
+        "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}",
+    )
+    assert trained("smollm", Conversation(TURNS), template) == WANTED["smollm"]
+
+
+def test_white_space_that_a_tokenizer_leaves_out_of_its_offsets_is_not_overlooked():
+    """Byte-level tokenizers that trim offsets hide that " Hello" is one token across the border."""
+    template = Template("{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+                        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}", None)  # fmt: skip
+    with pytest.raises(BadRow, match="falls inside the token ' Tell'"):
+        trained("qwen2_5", Conversation([TURNS[0], TURNS[3]]), template)
+
+
+def test_the_last_message_may_be_the_users():
+    assert trained("smollm", Conversation(TURNS[:3])) == WANTED["smollm"][:1]
+
+
+def test_without_an_assistant_nothing_is_trained():
+    assert trained("smollm", Conversation(TURNS[:1])) == []
+
+
+def test_a_roles_error_of_the_template_is_told():
+    with pytest.raises(BadRow, match="System role not supported"):
+        trained("gemma", Conversation([SYSTEM, *TURNS]))
+
+
+@pytest.mark.parametrize("text", [SMOLLM, MISTRAL])
+def test_unknown_templates_have_no_twin(text):
+    assert templates._checked(text, "test").marked is None
+
+
+def test_a_template_file_is_read_and_an_unknown_name_gets_suggestions(tmp_path):
+    path = tmp_path / "mine.jinja"
+    path.write_text(SMOLLM)
+    template = templates.choose(str(path), tokenizer_of("llama3"))
+    assert template is not None and template.text == SMOLLM
+    with pytest.raises(UserError, match="llama3"):
+        templates.choose("lama3", tokenizer_of("llama3"))
+    path.write_text("{% for %}")
+    with pytest.raises(UserError, match="line 1 of the chat template"):
+        templates.choose(str(path), tokenizer_of("llama3"))
+
+
+def test_every_name_is_a_template_that_compiles():
+    assert all(templates.choose(name, tokenizer_of("llama3")) for name in templates.names())

@@ -1,0 +1,213 @@
+"""Data that is damaged, odd or out of reach: an error that names it, or a row that is counted; never a traceback."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_tokenizers import tokenizer_of
+
+import packtrain
+from packtrain.config.schema import Data, DataSource
+from packtrain.data.prepare import PreparedData, prepare
+from packtrain.data.tokens.store import StoreWriter
+from packtrain.errors import UserError
+
+TOKENIZER = tokenizer_of("smollm")
+QUESTION, ANSWER = {"role": "user", "content": "Hello there!"}, {"role": "assistant", "content": "How are you?"}
+
+
+def go(tmp_path: Path, train: Any, **keys: Any) -> PreparedData:
+    tokenizer = keys.pop("tokenizer", TOKENIZER)
+    train = str(train) if isinstance(train, Path) else train
+    return prepare(Data(train=train, cache_dir=str(tmp_path / "cache"), **keys), tokenizer, seed=0)
+
+
+def texts(prepared: PreparedData, tokenizer: Any = TOKENIZER) -> list[str]:
+    return [tokenizer.decode(prepared.train[i].input_ids) for i in range(len(prepared.train))]
+
+
+def text_table(*values: bytes) -> pa.Table:
+    """A column of strings made of bytes that nobody checked."""
+    ends = [0]
+    for value in values:
+        ends.append(ends[-1] + len(value))
+    borders = pa.array(ends, pa.int32()).buffers()[1]
+    return pa.table({"text": pa.StringArray.from_buffers(len(values), borders, pa.py_buffer(b"".join(values)))})
+
+
+DEEP, LONG_NUMBER = "[" * 100_000, "1" * 5000
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("x.jsonl", f'{{"text": "a b", "n": {LONG_NUMBER}}}\n', "x.jsonl:1: broken JSON: a number has thousands"),
+        ("x.jsonl", f'{{"text": {DEEP}}}\n', "x.jsonl:1: broken JSON: nested too deeply"),
+        ("x.json", f'[\n{{"text": "a b", "n": {LONG_NUMBER}}}]', "x.json:2: broken JSON: a number has thousands"),
+        ("x.json", f"[\n{DEEP}]", "x.json:2: broken JSON: nested too deeply"),
+        ("x.csv", f"messages\n{DEEP}\n", "x.csv:2, messages: expected a list"),
+        ("x.jsonl", '{"text": "a b"}\n'.encode("utf-16"), "UTF-16"),
+        ("x.csv", 'text\nfine\n"open\nlost\nlost too\n', "x.csv:3: broken csv: unexpected end of data"),
+        ("x.csv", 'text\n"a"b\nfine\n', "x.csv:2: broken csv"),
+        ("x.csv", "text,id,text\na,1,b\n", "x.csv:1: two columns are called 'text'"),
+        ("x.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 30, "x.jsonl.gz: cannot read the file"),
+        ("x.jsonl", '{"input_ids": [5, 6, 7], "completion_mask": [0, 5, 1]}', "completion_mask[1]: expected 0 or 1"),
+    ],
+    ids=range(11),
+)
+def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        go(tmp_path, tmp_path / name)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [DEEP, LONG_NUMBER, "{"], ids=["deep", "long", "broken"])
+def test_arguments_of_a_tool_call_that_are_not_json_are_a_bad_row(tmp_path, arguments):
+    call = {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [QUESTION, call]}))
+    with pytest.raises(UserError, match=r"tool_calls\[0\].arguments: the arguments are not JSON"):
+        go(tmp_path, tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize(
+    "table, words",
+    [
+        (text_table(b"fine", b"\xff\xfe"), "row 2: not UTF-8: the row holds the byte 0xff"),
+        (
+            pa.table({"text": ["fine", "late"], "at": pa.array([0, 2**60], pa.timestamp("us"))}),
+            "row 2: the row cannot be read: date value out of range",
+        ),
+    ],
+    ids=["bytes", "date"],
+)
+def test_a_row_of_a_table_that_cannot_be_read_is_a_bad_row_and_spoils_no_other(tmp_path, table, words):
+    pq.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(UserError) as caught:
+        go(tmp_path, tmp_path / "x.parquet")
+    assert words in str(caught.value)
+    assert texts(go(tmp_path, tmp_path / "x.parquet", bad_rows="skip")) == ["fine<|im_end|>"]
+
+
+def called(name: str, **arguments: str) -> dict[str, Any]:
+    tool = {
+        "name": name,
+        "parameters": {"type": "object", "properties": {key: {"type": "string"} for key in arguments}},
+    }
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    return {"messages": messages, "tools": [{"type": "function", "function": tool}]}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_tool_calls_from_a_table_are_not_filled_up_with_the_fields_of_others(tmp_path, kind):
+    rows, tokenizer = [called("weather", city="Paris"), called("add", a="1", b="2")], tokenizer_of("qwen2_5")
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "x.arrow")
+    wanted = texts(go(tmp_path, tmp_path / "x.jsonl", tokenizer=tokenizer), tokenizer)
+    assert texts(go(tmp_path, tmp_path / f"x.{kind}", tokenizer=tokenizer), tokenizer) == wanted
+
+
+CALL_LEFT_OUT = r"messages\[1\].tool_calls: the chat template leaves out the call of 'weather'"
+TOOLS_LEFT_OUT = r"x.jsonl:1, tools: the chat template \(the tokenizer's own\) leaves out the tools"
+
+
+@pytest.mark.parametrize(  # lfm2 lists the tools, and has a twin with marks
+    "template, with_tools, words",
+    [(None, False, CALL_LEFT_OUT), ("lfm2", True, CALL_LEFT_OUT), (None, True, TOOLS_LEFT_OUT)],
+)
+def test_a_template_that_leaves_out_tools_or_a_call_is_refused(tmp_path, template, with_tools, words):
+    row = called("weather", city="Paris")
+    (tmp_path / "x.jsonl").write_text(json.dumps(row if with_tools else {"messages": row["messages"]}))
+    with pytest.raises(UserError, match=words):
+        go(tmp_path, tmp_path / "x.jsonl", chat_template=template)
+
+
+@pytest.mark.parametrize(
+    "body", ["{{ 1 // 0 }}", "{{ 10.0 ** 400 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+)
+def test_a_template_that_fails_in_an_odd_way_refuses_the_conversation(tmp_path, body):
+    (tmp_path / "own.jinja").write_text(body)
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}))
+    with pytest.raises(UserError, match="messages: the chat template refuses the conversation"):
+        go(tmp_path, tmp_path / "x.jsonl", chat_template=str(tmp_path / "own.jinja"))
+
+
+@pytest.mark.parametrize("name", ["x" * 3000, "~nobody-here/x.jinja"])
+def test_a_template_that_cannot_be_there_is_an_error(tmp_path, name):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}))
+    with pytest.raises(UserError, match="chat template"):
+        go(tmp_path, tmp_path / "x.jsonl", chat_template=name)
+
+
+def test_hidden_files_of_a_folder_are_not_read(tmp_path):
+    folder = tmp_path / ".data" / "train"
+    (folder / ".ipynb_checkpoints").mkdir(parents=True)
+    for name in ("a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "._a.jsonl"):
+        (folder / name).write_text('{"text": "Hello there!"}\n')
+    assert len(go(tmp_path, folder).train) == 1
+
+
+def test_a_folder_among_the_matches_of_a_glob_is_passed_over(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "Hello there!"}\n')
+    (tmp_path / "b.jsonl").mkdir()
+    assert len(go(tmp_path, str(tmp_path / "*.jsonl")).train) == 1
+
+
+@pytest.mark.parametrize("wanted", [{"split": "test"}, {"subset": "en"}])
+def test_a_split_of_plain_files_is_refused_rather_than_ignored(tmp_path, wanted):
+    (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n')
+    with pytest.raises(UserError, match=f"no {next(iter(wanted))} to choose in plain files"):
+        go(tmp_path, DataSource(path=str(tmp_path / "x.jsonl"), **wanted))
+
+
+@pytest.mark.parametrize("step", ["read", "write"])
+def test_a_file_that_may_not_be_read_and_a_full_disk_are_errors_for_the_user(tmp_path, monkeypatch, step):
+    (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n')
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(13 if step == "read" else 28, "it may not be", "the file")
+
+    where = "packtrain.data.prepare.hash_file" if step == "read" else f"{StoreWriter.__module__}.StoreWriter.add"
+    monkeypatch.setattr(where, fails)
+    with pytest.raises(UserError, match="it may not be"):
+        go(tmp_path, tmp_path / "x.jsonl")
+    assert not list((tmp_path / "cache").glob("*.building"))
+
+
+def test_workers_that_die_before_they_start_are_an_error_and_no_endless_wait(tmp_path):
+    (tmp_path / "big.jinja").write_text("{# " + "x" * 300_000 + " #}")  # more than a pipe holds
+    (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n' * 50)
+    program = f"""
+        import os, sys
+        if __name__ != "__main__":
+            os._exit(9)
+        sys.path[:0] = [{str(Path(packtrain.__file__).parents[1])!r}, {str(Path(__file__).parents[1])!r}]
+        from data_tokenizers import tokenizer_of
+        from packtrain.config.schema import Data
+        from packtrain.data import prepare as module
+        module.FEW_ROWS = 10
+        data = Data(train="x.jsonl", cache_dir="cache", workers=2, chat_template="big.jinja")
+        try:
+            module.prepare(data, tokenizer_of("smollm"), seed=0)
+        except module.PacktrainError as error:
+            print(error)
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert "a tokenising process died" in done.stdout

@@ -1,0 +1,236 @@
+"""packtrain doctor on run folders as ended runs leave them; tests/cluster has it on runs that go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import platform
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from packtrain.config.schema import RunConfig, Topology, Trainer
+from packtrain.diagnose import doctor
+from packtrain.diagnose.doctor import examine, show_run
+from packtrain.errors import CheckFailed, UserError
+from packtrain.launch import worker
+from packtrain.launch.claim import claimed_for_others
+from packtrain.launch.execute import execute
+from packtrain.monitor.heartbeat import Pulse
+from packtrain.plan.launch_plan import plan_launch
+from packtrain.plan.surroundings import look_around
+from packtrain.run_folder import RunFolder
+
+
+def leave(folder: Path, *, codes: dict | None = None, status: str | None = None, diagnosis: str = "") -> RunFolder:
+    run = RunFolder(folder)
+    run.logs.mkdir(parents=True)
+    pointer = {"host": "n0", "ranks": [0, 2], "step_timeout": 600, "last": {}, "codes": codes or {}}
+    (run.logs / "heartbeats-00000.json").write_text(json.dumps(pointer))
+    if status:
+        run.summary.write_text(json.dumps({"status": status, "steps": 12}))
+    if diagnosis:
+        (run.logs / "diagnosis.txt").write_text(diagnosis)
+    return run
+
+
+def test_a_finished_run_is_in_order(tmp_path: Path) -> None:
+    found = examine(leave(tmp_path, codes={"0": 0, "1": 0}, status="done"))
+    assert (found.exit_code, list(found.lines)) == (0, ["this run is done after step 12"])
+
+
+def test_a_run_that_was_ended_by_the_watchdog_has_its_diagnosis_repeated(tmp_path: Path) -> None:
+    found = examine(leave(tmp_path, diagnosis="rank 1 on n0 is stopped\n  likely cause: …\n"))
+    assert (found.status, found.exit_code, found.lines[0]) == ("failed", 4, "rank 1 on n0 is stopped")
+
+
+def test_a_rank_that_failed_is_shown_with_the_end_of_its_log(tmp_path: Path) -> None:
+    run = leave(tmp_path, codes={"0": 143, "1": 2})
+    run.log(1).write_text("ready\nerror:\n  bad data\n")
+    found = examine(run)
+    assert found.exit_code == 4
+    assert found.lines[0].startswith("rank 1 failed (exit code 2)") and found.lines[-1].strip() == "bad data"
+
+
+def test_of_an_attempt_that_was_refused_its_own_words_are_shown_and_not_those_of_the_run_before(tmp_path: Path) -> None:
+    run = leave(tmp_path, codes={"0": 2, "1": 2}, status="stopped")
+    run.log(0).write_text("step 1/6\nstep 2/6\n")
+    pointer = run.logs / "heartbeats-00000.json"
+    pointer.write_text(
+        json.dumps({**json.loads(pointer.read_text()), "logs": {"0": run.log(0).stat().st_size, "1": 0}})
+    )
+    with run.log(0).open("a") as log:
+        log.write("error:\n  other data\n")
+    run.attempt.root.mkdir()
+    assert [line.strip() for line in examine(run).lines[1:]] == [
+        "error:",
+        "other data",
+        f"it ended before its first step, its config is {run.attempt.config}; the results here are those of an earlier run, "
+        "which is stopped",
+    ]
+
+
+def test_an_attempt_that_started_nothing_is_not_mistaken_for_the_run_before(tmp_path: Path) -> None:
+    run = leave(tmp_path, codes={"0": 0, "1": 0}, status="done")
+    run.attempt.root.mkdir()
+    run.attempt.config.touch()
+    os.utime(run.logs / "heartbeats-00000.json", (1, 1))
+    found = examine(run)
+    assert found.status == "failed" and "was ended before it had started any process" in found.lines[0]
+    with claimed_for_others(run.root):
+        assert examine(run).lines == ["a run is about to start here"]
+
+
+def killed_run(folder: Path) -> RunFolder:
+    """As a launcher leaves it that was killed: its heartbeats are still there."""
+    run = leave(folder / "run")
+    (folder / "beats").mkdir()
+    Pulse(folder / "beats", 1).enter("backward", step=7)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    about = {"host": platform.node(), "ranks": [0, 2], "step_timeout": 600, "folder": str(folder / "beats")}
+    (run.logs / "heartbeats-00000.json").write_text(json.dumps({**about, "launcher": gone.pid}))
+    return run
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_of_a_killed_run_it_is_told_where_it_was_and_whether_it_was_for_memory(
+    memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "killed_for_memory", lambda pid: memory and pid == os.getpid())
+    found = examine(killed_run(tmp_path))
+    assert found.exit_code == 4 and found.lines[0].endswith("is gone without a word: it was killed")
+    assert found.lines[1] == "  rank 1 was last in the backward pass of step 7"
+    assert ("for want of memory" in found.lines[2]) == memory and found.lines[-1].startswith("  → ")
+
+
+def test_a_process_that_has_the_number_of_a_killed_launcher_is_not_taken_for_it(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    file = run.logs / "heartbeats-00000.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "launcher": os.getpid(), "folder": "/nowhere"}))
+    found = examine(run)
+    assert found.status == "failed" and found.lines[1].endswith(f"only the heartbeats are gone: ps -fp {os.getpid()}")
+
+
+def test_a_run_of_one_process_that_failed_is_shown_with_its_exit_code_and_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    config = RunConfig(topology=Topology(kind="single"), trainer=Trainer(output_dir=str(tmp_path / "run")))
+
+    def train() -> int:
+        raise CheckFailed("the loss is nan", where="optim.learning_rate", fix="lower it")
+
+    with pytest.raises(CheckFailed):
+        execute(plan_launch(config, replace(look_around([]), gpus=0)), config, train)
+    found = examine(RunFolder.of(config))
+    assert found.status == "failed" and found.lines[0].startswith("rank 0 failed (exit code 3)")
+    assert [line.strip() for line in found.lines[1:-1]] == [
+        "error:",
+        "optim.learning_rate: the loss is nan",
+        "→ lower it",
+    ]
+    assert found.lines[-1].startswith("it ended before its first step, its config is ")
+
+
+def test_the_first_of_many_processes_leaves_its_last_words_in_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(worker.LOG_DIR, str(tmp_path))
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ZeroDivisionError):
+        worker._with_a_pulse(lambda: 1 // 0)
+    assert (tmp_path / "rank-00000.log").read_text().endswith("ZeroDivisionError: integer division or modulo by zero\n")
+
+
+def test_a_folder_without_a_run_is_the_users_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no run"):
+        examine(RunFolder(tmp_path))
+
+
+def test_a_run_that_waits_in_slurms_queue_has_not_begun(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "slurm-1.sbatch").write_text("#!/bin/bash\n")
+    with pytest.raises(UserError, match="no run has begun here yet"):
+        examine(RunFolder(tmp_path))
+
+
+def test_a_run_that_was_stopped_before_its_first_step_has_not_failed(tmp_path: Path) -> None:
+    found = examine(leave(tmp_path, codes={"0": 130, "1": 143}))
+    assert (found.status, found.exit_code) == ("stopped", 0)
+    assert list(found.lines) == ["this run was stopped by SIGINT before its first step"]
+
+
+def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(tmp_path, status="done")
+    assert show_run(str(tmp_path), ask=False, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "done"
+
+
+class Recorded:
+    """The dump of a rank's flight recorder, as torch writes it, that has begun `number` operations and ended all but the last."""
+
+    def __init__(self, number: int, name: str = "nccl:all_reduce", *, ended: bool = False) -> None:
+        frames = [{"name": "backward", "filename": "train.py", "line": 12}]
+        shape = {"input_sizes": [[3]], "input_dtypes": ["Float"], "is_p2p": False, "frames": frames, "pg_id": 0}
+        names = ["nccl:all_reduce"] * (number - 1) + [name]
+        entries = [
+            {"collective_seq_id": one, "profiling_name": of, "retired": ended or one < number, **shape}
+            for one, of in enumerate(names, start=1)
+        ]
+        self.content = {"version": "2.10", "pg_status": {}, "entries": entries}
+
+
+def leave_dumps(folder: Path, *recorded: Recorded, ranks: int = 2, phase: str = "backward") -> RunFolder:
+    """A run of which each rank has left such a dump."""
+    run = leave(folder)
+    beat = {"number": 9, "pid": 77, "phase": phase, "step": 7, "micro": 0, "at": 1.0, "usual_s": 0.1}
+    pointer = {
+        "host": "n0",
+        "ranks": [0, ranks],
+        "step_timeout": 600,
+        "last": {str(rank): beat for rank in range(ranks)},
+    }
+    (run.logs / "heartbeats-00000.json").write_text(json.dumps({**pointer, "codes": {}}))
+    for rank, one in enumerate(recorded):
+        (run.logs / f"flight-recorder-rank-{rank}").write_bytes(pickle.dumps(one.content))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("recorded", "cause", "said"),
+    [
+        ((Recorded(7), Recorded(7, "nccl:barrier")), "collectives", "rank 1 on n0 waited in nccl:barrier number 7"),
+        ((Recorded(7), Recorded(6, ended=True)), "stuck", "the last that it passed is nccl:all_reduce number 6"),
+        ((Recorded(7), Recorded(7)), "network", "none is behind"),
+    ],
+)
+def test_flight_recorders_dumps_tell_why_a_run_ended_that_nobody_watched(
+    recorded: tuple[Recorded, ...], cause: str, said: str, tmp_path: Path
+) -> None:
+    found = examine(leave_dumps(tmp_path, *recorded))
+    assert (found.status, found.diagnosis and found.diagnosis.cause) == ("failed", cause)
+    assert said in "\n".join(found.lines)
+    assert ('File "train.py", line 12, in backward' in "\n".join(found.lines)) == (cause != "stuck")
+
+
+def test_a_rank_without_a_dump_leaves_open_who_it_was(tmp_path: Path) -> None:
+    found = examine(leave_dumps(tmp_path, Recorded(7), Recorded(7), ranks=3))
+    assert found.diagnosis is None and found.exit_code == 4
+    assert found.lines[1] == "  rank 0 on n0 waited in nccl:all_reduce number 7 (Float 3)"
+
+
+def test_a_dump_that_is_more_than_data_is_not_loaded(tmp_path: Path) -> None:
+    run = leave_dumps(tmp_path, Recorded(7))
+    (run.logs / "flight-recorder-rank-1").write_bytes(pickle.dumps(os.getcwd))
+    (run.logs / "flight-recorder-rank-2").write_bytes(b"cut off")
+    assert [one.rank for one in examine(run).ranks] == [0]
+
+
+def test_what_a_finished_run_has_of_an_earlier_one_is_left_alone(tmp_path: Path) -> None:
+    run = leave_dumps(tmp_path, Recorded(7), Recorded(7))
+    run.summary.write_text(json.dumps({"status": "done", "steps": 12}))
+    assert examine(run).status == "done"

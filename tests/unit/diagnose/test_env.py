@@ -1,0 +1,232 @@
+"""`packtrain env` as a process: what is printed where, exit codes, and tools that are missing, broken or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import machines
+import pytest
+
+import packtrain
+from packtrain.diagnose.facts import software, torch_side
+from packtrain.diagnose.facts.facts import Torch
+
+CONFIG = "model: {path: owner/model}\ndata: {train: owner/data}\nbatch: {examples_per_step: 32}\n"
+SECRETS = ("pl4nted-token", "pl4nted-pw", "hf_pl4ntedpl4nted", "pl4nted-jwt", "pl4nted-yaml", "pl4nted-key")
+NO_TORCH = "raise ImportError('libcudart.so.13: cannot open shared object file')\n"
+TORCH = """
+import types
+from torch import cuda
+__version__, bfloat16 = "2.13.0", "bfloat16"
+version = types.SimpleNamespace(cuda="12.8")
+backends = types.SimpleNamespace(cudnn=types.SimpleNamespace(version=lambda: 91002))
+print("noise on stdout")
+"""
+CUDA = """
+import os, time, types, warnings
+nccl = types.SimpleNamespace(version=lambda: (2, 27, 7))
+def get_arch_list(): return ["sm_80", "sm_90"]
+def is_available():
+    open("cuda-asked", "w").close()
+    time.sleep(float(os.environ.get("CUDA_TAKES_S", "0")))
+    open("cuda-began", "w").close()
+    warnings.warn("CUDA initialization: a remark")
+    return True
+def device_count(): return 2
+def get_device_properties(index):
+    return types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=2**36, major=9, minor=0)
+"""
+
+
+PATIENT = """
+import sys
+from packtrain.diagnose.facts import ask
+from packtrain.diagnose.facts import gather
+ask.Question.__init__.__defaults__, ask.command.__defaults__ = (100.0,), (100.0, None, None)
+gather.BUDGET_S = 100.0
+from packtrain.cli import main
+sys.argv[0] = "packtrain"
+main()
+"""
+
+
+def env(
+    folder: Path, *arguments: str, cuda: str = "", patient: bool = True, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`packtrain env` in `folder`, with a torch that cannot be imported (the real one takes seconds), or one that says
+    what a torch for CUDA does, with `cuda` as its torch.cuda. Unless `patient`, no more time is given than to users:
+    a machine that has other things to do then says less."""
+    broken = folder / "without"
+    (broken / "torch/cuda").mkdir(parents=True, exist_ok=True)
+    (broken / "torch/__init__.py").write_text(TORCH if cuda else NO_TORCH)
+    (broken / "torch/cuda/__init__.py").write_text(cuda)
+    hidden = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "NCCL_IB_HCA")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    paths = os.pathsep.join((str(broken), str(Path(packtrain.__file__).parents[1])))
+    return subprocess.run(
+        [sys.executable, *(["-c", PATIENT] if patient else ["-m", "packtrain"]), "env", *arguments],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": paths, "HF_HOME": str(folder / "hf"), **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def checks(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, str]]:
+    """The report's checks by name; stdout must be one JSON document."""
+    return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+
+
+def tool(folder: Path, name: str, script: str) -> str:
+    """A program, and a PATH that it comes first in."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_the_report_is_a_list_to_paste_then_checks_and_a_failed_one_ends_with_exit_code_3(tmp_path: Path) -> None:
+    done = env(tmp_path)
+    assert (done.returncode, done.stderr) == (3, "")
+    listed, checked = done.stdout.split("\nChecks:\n")
+    for line in (
+        "- Platform: ",
+        "- TRL version: ",
+        "- Accelerate config: not found",
+        "- packtrain version: ",
+        "- GPUs:",
+    ):
+        assert f"\n{line}" in listed
+    assert "\nfail  torch " in checked and "libcudart.so.13" in checked and "→ pip install" in checked
+    assert "1 failed" in checked.splitlines()[-1] and "Traceback" not in done.stdout
+
+
+def test_without_any_tool_the_report_is_one_json_document_with_the_promised_keys(tmp_path: Path) -> None:
+    done = env(tmp_path, "--json", PATH=str(tmp_path / "nothing"))
+    report = json.loads(done.stdout)
+    assert {"versions", "devices", "attention", "checks"} <= set(report) and done.stderr == ""
+    assert report["versions"]["transformers"] and "torch" in report["versions"] and report["devices"] == []
+    assert set(report["attention"]) >= {"flash", "segmented", "per_document"}
+    assert all({"available", "why"} <= set(backend) for backend in report["attention"].values())
+    for check in report["checks"]:
+        assert set(check) == {"name", "status", "found", "fix"}
+        assert check["status"] in ("ok", "warn", "fail") and check["found"]
+        assert bool(check["fix"]) == (check["status"] != "ok"), check
+    assert {one.partition(":")[0] for one in report["facts"]["lacks"]} >= {"nvidia-smi -q -x", "dmesg", "C++ compiler"}
+    assert checks(done)["gpu-driver"]["status"] in ("ok", "warn")
+
+
+def test_planted_secrets_are_nowhere(tmp_path: Path) -> None:
+    token, password, form, jwt, in_yaml, key = SECRETS
+    (tmp_path / "hf/accelerate").mkdir(parents=True)
+    (tmp_path / "hf/accelerate/default_config.yaml").write_text(
+        f"compute_environment: LOCAL_MACHINE\nnum_processes: 8\nmain_process_ip: http://joe:{in_yaml}@10.0.0.1\n"
+        f"commands: ['export WANDB_API_KEY={in_yaml}']\nhub_token: {in_yaml}\n"
+    )
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    variables = {
+        "HF_TOKEN": token,
+        "http_proxy": f"http://joe:{password}@proxy:3128",
+        "PIP_INDEX_URL": f"https://joe:{password}@pypi.example/simple",
+        "NCCL_DEBUG_FILE": f"/tmp/{token}/{form}",
+        "SLURM_JWT": jwt,
+        "SLURM_JOB_ID": "7",
+        "GLOO_SOCKET_IFNAME": f"http://joe:{key}@h",
+    }
+    for arguments in (["run.yaml"], ["run.yaml", "--json"]):
+        done = env(tmp_path, *arguments, patient=True, **variables)
+        assert done.returncode == 3 and "NCCL_DEBUG_FILE" in done.stdout and "http://***@proxy:3128" in done.stdout
+        assert "http://***@10.0.0.1" in done.stdout and "GLOO_SOCKET_IFNAME=http://***@h" in done.stdout
+        for secret in SECRETS:
+            assert secret not in done.stdout + done.stderr
+
+
+def test_a_machine_whose_driver_hangs_in_every_way_is_described_in_ten_seconds(tmp_path: Path) -> None:
+    began = time.monotonic()
+    path = tool(tmp_path / "bin", "nvidia-smi", "sleep 250 & sleep 250")
+    done = env(tmp_path, "--json", cuda=CUDA, patient=False, CUDA_TAKES_S="250", PATH=path)
+    taken = time.monotonic() - began
+    found = checks(done)
+    assert "no answer within 5 s" in found["gpu-driver"]["found"] and found["gpu-driver"]["status"] != "ok"
+    assert "no answer" in found["torch"]["found"]
+    if (tmp_path / "cuda-asked").exists():  # it had said all else before
+        assert "torch 2.13.0 for CUDA 12.8" in found["torch"]["found"]
+    assert taken < 10 + 30  # ten, and what a machine with other things to do may need for them
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("head -c 3000 /dev/urandom", "prints no description"),
+        (
+            "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18",
+            "Driver/library version mismatch",
+        ),
+    ],
+    ids=["garbage", "mismatch"],
+)
+def test_a_broken_nvidia_smi_costs_a_line(script: str, why: str, tmp_path: Path) -> None:
+    done = env(tmp_path, "--json", PATH=tool(tmp_path / "bin", "nvidia-smi", script))
+    assert why in checks(done)["gpu-driver"]["found"] and checks(done)["gpu-driver"]["status"] != "ok"
+
+
+def test_gpus_are_described_and_judged_by_what_nvidia_smi_and_torch_say(tmp_path: Path) -> None:
+    described = tmp_path / "described.xml"
+    described.write_text(machines.nvidia_smi({}, {"uncorrected": 2}))
+    look = f'[ "$1" = -q ] || exit 1; [ -e cuda-began ] && exit 1; sleep 1; cat {described}'
+    path = tool(tmp_path / "bin", "nvidia-smi", look)
+    (tmp_path / "run.yaml").write_text(CONFIG + "topology: {gpus_per_node: 4}\n")
+    done = env(tmp_path, "run.yaml", "--json", cuda=CUDA, PATH=path)
+    report, found = json.loads(done.stdout), checks(done)
+    torch = report["facts"]["torch"]
+    assert (torch["nccl"], torch["cudnn"], torch["kind"], len(torch["devices"])) == ("2.27.7", "9.10.2", "cuda", 2)
+    assert torch["warning"] == "CUDA initialization: a remark" and found["torch"]["status"] == "ok"
+    assert (tmp_path / "cuda-began").exists()  # but not before nvidia-smi had looked
+    assert [gpu["name"] for gpu in report["devices"]] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert found["gpu-health"]["status"] == "fail" and "GPU 1" in found["gpu-health"]["found"]
+    assert found["gpus"]["fix"].startswith("topology.gpus_per_node=2")
+    assert "nvidia-smi topo -m" in str(report["facts"]["lacks"])
+
+
+def test_a_config_is_checked_as_everywhere_and_its_folder_looked_at(tmp_path: Path) -> None:
+    bad = env(tmp_path, "trainer.output_dir=x", "optim.lr=1")
+    assert (bad.returncode, bad.stdout) == (2, "") and "optim.lr" in bad.stderr
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    done = env(tmp_path, "run.yaml", "trainer.output_dir=/proc/run", "strategy=zero2", "--json")
+    found = checks(done)
+    assert done.returncode == 3 and found["output-folder"]["status"] == "fail"
+    assert "/proc/run cannot be written to" in found["output-folder"]["found"]
+    assert "strategy=zero2" in found["run"]["found"] and "data.cache_dir" in done.stdout
+
+
+def test_nothing_that_trl_env_prints_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from accelerate.commands import config as accelerate_config
+    from trl.scripts.env import print_env
+
+    (tmp_path / "accelerate").mkdir()
+    file = tmp_path / "accelerate/default_config.yaml"
+    file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 8\n")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(accelerate_config, "default_config_file", str(file))
+    print_env()
+    theirs = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("- ", "  - "))]
+    installed = software.read_software({})
+    asked = Torch(kind=torch_side._kind(), devices=tuple(torch_side._devices(torch_side._kind())))
+    ours = software.trl_lines(installed, asked)
+    settings = torch_side._accelerate_config()
+    assert settings is not None and settings["num_processes"] == 8
+    lines = []
+    for name, value in {**ours, "Accelerate config": settings}.items():
+        lines += (
+            [f"- {name}: {value}"]
+            if isinstance(value, str)
+            else [f"- {name}: ", *(f"  - {k}: {v}" for k, v in value.items())]
+        )
+    assert lines == theirs

@@ -1,0 +1,172 @@
+"""docs/multi-node.md has the words that are printed when machines do not meet: each row is produced here by what prints it."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from packtrain.errors import PacktrainError
+from packtrain.launch import arrival, rollcall
+from packtrain.launch.claim import claimed_for_others
+from packtrain.launch.exchange import Exchange
+from packtrain.launch.link import LinkWatch
+from packtrain.launch.members import Member, differences, twice
+from packtrain.launch.place import Place
+from packtrain.launch.verdict import Outcome, judge
+from packtrain.plan.network import name_server as names
+from packtrain.plan.network.choice import choose_network
+from packtrain.plan.network.interfaces import Interface, Network
+from tests.unit.launch.test_line import info
+from tests.unit.launchers import free_place, member, together
+
+PAGE = Path(__file__).parents[3] / "docs/multi-node.md"
+PLACE = Place("n1", 29500, 300, "job")
+
+
+def same(text: str) -> str:
+    """A text without what differs from run to run: numbers, addresses, host names, processes, folders."""
+    text = re.sub(r"\b(localhost|127\.0\.0\.1|n\d+)\b", "HOST", text)
+    text = re.sub(r"process \d+ \(.*?\)", "process", text)
+    return re.sub(r"\S*/\S*", "PATH", re.sub(r"\d[\d.]*", "0", text))
+
+
+TABLES = [
+    tuple(same(cell.strip()) for cell in line.split("|")[1:-1])
+    for line in PAGE.read_text().splitlines()
+    if line[:2] == "| "
+]
+ROWS = [(what, fix) for what, _, fix in TABLES]
+
+
+def raised(work: Callable[[], object]) -> PacktrainError:
+    with pytest.raises(PacktrainError) as caught:
+        work()
+    return caught.value
+
+
+def missing() -> PacktrainError:
+    exchange = Exchange()
+    with socket.socket() as listener:
+        hall = rollcall._Hall(member(0, per_node=8), PLACE, exchange, listener)
+        error = hall._missing()
+        exchange.unwatch(listener)
+    exchange.close()
+    return error
+
+
+def unequal(**changes: object) -> PacktrainError:
+    here: Member = member(0, per_node=8, gpus=8)
+    found = differences([here, replace(here, node=1, host="n2", **changes)])
+    assert found is not None
+    return found
+
+
+def unknown_name() -> PacktrainError:
+    with pytest.MonkeyPatch.context() as patch:
+
+        def fails(*_: object, **__: object) -> None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+        patch.setattr(socket, "getaddrinfo", fails)
+        patch.setattr(arrival, "CERTAIN_S", 0.0)
+        return raised(lambda: arrival._connect(PLACE, arrival._Search(), 0))
+
+
+def own_address() -> PacktrainError:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrival, "CERTAIN_S", 0.0)
+        return raised(lambda: arrival._connect(replace(free_place(), address="localhost"), arrival._Search(), 0))
+
+
+def second_machine_0() -> PacktrainError:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollcall, "is_own", lambda address: False)
+        patch.setattr(rollcall, "resolve", lambda address, port: ["10.0.0.1"])
+        patch.setattr(rollcall, "own_addresses", lambda: ("10.0.0.2",))
+        patch.setattr(rollcall, "call_out", lambda me, place: None)
+        return raised(lambda: rollcall.check_address(member(0, host="n2"), PLACE))
+
+
+def port_taken() -> PacktrainError:
+    with socket.create_server(("", 0)) as held:
+        (error,) = together(replace(free_place(), port=held.getsockname()[1]), member(0))
+    return error
+
+
+def no_interface() -> PacktrainError:
+    network = Network((Interface("eth0", ("10.0.0.2",), up=True),), (), "10.0.0.2")
+    return raised(lambda: choose_network(network, {"GLOO_SOCKET_IFNAME": "ib0"}, main_address="n1", nodes=2))
+
+
+def claimed_twice(folder: Path) -> PacktrainError:
+    (folder / "logs").mkdir()
+    with claimed_for_others(folder):
+        return raised(lambda: claimed_for_others(folder).__enter__())
+
+
+ERRORS: dict[str, Callable[[], PacktrainError]] = {
+    "no machine 0": lambda: arrival._not_found(PLACE, "connection refused by 10.0.0.1", 300),
+    "no machine 1": missing,
+    "number 0 twice": lambda: twice(member(0), member(0, host="n2")),
+    "second machine 0": second_machine_0,
+    "own address": own_address,
+    "unknown name": unknown_name,
+    "port taken": port_taken,
+    "no interface": no_interface,
+    "other program": lambda: arrival._other_program(PLACE, "does not answer"),
+    "other run": lambda: rollcall._other_run(PLACE, member(0)),
+    "nodes": lambda: unequal(nodes=3, total=24),
+    "GPUs": lambda: unequal(per_node=7, gpus=7, total=14),
+    "fewer GPUs": lambda: unequal(gpus=7),
+    "no GPUs": lambda: unequal(gpus=0),
+    "config": lambda: unequal(config={"optim.learning_rate": "0.002"}),
+    "versions": lambda: unequal(versions={"torch": "2.12.0"}),
+    "left": lambda: arrival._left(PLACE, "its launcher was stopped"),
+}
+
+
+@pytest.mark.parametrize("fault", ERRORS)
+def test_the_page_has_every_error_of_the_roll_call_in_the_words_that_are_printed(fault: str) -> None:
+    (problem,) = ERRORS[fault]().problems
+    keyed = f"{problem.where}: {problem.what}"
+    assert any((same(what), same(problem.fix)) in ROWS for what in (problem.what, keyed)), f"{problem}"
+
+
+def test_the_page_has_the_error_of_a_folder_that_is_taken(tmp_path: Path) -> None:
+    (problem,) = claimed_twice(tmp_path).problems
+    assert (same(problem.what), same(problem.fix)) in ROWS
+
+
+def test_the_page_has_what_the_verdict_says() -> None:
+    names = {0: "n1", 1: "n2"}
+    assert same(judge({0: Outcome(), 1: Outcome(codes={9: 2})}, names, 8).lines[0]) in [what for what, _ in ROWS]
+    for lost in (
+        "silent for 12 s",
+        "the connection was closed",
+        "its launcher ended",
+        "its processes had not ended 30 s after the failure",
+    ):
+        said, cause, advice = judge({0: Outcome(), 1: Outcome(lost=lost)}, names, 8).lines
+        assert (same(said), same(cause.partition(": ")[2]), same(advice.partition("→ ")[2])) in TABLES
+
+
+def test_the_page_has_what_is_said_of_a_bad_link() -> None:
+    bad = LinkWatch().look(info(rtt_s=4.0, sent=12, again=0))
+    assert same(f"the network between n1 and n2 is bad: {bad}") in [what for what, _ in ROWS]
+
+
+def test_the_page_has_what_is_said_of_a_silent_name_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(names, "_look_up", lambda address: time.sleep(1))
+    monkeypatch.setattr(names, "LIMIT_S", 0.01)
+    monkeypatch.delenv("RES_OPTIONS", raising=False)
+    names.short_waits("n1")
+    what, fix = capsys.readouterr().err.strip().split("\n    → ")
+    assert (same(what), same(fix)) in ROWS

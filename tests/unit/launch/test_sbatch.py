@@ -1,0 +1,580 @@
+"""`packtrain sbatch`: what is in the script, that bash hands every argument on as it was, and what sbatch's answers become.
+
+The scripts are run by bash with an srun that only notes how it was called; tests/cluster/test_slurm.py runs them for real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from packtrain.cli import app
+from packtrain.config.compose import load_config
+from packtrain.config.keys import keys
+from packtrain.config.rules.slurm import gpus_of, seconds_of
+from packtrain.config.shipped import shipped
+from packtrain.config.sweep import load_points
+from packtrain.errors import UserError
+from packtrain.launch.submit import refusal
+
+RUN = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32", "trainer.output_dir=runs/x"]
+MACHINES = ["topology.nodes=2", "topology.gpus_per_node=4"]
+TEMPLATES = sorted(shipped("slurm").glob("*.sbatch"))
+SRUN = """#!/usr/bin/env python3
+import json, os, sys
+json.dump(sys.argv[1:], open(os.environ["CALLED"], "w"))
+if "CHECKPOINT" in os.environ: os.makedirs(os.environ["CHECKPOINT"])
+sys.exit(int(os.environ.get("CODE", 0)))
+"""
+SBATCH = """#!/usr/bin/env python3
+import json, os, sys
+text = open(sys.argv[-1]).read() if os.path.exists(sys.argv[-1]) else sys.stdin.read()
+json.dump([sys.argv[1:], text, dict(os.environ)], open(os.environ["CALLED"], "w"))
+if "REFUSES" in os.environ: sys.exit("sbatch: error: " + os.environ["REFUSES"])
+if "--test-only" in sys.argv:
+    if "UNFIT" in os.environ: sys.exit("allocation failure: Requested node configuration is not available")
+    sys.exit(print("sbatch: Job 8 to start at once", file=sys.stderr))
+print("77;here")
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(autouse=True)
+def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, and programs of our own in place of Slurm's."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    scontrol = '#!/bin/sh\necho "$@" > "$CALLED.scontrol"\n'
+    squeue = '#!/bin/sh\necho "PENDING (${REASON:-Resources})"\n'
+    for name, text in (("srun", SRUN), ("sbatch", SBATCH), ("scontrol", scontrol), ("squeue", squeue)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLED", str(tmp_path / "called"))
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+
+
+def sbatch(*arguments: str, verb: str = "sft") -> Done:
+    done = CliRunner().invoke(app, ["sbatch", verb, *RUN, *arguments])
+    return Done(done.exit_code, done.stdout, done.stderr)
+
+
+def script(*arguments: str, verb: str = "sft") -> str:
+    done = sbatch(*MACHINES, *arguments, verb=verb)
+    assert done.code == 0, done.stderr
+    return done.stdout
+
+
+def run(text: str, folder: Path, **variables: str) -> tuple[int, list[str]]:
+    """Runs a script as Slurm would, from the folder of its --chdir; its exit code, and what srun was called with."""
+    called = folder.parent / "called"
+    called.unlink(missing_ok=True)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "6", "CALLED": str(called)}
+    env = {**os.environ, **job, **variables}
+    done = subprocess.run(["bash", "-s"], input=text, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, json.loads(called.read_text()) if called.exists() else []
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+# Every Slurm key: what is given, and the line that it becomes.
+GIVEN = [
+    (["topology.partition=gpu"], "#SBATCH --partition=gpu"),
+    (["topology.account=my-lab"], "#SBATCH --account=my-lab"),
+    (["topology.qos=long"], "#SBATCH --qos=long"),
+    (["topology.time=2-00:00:00"], "#SBATCH --time=2-00:00:00"),
+    (["topology.gres='gpu:h100:4'"], "#SBATCH --gres=gpu:h100:4"),
+    (["topology.constraint='a100&nvlink'"], "#SBATCH --constraint=a100&nvlink"),
+    (["topology.cpus_per_node=96"], "#SBATCH --cpus-per-task=96"),
+    (["topology.memory=500G"], "#SBATCH --mem=500G"),
+    (["topology.memory=0"], "#SBATCH --mem=0"),
+    (["topology.job_name='my run'"], '#SBATCH --job-name="my run"'),
+    (["topology.signal_before=300"], "#SBATCH --signal=TERM@300"),
+    (["topology.requeue=true"], "#SBATCH --requeue"),
+    (
+        ["topology.container=./a.sqsh"],
+        '  --container-image=./a.sqsh --container-mounts="$PWD:$PWD" --container-workdir="$PWD"',
+    ),
+    (
+        ["topology.container=a.sif", "topology.container_runtime=apptainer"],
+        '  apptainer exec --nv --bind="$PWD" --pwd="$PWD" a.sif',
+    ),
+    (["topology.container=a", "topology.container_mounts=[/data,'/b c:/d']"], "\"$PWD:$PWD\",/data:/data,'/b c:/d'"),
+    (["topology.modules=[cuda/12,gcc]"], "module load cuda/12 gcc"),
+    (["topology.venv='/opt/my venv'"], "source '/opt/my venv/bin/activate'"),
+    (["topology.setup=['ulimit -n 4096']"], "ulimit -n 4096"),
+    (["topology.sbatch=['--exclude=n7']"], "#SBATCH --exclude=n7"),
+]
+
+
+@pytest.mark.parametrize(("given", "line"), GIVEN, ids=[given[-1] for given, _ in GIVEN])
+def test_each_key_becomes_its_line(given: list[str], line: str) -> None:
+    assert line in script(*given)
+
+
+def test_what_is_not_asked_for_is_not_there() -> None:
+    bare = script()
+    assert not any(line in bare for _, line in GIVEN)
+
+
+def test_every_slurm_key_is_in_the_table_above() -> None:
+    named = {override.split("=")[0] for given, _ in GIVEN for override in given}
+    assert named == {path for path, key in keys().items() if key.doc.startswith("Slurm:")}
+
+
+def test_a_script_asks_for_machines_tasks_gpus_and_the_log_and_for_nothing_that_is_not_set(tmp_path: Path) -> None:
+    assert directives(script()) == [
+        "--job-name=x",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gres=gpu:4",
+        f"--chdir={tmp_path}/home",
+        f"--output={tmp_path}/home/runs/x/logs/slurm-%j.log",
+        "--open-mode=append",
+        "--signal=TERM@120",
+        "--export=ALL",
+    ]
+    assert (tmp_path / "home/runs/x/logs").is_dir()  # without it Slurm would end the job without a word
+
+
+def test_a_job_on_cpus_asks_for_no_gpus() -> None:
+    assert "gpu" not in " ".join(directives(script("topology.gres=''")))
+    inside = ["topology.container=a.sif", "topology.container_runtime=apptainer", "topology.gres=''"]
+    assert "--nv" not in script(*inside)
+
+
+def test_one_process_needs_one_gpu() -> None:
+    assert "#SBATCH --gres=gpu:1\n" in sbatch("topology=single", "topology.nodes=1").stdout
+
+
+def test_the_number_of_gpus_is_read_from_gres() -> None:
+    done = sbatch("topology.nodes=1", "topology.gres='gpu:a100:8'")
+    assert done.code == 0 and "1 machine × 8 GPUs = 8 processes" in done.stdout
+
+
+def test_modules_need_a_login_shell_and_other_scripts_do_not() -> None:
+    assert script("topology.modules=[cuda]").startswith("#!/bin/bash -l\n")
+    assert script().startswith("#!/bin/bash\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "program"),
+    [
+        (["topology.venv=/v"], ["packtrain"]),
+        (["topology.container=./a.sqsh"], ["packtrain"]),
+        (["topology.container=./a.sqsh", "topology.venv=/v"], ["/v/bin/packtrain"]),
+    ],
+)
+def test_the_program_is_that_of_the_environment_that_the_run_is_in(given: list[str], program: list[str]) -> None:
+    text = script(*given)
+    lines = text.split("srun", 1)[1]
+    assert f" {program[0]} sft model.path=owner/model" in lines.replace(" \\\n   ", "")
+    assert ("activate" in text) == ("container" not in given[0])
+
+
+def test_without_an_environment_the_program_is_this_one_by_its_absolute_path(tmp_path: Path) -> None:
+    _, called = run(script(), tmp_path / "home")
+    assert Path(called[called.index("sft") - 1]).is_absolute() or called[called.index("sft") - 1] == "packtrain"
+
+
+def test_every_argument_reaches_packtrain_as_it_was_written(tmp_path: Path) -> None:
+    hostile = [
+        "model.revision='a b'",
+        'tracking.run_name="it\'s $HOME `id` # & ; * ü"',
+        "data.columns={prompt: 'a\nb'}",
+    ]
+    code, called = run(script(*hostile), tmp_path / "home")
+    assert code == 0
+    assert called[called.index("sft") :] == ["sft", *RUN, *MACHINES, *hostile]
+    before = called[: called.index("sft")]
+    flags = ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=6", "--kill-on-bad-exit=0", "--wait=0"]
+    assert before[:-1] == flags or before[:-3] == flags
+
+
+def test_odd_folders_are_quoted_for_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = tmp_path / 'a "b" #c 50%'
+    odd.mkdir()
+    monkeypatch.chdir(odd)
+    lines = directives(script())
+    assert f'--chdir="{tmp_path}/a \\"b\\" #c 50%"' in lines
+    assert f'--output="{tmp_path}/a \\"b\\" #c 50%%/runs/x/logs/slurm-%j.log"' in lines
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 4, 130, 143])
+def test_the_job_ends_with_the_exit_code_of_the_run(code: int, tmp_path: Path) -> None:
+    assert run(script(), tmp_path / "home", CODE=str(code))[0] == code
+
+
+@pytest.mark.parametrize(
+    ("code", "checkpoint", "comes_back"), [(143, True, True), (143, False, False), (0, True, False), (130, True, False)]
+)
+def test_a_job_goes_back_into_the_queue_only_when_it_was_stopped_in_time_and_got_further(
+    code: int, checkpoint: bool, comes_back: bool, tmp_path: Path
+) -> None:
+    made = tmp_path / "home/runs/x/checkpoints/step-000020"
+    (made.parent / "step-000010").mkdir(parents=True)
+    variables = {"CHECKPOINT": str(made)} if checkpoint else {}
+    run(script("topology.requeue=true"), tmp_path / "home", CODE=str(code), **variables)
+    asked = tmp_path / "called.scontrol"
+    assert (asked.read_text() == "requeue 7\n") if comes_back else not asked.exists()
+
+
+SWEEP = ["optim.learning_rate=1e-5,2e-5", "trainer.seed=range(0,2)", "-m"]
+
+
+def test_a_sweep_is_an_array_with_a_run_folder_for_each_point(tmp_path: Path) -> None:
+    text = script(*SWEEP, "topology.requeue=true")
+    assert "--array=0-3" in directives(text) and "4 runs, each on 2 machines × 4 GPUs" in text
+    assert f"--output={tmp_path}/home/runs/x/logs/slurm-%A_%a.log" in directives(text)
+    folders = set()
+    for number, (rate, seed) in enumerate([("1e-05", 0), ("1e-05", 1), ("2e-05", 0), ("2e-05", 1)]):
+        array = {"SLURM_ARRAY_TASK_ID": str(number), "SLURM_ARRAY_JOB_ID": "5"}
+        _, called = run(text, tmp_path / "home", **array)
+        config = load_config(None, called[called.index("sft") + 1 :])
+        assert (config.optim.learning_rate, config.trainer.seed) == (float(rate), seed)
+        assert config.trainer.output_dir == f"runs/x/optim.learning_rate={rate}_trainer.seed={seed}"
+        folders.add(config.trainer.output_dir)
+    assert len(folders) == 4
+    assert run(text, tmp_path / "home", SLURM_ARRAY_TASK_ID="4") == (2, [])
+
+
+def test_a_task_of_an_array_comes_back_alone(tmp_path: Path) -> None:
+    made = str(tmp_path / "home/runs/x/trainer.seed=2/checkpoints/step-000001")
+    text = script("trainer.seed=1,2", "-m", "topology.requeue=true")
+    run(text, tmp_path / "home", CODE="143", CHECKPOINT=made, SLURM_ARRAY_TASK_ID="1", SLURM_ARRAY_JOB_ID="5")
+    assert (tmp_path / "called.scontrol").read_text() == "requeue 5_1\n"
+
+
+@pytest.mark.parametrize(
+    ("swept", "names"),
+    [
+        ("trainer.output_dir=a,b", ["a", "b"]),
+        ("peft=none,lora", ["runs/x/peft=none", "runs/x/peft=lora"]),
+        ("optim=glob(*,exclude=*8bit)", ["runs/x/optim=adafactor", "runs/x/optim=adamw", "runs/x/optim=sgd"]),
+        ("data.eval='a b','a/b'", ["runs/x/0-data.eval=-a-b-", "runs/x/1-data.eval=-a-b-"]),
+    ],
+)
+def test_points_have_folders_that_tell_them_apart(swept: str, names: list[str]) -> None:
+    points, shared = load_points(None, [*RUN, swept])
+    assert [point.config.trainer.output_dir for point in points] == names
+    assert shared == RUN
+
+
+@pytest.mark.parametrize("name", ["ä b", 'a"b', "a\\", 'a\\"b', "a${x}b", "a,b", "it's", "\\\\"])
+def test_a_run_folder_of_any_name_can_hold_a_sweep(name: str) -> None:
+    quoted = name.replace("\\", "\\\\") if name.endswith("\\") else name.replace('\\"', '\\\\"')
+    quoted = quoted.replace('"', '\\"').replace("${", "\\${")
+    base = [*RUN[:-1], f'trainer.output_dir="{quoted}"']
+    assert load_config(None, base).trainer.output_dir == name
+    points, shared = load_points(None, [*base, "trainer.seed=1,2"])
+    for point, seed in zip(points, (1, 2), strict=True):
+        assert point.config.trainer.output_dir == f"{name}/trainer.seed={seed}"
+        assert load_config(None, [*shared, *point.chosen]) == point.config
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "said"),
+    [
+        (["topology.gpus_per_node=8"], "topology.nodes", "how many machines"),
+        (["topology.nodes=1"], "topology.gpus_per_node", "how many GPUs"),
+        ([*MACHINES, "topology=manual"], "topology.kind", "topology=manual is not for Slurm jobs"),
+        ([*MACHINES, "topology.main_address=n9"], "topology.main_address", "Slurm decides"),
+        ([*MACHINES, "objective.kind=dpo"], "objective.kind", "this config is for packtrain dpo"),
+        ([*MACHINES, "batch.examples_per_step=null", "batch.tokens_per_step=8192"], "batch.tokens_per_step", "65536"),
+        ([*MACHINES, "-m"], "-m", "there is nothing to sweep"),
+        ([*MACHINES, "-m", "optim.learning_rate=interval(0,1)"], "optim.learning_rate", "an interval has no values"),
+        ([*MACHINES, "-m", "strategy=glob(x*)"], "strategy", "no value matches"),
+        ([*MACHINES, "-m", "topology.cpus_per_node=1,2"], "topology", "the same machines for all of them"),
+        ([*MACHINES, "-m", "trainer.seed=1,x"], "trainer.seed", "found the text 'x'"),
+        ([*MACHINES, "trainer.seed=1,2"], "trainer.seed=1,2", "sbatch VERB CONFIG -m"),
+        ([*MACHINES, "topology.time=soon"], "topology.time", "'soon' is no time of Slurm's"),
+        ([*MACHINES, "topology.time=30"], "topology.time", "Quote it"),
+        ([*MACHINES, "topology.time=1:30"], "topology.time", "told to stop 120 s before its end, at its start"),
+        ([*MACHINES, "topology.gres='gpu:2'"], "topology.gpus_per_node", "asks for 2 GPUs"),
+        ([*MACHINES, "topology.signal_before=70000"], "topology.signal_before", "65535"),
+        ([*MACHINES, "topology.container_mounts=[/a]"], "topology.container_mounts", "without topology.container"),
+        (
+            [*MACHINES, "topology.container_runtime=apptainer"],
+            "topology.container_runtime",
+            "without topology.container",
+        ),
+        ([*MACHINES, "topology.container=a", "trainer.output_dir=/far/x"], "trainer.output_dir", "does not see /far/x"),
+        (
+            [*MACHINES, "topology.container=a", "trainer.output_dir=/far/x", "topology.container_mounts=['/off:/far']"],
+            "trainer.output_dir",
+            "does not see /far/x, by the path that it has outside",
+        ),
+        ([*MACHINES, "topology.sbatch=['--nodes=3']"], "topology.sbatch[0]", "Use topology.nodes"),
+        ([*MACHINES, "topology.sbatch=['-o x']"], "topology.sbatch[0]", "packtrain sets it"),
+        ([*MACHINES, "topology.sbatch=[exclusive]"], "topology.sbatch[0]", "no option of sbatch"),
+        ([*MACHINES, "topology.partition='a\nb'"], "topology.partition", "line break"),
+        ([*MACHINES, "trainer.output_dir='a\n#SBATCH --uid=0'"], "trainer.output_dir", "line break"),
+        (
+            ["topology.nodes=2", "topology.gpus_per_node=8", "topology.node_rank=1"],
+            "topology.node_rank",
+            "knows its number",
+        ),
+        ([*MACHINES, "topology.requeue=true", "trainer.resume=never"], "topology.requeue", "would not go on"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_key(given: list[str], where: str, said: str) -> None:
+    done = sbatch(*given)
+    assert done.code == 2 and done.stdout == ""
+    assert where in done.stderr and said in done.stderr
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "topology.setup=['export HF_TOKEN=hf_abc']",
+        "topology.setup=['X=1 WANDB_API_KEY=\"abc\" true']",
+        "topology.sbatch=['--export=ALL,AWS_SECRET_ACCESS_KEY=abc']",
+        "+topology.environment.HF_TOKEN=hf_abc",
+        "topology.setup=['hf auth login --token hf_abc']",
+        "topology.setup=['wandb login abcdefghijklmnopqrstuvwxyz0123456789abcd']",
+        "topology.setup=['git clone https://me:abc@example.org/x']",
+        "topology.setup=['curl -H \\\"Authorization: Bearer abc\\\" x']",
+        "topology.container='docker://me:abc@example.org/x'",
+        "tracking.run_name=hf_abcabcabcabcabcabcabcabc",
+        "+topology.environment.MINE=hf_abcabcabcabcabcabcabcabc",
+    ],
+)
+def test_a_secret_is_never_written_into_a_script(given: str) -> None:
+    done = sbatch(*MACHINES, given)
+    assert done.code == 2 and "secret" in done.stderr and "xport" in done.stderr
+    assert "abc" not in done.stdout + done.stderr.replace(given, "")
+
+
+def test_variables_that_are_named_or_read_from_a_file_are_no_secrets() -> None:
+    assert "HF_TOKEN=$(cat ~/.token)" in script("topology.setup=['export HF_TOKEN=$(cat ~/.token)']")
+    assert "KEY=$OTHER" in script("topology.setup=['export API_KEY=$OTHER HF_TOKEN_PATH=$HOME']")
+    script("+topology.environment.TOKENIZERS_PARALLELISM='false'")
+    script(
+        "topology.setup=['hf auth login --token $HF_TOKEN', 'git clone https://$ME:$PASS@example.org/x', 'x --key -v']"
+    )
+    script("topology.setup=['wandb login \"$WANDB_API_KEY\"', 'curl http://n1:8080/a@b', 'rsync n1:/data /tmp']")
+
+
+def test_submitting_writes_the_script_beside_the_log_and_says_what_comes_next(tmp_path: Path) -> None:
+    done = sbatch(*MACHINES, "--submit")
+    assert done.code == 0, done.stderr
+    arguments, text, _ = json.loads((tmp_path / "called").read_text())
+    assert arguments[0] == "--parsable"
+    logs = tmp_path / "home/runs/x/logs"
+    assert [file.name for file in logs.iterdir()] == ["slurm-77.sbatch"]
+    assert (logs / "slurm-77.sbatch").read_text() == text == script()
+    for said in (
+        "77: 2 machines × 4 GPUs = 8 processes; ",
+        "runs/x/logs/slurm-77.sbatch",
+        "tail -n +1 -F runs/x/logs/slurm-77.log",
+        "squeue -j 77    (now: PENDING (Resources))",
+        "scancel --signal=TERM 77",
+        "scancel 77",
+    ):
+        assert said in done.stdout
+
+
+def test_a_job_that_would_come_back_is_told_not_to_before_it_is_stopped() -> None:
+    done = sbatch(*MACHINES, "--submit", "topology.requeue=true")
+    assert "scontrol update JobId=77 Requeue=0 && scancel --signal=TERM 77" in done.stdout
+
+
+def test_submitting_leaves_an_earlier_run_in_its_place(tmp_path: Path) -> None:
+    earlier = tmp_path / "home/runs/x"
+    (earlier / "logs").mkdir(parents=True)
+    (earlier / "logs/rank-00000.log").write_text("earlier\n")
+    (earlier / "summary.json").write_text('{"status": "done"}')
+    assert sbatch(*MACHINES, "--submit").code == 0
+    assert (earlier / "logs/rank-00000.log").read_text() == "earlier\n" and (earlier / "summary.json").exists()
+
+
+def test_json_tells_the_job_the_script_and_the_logs(tmp_path: Path) -> None:
+    logs = tmp_path / "home/runs/x/logs"
+    told = json.loads(sbatch(*MACHINES, "--submit", "--json").stdout)
+    assert told == {
+        "job_id": "77",
+        "state": "PENDING (Resources)",
+        "script": str(logs / "slurm-77.sbatch"),
+        "log": str(logs / "slurm-77.log"),
+        "output_dir": str(logs.parent),
+    }
+    several = json.loads(sbatch(*MACHINES, "--submit", "--json", "trainer.seed=1,2", "-m").stdout)
+    assert several["log"] == str(logs / "slurm-77_%a.log")
+    assert several["runs"][1]["output_dir"] == str(logs.parent / "trainer.seed=2")
+    assert several["runs"][1]["log"] == str(logs / "slurm-77_1.log")
+    written = json.loads(sbatch(*MACHINES, "--json").stdout)
+    assert (written["job_id"], written["script"], written["text"]) == (None, None, script())
+
+
+def test_a_script_can_be_written_to_a_file(tmp_path: Path) -> None:
+    done = sbatch(*MACHINES, "-o", "job.sbatch")
+    assert (done.code, done.stdout) == (0, "") and "sbatch job.sbatch" in done.stderr
+    assert Path("job.sbatch").read_text().replace("-o job.sbatch", "") == script()
+    assert sbatch(*MACHINES, "-o", "no/job.sbatch").code == 2
+    assert sbatch(*MACHINES, "-o", "own.sbatch", "--submit").code == 0 and Path("own.sbatch").exists()
+
+
+def test_test_only_asks_sbatch_and_touches_nothing(tmp_path: Path) -> None:
+    done = sbatch(*MACHINES, "--test-only")
+    arguments, text, _ = json.loads((tmp_path / "called").read_text())
+    assert done.code == 0 and "Job 8 to start" in done.stderr
+    assert arguments == ["--test-only"] and not (tmp_path / "home/runs").exists()
+    assert text == script()
+    for other in ("--submit", "--json", "--output=x"):
+        done = sbatch(*MACHINES, "--test-only", other)
+        assert (done.code, done.stdout) == (2, "") and "--test-only: it only asks" in done.stderr
+
+
+def test_a_submission_from_inside_a_job_does_not_hand_that_jobs_numbers_on(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
+    monkeypatch.setenv("SLURM_CONF", "/etc/here.conf")
+    assert sbatch(*MACHINES, "--submit").code == 0
+    _, _, env = json.loads((tmp_path / "called").read_text())
+    assert "SLURM_MEM_PER_NODE" not in env and env["SLURM_CONF"] == "/etc/here.conf"
+
+
+def test_a_machine_without_slurm_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    done = sbatch(*MACHINES, "--submit")
+    assert done.code == 2 and "there is no sbatch on this machine" in done.stderr and "login machine" in done.stderr
+    assert sbatch(*MACHINES).code == 0
+
+
+def test_a_job_that_no_machine_can_run_is_not_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNFIT", "1")
+    done = sbatch(*MACHINES, "--submit")
+    assert done.code == 2 and "sbatch refuses the job: Requested node configuration is not available" in done.stderr
+
+
+def test_a_job_that_would_wait_for_ever_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "never start" not in sbatch(*MACHINES, "--submit").stderr
+    monkeypatch.setenv("REASON", "PartitionTimeLimit")
+    done = sbatch(*MACHINES, "--submit")
+    assert done.code == 0 and "PENDING (PartitionTimeLimit): as it is the job will never start" in done.stderr
+
+
+def test_a_refusal_of_sbatch_is_told_in_its_words_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFUSES", "invalid partition specified: x")
+    done = sbatch(*MACHINES, "--submit", "topology.partition=x")
+    assert done.code == 2
+    assert "topology.partition: sbatch refuses the job: invalid partition specified: x" in done.stderr
+    assert list(Path("runs/x/logs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ("Batch job submission failed: Invalid partition name specified", "topology.partition"),
+        ("Batch job submission failed: Invalid account or account/partition combination specified", "topology.account"),
+        ("Batch job submission failed: Invalid qos specification", "topology.qos"),
+        (
+            "Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)",
+            "topology.time",
+        ),
+        ("Batch job submission failed: Invalid generic resource (gres) specification", "topology.gres"),
+        ("Batch job submission failed: Invalid feature specification", "topology.constraint"),
+        ("Batch job submission failed: Memory specification can not be satisfied", "topology.memory"),
+        ("Batch job submission failed: More processors requested than permitted", "topology.cpus_per_node"),
+        ("Batch job submission failed: Node count specification invalid", "topology.nodes"),
+        ("Batch job submission failed: Requested node configuration is not available", "topology.nodes"),
+        ("sbatch: unrecognized option '--exclud=n7'", "topology.sbatch"),
+        ("Batch job submission failed: Invalid job array specification", "--multirun"),
+        ("Batch job submission failed: Unable to contact slurm controller (connect failure)", ""),
+        ("resolve_ctls_from_dns_srv: res_nsearch error: Unknown host; Could not establish a configuration source", ""),
+    ],
+)
+def test_words_of_sbatch_lead_to_the_key_that_they_are_about(said: str, key: str) -> None:
+    error = refusal(f"sbatch: error: {said}\n")
+    assert isinstance(error, UserError) and key in error.problems[0].where
+    assert bool(error.problems[0].where) == bool(key) and error.problems[0].what.endswith(said.removeprefix("sbatch: "))
+    assert ("login machine" in error.problems[0].fix) == (not key)
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400),
+        ("90:30", 5430),
+        ("1:00:00", 3600),
+        ("2-12", 216000),
+        ("1-0:30", 88200),
+        ("1-1:1:1", 90061),
+        ("x", None),
+    ],
+)
+def test_times_are_read_as_slurm_does(time: str, seconds: int | None) -> None:
+    assert seconds_of(time) == seconds
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"), [("gpu:8", 8), ("gpu:h100:8,nvme:1", 8), ("nvme:1", None), ("gpu", None), ("gpu:2(S:0)", 2)]
+)
+def test_gpus_are_read_from_generic_resources(gres: str, gpus: int | None) -> None:
+    assert gpus_of(gres) == gpus
+
+
+def test_dpo_has_its_own_script(tmp_path: Path) -> None:
+    _, called = run(script(verb="dpo"), tmp_path / "home")
+    assert "dpo" in called and "objective.kind=dpo" not in called
+    assert sbatch(*MACHINES, verb="verify").code == 2
+
+
+VARIANTS = [
+    [],
+    ["topology.requeue=true"],
+    [*SWEEP, "topology.requeue=true"],
+    SWEEP,
+    ["topology.container=a", "topology.container_mounts=['/a b']"],
+    ["topology.container=a", "topology.container_runtime=apptainer", "topology.modules=[a]", "topology.venv=/v"],
+    ["topology.modules=[a]", "topology.venv='/v v'", "topology.setup=['export A=1','true']"],
+]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing_in_scripts_and_templates(tmp_path: Path) -> None:
+    files = list(TEMPLATES)
+    for number, given in enumerate(VARIANTS):
+        files.append(tmp_path / f"{number}.sbatch")
+        files[-1].write_text(script(*given))
+    done = subprocess.run(["shellcheck", *map(str, files)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_each_template_starts_packtrain_once_on_every_machine_and_fits_a_page() -> None:
+    names = {"1-node-8-gpus", "N-nodes-8-gpus", "infiniband", "ethernet", "container-pyxis", "container-apptainer"}
+    assert {file.stem for file in TEMPLATES} == names
+    for file in TEMPLATES:
+        assert "--ntasks-per-node=1" in file.read_text() and 'packtrain sft "$@"' in file.read_text()
+        assert all(len(line) <= 128 for line in file.read_text().splitlines())
+
+
+def test_the_commands_of_the_page_about_slurm_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "slurm.md").read_text()
+    (tmp_path / "home/topology").mkdir()
+    Path("topology/cluster.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    Path("run.yaml").write_text("model: {path: o/m}\ndata: {train: o/d}\nbatch: {examples_per_step: 64}\n")
+    commands = [block.split("```")[0].strip() for block in page.split("```bash\n")[1:]]
+    assert len(commands) == 3
+    for command in commands:
+        done = CliRunner().invoke(app, shlex.split(command)[1:])
+        assert done.exit_code == 0, done.stderr
+    assert "#SBATCH --mem=0\n" in json.loads((tmp_path / "called").read_text())[1]

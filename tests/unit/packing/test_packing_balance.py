@@ -1,0 +1,175 @@
+"""One step over ranks and micro-batches: complete, within limits, in the fewest micro-batches, evenly."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtrain.packing.balance import Layout, Limits, Mode, costs, deal, imbalance, lay_out, loads
+from packtrain.packing.bins import best_fit_count
+
+MODES: list[Mode] = ["padding", "padding_free", "packed"]
+WORLD_SIZES = [1, 2, 3, 7, 64]
+
+
+def lognormal(count: int, seed: int = 0, longest: int = 4096) -> np.ndarray:
+    return np.clip(np.random.default_rng(seed).lognormal(5.5, 1, count), 16, longest).astype(np.int32)
+
+
+def slots(part: np.ndarray, lengths: np.ndarray, mode: Mode) -> int:
+    if len(part) == 0:
+        return 0
+    return len(part) * int(lengths[part].max()) if mode == "padding" else int(lengths[part].sum())
+
+
+def in_reading_order(layout: Layout) -> list[np.ndarray]:
+    return list(chain.from_iterable(zip(*layout, strict=True)))
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> dict:
+    tokens = draw(st.integers(1, 60))
+    mode = draw(st.sampled_from(MODES))
+    return {
+        "lengths": np.array(draw(st.lists(st.integers(0, tokens), max_size=60)), dtype=np.int32),
+        "mode": mode,
+        "world_size": draw(st.sampled_from(WORLD_SIZES)),
+        "limits": Limits(
+            draw(st.none() | st.integers(1, 9)), tokens if mode == "packed" else draw(st.sampled_from([None, tokens]))
+        ),
+        "attention_cost": draw(st.sampled_from([0.0, 1e-3, 0.5])),
+        "keep_order": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=400, deadline=None)
+@given(step=steps())
+def test_every_document_is_laid_out_once_within_the_limits_and_ranks_have_equally_many_micro_batches(step: dict):
+    lengths, limits, mode = step["lengths"], step["limits"], step["mode"]
+    layout = lay_out(**step)
+    assert len(layout) == step["world_size"]
+    assert len({len(parts) for parts in layout}) == 1
+    parts = in_reading_order(layout)
+    assert sorted(chain.from_iterable(part.tolist() for part in parts)) == list(range(len(lengths)))
+    assert all(part.dtype == np.int64 for part in parts)
+    if limits.tokens is not None:
+        assert max((slots(part, lengths, mode) for part in parts), default=0) <= limits.tokens
+    if limits.examples is not None and mode != "packed":
+        assert max((len(part) for part in parts), default=0) <= limits.examples
+
+
+@settings(max_examples=200, deadline=None)
+@given(step=steps())
+def test_kept_order_reads_micro_batch_by_micro_batch_and_rank_by_rank(step: dict):
+    parts = in_reading_order(lay_out(**{**step, "keep_order": True}))
+    assert list(chain.from_iterable(part.tolist() for part in parts)) == list(range(len(step["lengths"])))
+
+
+@settings(max_examples=200, deadline=None)
+@given(step=steps())
+def test_no_micro_batch_is_empty_on_all_ranks(step: dict):
+    layout = lay_out(**step)
+    assert all(any(len(part) for part in parts) for parts in zip(*layout, strict=True))
+
+
+def fewest_padded_parts(lengths: np.ndarray, limits: Limits) -> int:
+    """By hand: longest first, as many as go beside it."""
+    left, parts = sorted(lengths.tolist(), reverse=True), 0
+    while left:
+        beside = len(left) if limits.tokens is None or left[0] == 0 else limits.tokens // left[0]
+        left, parts = left[min(limits.examples or len(left), beside) :], parts + 1
+    return parts
+
+
+@settings(max_examples=200, deadline=None)
+@given(step=steps())
+def test_micro_batches_are_as_few_as_the_limits_allow(step: dict):
+    lengths, limits, world_size = step["lengths"], step["limits"], step["world_size"]
+    micro_batches = len(lay_out(**{**step, "keep_order": False})[0])
+    if step["mode"] == "padding":
+        assert micro_batches == math.ceil(fewest_padded_parts(lengths, limits) / world_size)
+    elif limits.tokens is None:
+        assert micro_batches == math.ceil(math.ceil(len(lengths) / (limits.examples or 99)) / world_size)
+    elif step["mode"] == "packed":
+        fewest = math.ceil(max(int(lengths.sum()) / limits.tokens, min(len(lengths), 1)) / world_size)
+        assert fewest <= micro_batches <= math.ceil(best_fit_count(lengths, limits.tokens) / world_size)
+
+
+def test_rows_that_only_best_fit_can_fill_are_still_filled():
+    """Longest-first by cost fails here; 4 rows of exactly 10 exist."""
+    lengths = np.array([8, 7, 6, 5, 5, 4, 3, 2])
+    layout = lay_out(lengths, mode="packed", world_size=2, limits=Limits(None, 10), attention_cost=1.0)
+    assert [[int(lengths[part].sum()) for part in parts] for parts in layout] == [[10, 10], [10, 10]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("keep_order", [False, True])
+def test_fewer_documents_than_ranks_leave_empty_micro_batches(mode: Mode, keep_order: bool):
+    layout = lay_out(
+        np.array([9, 9]), mode=mode, world_size=5, limits=Limits(4, 10), attention_cost=0.1, keep_order=keep_order
+    )
+    assert [len(parts) for parts in layout] == [1] * 5
+    assert sorted(len(parts[0]) for parts in layout) == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("keep_order", [False, True])
+def test_a_document_above_the_token_limit_is_refused(mode: Mode, keep_order: bool):
+    with pytest.raises(ValueError, match="11 tokens"):
+        lay_out(
+            np.array([3, 11]), mode=mode, world_size=2, limits=Limits(4, 10), attention_cost=0.0, keep_order=keep_order
+        )
+
+
+@pytest.mark.parametrize("mode", ["padding_free", "packed"])
+@pytest.mark.parametrize("world_size", [2, 3, 8, 64])
+@pytest.mark.parametrize("attention_cost", [0.0, 1e-5, 1e-4])
+def test_ranks_with_many_lognormal_documents_work_equally_long(mode: Mode, world_size: int, attention_cost: float):
+    lengths = lognormal(100 * world_size)
+    limits = Limits(32, 16384) if mode == "padding_free" else Limits(None, 8192)
+    layout = lay_out(lengths, mode=mode, world_size=world_size, limits=limits, attention_cost=attention_cost)
+    assert imbalance(layout, lengths, attention_cost, mode) < 0.02
+    work = np.array([loads(parts, lengths, mode, attention_cost) for parts in layout])
+    assert work.max(axis=0).sum() / work.mean(axis=0).sum() - 1 < 0.03  # waiting for the slowest in every micro-batch
+
+
+@pytest.mark.parametrize("attention_cost", [0.0, 1e-4])
+def test_padded_ranks_work_equally_long_and_waste_little_when_limited_by_tokens(attention_cost: float):
+    lengths = lognormal(1024)
+    layout = lay_out(lengths, mode="padding", world_size=8, limits=Limits(None, 8192), attention_cost=attention_cost)
+    parts = in_reading_order(layout)
+    assert imbalance(layout, lengths, attention_cost, "padding") < 0.03
+    assert lengths.sum() / sum(slots(part, lengths, "padding") for part in parts) > 0.9
+
+
+def test_one_huge_document_is_alone_on_its_rank():
+    lengths = np.array([4000] + [100] * 30)
+    layout = lay_out(lengths, mode="packed", world_size=2, limits=Limits(None, 8192), attention_cost=1e-3)
+    assert sorted(len(parts[0]) for parts in layout) == [1, 30]
+
+
+def test_deal_puts_parts_of_similar_cost_side_by_side_and_evens_out_the_ranks():
+    parts = [np.array([part]) for part in range(6)]
+    layout = deal(parts, np.array([9.0, 5.0, 1.0, 4.0, 8.0, 2.0]), world_size=2)
+    assert [[int(part[0]) for part in rank] for rank in layout] == [[0, 3, 5], [4, 1, 2]]
+
+
+def test_imbalance_is_the_excess_of_the_busiest_rank_over_the_mean():
+    lengths = np.array([10, 20, 30])
+    layout = [[np.array([0]), np.array([1])], [np.array([2]), np.array([], dtype=np.int64)]]
+    assert imbalance(layout, lengths, 0.0) == 0.0
+    assert imbalance(layout, lengths, 0.1) == pytest.approx(120 / ((30 + 50 + 120) / 2) - 1)
+    assert imbalance([[np.array([0, 1])], [np.array([2])]], lengths, 0.0, "padding") == pytest.approx(40 / 35 - 1)
+    assert costs(np.array([10]), 0.1).tolist() == [20.0]
+
+
+@settings(max_examples=50, deadline=None)
+@given(step=steps())
+def test_the_same_step_is_laid_out_the_same_way_again(step: dict):
+    one, two = in_reading_order(lay_out(**step)), in_reading_order(lay_out(**step))
+    assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))

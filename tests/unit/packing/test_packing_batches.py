@@ -1,0 +1,240 @@
+"""Steps: the same documents in every mode and on any number of ranks, each once per epoch, from any step on."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packtrain.errors import UserError
+from packtrain.packing.balance import Limits
+from packtrain.packing.schedule import Schedule, make_schedule
+
+MODES = ["padding", "padding_free", "packed"]
+STRATEGIES = ["best_fit", "in_order"]
+WORLD_SIZES = [1, 2, 3, 7]
+STEPS: dict[str, dict[str, int | None]] = {
+    "examples": {"examples_per_step": 24, "tokens_per_step": None},
+    "tokens": {"examples_per_step": None, "tokens_per_step": 5 * 2048},
+}
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 1, 301), 5, 1500).astype(np.int32)
+
+
+def schedule(lengths: np.ndarray = LENGTHS, steps: str = "examples", **changes: Any) -> Schedule:
+    defaults = {
+        "limits": Limits(8, 2048),
+        "mode": "packed",
+        "strategy": "best_fit",
+        **STEPS[steps],
+        "max_steps": None,
+        "epochs": 2.0,
+        "seed": 0,
+        "shuffle": True,
+        "attention_cost": 1e-4,
+    }
+    return make_schedule(lengths, **{**defaults, **changes})
+
+
+def laid_out(plan: Schedule, step: int, world_size: int) -> list[int]:
+    batches = [plan.micro_batches(step, rank, world_size) for rank in range(world_size)]
+    assert len({len(rank) for rank in batches}) == 1, "ranks differ in their number of micro-batches"
+    return sorted(chain.from_iterable(part.tolist() for rank in batches for part in rank))
+
+
+def epoch_documents(plan: Schedule, epoch: int) -> list[int]:
+    start = sum(plan.steps_per_epoch(e) for e in range(epoch))
+    steps = range(start, start + plan.steps_per_epoch(epoch))
+    return list(chain.from_iterable(plan.documents(step).tolist() for step in steps))
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_has_the_same_documents_in_all_modes_and_on_any_number_of_ranks(steps: str, strategy: str):
+    plans = [schedule(steps=steps, strategy=strategy, mode=mode) for mode in MODES]
+    assert len({plan.total_steps for plan in plans}) == 1
+    for step in range(plans[0].total_steps):
+        expected = sorted(plans[0].documents(step).tolist())
+        for plan in plans:
+            assert np.array_equal(plan.documents(step), plans[0].documents(step))
+            for world_size in WORLD_SIZES:
+                assert laid_out(plan, step, world_size) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    size=st.integers(1, 30),
+    mode=st.sampled_from(MODES),
+    strategy=st.sampled_from(STRATEGIES),
+    by_tokens=st.booleans(),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 5),
+)
+def test_every_epoch_has_every_document_once(
+    lengths: list[int], size: int, mode: str, strategy: str, by_tokens: bool, shuffle: bool, seed: int
+):
+    plan = schedule(
+        np.array(lengths, dtype=np.int32),
+        limits=Limits(4, 40),
+        examples_per_step=None if by_tokens else size,
+        tokens_per_step=size * 40 if by_tokens else None,
+        mode=mode,
+        strategy=strategy,
+        shuffle=shuffle,
+        seed=seed,
+        epochs=3,
+    )
+    for epoch in range(3):
+        assert sorted(epoch_documents(plan, epoch)) == list(range(len(lengths)))
+    assert plan.epoch_of(plan.total_steps) == 3.0
+    assert all(laid_out(plan, step, 3) == sorted(plan.documents(step).tolist()) for step in range(plan.total_steps))
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_epoch_and_every_seed_has_other_neighbours(steps: str, strategy: str):
+    plan = schedule(steps=steps, strategy=strategy, epochs=2)
+    other = schedule(steps=steps, strategy=strategy, epochs=2, seed=1)
+    first, second = epoch_documents(plan, 0), epoch_documents(plan, 1)
+    assert first != second and first != epoch_documents(other, 0)
+    step = sorted(plan.documents(0).tolist())
+    assert sum(one == two for one, two in zip(first, second, strict=True)) < 0.1 * len(first)
+    assert step != sorted(plan.documents(plan.steps_per_epoch(0)).tolist())
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_resumed_at_any_step_goes_on_as_if_never_stopped(steps: str, strategy: str, mode: str):
+    whole = schedule(steps=steps, strategy=strategy, mode=mode, epochs=4)
+    expected = [whole.micro_batches(step, 1, 2) for step in range(whole.total_steps)]
+    for step in (0, 1, whole.total_steps // 2, whole.total_steps - 1):
+        resumed = schedule(steps=steps, strategy=strategy, mode=mode, epochs=4)
+        for one, two in zip(expected[step], resumed.micro_batches(step, 1, 2), strict=True):
+            assert np.array_equal(one, two)
+
+
+def test_a_pickled_schedule_gives_the_same_steps():
+    plan = schedule(steps="tokens", strategy="in_order")
+    plan.documents(0)
+    copy = pickle.loads(pickle.dumps(plan))
+    assert [copy.documents(step).tolist() for step in range(3)] == [plan.documents(step).tolist() for step in range(3)]
+
+
+def test_steps_may_be_asked_for_in_any_order_over_many_epochs():
+    forward, backward = schedule(epochs=6), schedule(epochs=6)
+    steps = range(forward.total_steps)
+    expected = [forward.documents(step).tolist() for step in steps]
+    assert [backward.documents(step).tolist() for step in reversed(steps)] == expected[::-1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_last_step_with_fewer_documents_than_ranks_leaves_ranks_with_nothing(mode: str, steps: str):
+    sizes = {"examples_per_step": 4} if steps == "examples" else {"tokens_per_step": 3 * 2048}
+    plan = schedule(np.full(5, 1400, dtype=np.int32), steps, mode=mode, epochs=1, **sizes)
+    last = plan.total_steps - 1
+    batches = [plan.micro_batches(last, rank, 7) for rank in range(7)]
+    assert [len(rank) for rank in batches] == [1] * 7
+    assert sum(len(rank[0]) == 0 for rank in batches) == 7 - len(plan.documents(last)) > 0
+
+
+def test_examples_per_step_keeps_the_partial_last_step_inside_its_epoch():
+    plan = schedule(epochs=2)
+    assert plan.steps_per_epoch(0) == 13 and plan.total_steps == 26
+    assert [len(plan.documents(step)) for step in (11, 12, 13)] == [24, 301 - 12 * 24, 24]
+
+
+def test_tokens_per_step_takes_a_fixed_number_of_full_rows():
+    plan = schedule(steps="tokens", epochs=1)
+    fill = [plan.tokens(step) / (5 * 2048) for step in range(plan.total_steps - 1)]
+    assert max(fill) <= 1
+    assert sum(step < 0.98 for step in fill) <= 1  # the row of the epoch that nothing was left for
+
+
+def test_packed_rows_planned_over_the_epoch_are_trained_as_planned():
+    plan = schedule(steps="tokens", epochs=1)
+    rows = [sorted(part.tolist()) for rank in plan.layout(0, 2) for part in rank if len(part)]
+    alone = [sorted(part.tolist()) for part in plan.layout(0, 1)[0]]
+    assert len(rows) == 5 and sorted(rows) == sorted(alone)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_without_shuffle_and_in_order_documents_come_in_the_order_of_the_data(steps: str):
+    plan = schedule(steps=steps, strategy="in_order", shuffle=False, epochs=2)
+    assert epoch_documents(plan, 0) == epoch_documents(plan, 1) == list(range(301))
+    layout = plan.layout(0, 3)
+    reading = [layout[rank][m] for m in range(len(layout[0])) for rank in range(3)]
+    assert np.array_equal(np.concatenate(reading), plan.documents(0))
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 13), (1.5, 20), (0.5, 7), (0.01, 1), (3, 39), (2.0000001, 27)])
+def test_epochs_may_be_fractions_rounded_up_to_a_step(epochs: float, steps: int):
+    assert schedule(epochs=epochs).total_steps == steps
+
+
+def test_a_tenth_more_than_thirty_steps_is_thirty_three():
+    assert schedule(np.full(30, 9), examples_per_step=1, epochs=1.1).total_steps == 33
+
+
+def test_max_steps_counts_before_epochs_and_runs_over_as_many_epochs_as_needed():
+    plan = schedule(max_steps=30, epochs=1)
+    assert plan.total_steps == 30 and len(plan.documents(29)) == 24
+    assert plan.epoch_of(0) == 0.0 and plan.epoch_of(13) == 1.0 and plan.epoch_of(30) == pytest.approx(2 + 4 / 13)
+    with pytest.raises(IndexError, match="step 30 of 30"):
+        plan.documents(30)
+
+
+def test_epochs_whose_rows_differ_in_number_are_counted_one_by_one():
+    plan = schedule(steps="tokens", strategy="in_order", epochs=6, tokens_per_step=2048)
+    counts = [plan.steps_per_epoch(epoch) for epoch in range(6)]
+    assert len(set(counts)) > 1 and plan.total_steps == sum(counts)
+    assert [plan.epoch_of(sum(counts[:epoch])) for epoch in range(7)] == [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"limits": Limits(8, 1000)}, "batch.tokens_per_device"),
+        ({"limits": Limits(8, None)}, "batch.tokens_per_device"),
+        ({"limits": Limits(8, None), "mode": "padding", **STEPS["tokens"]}, "batch.tokens_per_device"),
+        ({"examples_per_step": None}, "batch.examples_per_step"),
+        ({"tokens_per_step": 2048}, "batch.examples_per_step"),
+        ({"examples_per_step": None, "tokens_per_step": 3000}, "batch.tokens_per_step"),
+        ({"examples_per_step": None, "tokens_per_step": 1000}, "batch.tokens_per_step"),
+        ({"lengths": np.array([], dtype=np.int32)}, "data"),
+    ],
+)
+def test_impossible_settings_are_refused_with_their_key_and_a_fix(changes: dict[str, Any], key: str):
+    with pytest.raises(UserError) as refused:
+        schedule(**changes)
+    (problem,) = refused.value.problems
+    assert problem.where.startswith(key) and problem.fix
+
+
+def test_the_summary_adds_up_over_an_epoch_that_is_looked_at_in_full():
+    plans = {mode: schedule(mode=mode, epochs=1) for mode in MODES}
+    summaries = {mode: plan.summary(2, sample_steps=99) for mode, plan in plans.items()}
+    for summary in summaries.values():
+        assert summary.steps == 13
+        assert summary.documents_per_step == pytest.approx(301 / 13)
+        assert summary.tokens_per_step == pytest.approx(LENGTHS.sum() / 13)
+        assert summary.micro_batches_min <= summary.micro_batches_mean <= summary.micro_batches_max
+    packed, padding = summaries["packed"], summaries["padding"]
+    micro_batches = sum(len(rank) for step in range(13) for rank in plans["packed"].layout(step, 2))
+    assert packed.fill == pytest.approx(LENGTHS.sum() / (micro_batches * 2048)) and packed.padding_fraction == 0
+    assert 0 < padding.padding_fraction == pytest.approx(1 - padding.fill)
+    assert summaries["padding_free"].fill == 1 and summaries["padding_free"].padding_fraction == 0
+
+
+def test_the_summary_of_rows_planned_over_an_epoch_shows_them_full_and_balanced():
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 1, 20_000), 16, 4096).astype(np.int32)
+    plan = schedule(lengths, limits=Limits(None, 4096), **{**STEPS["tokens"], "tokens_per_step": 64 * 4096}, epochs=1)
+    summary = plan.summary(8)
+    assert summary.fill > 0.98 and summary.imbalance < 0.05
+    assert 1 <= summary.micro_batches_min <= summary.micro_batches_max == 8  # the last step is smaller

@@ -1,0 +1,53 @@
+"""The plan for 64 machines with 8 GPUs each under ZeRO-3, as a file: a change of it is a change of what people run.
+
+`python tests/unit/test_launch_golden.py` writes it anew.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from packtrain.config.schema import Batch, Data, Model, Optim, RunConfig, Strategy, Topology, Trainer
+from packtrain.plan.launch_plan import plan_launch
+from packtrain.plan.surroundings import Surroundings
+
+GOLDEN = Path(__file__).with_name("golden") / "plan-64x8-zero3.json"
+
+
+def planned() -> dict:
+    config = RunConfig(
+        model=Model(path="org/model", dtype="bfloat16"),
+        data=Data(train="data.jsonl", max_length=8192),
+        batch=Batch(tokens_per_step=4_194_304, tokens_per_device=8192),
+        optim=Optim(learning_rate=1e-5, max_grad_norm=1.0),
+        trainer=Trainer(output_dir="runs/large", max_steps=1000, gradient_checkpointing=True),
+        strategy=Strategy(name="zero3"),
+        topology=Topology(kind="manual", nodes=64, gpus_per_node=8, main_address="node-000", node_rank=0),
+    )
+    surroundings = Surroundings(
+        gpus=8, driver=True, cpus=128, host="node-000", python="python", accelerate="accelerate"
+    )
+    return json.loads(json.dumps(plan_launch(config, surroundings).to_json()))
+
+
+def test_the_plan_of_64_machines_is_the_one_in_the_file() -> None:
+    assert planned() == json.loads(GOLDEN.read_text())
+
+
+def test_the_plan_of_64_machines_says_what_people_get_wrong() -> None:
+    plan = json.loads(GOLDEN.read_text())
+    assert (plan["num_processes"], plan["nodes"], plan["gpus_per_node"]) == (512, 64, 8)
+    assert len(plan["commands"]) == 64
+    for number, command in enumerate(plan["commands"]):
+        argv = " ".join(command["argv"])
+        assert f"--num_machines 64 --num_processes 512 --machine_rank {number} " in argv
+        assert "--deepspeed_multinode_launcher standard" in argv
+    assert plan["deepspeed"]["zero_optimization"]["stage"] == 3
+    assert plan["accelerate"]["distributed_type"] == "DEEPSPEED"
+    assert plan["batch"]["micro_batches_per_device"] == 1
+
+
+if __name__ == "__main__":
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(json.dumps(planned(), indent=1) + "\n")

@@ -1,0 +1,331 @@
+"""Launch plans as tables: config and surroundings in, processes, commands and batch arithmetic out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtrain.config.schema import Batch, Data, DataSource, Objective, Packing, RunConfig, Topology, Trainer
+from packtrain.errors import UserError
+from packtrain.plan.batch import plan_batch
+from packtrain.plan.launch_plan import LaunchPlan, plan_launch
+from packtrain.plan.length import length_in_words
+from packtrain.plan.surroundings import Surroundings, look_around, visible_gpus
+
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+
+
+def plan(
+    topology: dict[str, Any] | None = None,
+    batch: dict[str, Any] | None = None,
+    mode: Any = "packed",
+    **surroundings: Any,
+) -> LaunchPlan:
+    config = RunConfig(
+        topology=Topology(**(topology or {})),
+        batch=Batch(**(batch or {"examples_per_step": 32})),
+        packing=Packing(mode=mode),
+        trainer=Trainer(output_dir="runs/x"),
+    )
+    return plan_launch(config, Surroundings(**{"cpus": 16, "free_port": 4321, **surroundings}))
+
+
+@pytest.mark.parametrize(
+    ("topology", "surroundings", "processes", "in_process"),
+    [
+        ({}, {}, 1, True),
+        ({}, {"gpus": 1}, 1, True),
+        ({}, {"gpus": 8}, 8, False),
+        ({"gpus_per_node": 2}, {"gpus": 8}, 2, False),
+        ({"gpus_per_node": 2}, {}, 2, False),
+        ({"kind": "single"}, {"gpus": 8}, 1, True),
+        ({"kind": "local"}, {"gpus": 8}, 8, False),
+        ({"kind": "local"}, {"gpus": 1}, 1, True),
+        ({"kind": "local", "gpus_per_node": 3}, {}, 3, False),
+        ({}, {"gpus": 8, "env": TORCHRUN}, 4, True),
+        ({"kind": "env"}, {"env": TORCHRUN}, 4, True),
+        ({"kind": "single"}, {"env": {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}}, 1, True),
+    ],
+)
+def test_the_topology_decides_the_processes(
+    topology: dict[str, Any], surroundings: dict[str, Any], processes: int, in_process: bool
+) -> None:
+    made = plan(topology, **surroundings)
+    assert (made.num_processes, made.nodes, made.gpus_per_node) == (processes, 1, processes)
+    assert made.in_process == in_process
+    assert made.reason
+
+
+def test_a_launch_over_two_machines_is_joined_as_such() -> None:
+    made = plan(env={**TORCHRUN, "LOCAL_WORLD_SIZE": "2"})
+    assert (made.num_processes, made.nodes, made.gpus_per_node) == (4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("topology", "surroundings", "said"),
+    [
+        ({"kind": "local"}, {}, "topology.gpus_per_node"),
+        ({"kind": "env"}, {}, "RANK, WORLD_SIZE, MASTER_ADDR"),
+        ({}, {"env": {"WORLD_SIZE": "4"}}, "RANK, MASTER_ADDR"),
+        (
+            {},
+            {"env": {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}},
+            "LOCAL_RANK, MASTER_PORT",
+        ),
+        ({"kind": "local", "gpus_per_node": 2}, {"env": TORCHRUN}, "one of 4 of a running launch"),
+        ({"kind": "single"}, {"env": TORCHRUN}, "one of 4 of a running launch"),
+        ({}, {"env": {**TORCHRUN, "RANK": "4"}}, "rank 4 of 4"),
+        ({}, {"env": {**TORCHRUN, "RANK": "x"}}, "variable RANK"),
+    ],
+)
+def test_what_the_machine_cannot_give_is_refused(
+    topology: dict[str, Any], surroundings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        plan(topology, **surroundings)
+
+
+def test_several_processes_are_one_accelerate_launch_with_everything_said() -> None:
+    made = plan({"gpus_per_node": 4}, gpus=4, accelerate="/bin/accelerate")
+    (command,) = made.commands
+    text = " ".join(command.argv)
+    assert text.startswith("/bin/accelerate launch --config_file runs/x/accelerate.yaml --multi_gpu --same_network")
+    for words in (
+        "--num_machines 1",
+        "--num_processes 4",
+        "--machine_rank 0",
+        "--main_process_ip 127.0.0.1",
+        "--main_process_port 4321",
+        "--mixed_precision no",
+        "--dynamo_backend no",
+    ):
+        assert words in text
+    assert text.endswith("-m packtrain.worker sft runs/x/config.yaml")
+    assert made.accelerate["num_processes"] == 4
+    assert made.accelerate["main_process_port"] == 4321
+
+
+def test_the_port_of_the_config_wins_over_a_free_one() -> None:
+    assert "5555" in plan({"gpus_per_node": 2, "main_port": 5555}).commands[0].argv
+
+
+@pytest.mark.parametrize(
+    ("topology", "surroundings", "environment"),
+    [
+        ({"gpus_per_node": 3}, {}, {"OMP_NUM_THREADS": "5"}),
+        ({"gpus_per_node": 3}, {"cpus": 2}, {"OMP_NUM_THREADS": "1"}),
+        ({"gpus_per_node": 3}, {"env": {"OMP_NUM_THREADS": "7"}}, {}),
+        ({}, {}, {}),
+        ({"kind": "single"}, {"gpus": 4}, {"CUDA_VISIBLE_DEVICES": "0"}),
+        ({"kind": "single"}, {"gpus": 2, "env": {"CUDA_VISIBLE_DEVICES": "5,6"}}, {"CUDA_VISIBLE_DEVICES": "5"}),
+        ({}, {"gpus": 4, "env": TORCHRUN}, {}),
+        ({}, {"cpus": 4, "load": 2.5}, {"OMP_WAIT_POLICY": "passive"}),
+        ({}, {"cpus": 4, "load": 1.5}, {}),
+        ({}, {"gpus": 1, "load": 99.0}, {}),
+        ({"gpus_per_node": 16}, {"load": 99.0}, {"OMP_NUM_THREADS": "1"}),
+        ({}, {"load": 99.0, "env": {"OMP_WAIT_POLICY": "active"}}, {}),
+    ],
+)
+def test_processes_get_their_share_of_the_machine(
+    topology: dict[str, Any], surroundings: dict[str, Any], environment: dict[str, str]
+) -> None:
+    assert dict(plan(topology, **surroundings).commands[0].env) == environment
+
+
+def test_the_json_has_the_promised_keys_and_survives_json() -> None:
+    document = json.loads(json.dumps(plan({"gpus_per_node": 2}).to_json()))
+    assert list(document) == ["num_processes", "nodes", "gpus_per_node", "commands", "accelerate", "deepspeed", "batch"]
+    assert list(document["commands"][0]) == ["node", "argv", "env"]
+    assert document["deepspeed"] is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "mode", "processes", "rows", "micro_batches"),
+    [
+        ({"examples_per_step": 32}, "padding", 1, None, 4),
+        ({"examples_per_step": 32}, "padding_free", 3, None, 2),
+        ({"examples_per_step": 5, "examples_per_device": 2}, "padding", 4, None, 1),
+        ({"examples_per_step": 32, "tokens_per_device": 4096}, "padding_free", 1, None, None),
+        ({"examples_per_step": 32}, "packed", 2, None, None),
+        ({"tokens_per_step": 65536}, "packed", 2, 8, 4),
+        ({"tokens_per_step": 8192, "tokens_per_device": 2048}, "packed", 1, 4, 4),
+        ({"tokens_per_step": 8192, "tokens_per_device": 2048}, "padding", 2, 4, None),
+    ],
+)
+def test_batch_arithmetic_is_exact_where_it_can_be(
+    batch: dict[str, int], mode: str, processes: int, rows: int | None, micro_batches: int | None
+) -> None:
+    made = plan({"gpus_per_node": processes}, batch, mode).batch
+    assert (made.rows_per_step, made.micro_batches_per_device) == (rows, micro_batches)
+    assert ("as many micro-batches as" in made.sentence()) == (micro_batches is None)
+
+
+@pytest.mark.parametrize(
+    ("examples", "per_device", "processes"), [(32, 8, 1), (33, 8, 2), (5, 2, 4), (7, 3, 2), (1, 8, 3), (64, 5, 3)]
+)
+@pytest.mark.parametrize("mode", ["padding", "padding_free"])
+def test_the_predicted_accumulation_is_the_one_that_the_batches_get(
+    mode: Any, examples: int, per_device: int, processes: int
+) -> None:
+    import numpy as np
+
+    from packtrain.packing.balance import Limits, lay_out
+
+    predicted = plan(
+        {"gpus_per_node": processes}, {"examples_per_step": examples, "examples_per_device": per_device}, mode
+    ).batch.micro_batches_per_device
+    lengths = np.random.default_rng(examples).integers(1, 500, examples)
+    layout = lay_out(
+        lengths, mode=mode, world_size=processes, limits=Limits(per_device, None), attention_cost=1e-3, keep_order=False
+    )
+    assert {len(micro_batches) for micro_batches in layout} == {predicted}
+
+
+def test_rows_that_do_not_divide_over_the_processes_are_refused_with_the_nearest_that_do() -> None:
+    with pytest.raises(UserError, match="49152 or 73728"):
+        plan({"gpus_per_node": 3}, {"tokens_per_step": 65536})
+
+
+@pytest.mark.parametrize(
+    ("processes", "mode", "said"),
+    [
+        (1, "packed", None),
+        (2, "packed", "2 processes"),
+        (1, "padding", "4 micro-batches"),
+        (1, "padding_free", "4 micro"),
+    ],
+)
+def test_a_step_that_a_loss_has_to_see_as_a_whole_is_not_planned_in_parts(
+    processes: int, mode: Any, said: str | None
+) -> None:
+    config = RunConfig(
+        batch=Batch(examples_per_step=32),
+        packing=Packing(mode=mode),
+        objective=Objective(kind="dpo", loss_type=["sigmoid", "aot"]),
+    )
+    if said is None:
+        assert plan_batch(config, processes).examples_per_step == 32
+        return
+    with pytest.raises(UserError, match=f"aot sorts all pairs of a step, which here are spread over {said}"):
+        plan_batch(config, processes)
+
+
+@pytest.mark.parametrize(
+    ("machine", "variable", "visible"),
+    [
+        (8, None, 8),
+        (8, "", 0),
+        (8, "-1", 0),
+        (8, "0,1", 2),
+        (8, "0,-1,1", 1),
+        (2, "0,5", 1),
+        (2, "GPU-a,GPU-b", 2),
+        (0, "0", 0),
+    ],
+)
+def test_visible_gpus_are_counted_as_cuda_does(machine: int, variable: str | None, visible: int) -> None:
+    assert visible_gpus(machine, variable) == visible
+
+
+def test_looking_around_finds_cores_and_a_port_that_is_free() -> None:
+    import socket
+
+    seen = look_around()
+    assert seen.cpus >= 1
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", seen.free_port))
+
+
+@pytest.mark.parametrize(
+    ("batch", "processes", "said"),
+    [
+        (
+            {"examples_per_step": 256},
+            8,
+            "256 documents: about 32 documents on each of 8 processes, in as many micro-batches",
+        ),
+        (
+            {"tokens_per_step": 65536},
+            4,
+            "65536 tokens = 8 rows: 2 rows on each of 4 processes, in 2 micro-batches of at most",
+        ),
+        (
+            {"tokens_per_step": 65536},
+            8,
+            "8 rows: 1 row on each of 8 processes, in 1 micro-batch of at most 8192 tokens",
+        ),
+        ({"examples_per_step": 8}, 8, "8 documents: about 1 document on each of 8 processes, in as"),
+        ({"examples_per_step": 2}, 4, "at most 1 of the documents on each of 4 processes"),
+    ],
+)
+def test_the_global_batch_the_share_of_a_process_and_its_accumulation_are_said(
+    batch: dict[str, int], processes: int, said: str
+) -> None:
+    assert said in plan({"gpus_per_node": processes}, batch).batch.sentence()
+
+
+@pytest.mark.parametrize(
+    ("examples", "processes", "idle", "better"),
+    [(32, 8, 0, None), (5, 8, 3 / 8, "8"), (9, 8, 7 / 16, "8 or 16"), (100, 8, 4 / 104, None), (3, 1, 0, None)],
+)
+def test_examples_that_do_not_divide_over_the_processes_are_remarked_where_they_cost_time(
+    examples: int, processes: int, idle: float, better: str | None
+) -> None:
+    made = plan({"gpus_per_node": processes}, {"examples_per_step": examples}).batch
+    assert made.idle == pytest.approx(idle)
+    remark = f"Processes wait {idle:.0%} of their time: batch.examples_per_step={better} would divide"
+    assert (remark in made.sentence()) == (better is not None)
+    assert ("wait" in made.sentence()) == (better is not None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_steps", "known", "said"),
+    [
+        ({"examples_per_step": 32}, 500, (500, 16000, None), "; the run is 500 steps, 16,000 documents at most"),
+        ({"tokens_per_step": 65536}, 500, (500, None, 32768000), "; the run is 500 steps, 32,768,000 tokens at most"),
+        ({"examples_per_step": 32}, None, (None, None, None), ""),
+    ],
+)
+def test_steps_and_tokens_of_the_run_are_said_where_they_need_no_data(
+    batch: dict[str, int], max_steps: int | None, known: tuple[int | None, ...], said: str
+) -> None:
+    config = RunConfig(batch=Batch(**batch), trainer=Trainer(output_dir="runs/x", max_steps=max_steps))
+    made = plan_launch(config, Surroundings()).batch
+    assert (made.steps, made.examples, made.tokens) == known
+    assert said in made.sentence() and ("the run is" in made.sentence()) == bool(said)
+    assert {"steps", "examples", "tokens", "idle", "summary"} < set(made.to_json())
+
+
+def test_a_plan_knows_the_memory_of_the_gpus_that_it_was_made_on() -> None:
+    assert plan(gpus=2, gpu_memory=80 * 2**30).gpu_memory == 80 * 2**30
+    assert plan().gpu_memory is None
+
+
+def test_the_length_of_a_run_over_epochs_is_told_by_the_lines_of_its_files(tmp_path: Path) -> None:
+    small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
+    small.write_text('{"text": "a"}\n' * 90)
+    large.write_text(('{"text": "%s"}\n' % ("a" * 1000)) * 40_000)  # not read to its end
+
+    def length(train: Any, epochs: float = 1.0, **more: Any) -> str | None:
+        data = Data(train=train, **{name: value for name, value in more.items() if name == "eval"})
+        trainer = Trainer(epochs=epochs, max_steps=more.get("max_steps"), output_dir="runs/x")
+        return length_in_words(RunConfig(data=data, batch=Batch(examples_per_step=32), trainer=trainer))
+
+    assert (length(str(small), 2.0) or "").startswith("about 6 steps: 2 × 90 documents in 32 a step")
+    assert (length([str(small), DataSource(path=str(large), weight=0.5)]) or "").startswith(
+        "about 628 steps: 1 × 20,090 "
+    )
+    assert (length(str(small), eval=0.1) or "").startswith("about 3 steps: 1 × 81 ")
+    for unknown in (None, "owner/data", str(tmp_path / "none.jsonl"), [str(small), "owner/data"]):
+        assert length(unknown) is None
+    assert length(str(small), max_steps=7) is None

@@ -1,0 +1,459 @@
+"""Several machines as tables: what Slurm, mpirun, Kubernetes and the config say, and the plan that comes of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from packtrain.config.schema import Batch, RunConfig, Topology, Trainer
+from packtrain.errors import CheckFailed, UserError
+from packtrain.launch.execute import execute
+from packtrain.plan.launch_plan import LaunchPlan, plan_launch
+from packtrain.plan.other_launchers import launch_of
+from packtrain.plan.slurm import allocation_of, expand, repeated
+from packtrain.plan.surroundings import Surroundings
+from packtrain.plan.view import print_plan
+
+JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_ON_NODE": "64"}
+BATCH_SCRIPT = {**JOB, "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_GPUS_ON_NODE": "8"}
+TASK = {
+    **BATCH_SCRIPT,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+    "SLURM_NODEID": "2",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+}
+TASK_PER_GPU = {**TASK, "SLURM_STEP_TASKS_PER_NODE": "8(x3)", "SLURM_PROCID": "17", "SLURM_LOCALID": "1"}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}  # MPICH, Intel MPI
+POD = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+}
+ELASTIC = {
+    "PET_NNODES": "4",
+    "PET_NODE_RANK": "3",
+    "PET_NPROC_PER_NODE": "2",
+    "PET_MASTER_ADDR": "job-0",
+    "PET_MASTER_PORT": "999",
+}
+LEADER_WORKER_SET = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "job-0.svc"}
+TORCHRUN = {
+    "RANK": "1",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+UNEVEN = {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "3"}  # 2 + 1 + 1
+
+
+def plan(topology: dict[str, Any] | None = None, env: dict[str, str] | None = None, **surroundings: Any) -> LaunchPlan:
+    config = RunConfig(
+        topology=Topology(**(topology or {})), batch=Batch(examples_per_step=32), trainer=Trainer(output_dir="runs/x")
+    )
+    seen = Surroundings(**{"env": env or {}, "cpus": 64, "free_port": 4321, "host": "n1", **surroundings})
+    return plan_launch(config, seen, "sft", ["config.yaml", "trainer.seed=1"])
+
+
+def said_by(command: Any, flag: str) -> str:
+    return command.argv[command.argv.index(flag) + 1]
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 7, 16, 64, 128])
+@pytest.mark.parametrize("per_node", [1, 4, 8])
+def test_every_machine_is_told_the_total_and_only_its_own_number_differs(nodes: int, per_node: int) -> None:
+    made = plan({"kind": "manual", "nodes": nodes, "gpus_per_node": per_node, "main_address": "n1", "node_rank": 1})
+    assert (made.num_processes, made.nodes, made.gpus_per_node) == (nodes * per_node, nodes, per_node)
+    assert [command.node for command in made.commands] == list(range(nodes))
+    assert [said_by(command, "--machine_rank") for command in made.commands] == [str(node) for node in range(nodes)]
+    for flag, value in (
+        ("--num_machines", nodes),
+        ("--num_processes", nodes * per_node),
+        ("--main_process_ip", "n1"),
+        ("--main_process_port", 29500),
+    ):
+        assert {said_by(command, flag) for command in made.commands} == {str(value)}
+    assert made.accelerate["num_processes"] == nodes * per_node
+    assert made.accelerate["machine_rank"] == 1 and made.command.node == 1
+    assert list(made.ranks) == list(range(per_node, 2 * per_node))
+    assert not made.obstacles
+    json.dumps(made.to_json())
+
+
+@pytest.mark.parametrize(
+    ("env", "role", "node", "processes"),
+    [
+        (BATCH_SCRIPT, "spread", 0, (24, 3, 8)),
+        (TASK, "launch", 2, (24, 3, 8)),
+        (JOB, "spread", 0, (3, 3, 1)),  # the shell that salloc leaves on the login machine
+        ({**JOB, "SLURM_GPUS_PER_NODE": "a100:8"}, "spread", 0, (24, 3, 8)),
+        ({**JOB, "SLURM_STEP_ID": "4294967290", "SLURM_NODEID": "0"}, "spread", 0, (3, 3, 1)),  # salloc's own step
+        ({**BATCH_SCRIPT, "SLURM_JOB_NODELIST": "n1"}, "launch", 0, (8, 1, 8)),
+        ({**BATCH_SCRIPT, "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_ON_NODE": "1"}, "train", 0, (1, 1, 1)),
+        ({**TASK, "SLURM_STEP_NODELIST": "n[2-3]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1"}, "launch", 1, (16, 2, 8)),
+        (TASK_PER_GPU, "train", 0, (24, 3, 8)),
+        ({**TASK, "PMI_RANK": "2", "PMI_SIZE": "3"}, "launch", 2, (24, 3, 8)),  # srun --mpi=pmi2
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["auto", "slurm"])
+def test_in_a_slurm_job_its_machines_train(
+    kind: str, env: dict[str, str], role: str, node: int, processes: tuple[int, int, int]
+) -> None:
+    made = plan({"kind": kind}, env)
+    assert (made.role, made.node) == (role, node)
+    assert (made.num_processes, made.nodes, made.gpus_per_node) == processes
+
+
+def test_the_batch_script_starts_one_task_on_each_machine_which_has_all_its_cores() -> None:
+    made = plan(env=BATCH_SCRIPT, python="python3")
+    assert " ".join(made.spread) == (
+        "srun --nodes 3 --ntasks 3 --ntasks-per-node 1 --cpus-per-task 64 --kill-on-bad-exit=0 --wait=0 "
+        "python3 -m packtrain sft config.yaml trainer.seed=1"
+    )
+    tasks = [plan(env={**TASK, "SLURM_NODEID": str(node)}) for node in range(3)]
+    assert tasks[0].commands == tasks[1].commands == tasks[2].commands
+    assert [task.node for task in tasks] == [0, 1, 2]
+    assert said_by(tasks[0].command, "--main_process_ip") == "n1"
+    assert not any(task.spread for task in tasks)
+
+
+def test_steps_and_jobs_use_different_ports_and_every_task_of_a_step_the_same() -> None:
+    def port(**env: str) -> str:
+        return said_by(plan(env={**TASK, **env}).command, "--main_process_port")
+
+    ports = {port(), port(SLURM_STEP_ID="1"), port(SLURM_JOB_ID="18"), port(SLURM_JOB_ID="18_4")}
+    assert len(ports) == 4 and all(15000 <= int(one) < 25000 for one in ports)
+    assert port(SLURM_NODEID="0") == port(SLURM_NODEID="1")
+
+
+def test_a_task_per_gpu_is_told_its_rank() -> None:
+    made = plan(env=TASK_PER_GPU)
+    assert made.command.env == {
+        "RANK": "17",
+        "WORLD_SIZE": "24",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "8",
+        "MASTER_ADDR": "n1",
+        "MASTER_PORT": made.command.env["MASTER_PORT"],
+    }
+
+
+@pytest.mark.parametrize(("gpus", "local_rank"), [(0, "1"), (1, "0"), (8, "1")])
+def test_a_task_that_sees_one_gpu_only_takes_it(gpus: int, local_rank: str) -> None:
+    assert plan(env=TASK_PER_GPU, gpus=gpus).command.env["LOCAL_RANK"] == local_rank
+
+
+@pytest.mark.parametrize(
+    ("topology", "env", "surroundings", "said"),
+    [
+        ({"nodes": 4}, BATCH_SCRIPT, {}, "4, but it is 3 by Slurm job 17: n1, n2, n3"),
+        ({"gpus_per_node": 9}, BATCH_SCRIPT, {}, r"9, but Slurm job 17 has 8 GPUs on this machine \(SLURM_GPUS_ON_NODE\)"),
+        ({"main_address": "login"}, BATCH_SCRIPT, {}, "login, but the first machine of Slurm job 17 is n1"),
+        ({"node_rank": 1}, TASK, {}, r"1, but it is 2 by Slurm job 17 \(SLURM_NODEID\)"),
+        ({"kind": "manual", "nodes": 2, "node_rank": 2}, {}, {}, "machine 2 of 2"),
+        ({"node_rank": 1}, {}, {}, "machine 1 of 1"),
+        ({}, {**TASK, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, {}, "n1: 2, n2: 2, n3: 1"),
+        ({}, {**BATCH_SCRIPT, "SLURM_JOB_NODELIST": "n[1-3"}, {}, "SLURM_JOB_NODELIST"),
+        ({}, {**BATCH_SCRIPT, "SLURM_GPUS_ON_NODE": "x"}, {}, "SLURM_GPUS_ON_NODE"),
+        ({}, MPI, {}, "topology.main_address"),
+        ({"nodes": 3}, ELASTIC, {}, "3, but it is 4 by torchrun's variables"),
+        ({"gpus_per_node": 1}, ELASTIC, {}, "1, but it is 2 by torchrun's variables"),
+        ({"main_address": "b"}, ELASTIC, {}, "b, but it is job-0 by torchrun's variables"),
+        ({"main_address": "b"}, TORCHRUN, {}, "b, but it is a by MASTER_ADDR"),
+        ({}, {**ELASTIC, "PET_NODE_RANK": "4"}, {}, "machine 4 of 4"),
+        ({}, {**POD, "RANK": "4"}, {}, "machine 4 of 4"),
+        ({}, {**ELASTIC, "PET_MASTER_ADDR": ""}, {}, "the first machine is not known"),
+        ({}, {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d"}, {}, "one of 4 machines .* which of them is not said"),
+        ({}, {"PMI_RANK": "1", "PMI_SIZE": "2"}, {}, "MPI_LOCALRANKID, MPI_LOCALNRANKS must be set"),
+        ({}, {**TORCHRUN, "LOCAL_RANK": "1"}, {}, "process 1 of 1 on this machine"),
+        ({}, {**TORCHRUN, "MASTER_PORT": "tcp://10.0.0.1:80"}, {}, "variable MASTER_PORT"),
+        ({}, {**TORCHRUN, "MASTER_PORT": "99999"}, {}, "variable MASTER_PORT: found '99999'"),
+        ({}, {**TORCHRUN, "MASTER_ADDR": ""}, {}, "variable MASTER_ADDR: it is empty"),
+        ({"main_port": 2}, TORCHRUN, {}, "topology.main_port: 2, but it is 1 by MASTER_PORT"),
+        ({"node_rank": 1}, {**TORCHRUN, "GROUP_RANK": "0"}, {}, "topology.node_rank: 1, but it is 0 by GROUP_RANK"),
+        ({}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, {}, r"SLURM_NTASKS=4\), of .* \(SLURM_JOB_NODELIST\)"),
+        ({}, {"SLURM_PROCID": "1", "SLURM_NNODES": "2"}, {}, r"\(SLURM_JOB_ID, SLURM_JOB_NODELIST\)"),
+        ({"node_rank": 1}, BATCH_SCRIPT, {}, "1 for all of the 3 machines of Slurm job 17"),
+        ({}, {**TASK, "SLURM_NODEID": "3"}, {}, r"machine 3 \(SLURM_NODEID\) of 3 .* heterogeneous"),
+        ({}, {**BATCH_SCRIPT, "SLURM_JOB_NODELIST": "n[1-x]"}, {}, "SLURM_JOB_NODELIST"),
+        ({"nodes": 2}, {}, {}, "topology.gpus_per_node"),
+        ({"kind": "slurm"}, {}, {}, "topology.gpus_per_node"),
+    ],
+)  # fmt: skip
+def test_a_contradiction_is_an_error_that_names_both_sources(
+    topology: dict[str, Any], env: dict[str, str], surroundings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        plan(topology, env, **surroundings)
+
+
+@pytest.mark.parametrize(
+    ("topology", "env", "surroundings", "said"),
+    [
+        ({}, TASK, {"gpus": 7, "driver": True}, r"n1 shows 7 GPUs, 8 were promised \(SLURM_GPUS_ON_NODE\)"),
+        ({}, TASK, {"gpus": 0, "driver": True}, "n1 shows 0 GPUs, 8 were promised"),
+        ({"nodes": 2, "gpus_per_node": 2}, TORCHRUN, {}, "2 here, but the launch has 1: 2 processes in all in place of 4"),
+        ({"nodes": 1}, TORCHRUN, {}, "1 here, but the launch has 2"),
+        ({}, {**TORCHRUN, "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2"}, {}, "5 processes in all, 2 of them on this machine"),
+        ({}, {**UNEVEN, "LOCAL_WORLD_SIZE": "2"}, {}, "4 processes in all, 2 of them on this machine"),
+        ({}, {**UNEVEN, "LOCAL_WORLD_SIZE": "1"}, {}, "4 processes in all, 1 of them on this machine"),
+        ({}, {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "MASTER_ADDR": "a"}, {}, "4 processes in all, 3 of them"),
+    ],
+)  # fmt: skip
+def test_fewer_gpus_or_processes_than_promised_are_never_trained_with(
+    topology: dict[str, Any], env: dict[str, str], surroundings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(CheckFailed, match=said):
+        plan(topology, env, **surroundings)
+
+
+@pytest.mark.parametrize("kind", ["single", "local"])
+@pytest.mark.parametrize(
+    "env", [TASK, TASK_PER_GPU, TORCHRUN, {**MPI, "MASTER_ADDR": "a"}, POD, ELASTIC, LEADER_WORKER_SET]
+)
+def test_no_process_of_a_launch_trains_by_itself(kind: str, env: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="each would start its own run"):
+        plan({"kind": kind, "gpus_per_node": 1}, env)
+
+
+def test_names_that_may_be_the_same_machine_are_no_contradiction() -> None:
+    joined = {**TORCHRUN, "MASTER_ADDR": "n1"}
+    for wanted, found in (("n1.cluster", "n1"), ("10.0.0.1", "n1"), ("n1", "10.0.0.1"), ("n1", "localhost")):
+        assert plan({"main_address": wanted}, {**joined, "MASTER_ADDR": found}).num_processes == 2
+
+
+def test_a_machine_whose_gpus_cannot_be_seen_says_so() -> None:
+    assert "see whether nvidia-smi works" in plan(driver=True).reason
+    assert "see whether nvidia-smi works" in plan({"gpus_per_node": 2}, driver=True).reason
+    for made in (plan(), plan(env={"CUDA_VISIBLE_DEVICES": ""}, driver=True), plan(gpus=1, driver=True)):
+        assert "nvidia-smi" not in made.reason
+
+
+def test_a_machine_without_a_gpu_driver_trains_on_its_cpu_and_says_so() -> None:
+    assert "has no GPU driver" in plan(env=TASK).reason
+    assert "has no GPU driver" not in plan(env=TASK, gpus=8, driver=True).reason
+
+
+@pytest.mark.parametrize(
+    ("topology", "said"),
+    [
+        ({"nodes": 4, "gpus_per_node": 8}, "topology.nodes"),
+        ({"kind": "slurm", "nodes": 4, "gpus_per_node": 8}, "topology.kind"),
+        ({"kind": "manual", "nodes": 4, "gpus_per_node": 8, "main_address": "n1"}, "topology.node_rank"),
+        ({"kind": "manual", "nodes": 4, "gpus_per_node": 8, "node_rank": 1}, "topology.main_address"),
+    ],
+)
+def test_a_plan_for_machines_elsewhere_is_shown_and_not_carried_out(topology: dict[str, Any], said: str) -> None:
+    made = plan(topology, gpus=2)
+    assert (made.num_processes, made.nodes, made.gpus_per_node) == (32, 4, 8)
+    with pytest.raises(UserError, match=said):
+        execute(made, RunConfig(), lambda: 0)
+
+
+def test_more_gpus_than_this_machine_has_can_be_planned_but_not_used() -> None:
+    made = plan({"gpus_per_node": 8}, gpus=2)
+    assert made.num_processes == 8
+    with pytest.raises(UserError, match="8 processes, but 2 visible GPUs"):
+        execute(made, RunConfig(), lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("env", "topology", "address", "port", "processes", "node"),
+    [
+        (POD, {"gpus_per_node": 8}, "job-master-0", "23456", (32, 4, 8), 1),
+        (ELASTIC, {}, "job-0", "999", (8, 4, 2), 3),
+        (LEADER_WORKER_SET, {"gpus_per_node": 8}, "job-0.svc", "29500", (32, 4, 8), 2),
+        ({**ELASTIC, "PET_NPROC_PER_NODE": "auto"}, {"gpus_per_node": 3}, "job-0", "999", (12, 4, 3), 3),
+    ],
+)
+def test_a_pod_starts_the_processes_of_its_machine(
+    env: dict[str, str],
+    topology: dict[str, Any],
+    address: str,
+    port: str,
+    processes: tuple[int, int, int],
+    node: int,
+) -> None:
+    made = plan(topology, env)
+    assert (made.num_processes, made.nodes, made.gpus_per_node) == processes
+    assert (made.role, made.node) == ("launch", node)
+    assert said_by(made.command, "--main_process_ip") == address
+    assert said_by(made.command, "--main_process_port") == port
+
+
+@pytest.mark.parametrize(
+    ("env", "topology", "address"),
+    [
+        (MPI, {"main_address": "n1"}, "n1"),
+        ({**MPI, "MASTER_ADDR": "n9"}, {}, "n9"),
+        ({**HYDRA, "MASTER_ADDR": "n9"}, {}, "n9"),
+        ({**HYDRA, "MPI_LOCALNRANKS": "4"}, {}, "127.0.0.1"),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, {}, "127.0.0.1"),
+    ],
+)
+def test_mpirun_s_processes_join_each_other(env: dict[str, str], topology: dict[str, Any], address: str) -> None:
+    made = plan(topology, env)
+    assert made.in_process and made.num_processes == 4
+    assert made.command.env["RANK"] == "3" and made.command.env["LOCAL_RANK"] == "1"
+    assert made.command.env["MASTER_ADDR"] == address
+
+
+TOLD = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "3",
+}
+BY_HAND = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
+OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": text for name, text in {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1"}.items()}
+
+
+@pytest.mark.parametrize(
+    ("env", "launch"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2", **STEP}, ("77-2", 1)),
+        ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-n1-4711@1", **STEP}, ("prterun-n1-4711-1", 1)),
+        ({"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}, ("77", 1)),
+        (STEP, ("7-2", 3)),
+        ({**STEP, "SLURM_RESTART_COUNT": "1"}, ("7-2-1", 3)),
+        (
+            {**BY_HAND, **STEP, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+            ("by-hand-n1-29500", 1),
+        ),  # in a machine's task
+        ({**BY_HAND, "CROSS_SIZE": "2", "LOCAL_SIZE": "4"}, ("77", 1)),
+        (BY_HAND, ("by-hand-n1-29500", 1)),
+        ({}, None),
+    ],
+)
+def test_a_launch_has_one_name_for_all_that_it_has_started_on_a_machine(
+    env: dict[str, str], launch: tuple[str, int] | None
+) -> None:
+    assert launch_of({**TOLD, **env}, parent=77) == launch
+
+
+def test_deepspeed_s_launcher_is_joined_on_as_many_machines_as_it_has() -> None:
+    env = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"}
+    made = plan({"nodes": 2, "gpus_per_node": 1}, {**env, "LOCAL_SIZE": "1", "CROSS_RANK": "1", "CROSS_SIZE": "2"})
+    assert (made.num_processes, made.nodes, made.gpus_per_node) == (2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("topology", "env", "machines"),
+    [
+        ({}, TORCHRUN, 0),
+        ({}, TASK_PER_GPU, 0),
+        ({}, TASK, 0),
+        ({"gpus_per_node": 2}, ELASTIC, 0),
+        ({"gpus_per_node": 8}, LEADER_WORKER_SET, 0),
+        ({"kind": "manual", "nodes": 2, "gpus_per_node": 8}, {}, 2),
+        ({"kind": "manual", "nodes": 2, "gpus_per_node": 8, "main_address": "n1", "node_rank": 1}, {}, 2),
+        ({"nodes": 2, "gpus_per_node": 8}, {}, 2),
+    ],
+)
+def test_a_plan_shows_what_to_type_on_each_machine_only_where_it_is_not_the_same_everywhere(
+    topology: dict[str, Any], env: dict[str, str], machines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig(topology=Topology(**topology), batch=Batch(examples_per_step=32))
+    print_plan(config, plan(topology, env), "sft", ["config.yaml"])
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run ")]
+    assert sum("on machine" in line for line in shown) == machines
+    assert machines or (len(shown) == 1 and shown[0].endswith("sft config.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("topology", "arguments", "slurm", "machine_1"),
+    [
+        ({}, [], True, "topology=manual topology.main_address=MAIN_ADDRESS topology.node_rank=1"),
+        ({}, ["topology=auto"], True, "topology=manual topology.main_address=MAIN_ADDRESS topology.node_rank=1"),
+        ({"main_address": "n1"}, [], True, "topology=manual topology.node_rank=1"),
+        ({"main_address": "n1"}, ["topology=cluster"], True, "topology=cluster topology.kind=manual topology.node_rank=1"),
+        ({"node_rank": 0}, ["topology.node_rank=0"], False, "topology=manual topology.main_address=MAIN_ADDRESS topology.node_rank=1"),
+        ({"kind": "manual", "main_address": "n1"}, [], False, "topology.node_rank=1"),
+        ({"kind": "slurm"}, [], True, None),
+        ({"kind": "slurm", "nodes": 1}, [], True, None),
+    ],
+)  # fmt: skip
+def test_what_a_plan_shows_to_type_works_where_it_is_typed(
+    topology: dict[str, Any],
+    arguments: list[str],
+    slurm: bool,
+    machine_1: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    topology = {"nodes": 2, "gpus_per_node": 8, **topology}
+    config = RunConfig(topology=Topology(**topology), batch=Batch(examples_per_step=32))
+    print_plan(config, plan(topology), "sft", ["a b.yaml", *arguments])
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run ")]
+    assert any("sbatch sft 'a b.yaml'" in line and line.endswith(" --submit") for line in shown) == slurm
+    assert [line.partition("'a b.yaml' ")[2] for line in shown if "on machine 1:" in line] == (
+        [machine_1] if machine_1 else []
+    )
+
+
+def test_variables_that_the_user_asks_for_win() -> None:
+    made = plan({"gpus_per_node": 2, "environment": {"OMP_NUM_THREADS": 3, "NCCL_DEBUG": "INFO"}})
+    assert dict(made.command.env) == {"OMP_NUM_THREADS": "3", "NCCL_DEBUG": "INFO"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "exported", "gpus", "processes"),
+    [
+        ("0,1", {}, 8, 2),
+        (3, {}, 8, 1),
+        ("6,7", {"CUDA_VISIBLE_DEVICES": "0"}, 1, 2),
+        ("", {}, 8, 1),
+        ("0,1", {"CUDA_VISIBLE_DEVICES": ""}, 0, 1),  # a machine without GPUs
+    ],
+)
+def test_the_gpus_that_the_config_shows_are_those_that_are_counted(
+    asked: str | int, exported: dict[str, str], gpus: int, processes: int
+) -> None:
+    made = plan({"environment": {"CUDA_VISIBLE_DEVICES": asked}}, exported, gpus=gpus, driver=gpus > 0)
+    assert (made.num_processes, made.command.env["CUDA_VISIBLE_DEVICES"]) == (processes, str(asked))
+    one = plan({"kind": "single", "environment": {"CUDA_VISIBLE_DEVICES": "2,3"}}, gpus=8, driver=True)
+    assert one.command.env["CUDA_VISIBLE_DEVICES"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("listed", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-11,20],login", ["n08", "n09", "n10", "n11", "n20", "login"]),
+        ("r[1-2]n[3-4]-ib", ["r1n3-ib", "r1n4-ib", "r2n3-ib", "r2n4-ib"]),
+        ("a-b[1],c", ["a-b1", "c"]),
+    ],
+)
+def test_slurm_s_lists_of_hosts(listed: str, hosts: list[str]) -> None:
+    assert list(expand(listed)) == hosts
+
+
+def test_slurm_s_lists_of_numbers() -> None:
+    assert repeated("4(x2),3") == (4, 4, 3)
+    with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE"):
+        repeated("4(y2)")
+
+
+def test_what_slurm_would_be_asked_for_is_no_job() -> None:
+    for env in ({"SLURM_NTASKS": "4"}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}):
+        assert plan(env=env).num_processes == 1
+
+
+def test_no_job_is_no_allocation() -> None:
+    assert allocation_of({"SLURM_CONF": "/etc/slurm.conf"}) is None

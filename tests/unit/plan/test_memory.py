@@ -1,0 +1,318 @@
+"""The memory estimate of a plan, against transformers' and peft's own counts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtrain.config.compose import load_config
+from packtrain.config.schema import Strategy
+from packtrain.plan.memory.estimate import GIB, OUTSIDE, Memory, estimate
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 50,
+}
+MADE = ["model.init=random", "model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]
+
+
+def sized(kind: str, **more: object) -> list[str]:
+    sizes = {"model_type": kind, **SIZES, **more}
+    return [f"model.config.{name}={str(value).lower()}" for name, value in sizes.items()]
+
+
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+PAIRS = ["objective.kind=dpo", "trainer.gradient_checkpointing=true", "batch.tokens_per_device=65536"]
+
+
+def known(overrides: list[str], processes: int = 1, device: int | None = None, strategy: Any = "ddp") -> Memory:
+    config = load_config(None, [*MADE, *overrides])
+    found = estimate(replace(config, strategy=Strategy(name=strategy)), processes, device)
+    assert isinstance(found, Memory), found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+        ("mistral", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+    ],
+)
+def test_parameters_from_sizes_are_those_of_the_model_that_transformers_makes(
+    kind: str, more: dict[str, bool], tmp_path: Path
+) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more))
+    expected = sum(one.numel() for one in model.parameters())
+    assert known(sized(kind, **more)).parameters == expected
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    stored = known(["model.init=pretrained", f"model.path={tmp_path}", "model.dtype=auto"])
+    assert (stored.parameters, stored.weights, stored.optimizer) == (expected, 2 * expected, 4 * expected)
+    for targets in ("all-linear", ["q_proj", "down_proj"]):
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+        trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
+        listed = targets if isinstance(targets, str) else f"[{','.join(targets)}]"
+        lora = known([*sized(kind, **more), "peft=lora", "peft.r=4", f"peft.target_modules={listed}"])
+        assert (lora.trained, lora.gradients) == (trained, 4 * trained)
+        model = adapted.unload()
+
+
+@pytest.mark.parametrize(("optimizer", "per_parameter"), [("adamw_torch", 8), ("sgd", 0), ("adamw_torch_fused", 8)])
+def test_optimizer_state_depends_on_the_optimizer(optimizer: str, per_parameter: int) -> None:
+    found = known([*sized("llama"), f"optim.name={optimizer}"])
+    assert found.optimizer == per_parameter * found.parameters
+    assert found.gradients == 4 * found.parameters
+
+
+@pytest.mark.parametrize(
+    ("overrides", "missing"),
+    [
+        (["model.init=pretrained", "model.path=owner/model"], "not on this machine yet; its sizes can be given: model"),
+        (["model.config.model_type=mamba"], "model type mamba"),
+        (["model.config.model_type=llama"], "model.config.hidden_size is left to the model type"),
+        ([*sized("llama")[:-1]], "model.config.vocab_size is left to the tokenizer"),
+        ([*sized("llama"), "peft=lora", "peft.target_modules=[nope]"], "peft.target_modules"),
+    ],
+)
+def test_what_is_missing_for_an_estimate_is_said(
+    overrides: list[str], missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    found = estimate(load_config(None, [*MADE, *overrides]), 1)
+    assert isinstance(found, str) and missing in found
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"\xff" * 20, b"\x02" + b"\0" * 7 + b"[]"])
+def test_a_folder_whose_weights_cannot_be_read_is_no_error(damage: bytes | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    if damage is not None:
+        (tmp_path / "model.safetensors").write_bytes(damage)
+    found = estimate(load_config(None, [*MADE, "model.init=pretrained", f"model.path={tmp_path}"]), 1)
+    assert isinstance(found, str) and "cannot be read as safetensors" in found
+
+
+@pytest.mark.parametrize(
+    ("variable", "cache"),
+    [
+        ("HF_HUB_CACHE", "."),
+        ("HF_HOME", "hub"),
+        ("XDG_CACHE_HOME", "huggingface/hub"),
+        ("HOME", ".cache/huggingface/hub"),
+    ],
+)
+def test_a_model_in_the_cache_of_the_hub_is_found(
+    variable: str, cache: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    repository = tmp_path / cache / "models--owner--model"
+    snapshot = repository / "snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    header = json.dumps({"a.weight": {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 60]}}).encode()
+    (snapshot / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert known(["model.init=pretrained", "model.path=owner/model"]).parameters == 15
+
+
+def test_a_reference_model_is_counted_where_one_is_kept() -> None:
+    llama = [*sized("llama"), "objective.kind=dpo"]
+    assert known(llama).reference == known(llama).weights > 0
+    assert "reference" in known(llama).sentence()
+    for kept_elsewhere in (["peft=lora"], ["objective.reference=precomputed"], ["objective.kind=sft"]):
+        assert known([*llama, *kept_elsewhere]).reference == 0
+
+
+def test_adapters_are_counted_on_their_base_and_as_what_they_are_to_the_run(tmp_path: Path) -> None:
+    base, earlier, other = (tmp_path / name for name in ("base", "earlier", "other"))
+    for folder, of in ((base, None), (earlier, base), (other, "another/model")):
+        folder.mkdir()
+        if of is not None:
+            (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(of)}))
+    header = json.dumps({"a.proj.weight": {"dtype": "F32", "shape": [30, 50], "data_offsets": [0, 6000]}}).encode()
+    (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    dpo = ["model.init=pretrained", "objective.kind=dpo", "peft=lora"]
+    for path, reference, strategy, expected in (
+        (earlier, "auto", "ddp", "adapters"),
+        (earlier, "auto", "zero3", "model"),
+        (base, "auto", "ddp", "none"),
+        (base, earlier, "ddp", "adapters"),
+        (base, base, "ddp", "model"),
+        (earlier, other, "ddp", "model"),
+    ):
+        given = [*dpo, f"model.path={path}", f"objective.reference={reference}"]
+        found = known(given, strategy=strategy)
+        assert found.parameters == 1500
+        assert found.reference == {"adapters": 4 * found.trained, "model": found.parameters * 4, "none": 0}[expected]
+    (other / "adapter_config.json").write_text("{}")
+    for broken in (f"model.path={other}", f"objective.reference={other}"):
+        said = estimate(load_config(None, [*MADE, *dpo, f"model.path={base}", broken]), 1)
+        assert isinstance(said, str) and "do not say of which model they are" in said
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "bytes_each"),
+    [  # of weights, gradients and optimizer per parameter, as counted in DeepSpeed 0.19.8 and torch 2.13; P: over processes
+        ("ddp", "float32", (4, 4, 8)),
+        ("ddp", "bfloat16", (2, 2, 4)),
+        ("zero1", "float32", (4, 4, "12/P")),
+        ("zero1", "bfloat16", (2, 2, "12/P")),
+        ("zero2", "float32", (4, "4/P", "12/P")),
+        ("zero2", "bfloat16", (2, "2/P", "12/P")),
+        ("zero3", "float32", ("4/P", "4/P", "12/P")),
+        ("zero3", "bfloat16", ("2/P", "2/P", "12/P")),
+        ("fsdp2", "float32", ("4/P", "4/P", "8/P")),
+        ("fsdp2", "bfloat16", ("2/P", "2/P", "4/P")),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, 2, 64])
+def test_each_strategy_holds_what_its_framework_keeps(
+    strategy: str, dtype: str, bytes_each: tuple[int | str, ...], processes: int
+) -> None:
+    found = known([*sized("llama"), f"model.dtype={dtype}"], processes, strategy=strategy)
+    for part, each in zip((found.weights, found.gradients, found.optimizer), bytes_each, strict=True):
+        whole, _, spread = str(each).partition("/")
+        assert part == -(-int(whole) * found.parameters // (processes if spread else 1))
+
+
+def test_offloading_moves_everything_that_lasts_to_the_machines_own_memory() -> None:
+    found = known([*sized("llama"), "model.dtype=bfloat16"], 2, strategy="zero3_offload")
+    assert (found.weights, found.gradients, found.optimizer) == (0, 0, 0)
+    assert found.host == pytest.approx(20 / 2 * found.parameters, rel=1e-3)
+    assert found.buffers > 0 and "of the machine's own memory per process" in found.sentence()
+    assert (
+        known(sized("llama"), 64, strategy="zero3").host == 4 * found.parameters
+    )  # every process loads the whole model
+    assert known(sized("llama"), 64).host == 0
+
+
+def test_ddp_has_a_copy_of_the_gradients_and_autocast_one_of_the_weights() -> None:
+    alone, two = known(sized("llama")), known(sized("llama"), 2)
+    assert (alone.buffers, two.buffers) == (0, two.gradients)
+    linear = alone.parameters - 2 * 50 * 64 - 7 * 64  # without the embeddings, the output head and the norms
+    assert known([*sized("llama"), "trainer.mixed_precision=bf16"]).buffers == 2 * linear
+    assert known([*sized("llama"), "trainer.mixed_precision=bf16", "model.dtype=bfloat16"]).buffers == 0
+
+
+def test_fsdp2_gathers_layers_beside_what_is_in_no_layer() -> None:
+    found = known(sized("llama"), 64, strategy="fsdp2")
+    rest = 2 * 50 * 64 + 64
+    layer = (found.parameters - rest) // 3
+    assert found.buffers == 4 * (3 * layer + rest) + 4 * (2 * layer + rest)  # weights, and gradients
+
+
+def test_a_reference_model_is_spread_where_weights_are() -> None:
+    dpo = [*sized("llama"), "objective.kind=dpo"]
+    assert known(dpo, 8, strategy="zero2").reference == 8 * known(dpo, 8, strategy="zero3").reference
+
+
+def test_adapters_are_float32_under_ddp_and_in_the_models_format_under_deepspeed() -> None:
+    lora = [*sized("llama"), "model.dtype=bfloat16", "peft=lora"]
+    ddp, zero2 = known(lora), known(lora, strategy="zero2")
+    assert (ddp.gradients, ddp.optimizer) == (4 * ddp.trained, 8 * ddp.trained)
+    assert (zero2.gradients, zero2.optimizer) == (2 * ddp.trained, 12 * ddp.trained)
+    assert ddp.weights == 2 * ddp.parameters + 4 * ddp.trained
+
+
+def test_activations_grow_with_a_micro_batch_and_shrink_by_checkpointing() -> None:
+    config = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=64"]
+    whole = known(config).activations
+    half = known([*config, "batch.tokens_per_device=4096"]).activations
+    checkpointed = known([*config, "trainer.gradient_checkpointing=true"]).activations
+    assert whole and half and checkpointed
+    assert 60 < whole / GIB < 64 and half < 0.55 * whole and checkpointed < 0.1 * whole
+    few = known([*config, "batch.examples_per_step=1"]).activations  # a step is one document of data.max_length
+    assert few and few < 0.3 * whole
+    assert (known([*config, "model.attention=sdpa_mask"]).activations or 0) > 1.1 * whole  # masks of row × row
+    padded = [*config, "packing.mode=padding", "batch.examples_per_device=4"]
+    assert (known(padded).activations or 0) > whole  # its mask, and keys for every head
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["packing.mode=padding", "data.max_length=null"], "data.max_length"),
+        (["model.init=pretrained", "model.path={folder}"], "model type gpt2"),
+    ],
+)
+def test_where_activations_are_not_known_the_rest_is_counted(overrides: list[str], why: str, tmp_path: Path) -> None:
+    header = json.dumps({"a.weight": {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 60]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    given = [] if "model.init=pretrained" in overrides else sized("llama")
+    found = known([*given, *(one.format(folder=tmp_path) for one in overrides)], device=80 * GIB)
+    assert found.activations is None and found.weights > 0 and found.fits is None
+    assert "before activations (not known: " in found.sentence() and why in found.sentence()
+    assert known([*given, *(one.format(folder=tmp_path) for one in overrides)], device=1).fits is False
+
+
+def test_a_model_of_the_hub_is_counted_from_sizes_that_are_given() -> None:
+    given = ["model.init=pretrained", "model.path=owner/model", "model.dtype=auto", *sized("llama")]
+    assert known(given).weights == 2 * known(sized("llama")).parameters
+
+
+@pytest.mark.parametrize(
+    ("processes", "gib", "overrides", "strategy", "advice"),
+    [
+        (8, 80, [], "ddp", "strategy=fsdp2 would take"),
+        (8, 91, [], "zero1", "strategy=zero3 would take"),
+        (8, 91, [], "zero2", "strategy=zero3 would take"),
+        (8, 80, ["batch.tokens_per_device=16384"], "zero2", "trainer.gradient_checkpointing=true would take"),
+        (8, 24, [], "zero3", "trainer.gradient_checkpointing=true would take"),
+        (1, 80, ["peft=lora"], "ddp", "trainer.gradient_checkpointing=true would take"),
+        (8, 23, ["trainer.gradient_checkpointing=true"], "zero3", "batch.tokens_per_device=4096 would take"),
+        (
+            8,
+            8,
+            ["trainer.gradient_checkpointing=true"],
+            "zero3",
+            "strategy=zero3_offload batch.tokens_per_device=4096 would",
+        ),
+        (1, 4, [], "ddp", "no strategy takes less than"),
+        (8, 60, ["optim.name=adafactor"], "ddp", "trainer.gradient_checkpointing=true would take"),
+        (8, 30, ["optim.name=adafactor"], "ddp", "no strategy takes less than"),  # the others refuse it
+        (1, 24, PAIRS, "zero3", "strategy=zero3_offload batch.tokens_per_device=32768 would"),
+        (1, 24, [*PAIRS, "objective.loss_type=aot"], "zero3", "use a larger GPU, or peft=lora"),  # a step in one piece
+    ],
+)
+def test_what_does_not_fit_is_flagged_with_the_least_change_that_would(
+    processes: int, gib: int, overrides: list[str], strategy: str, advice: str
+) -> None:
+    model = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=64"]
+    found = known([*model, *overrides], processes, gib * GIB, strategy)
+    assert found.fits is False and found.total + OUTSIDE > gib * GIB
+    assert advice in found.advice
+    assert f"That exceeds the {gib}.00 GiB of a GPU" in found.sentence() and found.advice in found.sentence()
+    assert found.to_json()["fits"] is False
+    assert known([*model, *overrides], processes, 500 * GIB, strategy).fits
+
+
+def test_gpus_that_a_plan_is_made_for_win_over_those_that_are_found() -> None:
+    found = known([*sized("llama"), "topology.gpu_memory=40"], device=80 * GIB)
+    assert (found.device, found.fits) == (40 * GIB, True)
+    assert known(sized("llama")).fits is None
