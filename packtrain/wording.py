@@ -1,8 +1,11 @@
-"""Numbers of things, and ranks, in words."""
+"""Numbers of things, ranks, and who has what, in words."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+_MOST_NAMES = 6
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -35,6 +38,28 @@ def counted(number: float, things: str) -> str:
     """ "1 document", "1,000 documents", "2.5 pairs"; `things` is the plural."""
     one = things.removesuffix("s") if not things.endswith("es") or things in _WITH_E else things.removesuffix("es")
     return f"{number:,} {one if number == 1 else things}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "n1, n2 and n3"; of many only the first."""
+    names = list(names)
+    if len(names) > _MOST_NAMES:
+        return f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def grouped(by_name: Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Each value and who has it, the value that most have first."""
+    who: dict[str, list[str]] = defaultdict(list)
+    for name, value in by_name.items():
+        who[value].append(name)
+    groups = sorted(who.items(), key=lambda item: -len(item[1]))
+    return tuple((value, tuple(names)) for value, names in groups)
+
+
+def by_value(by_name: Mapping[str, str]) -> str:
+    """ "4 on n1 and n3, 3 on n2", the value that most have first."""
+    return ", ".join(f"{value} on {listed(names)}" for value, names in grouped(by_name))
 
 
 _WITH_E = ("examples", "machines", "files", "times", "nodes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from packtrain.errors import CheckFailed, PacktrainError, PeerFailed
 from packtrain.launch.exchange import Exchange
@@ -115,7 +115,7 @@ def _connect(place: Place, search: _Search, end: float) -> Wire:
 
 def _register(wire: Wire, me: Member, place: Place, exchange: Exchange, search: _Search) -> dict[int, str]:
     """The names that come with go. Raises machine 0's error, PeerFailed where it left, _NoAnswer where it is no machine 0."""
-    exchange.send(wire, {"kind": "hello", "job": place.job, "member": me.to_json()})
+    exchange.send(wire, {"kind": "hello", "job": place.job, "member": asdict(me)})
     begun, next_beat, welcomed = time.monotonic(), time.monotonic() + BEAT_S, False
     while True:
         now = time.monotonic()

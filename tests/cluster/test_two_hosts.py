@@ -294,8 +294,8 @@ def test_machines_with_another_config_or_package_are_told_which_key_and_version(
         sft(hosts, 2, folder, "optim.learning_rate=0.5", PYTHONPATH=str(other.parent)),
     ]
     assert both(runs) == [3, 3]
-    assert all("optim.learning_rate: 0.001 on n1, 0.5 on n2" in run.text for run in runs)
-    assert all(f"trl: {version('trl')} on n1, 0.1.2 on n2" in run.text for run in runs)
+    assert all("optim.learning_rate: n2 has 0.5; n1 has 0.001" in run.text for run in runs)
+    assert all(f"trl: n2 has 0.1.2; n1 has {version('trl')}" in run.text for run in runs)
 
 
 def test_machines_with_another_number_of_gpus_are_told_at_once(hosts: TwoHosts, folder: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from packtrain.config.schema import Optim, RunConfig, Topology, Trainer
 from packtrain.errors import Disagreement, PacktrainError, PeerFailed, Problem
 from packtrain.launch.worker import LOG_DIR
-from packtrain.train.sync.agreement import agree_on_start, differences, misplaced, weights_hash, wrong_number
+from packtrain.train.sync.agreement import agree_on_start, misplaced, unlike, weights_hash, wrong_number
 from packtrain.train.sync.peers import FIRST_STAGE, Judge, Peers, Statement, meet, preparing_s
 
 
@@ -33,7 +33,7 @@ def statements(nodes: int, per_node: int, facts: dict[int, dict[str, str]] | Non
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (2, 2), (3, 1), (16, 8), (128, 1)])
 def test_processes_that_are_alike_agree(nodes: int, per_node: int) -> None:
     said = statements(nodes, per_node)
-    assert differences(said, {}) == []
+    assert unlike(said, {}) == []
     assert misplaced(said, (nodes, per_node)) == []
     assert wrong_number(len(said), (nodes, per_node)) is None
 
@@ -64,18 +64,18 @@ def test_processes_that_are_alike_agree(nodes: int, per_node: int) -> None:
 def test_a_difference_names_who_has_what_the_few_first(
     nodes: int, per_node: int, facts: dict[int, dict[str, str]], told: str
 ) -> None:
-    found = differences(statements(nodes, per_node, facts), {"seed": "set it"})
+    found = unlike(statements(nodes, per_node, facts), {"seed": "set it"})
     assert found == [Problem(told.replace("1, 2", "1 and 2"), "seed", "set it")]
 
 
 def test_a_fact_that_only_some_state_is_a_difference() -> None:
-    (found,) = differences(statements(1, 3, {1: {"optim.new": "1"}}), {})
+    (found,) = unlike(statements(1, 3, {1: {"optim.new": "1"}}), {})
     assert found == Problem("rank 1 has 1; ranks 0 and 2 have no such thing", "optim.new")
 
 
 def test_of_many_differences_the_first_are_told_in_full_and_their_fix_once() -> None:
     other = {f"k{number}": "x" for number in range(30)}
-    found = differences(statements(1, 2, {1: other}), dict.fromkeys(other, "same config"))
+    found = unlike(statements(1, 2, {1: other}), dict.fromkeys(other, "same config"))
     assert [one.where for one in found] == [*(f"k{number}" for number in range(8)), ""]
     assert found[-1].what == "22 more differ: k8, k9, k10, k11, k12, k13, k14, k15, …"
     assert [one.fix for one in found[:-1]] == [""] * 7 + ["same config"]
@@ -124,7 +124,7 @@ def together(
     all_peers: list[Peers], facts: list[dict[str, str]], timeout_s: float = 60, stage: str = "data"
 ) -> list[PacktrainError | None]:
     """What each of the processes (threads here) raises; where some are missing, the first comes after those that do."""
-    judge: Judge = lambda said: differences(said, {})  # noqa: E731
+    judge: Judge = lambda said: unlike(said, {})  # noqa: E731
 
     said = [f"{stage}/said/{peer.whole.rank}" for peer in all_peers[1:]]
     some = len(all_peers) < all_peers[0].world_size

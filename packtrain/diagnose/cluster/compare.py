@@ -14,7 +14,7 @@ from typing import Any
 
 from packtrain.config.secret_names import speaks_of_secrets
 from packtrain.diagnose.checks.check import GIB, Status, size
-from packtrain.launch.members import grouped
+from packtrain.wording import grouped
 
 CLOCK_S = 2.0
 """Clocks that are closer are alike: what is measured over a network on busy machines is no better."""

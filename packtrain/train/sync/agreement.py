@@ -1,7 +1,7 @@
 """What all processes of a run must have in common: asserted after start, after data, and after loading the model.
 
-Processes that differ would train something that nobody asked for, or wait for each other for ever. The comparison is a
-pure function of what each says (`differences`); train/peers.py carries the statements. Weights are compared by a hash over
+Processes that differ would train something that nobody asked for, or wait for each other for ever. The comparison is
+that of plan/agreement.py; peers.py carries the statements. Weights are compared by a hash over
 their bytes: xxh3 takes 0.1 s for 135 million float32 ones, where a cryptographic hash takes 1 s.
 """
 
@@ -11,7 +11,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +19,13 @@ import xxhash
 
 from packtrain.config.schema import RunConfig
 from packtrain.errors import Disagreement, Problem
-from packtrain.launch.members import shared_values, shared_versions
 from packtrain.model.load import base_model
+from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, differences, shared_values, shared_versions
 from packtrain.run_folder import environment
 from packtrain.train.sync.peers import FIRST_STAGE, Peers, Statement, places_in_words, preparing_s
 from packtrain.wording import counted
 
 _MOST_SHOWN = 8
-_MOST_VALUES = 4
 _LONGEST = 120
 _NO_MATTER = ("_name_or_path", "transformers_version")  # of a model's config
 
@@ -53,8 +52,8 @@ def agree_on_start(
     shared = {key: value for key, value in shared_values(config).items() if key not in own}
     own_machine = os.environ.get("LOCAL_WORLD_SIZE", "?")
     claims = (
-        Claim(shared, "start every process with the same config file and the same KEY=VALUE arguments"),
-        Claim(shared_versions(environment()), "install the same versions everywhere, e.g. from one container image"),
+        Claim(shared, SAME_CONFIG),
+        Claim(shared_versions(environment()), SAME_VERSIONS),
         Claim({"device": device}, "look at nvidia-smi and CUDA_VISIBLE_DEVICES there"),
         Claim({"processes on the machine": own_machine}, "start the same number of processes on every machine"),
     )
@@ -97,27 +96,15 @@ def weights_hash(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def differences(statements: Sequence[Statement], fixes: Mapping[str, str]) -> list[Problem]:
-    """One problem for each fact that is not the same in all statements: who has what, the few before the many.
+def unlike(statements: Sequence[Statement], fixes: Mapping[str, str]) -> list[Problem]:
+    """One problem for each fact that is not the same in all statements; `fixes`: fact → what to do about it."""
+    several = len({one.host for one in statements}) > 1
+    by_rank = {one.rank: one for one in statements}
 
-    `fixes`: fact → what to do about it. Of many problems only the first are told in full.
-    """
-    names = list(dict.fromkeys(name for one in statements for name in one.facts))
-    problems: list[Problem] = []
-    for name in names:
-        groups: dict[str, list[Statement]] = defaultdict(list)
-        for one in statements:
-            groups[one.facts.get(name, "no such thing")].append(one)
-        if len(groups) > 1:
-            problems.append(Problem(_who_has_what(groups, statements), name, fixes.get(name, "")))
-    if not problems:
-        return []
-    shown, rest = problems[:_MOST_SHOWN], [one.where for one in problems[_MOST_SHOWN:]]
-    if rest:
-        dots = ", …" if len(rest) > _MOST_SHOWN else ""
-        shown.append(Problem(f"{len(rest)} more differ: {', '.join(rest[:_MOST_SHOWN])}{dots}"))
-    following = [*(one.fix for one in shown[1:]), ""]
-    return [replace(one, fix="" if one.fix == then else one.fix) for one, then in zip(shown, following, strict=True)]
+    def in_words(ranks: Sequence[int]) -> str:
+        return places_in_words([by_rank[rank] for rank in ranks], several_hosts=several)
+
+    return differences({rank: one.facts for rank, one in by_rank.items()}, fixes, in_words)
 
 
 def misplaced(statements: Sequence[Statement], planned: tuple[int, int]) -> list[Problem]:
@@ -160,23 +147,10 @@ def _agree(
     fixes = {name: claim.fix for claim in claims for name in claim.facts}
 
     def judge(statements: Sequence[Statement]) -> list[Problem]:
-        return [*(misplaced(statements, planned) if planned else []), *differences(statements, fixes)]
+        return [*(misplaced(statements, planned) if planned else []), *unlike(statements, fixes)]
 
     facts = {name: value for claim in claims for name, value in claim.facts.items()}
     peers.settle(stage, facts, judge, timeout_s=timeout_s)
-
-
-def _who_has_what(groups: Mapping[str, list[Statement]], everyone: Sequence[Statement]) -> str:
-    """ "rank 2 on n2 has 4; ranks 0 and 1 on n1 have 3": the few first, the many (or those of rank 0) last."""
-    ordered = sorted(groups.items(), key=lambda item: (len(item[1]), -item[1][0].rank))
-    several_hosts = len({one.host for one in everyone}) > 1
-    parts = [
-        f"{places_in_words(ours, several_hosts=several_hosts)} {'have' if len(ours) > 1 else 'has'} {value}"
-        for value, ours in ordered
-    ]
-    if len(parts) > _MOST_VALUES:
-        parts[_MOST_VALUES - 1 : -1] = [f"{len(parts) - _MOST_VALUES} more values"]
-    return "; ".join(parts)
 
 
 def _times(nodes: int, per_node: int) -> str:

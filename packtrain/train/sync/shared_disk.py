@@ -16,8 +16,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from rich.markup import escape
 
 from packtrain.errors import CheckFailed
-from packtrain.launch.members import listed
 from packtrain.train.setting import Setting
+from packtrain.wording import listed
 
 _LOOK_S = 5  # some network disks take a while to show a new file
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +171,7 @@ def test_a_machine_that_falls_silent_is_named_while_the_others_go_on(
         while not held and time.monotonic() < end:
             with suppress(OSError):
                 held.append(socket.create_connection(("127.0.0.1", config.topology.main_port)))
-                hello = {"kind": "hello", "job": cluster._JOB, "member": member(2, nodes=3).to_json()}
+                hello = {"kind": "hello", "job": cluster._JOB, "member": asdict(member(2, nodes=3))}
                 held[0].sendall(json.dumps(hello).encode() + b"\n")
             time.sleep(0.05)
 

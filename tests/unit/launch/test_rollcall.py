@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -79,8 +79,8 @@ def test_the_port_is_free_for_torch_while_the_line_is_open(place: Place) -> None
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"config": {"optim.learning_rate": "0.002"}}, "optim.learning_rate: 0.001 on n1, 0.002 on n2"),
-        ({"versions": {"torch": "2.12.0"}}, "torch: 2.13.0 on n1, 2.12.0 on n2"),
+        ({"config": {"optim.learning_rate": "0.002"}}, "optim.learning_rate: n2 has 0.002; n1 has 0.001"),
+        ({"versions": {"torch": "2.12.0"}}, "torch: n2 has 2.12.0; n1 has 2.13.0"),
         ({"per_node": 3, "gpus": 3}, "same number of processes (n1: 2, n2: 3)"),
         ({"nodes": 3, "total": 6}, "how many they are: 2 on n1, 3 on n2"),
         ({"total": 3}, "4 processes in total are wanted, but planned are 4 on n1, 3 on n2"),
@@ -137,7 +137,7 @@ def test_of_many_machines_those_that_differ_are_named() -> None:
     members[17] = replace(members[17], versions={"torch": "2.12.0"})
     error = differences(members)
     assert error is not None
-    assert "n5 and 57 more, 2.12.0 on n17" in str(error)
+    assert "n17 has 2.12.0; n0, n1, n2, n3, n4, n5 and 57 more have 2.13.0" in str(error)
 
 
 def test_a_missing_machine_is_named_to_all_that_are_there(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
@@ -252,7 +252,7 @@ def test_a_slow_machine_joins_byte_by_byte(place: Place, monkeypatch: pytest.Mon
     launchers = Launchers()
     launchers.start(member(0), place)
     with visitor(place) as slow:
-        hello = json.dumps({"kind": "hello", "job": "job", "member": member(1).to_json()}).encode() + b"\n"
+        hello = json.dumps({"kind": "hello", "job": "job", "member": asdict(member(1))}).encode() + b"\n"
         for at in range(0, len(hello), 7):
             slow.sendall(hello[at : at + 7])
             time.sleep(0.002)
@@ -307,7 +307,7 @@ def test_a_machine_that_left_is_waited_for_again(place: Place) -> None:
     launchers.start(member(0, 3), place)
     with visitor(place) as first:
         wire = Wire(first)
-        wire.send({"kind": "hello", "job": "job", "member": member(1, 3).to_json()})
+        wire.send({"kind": "hello", "job": "job", "member": asdict(member(1, 3))})
         until = time.monotonic() + LONG_S
         while not any(one["kind"] == "welcome" for one in wire.receive()):
             assert time.monotonic() < until

@@ -1,0 +1,223 @@
+"""What machines and ranks say of themselves, and what must be the same on all of them: one comparison, used before a run by the
+launchers (launch/rendezvous.py) and in it by the ranks (train/sync). Pure.
+
+Values are compared as text. Those that may be secret (environment variables, tokens, addresses with a password) are replaced by
+a short digest, enough to see that two differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
+
+from packtrain.config.schema import RunConfig
+from packtrain.config.secret_names import speaks_of_secrets
+from packtrain.errors import CheckFailed, PacktrainError, Problem
+from packtrain.wording import by_value, listed
+
+CLOCK_SKEW_S = 60
+SAME_CONFIG = "start every process with the same config file and the same KEY=VALUE arguments"
+SAME_VERSIONS = "install the same versions everywhere, e.g. from one lock file or container image"
+_MOST_SHOWN = 8
+_MOST_VALUES = 4
+_MOST_MACHINES = 12
+# A machine's own business: its number, the name it has for the main one, its folder for caches, its devices.
+_OWN = re.compile(
+    r"topology\.(node_rank|main_address)|data\.cache_dir|topology\.environment\..*(_IFNAME|_HCA|VISIBLE_DEVICES)"
+)
+_FEWER_GPUS = "Set topology.gpus_per_node={} on every machine, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
+_VARIABLES = "topology.environment."  # anything may be in them
+_URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
+_Who = TypeVar("_Who")
+
+
+def shared_values(config: RunConfig) -> dict[str, str]:
+    """Key → text of every config value that must be the same on all machines; secrets as digests."""
+    flat: dict[str, Any] = {}
+    _flatten(asdict(config), "", flat)
+    return {key: _shown(key, value) for key, value in flat.items() if not _OWN.fullmatch(key)}
+
+
+def shared_versions(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Package → version of `run_folder.environment()`, and Python's without its patch level."""
+    packages = {name: version or "not installed" for name, version in environment["versions"].items()}
+    return {"python": ".".join(str(environment["python"]).split(".")[:2]), **packages}
+
+
+def digest_of(text: str) -> str:
+    """A few letters by which two secrets can be told apart."""
+    return hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
+
+
+def differences(
+    said: Mapping[_Who, Mapping[str, str]], fixes: Mapping[str, str], in_words: Callable[[Sequence[_Who]], str]
+) -> list[Problem]:
+    """One problem for each fact that is not the same for all of `said`: "rank 2 has 4; ranks 0 and 1 have 3", the few first.
+
+    `said` is who → fact → value in words, `in_words` names several of them, `fixes` is fact → what to do about it. Of many
+    problems only the first have their values.
+    """
+    names = list(dict.fromkeys(name for facts in said.values() for name in facts))
+    problems: list[Problem] = []
+    for name in names:
+        groups: dict[str, list[_Who]] = defaultdict(list)
+        for who, facts in said.items():
+            groups[facts.get(name, "no such thing")].append(who)
+        if len(groups) > 1:
+            problems.append(Problem(_who_has_what(groups, list(said), in_words), name, fixes.get(name, "")))
+    if not problems:
+        return []
+    shown, rest = problems[:_MOST_SHOWN], [one.where for one in problems[_MOST_SHOWN:]]
+    if rest:
+        dots = ", …" if len(rest) > _MOST_SHOWN else ""
+        shown.append(Problem(f"{len(rest)} more differ: {', '.join(rest[:_MOST_SHOWN])}{dots}"))
+    following = [*(one.fix for one in shown[1:]), ""]
+    return [replace(one, fix="" if one.fix == then else one.fix) for one, then in zip(shown, following, strict=True)]
+
+
+def _who_has_what(
+    groups: Mapping[str, list[_Who]], everyone: Sequence[_Who], in_words: Callable[[Sequence[_Who]], str]
+) -> str:
+    """The few before the many; of equally many those of the first last."""
+    ordered = sorted(groups.items(), key=lambda item: (len(item[1]), -everyone.index(item[1][0])))
+    parts = [f"{in_words(ours)} {'have' if len(ours) > 1 else 'has'} {value}" for value, ours in ordered]
+    if len(parts) > _MOST_VALUES:
+        parts[_MOST_VALUES - 1 : -1] = [f"{len(parts) - _MOST_VALUES} more values"]
+    return "; ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One machine as its launcher describes it: machine `node` of `nodes`, with `per_node` processes of `total`.
+
+    `versions` has packages and Python, `config` the text of every value that all machines must share; `clock` is seconds
+    since 1970.
+    """
+
+    node: int
+    nodes: int
+    per_node: int
+    total: int
+    gpus: int
+    host: str
+    addresses: tuple[str, ...]
+    versions: Mapping[str, str]
+    config: Mapping[str, str]
+    clock: float
+
+    @classmethod
+    def from_json(cls, values: Any) -> Member:
+        """The member whose `asdict` came as JSON. Raises ValueError for anything else."""
+        if not isinstance(values, dict) or set(values) != {one.name for one in fields(cls)}:
+            raise ValueError("not a member")
+        whole = all(type(values[name]) is int and 0 <= values[name] < 2**20 for name in _WHOLE)
+        texts = all(_is_text_map(values[name]) for name in ("versions", "config"))
+        addresses = values["addresses"]
+        named = isinstance(addresses, (list, tuple)) and all(isinstance(one, str) for one in addresses)
+        timed = isinstance(values["clock"], (int, float)) and abs(values["clock"]) < 1e12
+        if not (whole and texts and named and timed and isinstance(values["host"], str)):
+            raise ValueError("not a member")
+        host = "".join(letter for letter in values["host"] if letter.isprintable())[:255]
+        return cls(**{**values, "host": host or "?", "addresses": tuple(addresses)})
+
+
+_WHOLE = ("node", "nodes", "per_node", "total", "gpus")
+
+
+def names_of(members: Sequence[Member]) -> dict[int, str]:
+    """Node → host name, with the machine's number where two have the same one."""
+    hosts = [member.host for member in members]
+    return {
+        member.node: member.host if hosts.count(member.host) == 1 else f"{member.host} (machine {member.node})"
+        for member in members
+    }
+
+
+def twice(one: Member, other: Member) -> CheckFailed:
+    """Two machines with the same number."""
+    places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in (one, other))
+    return CheckFailed(
+        f"two machines say that they are number {one.node}: {places}",
+        where="topology.node_rank",
+        fix=f"Give each machine its own, from 0 (topology.main_address) to {max(one.nodes - 1, 1)}.",
+    )
+
+
+def unlike_counts(members: Sequence[Member]) -> CheckFailed | None:
+    """Whether the machines mean to start different numbers of processes, or cannot have as many as they mean to."""
+    names, first = names_of(members), members[0]
+
+    def counts(name: str) -> dict[str, str]:
+        return {names[one.node]: str(getattr(one, name)) for one in members}
+
+    def found(these: Mapping[str, str]) -> str:
+        return ", ".join(f"{name}: {number}" for name, number in list(these.items())[:_MOST_MACHINES])
+
+    nodes, per_node, gpus, totals = (counts(name) for name in ("nodes", "per_node", "gpus", "total"))
+    if len(set(nodes.values())) > 1:
+        what = f"the machines do not agree on how many they are: {by_value(nodes)}"
+        return CheckFailed(what, where="topology.nodes", fix="Start every machine with the same topology.nodes.")
+    if len(set(per_node.values())) > 1:
+        of = "GPUs" if per_node == gpus else "processes"
+        what = f"the machines do not have the same number of {of} ({found(per_node)})"
+        fix = _FEWER_GPUS.format(min(one.per_node for one in members))
+        return CheckFailed(what, where="topology.gpus_per_node", fix=fix)
+    if short := [one for one in members if 0 < one.gpus < one.per_node]:
+        few = found({names[one.node]: str(one.gpus) for one in short})
+        what = f"{first.per_node} GPUs on each machine are wanted, and some have fewer ({few})"
+        fix = _FEWER_GPUS.format(min(one.gpus for one in short))
+        return CheckFailed(what, where="topology.gpus_per_node", fix=fix)
+    if set(totals.values()) != {str(first.nodes * first.per_node)}:
+        what = f"{first.nodes * first.per_node} processes in total are wanted, but planned are {by_value(totals)}"
+        return CheckFailed(what, where="topology", fix="Start every machine with the same config.")
+    if len({one.gpus > 0 for one in members}) > 1:
+        what = f"some machines have GPUs and others none ({by_value(gpus)})"
+        return CheckFailed(what, where="topology", fix="Look at nvidia-smi and CUDA_VISIBLE_DEVICES there.")
+    return None
+
+
+def unlike(members: Sequence[Member]) -> PacktrainError | None:
+    """Everything that is not the same on all machines and must be, as one error; None where they agree."""
+    if counts := unlike_counts(members):
+        return counts
+    names = names_of(members)
+    said = {one.node: {**one.config, **one.versions} for one in members}
+    fixes = dict.fromkeys((key for one in members for key in one.config), SAME_CONFIG)
+    fixes |= dict.fromkeys((key for one in members for key in one.versions), SAME_VERSIONS)
+    problems = differences(said, fixes, lambda nodes: listed([names[node] for node in nodes]))
+    return CheckFailed(problems) if problems else None
+
+
+def clock_remarks(members: Sequence[Member], offsets: Mapping[int, float]) -> list[str]:
+    """Clocks that are far from machine 0's; `offsets` are seconds by node, measured when a member said its clock."""
+    names = names_of(members)
+    return [
+        f"the clock of {names[node]} is {abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} that of {names[0]}: "
+        "times in logs will not match (is NTP running?)"
+        for node, offset in sorted(offsets.items())
+        if abs(offset) > CLOCK_SKEW_S
+    ]
+
+
+def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            _flatten(inner, f"{path}.{name}" if path else str(name), into)
+    else:
+        into[path] = value
+
+
+def _shown(key: str, value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
+    if value is not None and (key.startswith(_VARIABLES) or speaks_of_secrets(key) or _URL_WITH_PASSWORD.search(text)):
+        return f"a value not shown ({digest_of(text)})"
+    return text if len(text) <= 200 else f"{text[:160]}… ({digest_of(text)})"
+
+
+def _is_text_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, str) for pair in value.items() for one in pair)
