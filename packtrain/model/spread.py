@@ -36,7 +36,7 @@ from packtrain.config.rules.strategies import SHARDED_WEIGHTS
 from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
-from packtrain.plan.deepspeed import STAGES, deepspeed_config
+from packtrain.plan.accelerate import STAGES, deepspeed_config
 
 _OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_")
 _ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -80,7 +80,8 @@ def compilers_missing() -> list[str]:
 def arguments_of(config: RunConfig, model: nn.Module) -> dict[str, Any]:
     """The arguments of transformers' trainers that set the strategy and the precision, for the loaded `model`."""
     bf16_weights = base_model(model).dtype == torch.bfloat16
-    settings = deepspeed_config(config, bf16_weights=bf16_weights)
+    dtype = "bfloat16" if bf16_weights else "float32"
+    settings = deepspeed_config(config.strategy.name, dtype=dtype, max_grad_norm=config.optim.max_grad_norm)
     if settings is None:
         return {"bf16": config.trainer.mixed_precision == "bf16"}
     # DeepSpeed's bf16 would round the weights; `compute_in` is what mixed precision means under every strategy

@@ -1,17 +1,23 @@
-"""How a strategy is said to accelerate's launcher: a part of its YAML and of its command line. Pure.
+"""What accelerate's launcher and DeepSpeed are told of a run: one source for `packtrain plan`, for the launch and for training.
 
-The launcher only starts processes; what is active in them is taken from the run's config by train/strategy.py, which drops
-what the launcher leaves in their environment. Both say the same, since both come from here and from launch/deepspeed.py.
+Every choice of the launcher is on its command line AND in its YAML: without --config_file, accelerate mixes in whatever the
+user once answered to `accelerate config`. It only starts processes; what is active in them comes from the run's config
+(model/spread.py), which drops what the launcher leaves in their environment.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from packtrain.config.schema import RunConfig
-from packtrain.plan.deepspeed import STAGES
+from packtrain.plan.topology import Processes
 
-FSDP2 = {
+WORKER = "packtrain.worker"
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
+"""DeepSpeed's strategies, and their ZeRO stages."""
+_NOT_KNOWN_YET = "MAIN_ADDRESS"  # in plans for machines whose names are still to come
+BUCKET = 50_000_000  # numbers that are reduced or gathered at once: 200 MB in float32
+_FSDP2 = {
     "fsdp_version": 2,
     "fsdp_reshard_after_forward": True,
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -22,23 +28,101 @@ FSDP2 = {
 }
 
 
-def accelerate_part(config: RunConfig, *, deepspeed_file: str) -> tuple[dict[str, Any], list[str]]:
-    """What the strategy adds to accelerate's YAML, and its flags; `deepspeed_file` is where the DeepSpeed JSON will be.
+def deepspeed_config(strategy: str, *, dtype: str, max_grad_norm: float) -> dict[str, Any] | None:
+    """The DeepSpeed JSON as a dict; None where `strategy` is not DeepSpeed's.
 
-    `standard` is a must on several machines: DeepSpeed's own launcher (pdsh) starts independent trainings where there is
-    no hostfile, with exit code 0, and writes the whole environment to ~/.deepspeed_env.
+    Batches are left at one, as for transformers: a loader item is a whole optimizer step, and the trainer tells the engine
+    which of its micro-batches is the last. Optimizer and schedule are transformers'. bf16 says that the WEIGHTS are bfloat16
+    (DeepSpeed then keeps float32 copies in its optimizer); `dtype` "auto" leaves that open until the model is loaded.
+    trainer.mixed_precision is autocast over the weights as they are, the same under every strategy.
     """
-    name = config.strategy.name
-    if name in STAGES:
+    stage = STAGES.get(strategy)
+    if stage is None:
+        return None
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": max_grad_norm,
+        "bf16": {"enabled": "auto" if dtype == "auto" else dtype == "bfloat16"},
+        "zero_optimization": {"stage": stage, **_zero(stage, offload=strategy == "zero3_offload")},
+        "zero_allow_untested_optimizer": True,  # transformers' fused AdamW is not on its list
+        "steps_per_print": 10**9,  # its own lines on the terminal
+        "wall_clock_breakdown": False,
+    }
+
+
+def _zero(stage: int, *, offload: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": BUCKET}
+    if stage < 3:
+        return {**settings, "allgather_bucket_size": BUCKET}
+    settings |= {
+        "stage3_prefetch_bucket_size": BUCKET,
+        "stage3_param_persistence_threshold": 10_000,  # numbers: norms and biases stay whole
+        "stage3_gather_16bit_weights_on_model_save": True,  # in the weights' own format, whatever its name says
+    }
+    if offload:
+        host = {"device": "cpu", "pin_memory": True}
+        settings |= {"offload_optimizer": dict(host), "offload_param": dict(host)}
+    return settings
+
+
+def launch_config(
+    processes: Processes, node: int, strategy: str, *, deepspeed_file: str, port: int, gpus: bool
+) -> dict[str, Any]:
+    """accelerate's YAML for machine `node`; `deepspeed_file` is where the DeepSpeed JSON will be.
+
+    MULTI_GPU also on CPUs: accelerate's `cpu` takes another path, which ignores the number of processes. `standard` is a must
+    on several machines: DeepSpeed's own launcher (pdsh) starts independent trainings where there is no hostfile, with exit
+    code 0, and writes the whole environment to ~/.deepspeed_env.
+    """
+    alone = processes.total == 1 or processes.joins
+    if alone:
+        spread: dict[str, Any] = {"distributed_type": "NO"}
+    elif strategy in STAGES:
         settings = {
             "deepspeed_config_file": deepspeed_file,
             "deepspeed_multinode_launcher": "standard",
             "zero3_init_flag": False,  # proofs and adapters come before the weights are spread
         }
-        flags = ["--use_deepspeed", "--deepspeed_config_file", deepspeed_file]
-        flags += ["--deepspeed_multinode_launcher", "standard", "--zero3_init_flag", "false"]
-        return {"distributed_type": "DEEPSPEED", "deepspeed_config": settings}, flags
-    if name == "fsdp2":
-        flags = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_cpu_ram_efficient_loading", "false"]
-        return {"distributed_type": "FSDP", "fsdp_config": dict(FSDP2)}, flags
-    return {"distributed_type": "MULTI_GPU"}, ["--multi_gpu"]
+        spread = {"distributed_type": "DEEPSPEED", "deepspeed_config": settings}
+    elif strategy == "fsdp2":
+        spread = {"distributed_type": "FSDP", "fsdp_config": dict(_FSDP2)}
+    else:
+        spread = {"distributed_type": "MULTI_GPU"}
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        **spread,
+        "num_machines": 1 if alone else processes.nodes,
+        "num_processes": 1 if alone else processes.total,  # of all machines: never those of one
+        "machine_rank": node,
+        "mixed_precision": "no",  # trainer.mixed_precision is set where the model is made
+        "use_cpu": not gpus and alone,
+        "debug": False,
+    }
+    if not alone:
+        address = "127.0.0.1" if processes.nodes == 1 else processes.main_address or _NOT_KNOWN_YET
+        config |= {"main_process_ip": address, "main_process_port": port, "same_network": True, "gpu_ids": "all"}
+    return config
+
+
+def launch_argv(
+    accelerate: str, config_file: str, config: dict[str, Any], worker: Sequence[str], *, join_timeout_s: int
+) -> list[str]:
+    """The `accelerate launch` command that runs `python -m WORKER worker…` in every process of a `launch_config`.
+
+    Processes that have not found each other after `join_timeout_s` seconds give up.
+    """
+    flags = ["--config_file", config_file, *_strategy_flags(config), "--same_network"]
+    for name in ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port"):
+        flags += [f"--{name}", str(config[name])]
+    flags += ["--rdzv_conf", f"timeout={join_timeout_s}", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    return [accelerate, "launch", *flags, "-m", WORKER, *worker]
+
+
+def _strategy_flags(config: dict[str, Any]) -> list[str]:
+    if config["distributed_type"] == "DEEPSPEED":
+        flags = ["--use_deepspeed", "--deepspeed_config_file", config["deepspeed_config"]["deepspeed_config_file"]]
+        return [*flags, "--deepspeed_multinode_launcher", "standard", "--zero3_init_flag", "false"]
+    if config["distributed_type"] == "FSDP":
+        return ["--use_fsdp", "--fsdp_version", "2", "--fsdp_cpu_ram_efficient_loading", "false"]
+    return ["--multi_gpu"]

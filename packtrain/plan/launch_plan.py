@@ -8,10 +8,8 @@ from typing import Any
 
 from packtrain.config.schema import RunConfig
 from packtrain.errors import Problem
-from packtrain.launch.accelerate import WORKER, launch_argv, launch_config
-from packtrain.plan.accelerate import accelerate_part
+from packtrain.plan.accelerate import WORKER, deepspeed_config, launch_argv, launch_config
 from packtrain.plan.batch import BatchPlan, plan_batch
-from packtrain.plan.deepspeed import deepspeed_config
 from packtrain.plan.network.choice import Setting, choose_network
 from packtrain.plan.other_launchers import DEFAULT_PORT
 from packtrain.plan.surroundings import Surroundings, visible_gpus
@@ -120,7 +118,9 @@ def plan_launch(
             for node, setting in enumerate(settings)
         ),
         accelerate=settings[own],
-        deepspeed=deepspeed_config(config),
+        deepspeed=deepspeed_config(
+            config.strategy.name, dtype=config.model.dtype, max_grad_norm=config.optim.max_grad_norm
+        ),
         batch=plan_batch(config, processes.total),
         role=processes.role,
         node=own,
@@ -147,8 +147,8 @@ def _with_asked_gpus(config: RunConfig, surroundings: Surroundings) -> Surroundi
 
 def _settings(config: RunConfig, processes: Processes, node: int, surroundings: Surroundings) -> dict[str, Any]:
     port = processes.main_port or (surroundings.free_port if processes.nodes == 1 else DEFAULT_PORT)
-    strategy, _ = accelerate_part(config, deepspeed_file=str(RunFolder.of(config).deepspeed))
-    return launch_config(processes, node, strategy, port=port, gpus=surroundings.gpus > 0)
+    file, name = str(RunFolder.of(config).deepspeed), config.strategy.name
+    return launch_config(processes, node, name, deepspeed_file=file, port=port, gpus=surroundings.gpus > 0)
 
 
 def _argv(
@@ -158,9 +158,8 @@ def _argv(
     worker = [verb, str(folder.config)]
     if processes.total == 1 or processes.joins:
         return (surroundings.python, "-m", WORKER, *worker)
-    _, strategy = accelerate_part(config, deepspeed_file=str(folder.deepspeed))
     file, timeout = str(folder.accelerate), config.topology.join_timeout
-    return tuple(launch_argv(surroundings.accelerate, file, settings, strategy, worker, join_timeout_s=timeout))
+    return tuple(launch_argv(surroundings.accelerate, file, settings, worker, join_timeout_s=timeout))
 
 
 def _spread(processes: Processes, surroundings: Surroundings, verb: str, arguments: Sequence[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from packtrain.model.spread import elements
 from packtrain.monitor.time_limits import TimeLimits
 from packtrain.packing.balance import Limits
 from packtrain.packing.schedule import Schedule, make_schedule
-from packtrain.plan.deepspeed import STAGES
+from packtrain.plan.accelerate import STAGES
 from packtrain.train.callbacks import EarlyStop, Intervals, MetricsFile, TerminalProgress
 from packtrain.train.checkpoint import step_of
 from packtrain.train.loader import PairSteps, Steps

@@ -22,7 +22,7 @@ from packtrain.model.forward import Head, choose_head
 from packtrain.model.load import base_model
 from packtrain.model.spread import most_of_all
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device
-from packtrain.plan.deepspeed import STAGES
+from packtrain.plan.accelerate import STAGES
 from packtrain.proof.choice import Decision, decide
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 

@@ -18,7 +18,7 @@ from packtrain.config.rules.limits import micro_batch_limits, unsplittable
 from packtrain.config.rules.strategies import check_strategy
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
-from packtrain.plan.deepspeed import STAGES, deepspeed_config
+from packtrain.plan.accelerate import BUCKET, STAGES
 from packtrain.plan.memory.activations import Numbers, fullest, kept
 from packtrain.plan.memory.shapes import Layers, Weights, adapter_shapes, layers_of, weights_of
 from packtrain.plan.reference import kind_of
@@ -217,8 +217,7 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
         gathered = 3 * model.block + model.rest  # a layer, what it was gathered in, and the next one; the rest stays
         reduced = 2 * model.block + model.rest if full else 0  # gradients, and what they are reduced in
         return copies + gathered * width + reduced * trained_width
-    settings = deepspeed_config(config) or {}
-    bucket = min(settings["zero_optimization"]["reduce_bucket_size"], model.trained) * trained_width
+    bucket = min(BUCKET, model.trained) * trained_width
     if STAGES[name] < 3:
         return copies + 2 * bucket  # one is reduced while the other is filled (overlap_comm)
     return copies + bucket + min(model.all, _LIVE) * width
