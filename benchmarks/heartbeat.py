@@ -2,7 +2,7 @@
 
     python benchmarks/heartbeat.py [--processes 4] [--micro-batches 4] [--step-seconds 0.1]
 
-Each process goes through the phases of a step as WholeSteps does, without the work in between, and counts its CPU time (not
+Each process goes through the phases of a step as StepTrainer does, without the work in between, and counts its CPU time (not
 the clock's: others may keep the machine busy); the launcher's is counted over the same time. The all-reduce of the counts is
 timed with and without the ranks' times in it, in turn. `--step-seconds` is the step that the share is of; 0.1 s is a very
 short one. On paper, for many ranks: see the end of the output.

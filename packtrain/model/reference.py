@@ -103,7 +103,7 @@ def _of_data_set(trainer: PackedDPOTrainer, steps: PairSteps, place: Path) -> np
 
 
 def _fill(trainer: PackedDPOTrainer, steps: PairSteps, step: int, values: np.ndarray) -> None:
-    together = trainer.course.strategy in SHARDED_WEIGHTS  # then as often as the others, whatever is known already
+    together = trainer.settings.strategy in SHARDED_WEIGHTS  # then as often as the others, whatever is known already
     for numbers in steps.schedule.micro_batches(step, steps.rank, steps.world_size):
         if together or (len(numbers) and np.isnan(values[numbers]).any()):
             chosen, rejected = trainer.policy_logps(steps.collate(numbers))

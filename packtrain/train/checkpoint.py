@@ -78,7 +78,7 @@ def listed(checkpoints: Path) -> list[Path]:
 def set_aside(checkpoints: Path, after: int) -> list[str]:
     """Renames the checkpoints of later steps than `after`, which a run that goes on from there is about to make anew.
 
-    They are damaged, or of a course that was left. Under their own names they would count as the newest ones: kept in
+    They are damaged, or of steps that a resumed run has left. Under their own names they would count as the newest ones: kept in
     place of good ones, and resumed from. Returns remarks.
     """
     remarks = []

@@ -19,25 +19,24 @@ from packtrain.monitor.time_limits import TimeLimits
 from packtrain.packing.balance import Limits
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.accelerate import STAGES
-from packtrain.train.callbacks import EarlyStop, Intervals, MetricsFile, TerminalProgress
 from packtrain.train.checkpoint import step_of
 from packtrain.train.loader import PairSteps, Steps
+from packtrain.train.loop import LoopSettings, StopCallback
+from packtrain.train.metrics import EarlyStop, Intervals, MetricsFile, TerminalProgress
 from packtrain.train.preflight import autocast_of
 from packtrain.train.setting import Setting
-from packtrain.train.stop import StopCallback
-from packtrain.train.whole_steps import Course
 
 
-def course_of(
+def loop_settings(
     setting: Setting,
     steps: Steps | PairSteps,
     evaluation: Steps | PairSteps | None,
     model: PreTrainedModel,
     checkpoint: Path | None,
-) -> Course:
+) -> LoopSettings:
     """Where the run goes, from `checkpoint` on where there is one."""
     trainer, topology, peers = setting.config.trainer, setting.config.topology, setting.process.peers
-    return Course(
+    return LoopSettings(
         steps=steps,
         evaluation=evaluation,
         stop=setting.stop,

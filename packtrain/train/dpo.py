@@ -24,11 +24,11 @@ from trl.trainer import dpo_trainer as trl_dpo
 from packtrain.config.rules.strategies import SHARDED_WEIGHTS
 from packtrain.config.schema import Objective
 from packtrain.errors import UserError
+from packtrain.model.forward import add_pair_layout
 from packtrain.model.load import base_model
-from packtrain.model.pair_forward import add_pair_layout
 from packtrain.model.spread import compute_in
 from packtrain.train.loader import MicroBatch
-from packtrain.train.whole_steps import Course, WholeSteps, placeholder
+from packtrain.train.loop import LoopSettings, StepTrainer, placeholder
 
 _COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
 TOKEN_LOSSES = ("sft",)
@@ -50,8 +50,8 @@ FIGURES = {
 _NOT_FIGURES = ("num_tokens",)  # ours are exact over a resume
 
 
-class PackedDPOTrainer(WholeSteps, DPOTrainer):
-    """Trains `model` along `course` against `reference`.
+class PackedDPOTrainer(StepTrainer, DPOTrainer):
+    """Trains `model` along `settings` against `reference`.
 
     `reference` is a model of its own; None for `model` with its adapters off (or with those in their place that it has under
     the name of ref), or, with args.precompute_ref_log_probs, for log-probabilities that come with the batches.
@@ -63,7 +63,7 @@ class PackedDPOTrainer(WholeSteps, DPOTrainer):
         args: DPOConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        course: Course,
+        settings: LoopSettings,
         reference: PreTrainedModel | None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
@@ -75,18 +75,18 @@ class PackedDPOTrainer(WholeSteps, DPOTrainer):
                 processing_class=tokenizer,
                 data_collator=cast(Any, list),
                 train_dataset=placeholder(_COLUMNS),
-                eval_dataset=placeholder(_COLUMNS) if course.evaluation is not None else None,
+                eval_dataset=placeholder(_COLUMNS) if settings.evaluation is not None else None,
                 callbacks=callbacks,
             )
         outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
         add_pair_layout(base_model(self.model), (*outputs, "log_sum_sq_probs") if self.use_weighting else outputs)
         if reference is not None:
             add_pair_layout(reference, ("log_probs",))
-            if course.computed_in is not None and self.is_deepspeed_enabled:
-                compute_in(reference, course.computed_in)
+            if settings.computed_in is not None and self.is_deepspeed_enabled:
+                compute_in(reference, settings.computed_in)
         self.all_loss_weights = list(self.loss_weights)
         self._sums = torch.zeros(len(FIGURES), 2, dtype=torch.float64)
-        self.open_course(course)
+        self.open_loop(settings)
 
     # -- the loss
 
@@ -151,7 +151,7 @@ class PackedDPOTrainer(WholeSteps, DPOTrainer):
         call = {name: value for name, value in inputs.items() if name not in apart}
         labels = torch.full_like(call["input_ids"], -100)
         zero = model(**call, labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
-        if self.course.strategy in SHARDED_WEIGHTS and not self.precompute_ref_logps:
+        if self.settings.strategy in SHARDED_WEIGHTS and not self.precompute_ref_logps:
             self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
         return zero
 

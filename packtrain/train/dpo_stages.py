@@ -26,13 +26,13 @@ from packtrain.packing.pairs import Layout
 from packtrain.plan.reference import adapters_of_reference, kind_of, starts_at_reference
 from packtrain.proof.choice import Decision, examine_pairs
 from packtrain.proof.isolation import check_as_it_comes
-from packtrain.train import announce
-from packtrain.train.arguments import training_arguments
+from packtrain.train import console
 from packtrain.train.checkpoint import check_origin
-from packtrain.train.course import callbacks_of, course_of, schedule_of
+from packtrain.train.course import callbacks_of, loop_settings, schedule_of
 from packtrain.train.dpo import PackedDPOTrainer, check_routers, objective_arguments
 from packtrain.train.dpo_start import check_pair_forward, check_start
 from packtrain.train.loader import PairSteps
+from packtrain.train.loop import training_arguments
 from packtrain.train.preflight import autocast_of, decide_together, same_everywhere
 from packtrain.train.setting import Setting
 from packtrain.train.sync.agreement import weights_hash
@@ -77,19 +77,19 @@ def build(
     evaluation = _steps(setting, data.eval, model, tokenizer, layout, whole_set=True) if data.eval else None
     for part in filter(None, (steps, evaluation)):
         _check_sorting_losses(config, part)
-    announce.decisions(setting.log, config, model, data, steps, evaluation, setting.process.world_size)
-    course = course_of(setting, steps, evaluation, model, checkpoint)
+    console.decisions(setting.log, config, model, data, steps, evaluation, setting.process.world_size)
+    settings = loop_settings(setting, steps, evaluation, model, checkpoint)
     trainer = PackedDPOTrainer(
         model,
         _arguments(setting, model, steps, evaluation, starts_anew=checkpoint is None),
         tokenizer,
-        course=replace(course, origin=course.origin | held_to),
+        settings=replace(settings, origin=settings.origin | held_to),
         reference=reference,
         callbacks=callbacks_of(setting),
     )
     trainer.close_proofs = close_proofs
-    announce.attention(setting.log, base, decision)
-    announce.pairs(setting.log, config, layout, unshared, kind_of(config))
+    console.attention(setting.log, base, decision)
+    console.pairs(setting.log, config, layout, unshared, kind_of(config))
     if config.verify.preflight:
         check_as_it_comes(base, padding=decision is None, autocast=autocast_of(config))
     if decision is not None:
@@ -199,8 +199,8 @@ def _take_precomputed(
     sets = [part for part in (data.train, data.eval) if part is not None]
     whole = [_steps(setting, part, model, tokenizer, layout, whole_set=True) for part in sets]
     said = precompute(trainer, setting.config, whole, identity)
-    course = trainer.course
-    steps = replace(cast(PairSteps, course.steps), reference=said[0])
-    evaluation = replace(cast(PairSteps, course.evaluation), reference=said[1]) if len(said) > 1 else None
-    trainer.course = replace(course, steps=steps, evaluation=evaluation)
+    settings = trainer.settings
+    steps = replace(cast(PairSteps, settings.steps), reference=said[0])
+    evaluation = replace(cast(PairSteps, settings.evaluation), reference=said[1]) if len(said) > 1 else None
+    trainer.settings = replace(settings, steps=steps, evaluation=evaluation)
     trainer.steps = steps

@@ -154,5 +154,5 @@ def _training(model: Any) -> Iterator[None]:
 def _first(trainer: PackedDPOTrainer) -> MicroBatch:
     """The first micro-batch of the run with a pair in it; the first pair where this process has none."""
     steps = cast(PairSteps, trainer.steps)
-    batches: list[Any] = [batch for batch in steps[trainer.course.first_step % max(len(steps), 1)] if batch.examples]
+    batches: list[Any] = [batch for batch in steps[trainer.settings.first_step % max(len(steps), 1)] if batch.examples]
     return batches[0] if batches else steps.collate([0])

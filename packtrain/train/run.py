@@ -27,17 +27,14 @@ from packtrain.model.load import base_model, check_positions, check_trainable, l
 from packtrain.model.spread import open_strategy
 from packtrain.monitor.heartbeat import own_pulse
 from packtrain.run_folder import RunFolder, write_json
-from packtrain.train import announce, dpo_stages, sft_stages
-from packtrain.train.backend_words import keep_in_full
+from packtrain.train import console, dpo_stages, results, sft_stages
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
+from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.course import origin_of, trained_by
-from packtrain.train.explained import explained
-from packtrain.train.final import save_final
-from packtrain.train.quiet import quiet_libraries, warnings_to
-from packtrain.train.rank_log import RankLog
-from packtrain.train.samples import answer
+from packtrain.train.library_errors import explained, keep_in_full
+from packtrain.train.loop import StopRequest
+from packtrain.train.results import answer, save_final
 from packtrain.train.setting import Process, Setting
-from packtrain.train.stop import StopRequest
 from packtrain.train.sync.agreement import agree_on_data, agree_on_model, agree_on_start
 from packtrain.train.sync.all_reduce_check import check_first_sum, connected
 from packtrain.train.sync.peers import Peers, meet, preparing_s
@@ -74,7 +71,7 @@ def train_in(config: RunConfig, process: Process) -> int:
     started = time.perf_counter()
     stages = STAGES[config.objective.kind]
     folder = RunFolder.of(config)
-    log = RankLog(folder.log(process.rank), main=process.main)
+    log = Log(folder.log(process.rank), main=process.main)
     warnings_to(log)
     setting = Setting(config, process, folder, log, StopRequest())
     checkpoint = _checkpoint_to_resume(setting)
@@ -99,19 +96,19 @@ def train_in(config: RunConfig, process: Process) -> int:
     own_pulse().enter("proof")
     trainer, decision = stages.build(setting, data, model, tokenizer, checkpoint)
     before = _answers(setting, model, tokenizer, as_it_came)
-    announce.first_step(log, time.perf_counter() - started, checkpoint)
+    console.first_step(log, time.perf_counter() - started, checkpoint)
     _clear_the_way(setting, checkpoint)
     if checkpoint is not None:
         limit_collectives(config.topology.checkpoint_timeout)  # until the first step: some have read it before others
     setting.stop.listen()  # until here a signal ends the process as usual: there is nothing to save
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
-    summary = announce.Summary(config, trainer, data, decision, started)
+    summary = results.Summary(config, trainer, data, decision, started)
     if setting.stop.agreed:
         _write(setting, summary.to_json("stopped"))
-        announce.stopped(log, setting.stop.agreed, trainer.state.global_step)
+        results.stopped(log, setting.stop.agreed, trainer.state.global_step)
         return 128 + setting.stop.agreed
-    if data.eval and announce.last_evaluated(trainer) != trainer.state.global_step:
+    if data.eval and results.last_evaluated(trainer) != trainer.state.global_step:
         trainer.evaluate()
     trainer.clock.enter("final")
     if config.trainer.early_stop_patience:
@@ -121,7 +118,7 @@ def train_in(config: RunConfig, process: Process) -> int:
         _meet(setting, "results")  # the answers take all of them, and the main process has been writing alone
     after = _answers(setting, model, tokenizer, as_it_came)
     _write(setting, summary.to_json("done"))
-    announce.results(log, summary, before, after, saved, folder)
+    results.show(log, summary, before, after, saved, folder)
     return 0
 
 

@@ -8,8 +8,8 @@ import torch
 
 from packtrain.config.schema import RunConfig
 from packtrain.run_folder import RunFolder
-from packtrain.train.rank_log import RankLog
-from packtrain.train.stop import StopRequest
+from packtrain.train.console import Log
+from packtrain.train.loop import StopRequest
 from packtrain.train.sync.peers import Peers
 
 
@@ -35,5 +35,5 @@ class Setting:
     config: RunConfig
     process: Process
     folder: RunFolder
-    log: RankLog
+    log: Log
     stop: StopRequest

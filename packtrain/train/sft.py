@@ -20,14 +20,14 @@ from packtrain.model.forward import add_loss_sum
 from packtrain.model.load import base_model
 from packtrain.model.routers import router_loss, without_labels
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.whole_steps import Course, WholeSteps, placeholder
+from packtrain.train.loop import LoopSettings, StepTrainer, placeholder
 
 _PROBE_TOKENS = 64
 _COLUMNS: dict[str, list[Any]] = {"input_ids": [[0]], "labels": [[0]]}
 
 
-class PackedSFTTrainer(WholeSteps, SFTTrainer):
-    """Trains `model` along `course`. See the module's docstring for what differs from TRL's."""
+class PackedSFTTrainer(StepTrainer, SFTTrainer):
+    """Trains `model` along `settings`. See the module's docstring for what differs from TRL's."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class PackedSFTTrainer(WholeSteps, SFTTrainer):
         args: SFTConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        course: Course,
+        settings: LoopSettings,
         objective: Objective,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
@@ -47,7 +47,7 @@ class PackedSFTTrainer(WholeSteps, SFTTrainer):
             processing_class=tokenizer,
             data_collator=cast(Any, list),
             train_dataset=placeholder(_COLUMNS),
-            eval_dataset=placeholder(_COLUMNS) if course.evaluation is not None else None,
+            eval_dataset=placeholder(_COLUMNS) if settings.evaluation is not None else None,
             callbacks=callbacks,
         )
         if routers is not None:  # TRL turns them on for its auxiliary loss; ours asks for them itself
@@ -55,7 +55,7 @@ class PackedSFTTrainer(WholeSteps, SFTTrainer):
         self.routers = router_loss(base_model(self.model), objective.router_aux_coef)
         base = base_model(self.model)
         self.head = add_loss_sum(base, loss=objective.loss, neftune_alpha=objective.neftune_alpha)
-        self.open_course(course)
+        self.open_loop(settings)
 
     def open_step(self, batches: list[MicroBatch]) -> None:
         """Has the routers' load counted over the step."""

@@ -16,10 +16,10 @@ from packtrain.model.load import base_model
 from packtrain.model.spread import open_proofs, spread
 from packtrain.proof.choice import Decision
 from packtrain.proof.isolation import check_as_it_comes, tolerance_of
-from packtrain.train import announce
-from packtrain.train.arguments import training_arguments
-from packtrain.train.course import callbacks_of, course_of, schedule_of
+from packtrain.train import console
+from packtrain.train.course import callbacks_of, loop_settings, schedule_of
 from packtrain.train.loader import Steps
+from packtrain.train.loop import training_arguments
 from packtrain.train.preflight import FirstStepWatch, autocast_of, decide_together, fit_head
 from packtrain.train.setting import Setting
 from packtrain.train.sft import PackedSFTTrainer
@@ -45,7 +45,7 @@ def build(
     spread(model, setting.config, setting.process.device)
     steps = _steps(setting, data.train, model, tokenizer, whole_set=False)
     evaluation = _steps(setting, data.eval, model, tokenizer, whole_set=True) if data.eval else None
-    announce.decisions(setting.log, setting.config, model, data, steps, evaluation, setting.process.world_size)
+    console.decisions(setting.log, setting.config, model, data, steps, evaluation, setting.process.world_size)
     arguments = training_arguments(
         setting.config,
         SFTConfig,
@@ -60,7 +60,7 @@ def build(
         model,
         arguments,
         tokenizer,
-        course=course_of(setting, steps, evaluation, model, checkpoint),
+        settings=loop_settings(setting, steps, evaluation, model, checkpoint),
         objective=setting.config.objective,
         callbacks=callbacks_of(setting),
     )
@@ -88,7 +88,7 @@ def _preflight(setting: Setting, trainer: PackedSFTTrainer, as_it_came: str) -> 
     decision = None
     if config.packing.mode != "padding":
         decision = decide_together(config, model, setting.process.world_size)
-    announce.attention(setting.log, model, decision)
+    console.attention(setting.log, model, decision)
     if config.verify.preflight:
         check_as_it_comes(model, padding=decision is None, autocast=autocast_of(config))
     if decision is not None:
@@ -96,7 +96,7 @@ def _preflight(setting: Setting, trainer: PackedSFTTrainer, as_it_came: str) -> 
         if config.verify.preflight:
             tolerance = tolerance_of(autocast_of(config) or model.dtype)
             trainer.watch = FirstStepWatch(as_it_came, tolerance, trainer.steps.pad_token_id)
-    announce.head(setting.log, model, trainer.head, fit_head(config, model, trainer.head, trainer.probe()))
+    console.head(setting.log, model, trainer.head, fit_head(config, model, trainer.head, trainer.probe()))
     if trainer.routers is not None:
         setting.log.say(
             f"[bold]routers[/]    {trainer.routers.weight:g} × load-balancing loss over the tokens of a step"

@@ -21,11 +21,11 @@ from packtrain.errors import UserError
 from packtrain.model.adapters import add_adapters
 from packtrain.model.load import base_model
 from packtrain.packing.pairs import Layout, collate_pairs
-from packtrain.train import announce
+from packtrain.train import console
 from packtrain.train.dpo import FIGURES, PackedDPOTrainer
 from packtrain.train.dpo_stages import _check_sorting_losses
 from packtrain.train.loader import PairSteps
-from packtrain.train.whole_steps import placeholder
+from packtrain.train.loop import placeholder
 
 SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
@@ -220,7 +220,7 @@ def test_settings_of_losses_that_were_chosen_are_taken() -> None:
 def test_losses_are_told_of_with_their_weights() -> None:
     config = RunConfig(objective=Objective(kind="dpo", loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.2]))
     said: list[str] = []
-    announce.pairs(cast(Any, SimpleNamespace(say=said.append)), config, "shared", "", "model")
+    console.pairs(cast(Any, SimpleNamespace(say=said.append)), config, "shared", "", "model")
     assert "sigmoid + 0.2 × sft, beta 0.1" in said[-1]
 
 

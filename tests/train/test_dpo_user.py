@@ -24,7 +24,7 @@ from packtrain.launch.verification import show
 from packtrain.model import reference
 from packtrain.model.load import load_model, load_tokenizer
 from packtrain.run_folder import RunFolder
-from packtrain.train.announce import _documents
+from packtrain.train.console import _documents
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.dpo_stages import identity_of_reference
 from packtrain.train.sync.agreement import weights_hash

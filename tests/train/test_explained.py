@@ -15,8 +15,7 @@ from packtrain.config.schema import Batch, RunConfig, Strategy, Trainer
 from packtrain.errors import LostPeers, PeerFailed, UserError
 from packtrain.monitor.heartbeat import Pulse, read_beat
 from packtrain.train import run
-from packtrain.train.backend_words import shortly
-from packtrain.train.explained import explained
+from packtrain.train.library_errors import explained, shortly
 
 CONFIG = RunConfig(batch=Batch(tokens_per_device=8192), trainer=Trainer(output_dir="runs/x"))
 GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has …")

@@ -37,12 +37,12 @@ TOKENS = 1024
 def held_in_a_run(arguments: list[str]) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer states after the second backward pass of a real run, in this process."""
     from packtrain.run_folder import RunFolder
+    from packtrain.train.loop import StepTrainer
     from packtrain.train.run import train
-    from packtrain.train.whole_steps import WholeSteps
 
     torch.set_num_threads(1)
     held: dict[str, int] = {}
-    inner = WholeSteps.training_step
+    inner = StepTrainer.training_step
 
     def step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = inner(self, *args, **kwargs)
@@ -53,7 +53,7 @@ def held_in_a_run(arguments: list[str]) -> dict[str, int]:
         held["optimizer"] = _bytes(one for state in states for one in state.values() if isinstance(one, torch.Tensor))
         return loss
 
-    WholeSteps.training_step = step  # type: ignore[method-assign]
+    StepTrainer.training_step = step  # type: ignore[method-assign]
     config = load_config(None, arguments)
     RunFolder.of(config).open_attempt("never")
     train("sft", config)

@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 from packtrain.attention.backends import attend_by
 from packtrain.data.dataset import Document
 from packtrain.data.pairs import LEAST_PROMPT, Preference
-from packtrain.model.pair_forward import add_pair_layout
+from packtrain.model.forward import add_pair_layout
 from packtrain.packing.pairs import Layout, collate_pairs
 
 OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from packtrain.model.shards import save_shards
+from packtrain.model.spread import save_shards
 
 
 def test_a_disk_that_refuses_shards_raises_the_systems_error(tmp_path: Path) -> None:

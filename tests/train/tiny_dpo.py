@@ -20,8 +20,7 @@ from packtrain.packing.pairs import Layout
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.loader import PairSteps
-from packtrain.train.stop import StopRequest
-from packtrain.train.whole_steps import Course
+from packtrain.train.loop import LoopSettings, StopRequest
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
 LAYOUTS: tuple[Layout, ...] = ("padding", "flat", "shared")
@@ -103,7 +102,7 @@ def ours(
         cast(Any, model or policy()),
         arguments(folder, **given),
         TOKENIZER,
-        course=Course(steps or steps_of(layout), None, StopRequest(), folder, {}),
+        settings=LoopSettings(steps or steps_of(layout), None, StopRequest(), folder, {}),
         reference=cast(Any, another()) if reference == OTHER else reference,
     )
     if layout != "padding":

@@ -27,7 +27,7 @@ from packtrain.errors import PacktrainError, PeerFailed, Problem
 from packtrain.launch.arrival import PROGRESS_S
 from packtrain.monitor.diagnosis import CAUSES
 from packtrain.plan.network.choice import SOCKETS
-from packtrain.train.backend_words import shortly
+from packtrain.train.library_errors import shortly
 from packtrain.train.sync.peers import GRACE_S, Peers, Statement, places_in_words
 from packtrain.wording import ranks_in_words
 

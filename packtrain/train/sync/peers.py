@@ -26,7 +26,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from packtrain.errors import CheckFailed, Disagreement, PeerFailed, Problem
 from packtrain.launch.rollcall import holder_of
 from packtrain.launch.worker import LOG_DIR
-from packtrain.train.backend_words import shortly
+from packtrain.train.library_errors import shortly
 from packtrain.wording import ranks_in_words
 
 FIRST_STAGE = "start"

@@ -29,14 +29,12 @@ from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
 from packtrain.plan.reference import kind_of
 from packtrain.proof.isolation import evaluating, joined, vocabulary_of
-from packtrain.train.arguments import training_arguments
 from packtrain.train.dpo import PackedDPOTrainer, objective_arguments
 from packtrain.train.dpo_start import check_pair_forward
 from packtrain.train.loader import MicroBatch, PairSteps
+from packtrain.train.loop import LoopSettings, StopRequest, training_arguments
 from packtrain.train.preflight import autocast_of
-from packtrain.train.stop import StopRequest
 from packtrain.train.verify.modes import Comparison, Layouts, Measure, compare, lengths_for, longest_alone
-from packtrain.train.whole_steps import Course
 
 _SHAPES = ((10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (18, 6, 11))  # tokens of prompt, chosen, rejected
 _FIRST_BATCH = 3  # pairs in the first of two micro-batches
@@ -158,8 +156,8 @@ def trainer_on_random_pairs(
         precompute_ref_log_probs=kind_of(config) == "precomputed",
     )
     folder = Path(config.trainer.output_dir)
-    course = Course(steps, None, StopRequest(), folder, {}, computed_in=autocast_of(config))
-    return PackedDPOTrainer(model, arguments, tokenizer, course=course, reference=reference)
+    settings = LoopSettings(steps, None, StopRequest(), folder, {}, computed_in=autocast_of(config))
+    return PackedDPOTrainer(model, arguments, tokenizer, settings=settings, reference=reference)
 
 
 def said_of_each(trainer: PackedDPOTrainer) -> np.ndarray:

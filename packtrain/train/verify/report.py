@@ -38,9 +38,9 @@ from packtrain.proof.choice import decide, examine, examine_pairs
 from packtrain.proof.isolation import LongRow, Proof, check_as_it_comes, try_long_row
 from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
+from packtrain.train.console import without_future_warnings
 from packtrain.train.dpo_start import Start
 from packtrain.train.preflight import autocast_of, check_together, fit_head
-from packtrain.train.quiet import without_future_warnings
 from packtrain.train.sync.agreement import agree_on_model
 from packtrain.train.verify.modes import Comparison, compare_modes, random_documents
 from packtrain.train.verify.pair_modes import compare_pair_modes

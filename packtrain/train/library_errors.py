@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from packtrain.config.schema import RunConfig
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError
 from packtrain.run_folder import RunFolder
-from packtrain.train.backend_words import shortly
-from packtrain.train.setting import Process
+
+if TYPE_CHECKING:
+    from packtrain.train.setting import Process
 
 _GO_ON = "start the same command again: complete checkpoints are kept"
 _OF_OURS = "device-side assert"  # an index out of range: of the GPU's errors the one that is in what it was given
@@ -54,3 +59,24 @@ def _smaller(config: RunConfig) -> str:
     if config.strategy.name in ("ddp", "zero1", "zero2"):
         ways.append("strategy=fsdp2 or zero3 on several devices")
     return f"{', '.join(ways)}: each trains the same. packtrain plan shows what takes how much. Then {_GO_ON}"
+
+
+_OF_NCCL = re.compile(r" in: /\S+?:\d+,")  # NCCL error in: /…/NCCLUtils.cpp:77, remote process exited
+_OF_GLOO = re.compile(r"\[\S+\.(?:cc|cpp|h|hpp|cu):\d+\] ?")
+_ADVICE = re.compile(r"[.,;]? *(?:This is typically|Check the logs|GLHF)")
+
+
+def shortly(error: BaseException) -> str:
+    """What has happened, in a line."""
+    first, _, _ = str(error).strip().partition("\n")
+    words = _ADVICE.split(_OF_GLOO.sub("", _OF_NCCL.sub(":", first)))[0].strip()
+    return words or first or type(error).__name__
+
+
+def keep_in_full(log: Path, error: BaseException) -> None:
+    """Appends all that was said to a rank's log."""
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n" for line in str(error).splitlines()))
+    except OSError:  # its disk may be why
+        pass

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from packtrain.train.checkpoint import folder_of
-from packtrain.train.rank_log import RankLog
+from packtrain.train.console import Log
 
 _OURS = {"learning_rate": "lr"}  # transformers' name: ours
 
@@ -74,7 +74,7 @@ def _step_of(line: str) -> int:
 class TerminalProgress(TrainerCallback):
     """A live bar on a terminal, plain lines elsewhere (main process only); every rank's log file gets the lines."""
 
-    def __init__(self, log: RankLog) -> None:
+    def __init__(self, log: Log) -> None:
         self._log = log
         self._bar: Progress | None = None
         self._task: Any = None
@@ -133,7 +133,7 @@ class EarlyStop(TrainerCallback):
     The evaluation before training is no candidate: final/ is to hold a trained model. That none came below it is said.
     """
 
-    def __init__(self, patience: int, checkpoints: Path, log: RankLog) -> None:
+    def __init__(self, patience: int, checkpoints: Path, log: Log) -> None:
         self._patience, self._checkpoints, self._log = patience, checkpoints, log
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:

@@ -9,35 +9,52 @@ from __future__ import annotations
 
 import math
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import datasets
 import torch
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    SchedulerType,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from trl import DPOConfig, SFTConfig
 from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 
 from packtrain.config.rules.strategies import SHARDED_WEIGHTS
+from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed
 from packtrain.model.load import base_model
-from packtrain.model.shards import load_shards, load_weights, save_shards, whole_weights
-from packtrain.model.spread import check_active, compute_in
+from packtrain.model.spread import (
+    arguments_of,
+    check_active,
+    compute_in,
+    load_shards,
+    load_weights,
+    save_shards,
+    whole_weights,
+)
 from packtrain.monitor.time_limits import TimeLimits
 from packtrain.run_folder import write_json
 from packtrain.train import checkpoint
-from packtrain.train.callbacks import TerminalProgress
 from packtrain.train.loader import MicroBatch, PairSteps, Steps, step_loader
+from packtrain.train.metrics import TerminalProgress
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
 from packtrain.train.rank_times import TOLD_EVERY, Machines, RankTimes, StepClock
-from packtrain.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -46,7 +63,7 @@ else:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class LoopSettings:
     """The steps of a run and where it stands in them.
 
     `origin` is what a resumed run must agree on with its checkpoint, `strategy` is strategy.name, `computed_in` what mixed
@@ -73,39 +90,39 @@ def placeholder(columns: dict[str, list[Any]]) -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns)
 
 
-class WholeSteps(_Trainer):
-    """Trains along a Course. The trainer that uses it calls `open_course` in its __init__, and says what a loss is."""
+class StepTrainer(_Trainer):
+    """Trains along a LoopSettings. The trainer that uses it calls `open_loop` in its __init__, and says what a loss is."""
 
     model: Any  # never None here
     state: Any
     maybe_activation_offload_context: Any
 
-    def open_course(self, course: Course) -> None:
+    def open_loop(self, settings: LoopSettings) -> None:
         """Takes the place of TRL's own ideas of data, progress and checkpoints."""
         self.remove_callback(PrinterCallback)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, TensorBoardCallback):  # not into a folder with the machine's name
                 callback.logging_dir = f"{self.args.output_dir}/tensorboard"
-        self.course, self.steps = course, course.steps
+        self.settings, self.steps = settings, settings.steps
         self.watch: FirstStepWatch | None = None
         self._watched = 0
         self.close_proofs: Callable[[], None] = lambda: None
         self._last_loss = torch.zeros((), device=self.args.device)
         self._window = _Window()
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        self.clock = StepClock(self.args.device, rank, ranks, limits=course.limits)
-        self.times = RankTimes(self.accelerator.num_processes, course.say, course.machines)
+        self.clock = StepClock(self.args.device, rank, ranks, limits=settings.limits)
+        self.times = RankTimes(self.accelerator.num_processes, settings.say, settings.machines)
         self._flops_share = self._flops_share_of_a_token()
         self.is_distributed_loading_by_transformers = (
-            course.strategy == "fsdp2"
+            settings.strategy == "fsdp2"
         )  # spread already, see train/strategy.py
-        if course.computed_in is not None and self.is_deepspeed_enabled:
-            compute_in(base_model(self.model), course.computed_in)
+        if settings.computed_in is not None and self.is_deepspeed_enabled:
+            compute_in(base_model(self.model), settings.computed_in)
 
     @property
     def precision(self) -> torch.dtype:
         """What the model computes in."""
-        return self.course.computed_in or base_model(self.model).dtype
+        return self.settings.computed_in or base_model(self.model).dtype
 
     # -- what an objective says
 
@@ -127,7 +144,7 @@ class WholeSteps(_Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """All steps of the run as one "epoch" of transformers' loop, from the resumed one on."""
-        return step_loader(self.steps, first=self.course.first_step, workers=self.course.loader_workers)
+        return step_loader(self.steps, first=self.settings.first_step, workers=self.settings.loader_workers)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As the base class: the next step's data and its counts."""
@@ -146,7 +163,7 @@ class WholeSteps(_Trainer):
         told = (self.state.global_step + 1) % max(self.state.logging_steps, TOLD_EVERY) == 0
         timed = self.clock.steps if told else 0
         times = self.clock.slots() if timed else []
-        total = torch.tensor([*counts, *self.course.stop.counts(), *times], device=device)
+        total = torch.tensor([*counts, *self.settings.stop.counts(), *times], device=device)
         total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         self._window.open(total[:6])
         self.times.take(total[6:], timed)
@@ -176,7 +193,7 @@ class WholeSteps(_Trainer):
         _, tokens, _, _, *signals = self._window.last.tolist()
         # with the step and not with the logged line: a checkpoint may lie between two lines
         self.state.num_input_tokens_seen += tokens
-        self.course.stop.agree(*signals)
+        self.settings.stop.agree(*signals)
         self._last_loss = total
         self.clock.enter("optimizer")
         return total
@@ -185,7 +202,7 @@ class WholeSteps(_Trainer):
         """Has the first steps compared with padded ones; the time that it takes is not training's."""
         started = time.perf_counter()
         watch.check(self.model, row, step=self.state.global_step + 1)
-        if not self._watched and self.course.strategy not in SHARDED_WEIGHTS:
+        if not self._watched and self.settings.strategy not in SHARDED_WEIGHTS:
             watch.check_gradients(self.model, row)
         self._watched += 1
         self.watch = watch if self._watched < WATCHED_STEPS else None
@@ -205,7 +222,7 @@ class WholeSteps(_Trainer):
         """As the base class, after the last proof; makes sure that the strategy is what the config says."""
         self.close_proofs()
         prepared = super()._prepare_for_training(*args, **kwargs)
-        check_active(self.course.strategy, self.model_wrapped, self.model)
+        check_active(self.settings.strategy, self.model_wrapped, self.model)
         return prepared
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -286,8 +303,8 @@ class WholeSteps(_Trainer):
     def evaluation_batches(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the evaluation set. The ranks meet after each of its steps, as in training: so the
         faster ones wait for one step of the slower ones at a time, whatever time the whole takes."""
-        assert self.course.evaluation is not None
-        for number, batches in enumerate(step_loader(self.course.evaluation, workers=self.course.loader_workers)):
+        assert self.settings.evaluation is not None
+        for number, batches in enumerate(step_loader(self.settings.evaluation, workers=self.settings.loader_workers)):
             for batch in batches:
                 self.clock.enter("eval", micro=number)
                 yield batch
@@ -301,13 +318,13 @@ class WholeSteps(_Trainer):
         last = cast(torch.Tensor, self.accelerator.reduce(self._last_loss, reduction="sum"))
         self._refuse_nan(last.item())
         step, main = self.state.global_step, self.accelerator.is_main_process
-        target = checkpoint.folder_of(self.course.checkpoints, step)
-        staging = checkpoint.staging_of(self.course.checkpoints, step)
+        target = checkpoint.folder_of(self.settings.checkpoints, step)
+        staging = checkpoint.staging_of(self.settings.checkpoints, step)
         if main:
             shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe of more ranks than these
             staging.mkdir(parents=True)
         self.accelerator.wait_for_everyone()
-        if self.course.strategy not in SHARDED_WEIGHTS:  # else they would have to be gathered for it
+        if self.settings.strategy not in SHARDED_WEIGHTS:  # else they would have to be gathered for it
             self.save_model(str(staging), _internal_call=True)
         self._save_optimizer_and_scheduler(str(staging))
         self._save_rng_state(str(staging))
@@ -316,42 +333,42 @@ class WholeSteps(_Trainer):
                 if isinstance(callback, ExportableState):
                     self.state.stateful_callbacks[type(callback).__name__] = callback.state()
             self.state.save_to_json(str(staging / TRAINER_STATE_NAME))
-            write_json(staging / checkpoint.ORIGIN, self.course.origin)
+            write_json(staging / checkpoint.ORIGIN, self.settings.origin)
         self.accelerator.wait_for_everyone()
         if main:
             checkpoint.complete(staging, target)
             best = self.state.best_global_step
-            kept = checkpoint.folder_of(self.course.checkpoints, best) if best else None
-            checkpoint.prune(self.course.checkpoints, self.course.keep_checkpoints, kept)
+            kept = checkpoint.folder_of(self.settings.checkpoints, best) if best else None
+            checkpoint.prune(self.settings.checkpoints, self.settings.keep_checkpoints, kept)
         self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that from_pretrained loads; called by all processes, written by the main one."""
         main, adapters = self.accelerator.is_main_process, base_model(self.model) is not self.model
-        if self.course.strategy == "fsdp2":
+        if self.settings.strategy == "fsdp2":
             weights = whole_weights(self.model, keep=main, trained_only=adapters)
             if main:
                 self._save(output_dir, state_dict=weights)
-        elif self.course.strategy in SHARDED_WEIGHTS:
+        elif self.settings.strategy in SHARDED_WEIGHTS:
             super().save_model(output_dir, _internal_call)
         elif main:
             self._save(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.course.strategy != "fsdp2":
+        if self.settings.strategy != "fsdp2":
             return super()._save_optimizer_and_scheduler(output_dir)
         save_shards(self.model, self._plain_optimizer(), Path(output_dir))
         if self.accelerator.is_main_process:
             torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.course.strategy != "fsdp2":
+        if checkpoint is None or self.settings.strategy != "fsdp2":
             return super()._load_optimizer_and_scheduler(checkpoint)
         load_shards(self.model, self._plain_optimizer(), Path(checkpoint))
         cast(Any, self.lr_scheduler).load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.course.strategy != "fsdp2":  # whose weights come with the optimizer's state
+        if self.settings.strategy != "fsdp2":  # whose weights come with the optimizer's state
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
@@ -361,9 +378,9 @@ class WholeSteps(_Trainer):
         """Puts the weights of the evaluation with the lowest loss back into the model."""
         if self.state.best_global_step and self.state.best_global_step != self.state.global_step:
             self.state.best_model_checkpoint = str(
-                checkpoint.folder_of(self.course.checkpoints, self.state.best_global_step)
+                checkpoint.folder_of(self.settings.checkpoints, self.state.best_global_step)
             )
-            if self.course.strategy == "fsdp2":
+            if self.settings.strategy == "fsdp2":
                 load_weights(self.model, Path(self.state.best_model_checkpoint))
             else:
                 self._load_best_model()
@@ -393,3 +410,106 @@ class _Window:
         counts, seconds = self._sum, time.perf_counter() - (self._since or time.perf_counter())
         self._sum, self._since = torch.zeros_like(self._sum), None
         return counts, seconds
+
+
+class StopRequest:
+    """The signal that this process was sent (0: none), and the one that all ranks have agreed to stop for."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.agreed = 0
+
+    def counts(self) -> list[int]:
+        """[1 if this process was sent SIGINT, 1 if it was sent SIGTERM], for the reduction over ranks."""
+        return [int(self.signal == signal.SIGINT), int(self.signal == signal.SIGTERM)]
+
+    def listen(self) -> None:
+        """Notes SIGTERM and SIGINT; a second SIGINT ends the process at once."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.signal and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def agree(self, interrupts: int, terminations: int) -> None:
+        """Called with the number of ranks that were sent SIGINT and SIGTERM by the time of a step."""
+        if not self.agreed and (interrupts or terminations):
+            self.agreed = signal.SIGTERM if terminations else signal.SIGINT
+
+
+class StopCallback(TrainerCallback):
+    """Ends the loop after the step in which the ranks agreed, with a checkpoint."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop = stop
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
+    ) -> TrainerControl:
+        """Asks for the checkpoint and the end."""
+        if self._stop.agreed:
+            control.should_log = control.should_save = control.should_training_stop = True
+        return control
+
+
+Arguments = TypeVar("Arguments", SFTConfig, DPOConfig)
+
+
+def training_arguments(
+    config: RunConfig,
+    kind: type[Arguments],
+    model: PreTrainedModel,
+    *,
+    total_steps: int,
+    on_cpu: bool,
+    has_eval: bool,
+    starts_anew: bool,
+    **objective: Any,
+) -> Arguments:
+    """Arguments of a run of `total_steps` optimizer steps on the loaded `model`; `objective` are those of the trainer's own.
+
+    Everything about batches is left at one: a DataLoader item is a whole optimizer step of this process, already split
+    into micro-batches (train/whole_steps.py), so transformers' own accumulation and sampling have nothing to do.
+    """
+    optim, trainer = config.optim, config.trainer
+    return kind(
+        output_dir=trainer.output_dir,
+        max_steps=total_steps,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        ignore_data_skip=True,  # our sampler starts at the resumed step by itself
+        optim=optim.name,
+        learning_rate=optim.learning_rate,
+        lr_scheduler_type=SchedulerType(optim.schedule),
+        lr_scheduler_kwargs=dict(optim.schedule_options),
+        warmup_steps=optim.warmup_steps if optim.warmup_steps < 1 else int(optim.warmup_steps),
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_epsilon=optim.epsilon,
+        max_grad_norm=optim.max_grad_norm,
+        activation_checkpointing=trainer.gradient_checkpointing,
+        use_cpu=on_cpu,  # without it several CPU processes silently train copies of their own
+        seed=trainer.seed,
+        logging_steps=trainer.log_every,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # a NaN must be seen
+        save_strategy="steps" if trainer.checkpoint_every else "no",
+        save_steps=trainer.checkpoint_every or 1,
+        eval_strategy="steps" if trainer.eval_every and has_eval else "no",
+        eval_steps=trainer.eval_every,
+        eval_on_start=has_eval and starts_anew,
+        report_to=list(config.tracking.report_to) or "none",
+        run_name=config.tracking.run_name or Path(trainer.output_dir).name,
+        ddp_timeout=config.topology.step_timeout,
+        ddp_find_unused_parameters=False,
+        # what a forward pass keeps (rotary frequencies) every rank computes itself; and forward passes would wait for rank 0
+        ddp_broadcast_buffers=False,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        max_length=None,
+        **arguments_of(config, model),
+        **objective,
+    )

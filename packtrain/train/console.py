@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
-import shutil
+import os
 import sys
-import time
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
+import datasets
+from rich.console import Console
+from rich.markup import escape, render
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from packtrain.config.schema import RunConfig
 from packtrain.data.prepare import PreparedData
@@ -22,10 +25,7 @@ from packtrain.model.forward import Head
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.proof.choice import Decision
-from packtrain.run_folder import RunFolder
 from packtrain.train.loader import PairSteps, Steps
-from packtrain.train.rank_log import RankLog
-from packtrain.train.whole_steps import WholeSteps
 from packtrain.wording import counted
 
 _SPREAD = {
@@ -38,7 +38,7 @@ _SPREAD = {
 
 
 def decisions(
-    log: RankLog,
+    log: Log,
     config: RunConfig,
     model: PreTrainedModel,
     data: PreparedData,
@@ -77,7 +77,7 @@ def decisions(
     )
 
 
-def attention(log: RankLog, model: PreTrainedModel, decision: Decision | None) -> None:
+def attention(log: Log, model: PreTrainedModel, decision: Decision | None) -> None:
     """Which attention serves the rows and why, and the isolation proof's figures; `decision` is None for padded batches."""
     if decision is None:
         log.say(f"[bold]attention[/]  {model.config._attn_implementation} on padded batches, as the model comes")
@@ -95,7 +95,7 @@ def attention(log: RankLog, model: PreTrainedModel, decision: Decision | None) -
         )
 
 
-def head(log: RankLog, model: PreTrainedModel, head: Head, off: float) -> None:
+def head(log: Log, model: PreTrainedModel, head: Head, off: float) -> None:
     """Says so where the model's head needs its full logits, which take memory."""
     if not head.fused:
         log.say(
@@ -103,7 +103,7 @@ def head(log: RankLog, model: PreTrainedModel, head: Head, off: float) -> None:
         )
 
 
-def pairs(log: RankLog, config: RunConfig, layout: str, unshared: str, reference: str) -> None:
+def pairs(log: Log, config: RunConfig, layout: str, unshared: str, reference: str) -> None:
     """How pairs run, the losses, and what they are held to: `reference` by its kind (train/reference.py)."""
     objective = config.objective
     runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
@@ -129,157 +129,10 @@ def pairs(log: RankLog, config: RunConfig, layout: str, unshared: str, reference
         )
 
 
-def first_step(log: RankLog, seconds: float, checkpoint: Path | None) -> None:
+def first_step(log: Log, seconds: float, checkpoint: Path | None) -> None:
     """Where training starts, and how long it took to get there."""
     start = f"resuming from {checkpoint.name}" if checkpoint else "training"
     log.say(f"[bold]ready[/]      {start} after {seconds:.1f} s")
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What summary.json is made of; `started` is the run's start by time.perf_counter."""
-
-    config: RunConfig
-    trainer: WholeSteps
-    data: PreparedData
-    decision: Decision | None
-    started: float
-
-    def to_json(self, status: str) -> dict[str, Any]:
-        """DESIGN's summary.json: `status, steps, train_loss, tokens, examples, truncated, dropped, verify …`."""
-        state, report = self.trainer.state, self.data.train.report
-        losses = [line["loss"] for line in state.log_history if "loss" in line]
-        evals = {int(line["step"]): line["eval_loss"] for line in state.log_history if "eval_loss" in line}
-        best = min((step for step in evals if step > 0), key=lambda step: evals[step], default=None)
-        schedule = self.trainer.steps.schedule
-        stopping_early = status == "done" and self.config.trainer.early_stop_patience and state.best_metric is not None
-        kept = state.best_metric if stopping_early else next(reversed(evals.values()), None)  # of the weights in final/
-        return {
-            "status": status,
-            "steps": state.global_step,
-            "epoch": schedule.epoch_of(state.global_step),
-            "train_loss": losses[-1] if losses else None,
-            "first_loss": losses[0] if losses else None,
-            "eval_loss": kept,
-            "first_eval_loss": next(iter(evals.values()), None),
-            "best_eval_loss": None if best is None else evals[best],
-            "best_step": best,
-            "tokens": state.num_input_tokens_seen,
-            "examples": schedule.documents_before(state.global_step),
-            "truncated": report.truncated,
-            "dropped": dict(report.dropped),
-            "data": report.to_json(),
-            "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
-            "seconds": round(time.perf_counter() - self.started, 1),
-        }
-
-
-def last_evaluated(trainer: WholeSteps) -> int | None:
-    """The step of the last evaluation."""
-    return next((int(line["step"]) for line in reversed(trainer.state.log_history) if "eval_loss" in line), None)
-
-
-def stopped(log: RankLog, signal: int, step: int) -> None:
-    """The last line of a run that a signal ended."""
-    log.say(f"stopped by signal {signal} after step {step}; the same command goes on from there")
-
-
-def results(
-    log: RankLog, summary: Summary, before: list[str], after: list[str], saved: list[str], folder: RunFolder
-) -> None:
-    """The last lines of a run: answers before and after, losses, what is where (`saved`), and what to do with it."""
-    config, figures = summary.config, summary.to_json("done")
-    for prompt, old, new in zip(config.trainer.samples, before, after, strict=False):
-        log.say(
-            f"\n[bold]{escape(prompt)}[/]\n  [dim]before[/] {escape(_short(old, 80))}\n"
-            f"  [green]after[/]  {escape(_short(new, 300))}"
-        )
-    log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
-    log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
-    for line in saved:
-        log.say(f"  {escape(line)}")
-    log.say("next:")
-    for command in following(
-        config, folder, chat=bool(getattr(summary.trainer.processing_class, "chat_template", None))
-    ):
-        log.say(f"  {escape(command)}")
-
-
-def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
-    """Training and held-out loss, from and to, in words."""
-    said = []
-    lines = [line["loss"] for line in summary.trainer.state.log_history if "loss" in line]
-    if lines:
-        share = max(len(lines) // 10, 1)  # single steps hold other documents: their losses do not compare
-        first, last = sum(lines[:share]) / share, sum(lines[-share:]) / share
-        over = f"means of the first and last {share} logged lines" if share > 1 else "first and last logged step"
-        said.append(f"train loss {first:.4f} → {last:.4f} ({over})")
-    if figures["eval_loss"] is not None:
-        said.append(f"held-out loss {figures['first_eval_loss']:.4f} → {figures['eval_loss']:.4f}")
-        said += _rewards(summary)
-        if figures["best_step"] is not None and summary.config.trainer.early_stop_patience:
-            said.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
-        if figures["eval_loss"] > figures["first_eval_loss"]:
-            said.append("it is higher than before training")
-    return said
-
-
-def _rewards(summary: Summary) -> list[str]:
-    """Of held-out pairs: how many have the higher reward for the chosen answer, and by how much, in words; [] for sft.
-
-    No accuracy from before training: where all rewards are 0, TRL counts no pair as right.
-    """
-    state = summary.trainer.state
-    lines = [line for line in state.log_history if "eval_rewards/margins" in line]
-    if not lines:
-        return []
-    kept = lines[-1]
-    if summary.config.trainer.early_stop_patience:
-        kept = next((line for line in lines if line["step"] == state.best_global_step), kept)
-    first, last = (line["eval_rewards/margins"] for line in (lines[0], kept))
-    accuracy = kept["eval_rewards/accuracies"]
-    return [
-        f"of {kept['eval_pairs']:,} held-out pairs {accuracy:.1%} rank right (chance: 50%), margin {first:.2f} → {last:.2f}"
-    ]
-
-
-def following(config: RunConfig, folder: RunFolder, *, chat: bool) -> list[str]:
-    """Commands to go on with, which run as they are printed: the model's use, its curves or the proof, another mode.
-
-    `chat` says whether the tokenizer has a chat template.
-    """
-    prompt = config.trainer.samples[0] if config.trainer.samples else "Hello"
-    asked = json.dumps([{"role": "user", "content": prompt}] if chat else prompt, ensure_ascii=False)
-    final = json.dumps(str(folder.final), ensure_ascii=False)
-    answer = '["generated_text"][-1]["content"]' if chat else '["generated_text"]'
-    code = (
-        f'from transformers import pipeline; generate = pipeline("text-generation", {final});'
-        f" print(generate({asked}, do_sample=False)[0]{answer})"
-    )
-    commands = [f"{_program('python')} -c {shlex.quote(code)}"]
-    if "tensorboard" in config.tracking.report_to:
-        commands.append(f"{_program('tensorboard')} --logdir {shlex.quote(str(folder.root))}")
-    else:
-        proof = shlex.join(["verify", str(folder.config)])
-        commands.append(f"{_program('packtrain')} {proof}  # proves on the model that the modes train the same")
-    mode = "padding_free" if config.packing.mode == "padding" else "padding"
-    words = [
-        config.objective.kind,
-        str(folder.config),
-        f"packing.mode={mode}",
-        f"trainer.output_dir={folder.root}-{mode}",
-    ]
-    if config.trainer.resume != "auto":
-        words.append("trainer.resume=auto")
-    commands.append(f"{_program('packtrain')} {shlex.join(words)}  # the same losses, at another speed")
-    return commands
-
-
-def _program(name: str) -> str:
-    """`name`, or its path where the shell would not find this environment's."""
-    here = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
-    found = shutil.which(name)
-    return name if (found and Path(found).parent == here.parent) or not here.exists() else shlex.quote(str(here))
 
 
 def _documents(report: DataReport) -> str:
@@ -355,6 +208,46 @@ def _optimizer(config: RunConfig, steps: int) -> str:
     )
 
 
-def _short(text: str, limit: int) -> str:
-    flat = " ⏎ ".join(text.splitlines())
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+class Log:
+    """`say` takes rich markup; the file gets it plain, with the time in front."""
+
+    def __init__(self, path: Path, *, main: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)  # kept open: the folder may be moved meanwhile
+        self.console = Console(file=sys.stdout, highlight=False, quiet=not main, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """To the terminal and the file."""
+        self.console.print(text)
+        self.note(render(text).plain)
+
+    def note(self, text: str) -> None:
+        """To the file only."""
+        for line in text.splitlines():
+            self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
+
+
+def quiet_libraries(*, on_cpu: bool) -> None:
+    """Turns off progress bars and advice; called once at the start of a process that trains."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    if on_cpu:  # DeepSpeed, where installed, would say on stdout that it has found no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def warnings_to(log: Log) -> None:
+    """Sends Python's warnings to the log file: they are for developers, and packtrain says its own things itself."""
+
+    def note(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+        log.note(f"{filename}:{lineno}: {category.__name__}: {message}")
+
+    warnings.showwarning = note
+
+
+@contextmanager
+def without_future_warnings() -> Iterator[None]:
+    """Keeps libraries from warning of each other's old names, inside the block, where there is no log file to note it in."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

@@ -1,0 +1,279 @@
+"""What a run leaves for use: final/, which from_pretrained loads wherever it is copied to.
+
+Adapters alone are of use where their base model can be named: a hub id or a folder. A .gguf file, or weights that were new
+at the start, cannot be, so final/ then holds the merged model and final-adapters/ the adapters.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import set_peft_model_state_dict
+from rich.markup import escape
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from packtrain.attention.backends import attention_of
+from packtrain.config.rules.strategies import SHARDED_WEIGHTS
+from packtrain.config.schema import RunConfig
+from packtrain.data.prepare import PreparedData
+from packtrain.model.load import load_model
+from packtrain.model.spread import loading_whole
+from packtrain.monitor.heartbeat import own_pulse
+from packtrain.plan.reference import base_of
+from packtrain.proof.choice import Decision
+from packtrain.run_folder import RunFolder
+from packtrain.train.checkpoint import tidy
+from packtrain.train.console import Log
+from packtrain.train.loop import StepTrainer
+
+
+def save_final(
+    config: RunConfig,
+    folder: RunFolder,
+    trainer: StepTrainer,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[str]:
+    """Writes final/ and what belongs beside it; called by all processes. Returns a line for each folder: what it holds."""
+    saved = {folder.final: "the trained model"}
+    merged: list[Path] = []
+    adapters = folder.final
+    if config.peft.kind == "lora":
+        saved = {folder.final: f"the adapters of {base_of(config.model.path) or config.model.path}"}
+        if _base_has_no_name(config):
+            adapters = folder.final.with_name("final-adapters")
+            base = "a .gguf file" if config.model.init == "pretrained" else "new weights"
+            saved = {
+                folder.final: f"the merged model: adapters do not load by themselves on {base}",
+                adapters: "the adapters",
+            }
+            merged.append(folder.final)
+        if config.peft.merge:
+            merged.append(folder.final.with_name("final-merged"))
+            saved[merged[-1]] = "the merged model"
+    trainer.save_model(str(adapters))
+    if not trainer.accelerator.is_main_process:
+        return []
+    if merged:
+        whole = _loaded_again(config, tokenizer, adapters) if config.strategy.name in SHARDED_WEIGHTS else model
+        whole = cast(Any, whole).merge_and_unload()
+        for place in merged:
+            whole.save_pretrained(place)
+            tokenizer.save_pretrained(place)
+    for place in saved:
+        tidy(place)
+    return [f"{place.name}/ holds {what}" for place, what in saved.items()]
+
+
+def _loaded_again(config: RunConfig, tokenizer: PreTrainedTokenizerBase, adapters: Path) -> PreTrainedModel:
+    """The model with the trained adapters, whole on the CPU: the trainer's has only this process's share of its weights."""
+    with loading_whole():
+        model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
+    set_peft_model_state_dict(cast(Any, model), load_file(adapters / "adapter_model.safetensors"))
+    return model
+
+
+def _base_has_no_name(config: RunConfig) -> bool:
+    return config.model.init == "random" or str(config.model.path).endswith(".gguf")
+
+
+@torch.no_grad()
+def answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], *, attention: str, max_tokens: int
+) -> list[str]:
+    """Greedy answers of at most `max_tokens` tokens, under the attention implementation that the model came with.
+
+    A prompt is a user turn where the tokenizer has a chat template, else plain text to go on from.
+    """
+    answers = []
+    ends = _end_tokens(model, tokenizer)
+    training = model.training
+    model.eval()
+    with attention_of(model, attention):
+        for prompt in prompts:
+            own_pulse().go_on()
+            if tokenizer.chat_template:
+                turn = [{"role": "user", "content": prompt}]
+                text = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
+                inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+            else:
+                inputs = tokenizer(prompt, return_tensors="pt")
+            ids = inputs["input_ids"].to(model.device)
+            output = cast(Any, model).generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=ends,
+            )
+            answers.append(str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip())
+    model.train(training)
+    return answers
+
+
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """All tokens that end an answer: the tokenizer's, and those that the model came with."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
+    return sorted({int(cast(Any, end)) for end in ends if end is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What summary.json is made of; `started` is the run's start by time.perf_counter."""
+
+    config: RunConfig
+    trainer: StepTrainer
+    data: PreparedData
+    decision: Decision | None
+    started: float
+
+    def to_json(self, status: str) -> dict[str, Any]:
+        """DESIGN's summary.json: `status, steps, train_loss, tokens, examples, truncated, dropped, verify …`."""
+        state, report = self.trainer.state, self.data.train.report
+        losses = [line["loss"] for line in state.log_history if "loss" in line]
+        evals = {int(line["step"]): line["eval_loss"] for line in state.log_history if "eval_loss" in line}
+        best = min((step for step in evals if step > 0), key=lambda step: evals[step], default=None)
+        schedule = self.trainer.steps.schedule
+        stopping_early = status == "done" and self.config.trainer.early_stop_patience and state.best_metric is not None
+        kept = state.best_metric if stopping_early else next(reversed(evals.values()), None)  # of the weights in final/
+        return {
+            "status": status,
+            "steps": state.global_step,
+            "epoch": schedule.epoch_of(state.global_step),
+            "train_loss": losses[-1] if losses else None,
+            "first_loss": losses[0] if losses else None,
+            "eval_loss": kept,
+            "first_eval_loss": next(iter(evals.values()), None),
+            "best_eval_loss": None if best is None else evals[best],
+            "best_step": best,
+            "tokens": state.num_input_tokens_seen,
+            "examples": schedule.documents_before(state.global_step),
+            "truncated": report.truncated,
+            "dropped": dict(report.dropped),
+            "data": report.to_json(),
+            "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
+            "seconds": round(time.perf_counter() - self.started, 1),
+        }
+
+
+def last_evaluated(trainer: StepTrainer) -> int | None:
+    """The step of the last evaluation."""
+    return next((int(line["step"]) for line in reversed(trainer.state.log_history) if "eval_loss" in line), None)
+
+
+def stopped(log: Log, signal: int, step: int) -> None:
+    """The last line of a run that a signal ended."""
+    log.say(f"stopped by signal {signal} after step {step}; the same command goes on from there")
+
+
+def show(log: Log, summary: Summary, before: list[str], after: list[str], saved: list[str], folder: RunFolder) -> None:
+    """The last lines of a run: answers before and after, losses, what is where (`saved`), and what to do with it."""
+    config, figures = summary.config, summary.to_json("done")
+    for prompt, old, new in zip(config.trainer.samples, before, after, strict=False):
+        log.say(
+            f"\n[bold]{escape(prompt)}[/]\n  [dim]before[/] {escape(_short(old, 80))}\n"
+            f"  [green]after[/]  {escape(_short(new, 300))}"
+        )
+    log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
+    log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
+    for line in saved:
+        log.say(f"  {escape(line)}")
+    log.say("next:")
+    for command in following(
+        config, folder, chat=bool(getattr(summary.trainer.processing_class, "chat_template", None))
+    ):
+        log.say(f"  {escape(command)}")
+
+
+def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
+    """Training and held-out loss, from and to, in words."""
+    said = []
+    lines = [line["loss"] for line in summary.trainer.state.log_history if "loss" in line]
+    if lines:
+        share = max(len(lines) // 10, 1)  # single steps hold other documents: their losses do not compare
+        first, last = sum(lines[:share]) / share, sum(lines[-share:]) / share
+        over = f"means of the first and last {share} logged lines" if share > 1 else "first and last logged step"
+        said.append(f"train loss {first:.4f} → {last:.4f} ({over})")
+    if figures["eval_loss"] is not None:
+        said.append(f"held-out loss {figures['first_eval_loss']:.4f} → {figures['eval_loss']:.4f}")
+        said += _rewards(summary)
+        if figures["best_step"] is not None and summary.config.trainer.early_stop_patience:
+            said.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
+        if figures["eval_loss"] > figures["first_eval_loss"]:
+            said.append("it is higher than before training")
+    return said
+
+
+def _rewards(summary: Summary) -> list[str]:
+    """Of held-out pairs: how many have the higher reward for the chosen answer, and by how much, in words; [] for sft.
+
+    No accuracy from before training: where all rewards are 0, TRL counts no pair as right.
+    """
+    state = summary.trainer.state
+    lines = [line for line in state.log_history if "eval_rewards/margins" in line]
+    if not lines:
+        return []
+    kept = lines[-1]
+    if summary.config.trainer.early_stop_patience:
+        kept = next((line for line in lines if line["step"] == state.best_global_step), kept)
+    first, last = (line["eval_rewards/margins"] for line in (lines[0], kept))
+    accuracy = kept["eval_rewards/accuracies"]
+    return [
+        f"of {kept['eval_pairs']:,} held-out pairs {accuracy:.1%} rank right (chance: 50%), margin {first:.2f} → {last:.2f}"
+    ]
+
+
+def following(config: RunConfig, folder: RunFolder, *, chat: bool) -> list[str]:
+    """Commands to go on with, which run as they are printed: the model's use, its curves or the proof, another mode.
+
+    `chat` says whether the tokenizer has a chat template.
+    """
+    prompt = config.trainer.samples[0] if config.trainer.samples else "Hello"
+    asked = json.dumps([{"role": "user", "content": prompt}] if chat else prompt, ensure_ascii=False)
+    final = json.dumps(str(folder.final), ensure_ascii=False)
+    answer = '["generated_text"][-1]["content"]' if chat else '["generated_text"]'
+    code = (
+        f'from transformers import pipeline; generate = pipeline("text-generation", {final});'
+        f" print(generate({asked}, do_sample=False)[0]{answer})"
+    )
+    commands = [f"{_program('python')} -c {shlex.quote(code)}"]
+    if "tensorboard" in config.tracking.report_to:
+        commands.append(f"{_program('tensorboard')} --logdir {shlex.quote(str(folder.root))}")
+    else:
+        proof = shlex.join(["verify", str(folder.config)])
+        commands.append(f"{_program('packtrain')} {proof}  # proves on the model that the modes train the same")
+    mode = "padding_free" if config.packing.mode == "padding" else "padding"
+    words = [
+        config.objective.kind,
+        str(folder.config),
+        f"packing.mode={mode}",
+        f"trainer.output_dir={folder.root}-{mode}",
+    ]
+    if config.trainer.resume != "auto":
+        words.append("trainer.resume=auto")
+    commands.append(f"{_program('packtrain')} {shlex.join(words)}  # the same losses, at another speed")
+    return commands
+
+
+def _program(name: str) -> str:
+    """`name`, or its path where the shell would not find this environment's."""
+    here = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    return name if (found and Path(found).parent == here.parent) or not here.exists() else shlex.quote(str(here))
+
+
+def _short(text: str, limit: int) -> str:
+    flat = " ⏎ ".join(text.splitlines())
+    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
