@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from packtrain.launch.own_folder import heartbeat_folder
-from packtrain.monitor.diagnosis import RankState
-from packtrain.monitor.heartbeat import HEARTBEAT_DIR, Beat
-from packtrain.monitor.stacks import Collective, Frame
-from packtrain.monitor.watchdog import Watchdog
+from packtrain.monitor.old.diagnosis import RankState
+from packtrain.monitor.old.heartbeat import HEARTBEAT_DIR, Beat
+from packtrain.monitor.old.stacks import Collective, Frame
+from packtrain.monitor.old.watchdog import Watchdog
 from packtrain.train.rank_times import TOLD_EVERY, StepClock
 
 STEPS = 5000

@@ -25,10 +25,10 @@ from packtrain.launch.line import Line
 from packtrain.launch.members import Member
 from packtrain.launch.place import Place
 from packtrain.launch.rollcall import meet
-from packtrain.monitor.diagnosis import RankState, diagnose
-from packtrain.monitor.heartbeat import Beat, Pulse
-from packtrain.monitor.stacks import Collective, Frame
-from packtrain.monitor.watchdog import Watchdog
+from packtrain.monitor.old.diagnosis import RankState, diagnose
+from packtrain.monitor.old.heartbeat import Beat, Pulse
+from packtrain.monitor.old.stacks import Collective, Frame
+from packtrain.monitor.old.watchdog import Watchdog
 
 PER_NODE = 8
 PROCESSES = 4

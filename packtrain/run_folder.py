@@ -11,13 +11,19 @@ import errno
 import json
 import os
 import platform
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from packtrain.config.schema import RunConfig
 
+DISK_S = 3
+_STALLED = "stalled disk"
+_Found = TypeVar("_Found")
 _REPORTED = (
     "packtrain",
     "torch",
@@ -182,6 +188,29 @@ def write_json(path: Path, content: Any) -> None:
     aside = path.with_name(f".{path.name}.partial")
     aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     os.replace(aside, path)
+
+
+def in_time(work: Callable[[], _Found], otherwise: _Found) -> _Found:
+    """What `work` returns; `otherwise` where it raises OSError or takes longer than DISK_S, or something before it still does.
+
+    For those who say why a run stands still: the run folder's disk may be why. A thread that a file system does not let go of
+    cannot be ended; it is left behind, and what comes after it is done when it is over, if ever.
+    """
+    found: list[_Found] = []
+    earlier = [one for one in threading.enumerate() if one.name == _STALLED]
+
+    def attempt() -> None:
+        for one in earlier:
+            one.join()
+        with suppress(OSError):
+            found.append(work())
+
+    thread = threading.Thread(target=attempt, name="disk", daemon=True)
+    thread.start()
+    thread.join(0 if earlier else DISK_S)
+    if thread.is_alive():
+        thread.name = _STALLED
+    return found[0] if found else otherwise
 
 
 def environment() -> dict[str, Any]:

@@ -23,11 +23,11 @@ from packtrain.launch.claim import claimed_for_others
 from packtrain.launch.processes import killed_for_memory, sight
 from packtrain.launch.telling import pointer_of
 from packtrain.launch.verdict import MOST_TELLING, TAIL_LINES
-from packtrain.monitor.diagnosis import CAUSES, FRAMES_SHOWN, Diagnosis, diagnose
-from packtrain.monitor.heartbeat import read_beats
-from packtrain.monitor.rank_state import RankState
-from packtrain.monitor.time_limits import LEAST_S, most_s
-from packtrain.monitor.watchdog import BETWEEN_RANKS, DIAGNOSIS, Watchdog, stacks_of
+from packtrain.monitor.old.diagnosis import CAUSES, FRAMES_SHOWN, Diagnosis, diagnose
+from packtrain.monitor.old.heartbeat import read_beats
+from packtrain.monitor.old.rank_state import RankState
+from packtrain.monitor.old.time_limits import LEAST_S, most_s
+from packtrain.monitor.old.watchdog import BETWEEN_RANKS, DIAGNOSIS, Watchdog, stacks_of
 from packtrain.run_folder import RunFolder
 from packtrain.wording import ranks_in_words
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.diagnose.doctor_elsewhere import Pointer
-from packtrain.monitor.flight_recorder import dumps_in
-from packtrain.monitor.heartbeat import Beat
-from packtrain.monitor.rank_state import RankState
-from packtrain.monitor.stacks import Collective, Frame, passed_of, pending_of
+from packtrain.monitor.old.flight_recorder import dumps_in
+from packtrain.monitor.old.heartbeat import Beat
+from packtrain.monitor.old.rank_state import RankState
+from packtrain.monitor.old.stacks import Collective, Frame, passed_of, pending_of
 
 
 class _Plain(pickle.Unpickler):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.launch.telling import pointer_of, put_question
-from packtrain.monitor.rank_state import RankState
+from packtrain.monitor.old.rank_state import RankState
 from packtrain.wording import ranks_in_words
 
 ANSWER_S = 15

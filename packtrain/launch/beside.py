@@ -29,16 +29,15 @@ import psutil
 
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed
 from packtrain.launch.children import GRACE_S, TERM_S
-from packtrain.launch.disk import in_time
 from packtrain.launch.own_folder import held, place_of_heartbeats
 from packtrain.launch.processes import families, sight, text_of
 from packtrain.launch.signals import ENDING
 from packtrain.launch.worker import exit_codes, losses, report_loss
-from packtrain.monitor.diagnosis import ABORTED
-from packtrain.monitor.heartbeat import HEARTBEAT_DIR, own_pulse, read_beats
-from packtrain.monitor.watchdog import DIAGNOSIS, Watchdog
+from packtrain.monitor.old.diagnosis import ABORTED
+from packtrain.monitor.old.heartbeat import HEARTBEAT_DIR, own_pulse, read_beats
+from packtrain.monitor.old.watchdog import DIAGNOSIS, Watchdog
 from packtrain.plan.other_launchers import BY_HAND, launch_of
-from packtrain.run_folder import write_json
+from packtrain.run_folder import in_time, write_json
 from packtrain.wording import numbered, ranks_in_words
 
 _EXITS = "exits"

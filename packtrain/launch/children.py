@@ -18,15 +18,15 @@ from pathlib import Path
 
 import psutil
 
-from packtrain.launch.disk import in_time
 from packtrain.launch.ending import Stopped, say_stopped
 from packtrain.launch.line import Line
 from packtrain.launch.processes import sight
 from packtrain.launch.signals import heard_by
 from packtrain.launch.verdict import TAIL_LINES, Outcome, Verdict, judge
 from packtrain.launch.worker import exit_codes, losses, process_ids, stop_of_rank_0
-from packtrain.monitor.diagnosis import ABORTED, Diagnosis
-from packtrain.monitor.watchdog import STOPPED_S, Watchdog
+from packtrain.monitor.old.diagnosis import ABORTED, Diagnosis
+from packtrain.monitor.old.watchdog import STOPPED_S, Watchdog
+from packtrain.run_folder import in_time
 from packtrain.wording import ranks_in_words
 
 GRACE_S = 2

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.launch.processes import text_of
-from packtrain.monitor.stacks import Frame, main_stack
+from packtrain.monitor.old.stacks import Frame, main_stack
 
 _SAID = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
 _SIGNALS = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from packtrain.launch.processes import HAS_PROC, families, moved, sight, wakes
 from packtrain.launch.traffic import received, stored
 from packtrain.launch.waits import may_wait_for_storage
-from packtrain.monitor.rank_state import BUSY_CORES
+from packtrain.monitor.old.rank_state import BUSY_CORES
 
 LOADS = 2**16
 """Bytes a second of a slow download."""

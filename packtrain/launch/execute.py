@@ -29,7 +29,6 @@ from packtrain.errors import PacktrainError, PeerFailed, UserError
 from packtrain.launch.beside import watched
 from packtrain.launch.children import run_children
 from packtrain.launch.claim import claimed, claimed_for_others
-from packtrain.launch.disk import in_time
 from packtrain.launch.line import Line
 from packtrain.launch.members import Member, job_of, shared_values, shared_versions
 from packtrain.launch.own_folder import heartbeat_folder, own_folder
@@ -38,12 +37,12 @@ from packtrain.launch.rollcall import meet
 from packtrain.launch.signals import heard_by
 from packtrain.launch.verdict import MOST_TELLING
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, PLANNED, last_words
-from packtrain.monitor.flight_recorder import recorded_into
-from packtrain.monitor.heartbeat import HEARTBEAT_DIR
-from packtrain.monitor.watchdog import DIAGNOSIS, Watchdog
+from packtrain.monitor.old.flight_recorder import recorded_into
+from packtrain.monitor.old.heartbeat import HEARTBEAT_DIR
+from packtrain.monitor.old.watchdog import DIAGNOSIS, Watchdog
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.plan.network.name_server import LOOPBACK, short_waits
-from packtrain.run_folder import RunFolder, environment, write_json
+from packtrain.run_folder import RunFolder, environment, in_time, write_json
 
 LAUNCHER_LOG = "launcher.log"
 SHUTDOWN_TIMEOUT_S = 120

@@ -59,7 +59,7 @@ def planned_processes() -> tuple[int, int] | None:
 
 def _with_a_pulse(work: Callable[[], int]) -> int:
     """Does `work`, with heartbeats; that it lost the others is left to the launcher, which knows whether there is more to say."""
-    from packtrain.monitor.heartbeat import own_pulse
+    from packtrain.monitor.old.heartbeat import own_pulse
 
     pulse = own_pulse()
     first = LOG_DIR in os.environ and os.environ.get("RANK", "0") == "0"  # the others' stderr is in their logs

@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 import socket
 import socketserver
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 SECRET = "PACKTRAIN_SECRET"
 """Environment variable with the run's secret, where a launcher or a batch script gives one to all machines."""
 ADDRESS = "PACKTRAIN_CHANNEL"
 """Environment variable of a worker: HOST:PORT of the channel."""
+PUBLISHED = "channel.json"
 CALL_S = 5.0
 MOST_BYTES = 16 * 2**20
 _IDLE_S = 30
@@ -37,7 +41,11 @@ Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class NoAnswer(OSError):
-    """Nobody listens there, or who does has not answered in time."""
+    """Nobody listens there (`refused`), or who does has not answered in time."""
+
+    def __init__(self, what: str, *, refused: bool = False) -> None:
+        super().__init__(what)
+        self.refused = refused
 
 
 class NotOurs(NoAnswer):
@@ -184,7 +192,8 @@ class Client:
             raise Refused(_error_in(said) or f"HTTP {error.code}") from error
         except urllib.error.URLError as error:
             cause = error.reason
-            raise NoAnswer(getattr(cause, "strerror", None) or str(cause)) from error
+            refused = isinstance(cause, ConnectionRefusedError)
+            raise NoAnswer(getattr(cause, "strerror", None) or str(cause), refused=refused) from error
         except (OSError, ValueError, EOFError) as error:
             raise NoAnswer(str(error) or type(error).__name__) from error
         except Exception as error:  # http.client: what came is no HTTP
@@ -203,3 +212,21 @@ def _error_in(said: bytes) -> str:
         return str(json.loads(said)["error"])
     except (ValueError, KeyError, TypeError):
         return ""
+
+
+@contextmanager
+def published(logs: Path, server: Server, address: str) -> Iterator[None]:
+    """Inside the block logs/channel.json says, to the user alone, where `server` is reached; packtrain doctor reads it."""
+    file = logs / PUBLISHED
+    about = {"address": address, "port": server.port, "secret": server.secret, "host": socket.gethostname()}
+    with suppress(OSError):
+        aside = file.with_name(f".{PUBLISHED}")
+        aside.unlink(missing_ok=True)
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+            json.dump({**about, "pid": os.getpid()}, opened)
+        os.replace(aside, file)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink()

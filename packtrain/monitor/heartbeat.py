@@ -1,27 +1,25 @@
-"""What every rank says of itself while it works: a record of 48 bytes in memory that its launcher shares.
+"""What every rank tells while it works: its phase, step and micro-batch, and whether it waits for the others.
 
-A collective that waits for ever cannot be asked why, so this goes beside it: the rank writes where it is into a mapped file
-(on a tmpfs where there is one: a stalled disk must not stall the rank), the launcher reads it whenever it likes. Nobody waits
-for anybody and nothing is sent; a record takes 2 µs, ten of them a step.
+`enter` says where the rank is, `waiting` stands around everything that waits for other ranks (collectives, barriers, the
+store, joining), `progress` says that something long goes on. Each is an assignment of a few values; a small thread sends them
+to the watchdog once a second (`connect`), and answers with stacks and pending collectives when it is asked to.
 """
 
 from __future__ import annotations
 
 import functools
-import mmap
 import os
-import struct
-import sys
+import random
+import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from packtrain.launch.crash import leave_crashes
 from packtrain.monitor import stacks
-
-HEARTBEAT_DIR = "PACKTRAIN_HEARTBEAT_DIR"
+from packtrain.monitor.channel import ADDRESS, SECRET, Client, NoAnswer
 
 Phase = Literal[
     "start",
@@ -42,10 +40,10 @@ Phase = Literal[
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 """In the order in which a rank comes through them; those from `data` to `eval` once a step."""
-_ORDER = {phase: order for order, phase in enumerate(PHASES)}
 BEFORE_TRAINING = PHASES[: PHASES.index("data")]
 WRITING: tuple[Phase, ...] = ("checkpoint", "final")
-"""Those in which a rank may write for long, or read back what was written, while the others wait for it."""
+LONG: tuple[Phase, ...] = ("prepare", "load", "proof", "final")
+"""Phases that may take hours, in which no collective waits for a rank: they have no limit while they make progress."""
 IN_WORDS: Mapping[Phase, str] = {
     "start": "starting",
     "join": "joining the other processes",
@@ -63,130 +61,212 @@ IN_WORDS: Mapping[Phase, str] = {
     "final": "writing the results",
     "done": "its end",
 }
-
-# number of the record, process, phase, micro-batch, step, when (time.monotonic), usual step in s, and the number once more:
-# a reader that finds two different ones has met the writer half way
-_RECORD = struct.Struct("<QIHHqddQ")
-_TRIES = 5
+STEP_S, CHECKPOINT_S, JOIN_S = 600, 1800, 300
+"""topology.step_timeout, topology.checkpoint_timeout and topology.join_timeout that nobody has set."""
+_COMPUTES = 0.05  # of a core
+_BEATS_A_SECOND = 200  # of all ranks together
+_TO_GIVE_UP_S = 60
+_TO_ASK_S = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """Where a rank is: the last of its `number` records. `at` is time.monotonic() of its machine; `usual_s` seconds of a
-    step that is nothing special (0: not known yet)."""
+class TimeLimits:
+    """Seconds that a collective operation of a step may take, and one of a checkpoint; and that all wait for each other at
+    the start. By them each phase has a deadline: how long a rank may be in it without progress."""
 
-    number: int
-    pid: int
+    step_s: float = STEP_S
+    checkpoint_s: float = CHECKPOINT_S
+    join_s: float = JOIN_S
+
+    def of(self, phase: Phase) -> float:
+        """That of a collective operation which begins in `phase`."""
+        return self.checkpoint_s if phase in WRITING else self.step_s
+
+    def deadline_s(self, phase: Phase) -> float:
+        """How long a rank may stand still in `phase`."""
+        if phase in ("start", "join"):  # who waits there gives up by itself, and has better words
+            return 2 * self.join_s + _TO_GIVE_UP_S
+        return most_s(max(self.step_s, self.checkpoint_s) if phase in LONG else self.of(phase))
+
+
+def most_s(timeout_s: float) -> float:
+    """A little less than the time limit of collectives, so that the reason is told before those of the others end: nine
+    tenths, or of a short one what leaves the time to ask the ranks."""
+    return min(0.9 * timeout_s, max(timeout_s - _TO_ASK_S, timeout_s / 2))
+
+
+def progress_of(phase: Phase, step: int, micro: int) -> tuple[int, ...]:
+    """Grows as a rank comes along: the one whose is least has kept the others waiting."""
+    order = PHASES.index(phase)
+    if phase in BEFORE_TRAINING:
+        return (0, order)
+    if phase in ("final", "done"):
+        return (2, order)
+    passes = PHASES.index("forward")  # forward and backward of a micro-batch come before those of the next
+    return (1, step, passes if phase == "backward" else order, micro, order)
+
+
+def place_of(phase: Phase, step: int, micro: int) -> str:
+    """In words: "the forward pass of step 12 (micro-batch 3)"."""
+    words = IN_WORDS[phase]
+    if phase in BEFORE_TRAINING or phase in ("final", "done"):
+        return words
+    of = "after" if phase in ("checkpoint", "eval", "step end") else "of"
+    return f"{words} {of} step {step}{f' (micro-batch {micro})' if micro > 1 else ''}"
+
+
+class _State(NamedTuple):
     phase: Phase
     step: int
     micro: int
-    at: float
-    usual_s: float = 0.0
+    waits: str
+    since: float
+
+
+class Heartbeat:
+    """That of a rank. Its methods may be called by any thread of it."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank, self.usual_s = rank, 0.0
+        """`usual_s`: seconds of a step that is nothing special, 0 where that is not known yet."""
+        self._state = _State("start", 0, 0, "", time.monotonic())
+        self._host = socket.gethostname()
+        self._worked_at, self._looked = 0.0, (time.monotonic(), time.process_time())
+        self._over = threading.Event()
+        self._old: Any = None
+        self._thread: threading.Thread | None = None
 
     @property
-    def progress(self) -> tuple[int, ...]:
-        """Grows as the rank comes along: the one whose is least has kept the others waiting."""
-        order = _ORDER[self.phase]
-        if self.phase in BEFORE_TRAINING:
-            return (0, order)
-        if self.phase in ("final", "done"):
-            return (2, order)
-        passes = _ORDER["forward"]  # forward and backward of a micro-batch come before those of the next
-        return (1, self.step, passes if self.phase == "backward" else order, self.micro, order)
-
-    @property
-    def place(self) -> str:
-        """In words: "the forward pass of step 12 (micro-batch 3)"."""
-        words = IN_WORDS[self.phase]
-        if self.phase in BEFORE_TRAINING or self.phase in ("final", "done"):
-            return words
-        micro = f" (micro-batch {self.micro})" if self.micro > 1 else ""
-        return (
-            f"{words} {'after' if self.phase in ('checkpoint', 'eval', 'step end') else 'of'} step {self.step}{micro}"
-        )
-
-
-class Pulse:
-    """A rank's end: `enter` says where it is. Without a launcher of ours (`folder` None) it says so to nobody."""
-
-    def __init__(self, folder: Path | None, rank: int) -> None:
-        self._map: mmap.mmap | None = None
-        self._number, self._pid = 0, os.getpid()
-        self.phase: Phase = "start"
-        self.step, self.micro, self.usual_s = 0, 0, 0.0
-        if folder is not None and folder.is_dir():
-            self._map = _mapped(folder / str(rank))
-        self.enter("start")
+    def phase(self) -> Phase:
+        """That in which the rank is."""
+        return self._state.phase
 
     def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> float:
         """Now in `phase`, of the step before unless told; returns time.monotonic()."""
-        now = time.monotonic()
-        self.phase, self.micro = phase, micro
-        if step is not None:
-            self.step = step
-        if self._map is not None:
-            self._number += 1
-            place = (_ORDER[phase], min(micro, 2**16 - 1), self.step)
-            _RECORD.pack_into(self._map, 0, self._number, self._pid, *place, now, self.usual_s, self._number)
+        now, state = time.monotonic(), self._state
+        if self._old is not None:
+            self._old.usual_s = self.usual_s
+            self._old.enter(phase, step=step, micro=micro)
+        self._state = _State(phase, state.step if step is None else step, micro, state.waits, now)
         return now
 
-    def go_on(self) -> None:
-        """Still where it was, and at work: for how long it has stood still there counts anew."""
-        self.enter(self.phase, micro=self.micro)
+    def progress(self) -> None:
+        """Still in the same phase, and at work: how long it has stood still counts anew."""
+        if self._old is not None:
+            self._old.go_on()
+        self._state = self._state._replace(since=time.monotonic())
 
-
-def _mapped(place: Path) -> mmap.mmap | None:
-    """A record in the file `place`; None where its disk is full, and to write there would end this process (SIGBUS)."""
-    try:
-        with place.open("w+b", buffering=0) as file:
-            file.write(bytes(_RECORD.size))  # takes the room
-            return mmap.mmap(file.fileno(), _RECORD.size)
-    except OSError as error:
-        print(f"rank {place.name} is not watched: {error.strerror} ({place})", file=sys.stderr, flush=True)
-        return None
-
-
-def read_beat(file: Path) -> Beat | None:
-    """The rank's last record; None where there is none, or the file is none of ours."""
-    for _ in range(_TRIES):
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Inside the block the rank waits for others: for `what`, in words that follow "waits for"."""
+        before = self._state.waits
+        self._state = self._state._replace(waits=what, since=time.monotonic())
         try:
-            content = file.read_bytes()
-            number, pid, order, micro, step, at, usual_s, again = _RECORD.unpack(content)
-        except (OSError, struct.error):
-            return None
-        if number == again:
-            return (
-                Beat(number, pid, PHASES[order], step, micro, at, usual_s) if number and order < len(PHASES) else None
-            )
-    return None
+            yield
+        finally:
+            self._state = self._state._replace(waits=before, since=time.monotonic())
 
+    def last_message(self, code: int, lost: str = "") -> dict[str, Any]:
+        """The body of the last beat of a rank that ends with `code`; `lost` says so where only others were gone."""
+        return {**self.message(), "ended": code, "lost": lost}
 
-def read_beats(folder: Path) -> dict[int, Beat]:
-    """By rank, of all that have said something."""
-    try:
-        files = [file for file in folder.iterdir() if file.name.isdigit()]
-    except OSError:
-        return {}
-    found = {int(file.name): read_beat(file) for file in files}
-    return {rank: beat for rank, beat in sorted(found.items()) if beat is not None}
+    def message(self, *, asked: bool = False) -> dict[str, Any]:
+        """The body of a beat; with stacks and collectives where they are `asked` for."""
+        state, now = self._state, time.monotonic()
+        self._note_work(state, now)
+        said = {
+            "rank": self.rank,
+            "host": self._host,
+            "pid": os.getpid(),
+            "phase": state.phase,
+            "step": state.step,
+            "micro": state.micro,
+            "waits": state.waits,
+            "for_s": round(max(now - max(state.since, self._worked_at), 0.0), 1),
+            "usual_s": round(self.usual_s, 3),
+        }
+        if asked:
+            said["stacks"], said["collectives"] = "", {}
+            with suppress(Exception):  # nothing that is only told may end a run
+                said["stacks"] = stacks.own()
+                said["collectives"] = stacks.own_collectives()
+        return said
 
+    def _note_work(self, state: _State, now: float) -> None:
+        """In a LONG phase computing counts as progress: not everything there is a loop of ours that could say so."""
+        seconds, (before, used) = time.process_time(), self._looked
+        self._looked = now, seconds
+        if state.phase in LONG and not state.waits and seconds - used >= _COMPUTES * (now - before) > 0:
+            self._worked_at = now
 
-def listen_in_loader() -> None:
-    """Called in a loader process of a rank: it tells its stacks, too."""
-    if folder := os.environ.get(HEARTBEAT_DIR):
-        name = f"{os.environ.get('RANK', '0')}.loader-{os.getpid()}"
-        stacks.listen(Path(folder), name)
-        leave_crashes(Path(folder), name)
+    def connect(
+        self,
+        client: Client,
+        ranks: int,
+        *,
+        on_end: Callable[[str], None] | None = None,
+        on_silence: Callable[[float, NoAnswer], None] = lambda silent_s, error: None,
+    ) -> None:
+        """Sends beats to the watchdog from now on, so often that those of `ranks` are no load for it.
+
+        `on_end` is called where it orders the rank to end, with the reason; `on_silence` where it does not answer, with the
+        seconds since it last did.
+        """
+        interval_s = max(1.0, ranks / _BEATS_A_SECOND)
+        about = (client, interval_s, on_end, on_silence)
+        self._thread = threading.Thread(target=self._send, args=about, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """No more beats."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(1)
+
+    def _send(
+        self,
+        client: Client,
+        interval_s: float,
+        on_end: Callable[[str], None] | None,
+        on_silence: Callable[[float, NoAnswer], None],
+    ) -> None:
+        asked, answered = False, time.monotonic()
+        pause_s = random.random() * interval_s / 10  # not all at once
+        while not self._over.wait(0 if asked else pause_s):
+            pause_s = interval_s
+            try:
+                answer = client.call("beat", self.message(asked=asked))
+                asked, answered = bool(answer.get("ask")), time.monotonic()
+                if on_end is not None and answer.get("end"):
+                    on_end(str(answer["end"]))
+            except NoAnswer as error:
+                asked = False
+                on_silence(time.monotonic() - answered, error)
+            except OSError:  # refused: the channel of another run, or it is about to end
+                asked = False
 
 
 @functools.cache
-def own_pulse() -> Pulse:
-    """That of this process, by the environment of its launch; made before anything heavy is imported, it answers questions
-    about stacks and collectives from then on."""
-    folder, rank = os.environ.get(HEARTBEAT_DIR), int(os.environ.get("RANK", "0"))
-    if folder and os.path.isdir(folder):
-        stacks.listen(Path(folder), str(rank))
-        leave_crashes(Path(folder), str(rank))
-        stacks.answer_questions(Path(folder), rank)
-        return Pulse(Path(folder), rank)
-    return Pulse(None, rank)
+def own_heartbeat() -> Heartbeat:
+    """That of this process; made before anything heavy is imported. Where our launcher has told of a channel, it beats."""
+    heartbeat = Heartbeat(int(os.environ.get("RANK", "0")))
+    stacks.listen()
+    if "PACKTRAIN_HEARTBEAT_DIR" in os.environ:
+        from packtrain.monitor.old.heartbeat import own_pulse
+
+        heartbeat._old = own_pulse()
+    if ADDRESS in os.environ:
+        address, _, port = os.environ[ADDRESS].rpartition(":")
+        client = Client(address, int(port), secret=os.environ.get(SECRET, ""))
+        heartbeat.connect(client, int(os.environ.get("WORLD_SIZE", "1")))
+    return heartbeat
+
+
+def waiting(what: str) -> AbstractContextManager[None]:
+    """`with waiting("…")` around whatever waits for other ranks: this rank then is not the one that keeps them waiting."""
+    return own_heartbeat().waiting(what)
+
+
+def progress() -> None:
+    """Called now and again in what takes long, so that it does not count as standing still."""
+    own_heartbeat().progress()

@@ -1,40 +1,46 @@
-"""What a rank is doing right now, in Python's frames and torch's collectives, also while it is stuck in C.
+"""What a rank is doing right now: the Python stacks of its threads, and its pending collective operations.
 
-On SIGUSR2 `faulthandler` writes the stacks of all threads beside the heartbeats: in the signal handler itself, so that
-neither a lock nor a running interpreter is needed, and the process goes on. What collectives are pending only Python can
-tell: a thread looks twice a second whether anybody asks (a file there), and answers from torch's flight recorder, which gloo
-and NCCL keep anyway. It can do so while the main thread waits in a collective, which lets go of Python's lock.
+The rank's own heartbeat thread answers (`own`), also while the main thread waits in a collective, which lets go of Python's
+lock. Where something in C holds that lock, the rank's launcher sends SIGUSR2, on which faulthandler writes the stacks in the
+signal handler itself (`listen`, `dump`). Collectives come from torch's flight recorder, which gloo and NCCL keep anyway.
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib
-import itertools
 import json
 import os
 import re
 import signal
 import sys
-import threading
+import tempfile
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packtrain.launch.processes import families, text_of
+import psutil
 
+FOLDER = "PACKTRAIN_STACKS"
+"""Environment variable of a rank: the folder, of its launch and machine, that stacks and crashes are written into."""
 SIGNAL = getattr(signal, "SIGUSR2", None)
-ANSWER_S = 2.5
-"""How long those who ask wait for answers."""
-_LOOK_S = 0.5
-_WHOLE_S = 0.1  # an answer that does not grow for so long is whole
+DUMP_S = 1.0
 _PASSED = 8
-_LOADERS = 4  # of a rank: their stacks go over the line between the launchers, which takes 1 MiB
-_QUESTION = "question"
-_LOADER = re.compile(r"\d+\.loader-(\d+)\.stacks")
+_MOST_LOADERS = 4
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_CRASHED = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
+_SIGNALS = {
+    "Segmentation fault": signal.SIGSEGV,
+    "Aborted": signal.SIGABRT,
+    "Bus error": getattr(signal, "SIGBUS", signal.SIGSEGV),
+    "Illegal instruction": signal.SIGILL,
+    "Floating-point exception": signal.SIGFPE,
+}
+_RECORDER = "flight-recorder-rank-"
+_DUMP = re.compile(rf"(?:{_RECORDER}|\w*trace_rank_)(\d+)")  # the other is torch's own name
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +57,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """The oldest collective operation that a rank has begun and not ended: its name, its number in its group of processes,
-    and what it moves ("Float 4x8")."""
+    """A collective operation: its name, its number in its group of processes, and what it moves ("Float 4x8")."""
 
     name: str
     number: int
@@ -63,171 +68,66 @@ class Collective:
         return f"{self.name} number {self.number}{f' ({self.what})' if self.what else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a rank answered: `stack` of its main thread, innermost frame first (empty: none came), `pending` collective, the
-    last ones that it has `passed`, and whether it could tell at all (`told`); `text` is everything, the stacks of its loader
-    processes among it."""
+def listen(name: str | None = None) -> None:
+    """From now on SIGUSR2 has this process write its stacks into FOLDER, and a crash leaves them there, too.
 
-    stack: tuple[Frame, ...] = ()
-    pending: Collective | None = None
-    passed: tuple[Collective, ...] = ()
-    told: bool = False
-    text: str = ""
-    loaders: tuple[tuple[Frame, ...], ...] = ()
-
-
-def listen(folder: Path, name: str) -> None:
-    """From now on the signal has this process write the stacks of its threads to `folder`/NAME.stacks."""
-    if SIGNAL is None:
+    `name` is that of the files: the rank unless given. Does nothing without FOLDER.
+    """
+    folder = Path(os.environ.get(FOLDER, ""))
+    if FOLDER not in os.environ or not folder.is_dir():
         return
-    with contextlib.suppress(OSError):
-        aside = folder / f".{name}.stacks"
-        file = aside.open("a")  # kept open by faulthandler
-        faulthandler.register(SIGNAL, file, all_threads=True, chain=False)
-        aside.rename(
-            folder / f"{name}.stacks"
-        )  # only now it may be asked: whoever does not listen yet the signal would end
+    name = name or os.environ.get("RANK", "0")
+    with suppress(OSError):
+        faulthandler.enable((folder / f"{name}.crash").open("w"))  # kept open by faulthandler
+        if SIGNAL is not None:
+            aside = folder / f".{name}.stacks"
+            faulthandler.register(SIGNAL, aside.open("a"), all_threads=True, chain=False)
+            # only now it may be asked: the signal would end a process that does not listen yet
+            aside.rename(folder / f"{name}.stacks")
 
 
-def answer_questions(folder: Path, rank: int) -> None:
-    """Starts the thread that tells which collectives are pending."""
-    threading.Thread(target=_answer, args=(folder, rank), name="collectives", daemon=True).start()
+def listen_in_loader() -> None:
+    """The same for a loader process of a rank."""
+    faulthandler.disable()  # the rank's, of which this is a fork
+    listen(f"{os.environ.get('RANK', '0')}.loader-{os.getpid()}")
 
 
-def _answer(folder: Path, rank: int) -> None:
-    question, asked = folder / _QUESTION, 0
-    while True:
-        time.sleep(_LOOK_S)
-        try:
-            when = question.stat().st_mtime_ns
-        except OSError:
-            if not folder.exists():
-                return
-            continue
-        if when != asked:
-            asked = when
-            with contextlib.suppress(Exception):  # nothing that is only told may end a run
-                (folder / f"{rank}.collectives").write_text(json.dumps(_collectives()))
+def own() -> str:
+    """The stacks of all threads of this process, and of its loader processes."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read()
+    folder, rank = Path(os.environ.get(FOLDER, os.devnull)), os.environ.get("RANK", "0")
+    loaders = [int(file.stem.rpartition("-")[2]) for file in folder.glob(f"{rank}.loader-*.stacks")]
+    ours = [pid for pid in loaders if _parent(pid) == os.getpid()][:_MOST_LOADERS]
+    said = [dump(folder, f"{rank}.loader-{pid}", pid) for pid in ours]
+    return "\n".join([*(f"-- a loader process\n{one}" for one in said if one), text])
 
 
-def _collectives() -> dict[str, list[dict[str, Any]]]:
-    """Those pending and the last that were passed, by torch's flight recorders; none where torch is not loaded.
-
-    There is one for all backends, and in builds with NCCL maybe one more.
-    """
-    found: dict[str, list[dict[str, Any]]] = {"pending": [], "passed": []}
-    if "torch.distributed" not in sys.modules:
-        return found
-    c10d = importlib.import_module("torch._C._distributed_c10d")
-    for dump in (getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")):
-        recorded = json.loads(dump()) if dump is not None else {}
-        found["pending"] += [one for one in pending_of(recorded) if one not in found["pending"]]
-        found["passed"] += [one for one in passed_of(recorded) if one not in found["passed"]]
-    return found
-
-
-def pending_of(recorded: dict[str, Any]) -> list[dict[str, Any]]:
-    """Collectives of one flight recorder's dump that were begun and have not ended, as fields of Collective."""
-    return [_collective(entry) for entry in _of_groups(recorded) if not _has_ended(entry, recorded)]
+def dump(folder: Path, name: str, pid: int) -> str:
+    """The stacks of process `pid`, which listens under `name`; "" where none came within DUMP_S: it is stopped or gone."""
+    file = folder / f"{name}.stacks"
+    if SIGNAL is None or not file.exists():
+        return ""
+    with suppress(OSError):
+        os.truncate(file, 0)
+        os.kill(pid, SIGNAL)
+        end, before = time.monotonic() + DUMP_S, -1
+        while time.monotonic() < end and not 0 < file.stat().st_size == before:
+            before = file.stat().st_size
+            time.sleep(0.05)
+        return file.read_text(errors="replace")
+    return ""
 
 
-def passed_of(recorded: dict[str, Any]) -> list[dict[str, Any]]:
-    """The last _PASSED of a dump that have ended, the latest first."""
-    ended = [entry for entry in _of_groups(recorded) if _has_ended(entry, recorded)]
-    return [_collective(entry) for entry in reversed(ended[-_PASSED:])]
-
-
-def _of_groups(recorded: dict[str, Any]) -> list[dict[str, Any]]:
-    """Without what goes from one rank to another, which is numbered apart."""
-    return [entry for entry in recorded.get("entries", []) if not entry["is_p2p"]]
-
-
-def _has_ended(entry: dict[str, Any], recorded: dict[str, Any]) -> bool:
-    last = recorded.get("pg_status", {}).get(str(entry["pg_id"]), {}).get("last_completed_collective", -1)
-    return entry["retired"] or entry["collective_seq_id"] <= int(last)
-
-
-def _collective(entry: dict[str, Any]) -> dict[str, Any]:
-    sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
-    what = ", ".join(f"{dtype} {'x'.join(map(str, size)) or '1'}" for dtype, size in sizes)
-    name, number = entry["profiling_name"], entry["collective_seq_id"]
-    return {"name": name, "number": number, "group": str(entry["pg_id"]), "what": what[:200]}
-
-
-def ask(folder: Path, pids: dict[int, int]) -> dict[int, Answer]:
-    """Asks the ranks whose processes are `pids`, and their loader processes, and waits ANSWER_S for what they say.
-
-    {} where the folder is gone.
-    """
-    for old in (*folder.glob("*.stacks"), *folder.glob("*.collectives")):
-        with contextlib.suppress(OSError):
-            os.truncate(old, 0)
-    try:
-        (folder / _QUESTION).write_text("")
-        os.utime(folder / _QUESTION, ns=(time.time_ns(), time.time_ns()))
-    except FileNotFoundError:
-        return {}
-    if SIGNAL is not None:
-        listening = {int(name[1]) for file in folder.iterdir() if (name := _LOADER.fullmatch(file.name))}
-        loaders = listening.intersection(itertools.chain(*families(pids.values()).values()))
-        for pid in (*pids.values(), *loaders):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, SIGNAL)
-    end = time.monotonic() + ANSWER_S
-    while time.monotonic() < end and not all(_has_answered(folder, rank) for rank in pids):
-        time.sleep(0.05)
-    return {rank: _read(folder, rank) for rank in pids}
-
-
-def let_answer(folder: Path, pids: dict[int, int]) -> dict[int, Answer]:
-    """Lets ranks that are stopped (SIGSTOP), and have been asked, go on until they have written their stacks, ANSWER_S at most.
-
-    They are stopped again: the others, who wait for them, are to stay where they are.
-    """
-    if SIGNAL is None:
-        return {}
-    _send(pids, signal.SIGCONT)
-    end, sizes = time.monotonic() + ANSWER_S, [-1]
-    while time.monotonic() < end and not (all(sizes) and sizes == _sizes(folder, pids)):
-        sizes = _sizes(folder, pids)
-        time.sleep(_WHOLE_S)
-    _send(pids, signal.SIGSTOP)
-    return {rank: _read(folder, rank) for rank in pids}
-
-
-def _sizes(folder: Path, pids: dict[int, int]) -> list[int]:
-    return [len(text_of(folder / f"{rank}.stacks")) for rank in pids]
-
-
-def _send(pids: dict[int, int], number: int) -> None:
-    for pid in pids.values():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-
-
-def _has_answered(folder: Path, rank: int) -> bool:
-    return all(text_of(folder / f"{rank}.{kind}") for kind in ("stacks", "collectives"))
-
-
-def _read(folder: Path, rank: int) -> Answer:
-    text = text_of(folder / f"{rank}.stacks")
-    try:
-        told: dict[str, list[dict[str, Any]]] = json.loads(text_of(folder / f"{rank}.collectives"))
-    except ValueError:
-        told = {}
-    collectives = [Collective(**one) for one in told.get("pending", ())]
-    loaders = [text_of(file) for file in sorted(folder.glob(f"{rank}.loader-*.stacks"))]
-    whole = [text, *(f"-- a loader process\n{one}" for one in loaders if one)]
-    whole += [f"-- pending: {one}" for one in collectives]
-    return Answer(
-        stack=main_stack(text),
-        pending=collectives[0] if collectives else None,
-        passed=tuple(Collective(**one) for one in told.get("passed", ())),
-        told=bool(told),
-        text="\n".join(whole),
-        loaders=tuple(main_stack(one) for one in loaders if one)[:_LOADERS],
-    )
+def crash_of(folder: Path, name: str) -> tuple[int, str]:
+    """The signal by which the process that listened under `name` crashed, and its stacks; (0, "") where it did not."""
+    with suppress(OSError):
+        text = (folder / f"{name}.crash").read_text(errors="replace")
+        if said := [_SIGNALS[one] for one in _CRASHED.findall(text) if one in _SIGNALS]:
+            return int(said[-1]), text
+    return 0, ""
 
 
 def main_stack(text: str) -> tuple[Frame, ...]:
@@ -240,3 +140,64 @@ def main_stack(text: str) -> tuple[Frame, ...]:
             file, number, function = found.groups()
             frames.append(Frame(file, int(number) if number.isdigit() else 0, function))
     return tuple(frames)
+
+
+def _parent(pid: int) -> int:
+    with suppress(psutil.Error):
+        return psutil.Process(pid).ppid()
+    return 0
+
+
+def own_collectives() -> dict[str, list[dict[str, Any]]]:
+    """The pending collectives of this process and the last that it passed, as fields of Collective; none without torch.
+
+    torch has one flight recorder for all backends, and in builds with NCCL maybe one more.
+    """
+    found: dict[str, list[dict[str, Any]]] = {"pending": [], "passed": []}
+    if "torch.distributed" not in sys.modules:
+        return found
+    c10d = importlib.import_module("torch._C._distributed_c10d")
+    for recorder in (getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")):
+        recorded = json.loads(recorder()) if recorder is not None else {}
+        found["pending"] += [one for one in pending_of(recorded) if one not in found["pending"]]
+        found["passed"] += [one for one in passed_of(recorded) if one not in found["passed"]]
+    return found
+
+
+def pending_of(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Collectives of one flight recorder's dump that were begun and have not ended, as fields of Collective."""
+    return [_collective(entry) for entry in _of_groups(recorded) if not _has_ended(entry, recorded)]
+
+
+def passed_of(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The last _PASSED of a dump that have ended, the latest first."""
+    ended = [entry for entry in _of_groups(recorded) if _has_ended(entry, recorded)]
+    return [_collective(entry) for entry in reversed(ended[-_PASSED:])]
+
+
+def _of_groups(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Without what goes from one rank to another, which is numbered apart."""
+    return [entry for entry in recorded.get("entries", []) if not entry["is_p2p"]]
+
+
+def _has_ended(entry: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
+    last = recorded.get("pg_status", {}).get(str(entry["pg_id"]), {}).get("last_completed_collective", -1)
+    return entry["retired"] or entry["collective_seq_id"] <= int(last)
+
+
+def _collective(entry: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
+    what = ", ".join(f"{dtype} {'x'.join(map(str, size)) or '1'}" for dtype, size in sizes)
+    name, number = entry["profiling_name"], entry["collective_seq_id"]
+    return {"name": name, "number": number, "group": str(entry["pg_id"]), "what": what[:200]}
+
+
+def recorded_into(logs: Path) -> Mapping[str, str]:
+    """Environment variables with which a rank whose NCCL collective runs out of time leaves its flight recorder in `logs`."""
+    return {"TORCH_FR_DUMP_TEMP_FILE": str(logs.absolute() / _RECORDER), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+def dumps_in(logs: Path) -> dict[int, Path]:
+    """The flight recorders that were left in `logs`, by rank."""
+    found = {file: _DUMP.fullmatch(file.name) for file in logs.glob("*") if file.is_file()}
+    return {int(name[1]): file for file, name in sorted(found.items()) if name}

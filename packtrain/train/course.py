@@ -15,7 +15,7 @@ from packtrain.data.dataset import TokenDataset
 from packtrain.data.pairs import PairDataset
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
-from packtrain.monitor.time_limits import TimeLimits
+from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.packing.balance import Limits
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.accelerate import STAGES

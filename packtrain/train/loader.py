@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.data.pairs import PairDataset
 from packtrain.launch.worker import end_with_parent
-from packtrain.monitor.heartbeat import listen_in_loader
+from packtrain.monitor.old.heartbeat import listen_in_loader
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded
 from packtrain.packing.pairs import Layout, collate_pairs
 from packtrain.packing.schedule import Schedule

@@ -48,7 +48,7 @@ from packtrain.model.spread import (
     save_shards,
     whole_weights,
 )
-from packtrain.monitor.time_limits import TimeLimits
+from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.run_folder import write_json
 from packtrain.train import checkpoint
 from packtrain.train.loader import MicroBatch, PairSteps, Steps, step_loader

@@ -1,6 +1,6 @@
 """Where the time of a rank goes, and which machine or rank is slower than the others.
 
-`StepClock.enter` is called wherever a step changes its phase: it tells the launcher (launch/heartbeat.py) and adds the time up.
+`StepClock.enter` is called wherever a step changes its phase: it tells the watchdog (monitor/heartbeat.py) and adds the time up.
 In a run of many ranks every step takes all of them the same time, since they wait for each other; what tells them apart is the
 forward passes, which wait for nobody (but where a sharded model gathers its weights: its ranks look alike), and loading data.
 The backward pass has the waiting for slower ranks in it. Times travel with the counts of every tenth step or more (as it is
@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from packtrain.monitor.heartbeat import Phase, Pulse, own_pulse
-from packtrain.monitor.time_limits import TimeLimits
+from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits, own_heartbeat
 from packtrain.train.sync.time_limit import limit_collectives
 from packtrain.wording import ranks_in_words
 
@@ -53,14 +52,14 @@ class StepClock:
         device: torch.device,
         rank: int = 0,
         world_size: int = 1,
-        pulse: Pulse | None = None,
+        heartbeat: Heartbeat | None = None,
         limits: TimeLimits | None = None,
     ) -> None:
-        self._pulse = pulse or own_pulse()
+        self._heartbeat = heartbeat or own_heartbeat()
         self._limits, self._limit_s = limits, 0.0
         self._rank, self._world_size = rank, world_size
         self._phase: Phase = "start"
-        self._since = self._pulse.enter(self._pulse.phase)
+        self._since = self._heartbeat.enter(self._heartbeat.phase)
         self._spent: dict[Phase, float] = {}
         self._steps: deque[float] = deque(maxlen=_REMEMBERED)
         self._first = True
@@ -74,7 +73,7 @@ class StepClock:
         """The rank is in `phase` from now on."""
         if phase == "data":
             self._close_step()
-        now = self._pulse.enter(phase, step=step, micro=micro)
+        now = self._heartbeat.enter(phase, step=step, micro=micro)
         if self._limits and (limit_s := self._limits.of(phase)) != self._limit_s:
             self._limit_s = limit_s
             limit_collectives(limit_s)
@@ -104,7 +103,7 @@ class StepClock:
         self._sums = [sum_ + int(1e6 * own.get(phase, 0.0)) for sum_, phase in zip(self._sums, _MEASURED, strict=True)]
         self.steps += 1
         self._steps.append(sum(spent.get(phase, 0.0) for phase in _OF_A_STEP))
-        self._pulse.usual_s = statistics.median(self._steps)
+        self._heartbeat.usual_s = statistics.median(self._steps)
 
 
 def _on_gpu(events: list[tuple[Phase, Any]]) -> dict[Phase, float]:

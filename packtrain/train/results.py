@@ -28,7 +28,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.data.prepare import PreparedData
 from packtrain.model.load import load_model
 from packtrain.model.spread import loading_whole
-from packtrain.monitor.heartbeat import own_pulse
+from packtrain.monitor.heartbeat import progress
 from packtrain.plan.reference import base_of
 from packtrain.proof.choice import Decision
 from packtrain.run_folder import RunFolder
@@ -101,7 +101,7 @@ def answer(
     model.eval()
     with attention_of(model, attention):
         for prompt in prompts:
-            own_pulse().go_on()
+            progress()
             if tokenizer.chat_template:
                 turn = [{"role": "user", "content": prompt}]
                 text = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))

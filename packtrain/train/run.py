@@ -25,7 +25,7 @@ from packtrain.errors import CheckFailed, LostPeers, UserError
 from packtrain.launch.worker import planned_processes
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
 from packtrain.model.spread import open_strategy
-from packtrain.monitor.heartbeat import own_pulse
+from packtrain.monitor.heartbeat import own_heartbeat
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, dpo_stages, results, sft_stages
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
@@ -48,13 +48,13 @@ STAGES = {"sft": sft_stages, "dpo": dpo_stages}
 def train(verb: str, config: RunConfig) -> int:
     """Runs `verb` in this process (of one or of many). Returns the exit code; raises PacktrainError for the user."""
     quiet_libraries(on_cpu=not torch.cuda.is_available())
-    own_pulse().enter("join")
+    own_heartbeat().enter("join")
     process = _join(verb, config)
-    own_pulse().enter("proof")
+    own_heartbeat().enter("proof")
     try:
         return verify(config, process) if verb == "verify" else train_in(config, process)
     except (RuntimeError, OSError, SafetensorError) as error:
-        own_pulse().go_on()  # who has waited for others that are gone does not keep anybody waiting
+        own_heartbeat().progress()  # who has waited for others that are gone does not keep anybody waiting
         if known := explained(error, process, config):
             if isinstance(known, LostPeers):
                 keep_in_full(RunFolder.of(config).log(process.rank), error)
@@ -77,14 +77,14 @@ def train_in(config: RunConfig, process: Process) -> int:
     checkpoint = _checkpoint_to_resume(setting)
     check_run_folder(setting, checkpoint)
 
-    own_pulse().enter("prepare")
+    own_heartbeat().enter("prepare")
     tokenizer = load_tokenizer(config.model)
     show = process.main and sys.stderr.isatty()
     data: Any = stages.prepare_data(config.data, tokenizer, seed=config.trainer.seed, progress=show)
     agree_on_data(process.peers, config, data)
     if checkpoint is not None:
         check_origin(checkpoint, origin_of(config, data.train))
-    own_pulse().enter("load")
+    own_heartbeat().enter("load")
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
     agree_on_model(process.peers, config, model)
     if checkpoint is not None:
@@ -93,7 +93,7 @@ def train_in(config: RunConfig, process: Process) -> int:
     longest = max(stages.longest_document(part) for part in (data.train, data.eval) if part)
     check_positions(model, longest, padded=config.packing.mode == "padding")
     as_it_came = own_attention(base_model(model))
-    own_pulse().enter("proof")
+    own_heartbeat().enter("proof")
     trainer, decision = stages.build(setting, data, model, tokenizer, checkpoint)
     before = _answers(setting, model, tokenizer, as_it_came)
     console.first_step(log, time.perf_counter() - started, checkpoint)
@@ -128,11 +128,11 @@ def _join(verb: str, config: RunConfig) -> Process:
     on_cpu = not torch.cuda.is_available()
     peers = meet(timeout_s=config.topology.join_timeout)
     own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes one of its own
-    pulse = own_pulse()
-    pulse.enter("join")  # anew, for each of these may take topology.join_timeout
+    heartbeat = own_heartbeat()
+    heartbeat.enter("join")  # anew, for each of these may take topology.join_timeout
     agree_on_start(peers, config, "cpu" if on_cpu else "cuda", planned_processes(), own)
     open_strategy(config)
-    pulse.enter("join")
+    heartbeat.enter("join")
     state = _open_group(config, peers, on_cpu)
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != expected:
@@ -141,7 +141,7 @@ def _join(verb: str, config: RunConfig) -> Process:
             fix=f"start them by packtrain {config.objective.kind} CONFIG topology.gpus_per_node=N, or by torchrun",
         )
     device = cast(torch.device, state.device)
-    pulse.enter("join")
+    heartbeat.enter("join")
     check_first_sum(peers, device, str(state.backend), timeout_s=config.topology.join_timeout)
     return Process(state.process_index, state.num_processes, device, peers)
 

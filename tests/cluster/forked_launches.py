@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from packtrain.launch import children
 from packtrain.launch.ending import exit_code_of
 from packtrain.launch.signals import ENDING
-from packtrain.monitor import time_limits as patience
+from packtrain.monitor.old import time_limits as patience
 from tests.cluster.small_launch import PRELOAD, ROOT, launch, start
 from tests.cluster.two_hosts import ADDRESSES, TwoHosts, both
 

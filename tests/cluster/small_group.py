@@ -15,7 +15,7 @@ import time
 from types import ModuleType
 
 from packtrain.errors import LostPeers
-from packtrain.monitor.heartbeat import own_pulse
+from packtrain.monitor.old.heartbeat import own_pulse
 
 _HEAD = struct.Struct("!16sdI")
 _JOIN_S = 30

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import pytest
 
 from packtrain.launch import effort
-from packtrain.monitor import time_limits as patience
-from packtrain.monitor.diagnosis import Diagnosis
-from packtrain.monitor.heartbeat import HEARTBEAT_DIR
-from packtrain.monitor.watchdog import Watchdog
+from packtrain.monitor.old import time_limits as patience
+from packtrain.monitor.old.diagnosis import Diagnosis
+from packtrain.monitor.old.heartbeat import HEARTBEAT_DIR
+from packtrain.monitor.old.watchdog import Watchdog
 
 LEAST_S = 3
 RANK = """
 import os, subprocess, sys, time
-from packtrain.monitor.heartbeat import own_pulse
+from packtrain.monitor.old.heartbeat import own_pulse
 
 phase, what = sys.argv[1:]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.monitor.time_limits import TimeLimits, limit_s, patience_s
+from packtrain.monitor.old.time_limits import TimeLimits, limit_s, patience_s
 from tests.cluster.test_watchdog import launch
 from tests.unit.monitor.test_diagnosis import FOR_OTHERS, named, rank
 

@@ -73,7 +73,7 @@ WITH_TORCH = """
 import os, signal, sys, time
 from pathlib import Path
 from packtrain.errors import LostPeers
-from packtrain.monitor.heartbeat import own_pulse
+from packtrain.monitor.old.heartbeat import own_pulse
 from packtrain.launch.worker import run_worker
 
 rank, me = int(os.environ["RANK"]), os.getpid()

@@ -13,7 +13,7 @@ from here import ALONE
 
 from packtrain.config.schema import Batch, RunConfig, Strategy, Trainer
 from packtrain.errors import LostPeers, PeerFailed, UserError
-from packtrain.monitor.heartbeat import Pulse, read_beat
+from packtrain.monitor.heartbeat import Heartbeat
 from packtrain.train import run
 from packtrain.train.library_errors import explained, shortly
 
@@ -49,20 +49,21 @@ def test_a_lost_process_is_told_where_there_are_others() -> None:
 def test_a_rank_that_has_lost_the_others_does_not_stand_still_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pulse = Pulse(tmp_path, 0)
+    heartbeat = Heartbeat()
 
     def train_in(*_: object) -> int:
-        pulse.enter("backward", step=8, micro=2)
+        heartbeat.enter("backward", step=8, micro=2)
+        heartbeat._state = heartbeat._state._replace(since=heartbeat._state.since - 100)
         raise RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
 
-    monkeypatch.setattr(run, "own_pulse", lambda: pulse)
+    monkeypatch.setattr(run, "own_heartbeat", lambda: heartbeat)
     monkeypatch.setattr(run, "_join", lambda *_: replace(ALONE, world_size=2))
     monkeypatch.setattr(run, "train_in", train_in)
     with pytest.raises(LostPeers):
         run.train("sft", replace(CONFIG, trainer=Trainer(output_dir=str(tmp_path))))
-    beat = read_beat(tmp_path / "0")
-    assert beat is not None and beat.place == "the backward pass of step 8 (micro-batch 2)"
-    assert beat.number == 5  # start, join, proof, backward, and that it goes on
+    message = heartbeat.message()
+    assert (message["phase"], message["step"], message["micro"]) == ("backward", 8, 2)
+    assert message["for_s"] < 100
 
 
 GLOO = (

@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from tests.unit.test_docs_multi_node import ROWS, same
 from torch.distributed import HashStore
 
 from packtrain.config.schema import RunConfig
@@ -21,6 +20,7 @@ from packtrain.train import run
 from packtrain.train.sync import all_reduce_check as first_sum
 from packtrain.train.sync.all_reduce_check import check_first_sum
 from packtrain.train.sync.peers import Peers, Statement
+from tests.unit.launch.test_docs_multi_node import ROWS, same
 
 RANKS = 3
 REFUSED = "Gloo connectFullMesh failed with SO_ERROR: Connection refused, remote=[127.0.0.1]:17332$0"

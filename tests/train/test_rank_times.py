@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.test_docs_multi_node import ROWS, same
 
-from packtrain.monitor.heartbeat import Phase, Pulse
+from packtrain.monitor.heartbeat import Heartbeat, Phase
 from packtrain.train.rank_times import RankTimes, StepClock, slow_ones
+from tests.unit.launch.test_docs_multi_node import ROWS, same
 
 
-class Watch(Pulse):
-    """A pulse whose time passes only when it is told so, however loaded the machine is."""
+class Watch(Heartbeat):
+    """A heartbeat whose time passes only when it is told so, however loaded the machine is."""
 
     now = 0.0
 
@@ -32,8 +32,8 @@ def step(clock: StepClock, watch: Watch, number: int, forward: float = 0.0, data
 
 
 def test_a_clock_adds_the_parts_of_steps_up_and_leaves_the_first_one_out() -> None:
-    watch = Watch(None, 1)
-    clock = StepClock(torch.device("cpu"), rank=1, world_size=3, pulse=watch)
+    watch = Watch(1)
+    clock = StepClock(torch.device("cpu"), rank=1, world_size=3, heartbeat=watch)
     step(clock, watch, 1, forward=0.3)
     assert watch.usual_s == 0.0
     for number in (2, 3):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace  # pyright: ignore[reportAttributeAccessIssue]
 
 from packtrain.diagnose.doctor import examine
-from packtrain.monitor.flight_recorder import recorded_into
-from packtrain.monitor.watchdog import Watchdog
+from packtrain.monitor.old.flight_recorder import recorded_into
+from packtrain.monitor.old.watchdog import Watchdog
 from packtrain.run_folder import RunFolder
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from packtrain.errors import PacktrainError, PeerFailed, Problem
 from packtrain.launch.arrival import PROGRESS_S
-from packtrain.monitor.diagnosis import CAUSES
+from packtrain.monitor.old.diagnosis import CAUSES
 from packtrain.plan.network.choice import SOCKETS
 from packtrain.train.library_errors import shortly
 from packtrain.train.sync.peers import GRACE_S, Peers, Statement, places_in_words

@@ -19,7 +19,7 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.launch import worker
 from packtrain.launch.claim import claimed_for_others
 from packtrain.launch.execute import execute
-from packtrain.monitor.heartbeat import Pulse
+from packtrain.monitor.old.heartbeat import Pulse
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import look_around
 from packtrain.run_folder import RunFolder

@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.unit.test_docs_multi_node import ROWS, same
 
 from packtrain.diagnose import doctor, doctor_elsewhere
 from packtrain.diagnose.doctor import examine, show_run
 from packtrain.launch import telling
 from packtrain.launch.processes import Sight
 from packtrain.launch.telling import pointer_of, put_question
-from packtrain.monitor import stacks, watchdog
-from packtrain.monitor.heartbeat import Phase, Pulse
-from packtrain.monitor.stacks import Answer, Collective, Frame
-from packtrain.monitor.watchdog import Watchdog
+from packtrain.monitor.old import stacks, watchdog
+from packtrain.monitor.old.heartbeat import Phase, Pulse
+from packtrain.monitor.old.stacks import Answer, Collective, Frame
+from packtrain.monitor.old.watchdog import Watchdog
 from packtrain.run_folder import RunFolder
+from tests.unit.launch.test_docs_multi_node import ROWS, same
 
 WAITS = Answer(pending=Collective("gloo:all_reduce", 7, "0", "Float 3"), told=True)
 READS = Answer(stack=(Frame("store.py", 88, "read_documents"),), told=True)

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from packtrain.launch import disk
-from packtrain.launch.disk import in_time
+from packtrain import run_folder as disk
+from packtrain.run_folder import in_time
 
 
 def fails() -> str:

@@ -15,8 +15,8 @@ from packtrain.launch import children
 from packtrain.launch.line import Order
 from packtrain.launch.processes import sight
 from packtrain.launch.verdict import ONE_RAISED, Outcome, Verdict, judge
-from packtrain.monitor.heartbeat import HEARTBEAT_DIR
-from packtrain.monitor.watchdog import Watchdog
+from packtrain.monitor.old.heartbeat import HEARTBEAT_DIR
+from packtrain.monitor.old.watchdog import Watchdog
 
 STUB = """
 import pathlib, os, sys, time
@@ -27,7 +27,7 @@ time.sleep(300)
 """
 SENDS = """
 import pathlib, os, sys, time
-from packtrain.monitor.heartbeat import own_pulse
+from packtrain.monitor.old.heartbeat import own_pulse
 own_pulse().enter("done")
 exits = pathlib.Path(sys.argv[1])
 (exits / "0.pid").write_text(str(os.getpid()))
@@ -110,7 +110,7 @@ def test_a_torchrun_that_is_stopped_is_named_and_ended_with_its_workers(
 def test_a_worker_that_is_through_and_still_at_work_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("packtrain.monitor.watchdog.LOOK_S", 0.1)
+    monkeypatch.setattr("packtrain.monitor.old.watchdog.LOOK_S", 0.1)
     monkeypatch.setattr(children, "LINGER_S", 2)
     monkeypatch.setattr(children, "QUIET_S", 1)
     exits, seen = tmp_path / "exits", tmp_path / "seen"
@@ -135,7 +135,7 @@ def test_a_worker_that_is_through_and_still_at_work_is_waited_for(
 def test_a_rank_that_raises_is_shown_with_what_the_kernel_says_of_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packtrain.monitor.watchdog.gpu_error", lambda since: XID)
+    monkeypatch.setattr("packtrain.monitor.old.watchdog.gpu_error", lambda since: XID)
     (tmp_path / "exits").mkdir()
     watchdog = Watchdog(tmp_path, tmp_path, ranks=range(2), host="n1", step_timeout=60)
     argv = [sys.executable, "-c", RAISES, str(tmp_path / "exits")]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.monitor.diagnosis import CAUSES, Diagnosis, RankState, diagnose
-from packtrain.monitor.heartbeat import PHASES, Beat, Phase
-from packtrain.monitor.stacks import Collective, Frame, main_stack, passed_of, pending_of
-from packtrain.monitor.time_limits import LEAST_S, TimeLimits, limit_s, patience_s
+from packtrain.monitor.old.diagnosis import CAUSES, Diagnosis, RankState, diagnose
+from packtrain.monitor.old.heartbeat import PHASES, Beat, Phase
+from packtrain.monitor.old.stacks import Collective, Frame, main_stack, passed_of, pending_of
+from packtrain.monitor.old.time_limits import LEAST_S, TimeLimits, limit_s, patience_s
 from packtrain.wording import ranks_in_words
 
 

@@ -15,14 +15,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from packtrain.launch import disk, own_folder
+from packtrain import run_folder as disk
+from packtrain.launch import own_folder
 from packtrain.launch.processes import Sight
 from packtrain.launch.telling import pointer_of
-from packtrain.monitor import stacks, watchdog
-from packtrain.monitor import time_limits as patience
-from packtrain.monitor.heartbeat import Pulse, read_beat, read_beats
-from packtrain.monitor.stacks import Answer, Collective, Frame
-from packtrain.monitor.watchdog import Watchdog
+from packtrain.monitor.old import stacks, watchdog
+from packtrain.monitor.old import time_limits as patience
+from packtrain.monitor.old.heartbeat import Pulse, read_beat, read_beats
+from packtrain.monitor.old.stacks import Answer, Collective, Frame
+from packtrain.monitor.old.watchdog import Watchdog
 
 ALL_REDUCE = Answer(pending=Collective("gloo:all_reduce", 7, "0", "Float 3"), told=True)
 BARRIER = Answer(pending=Collective("gloo:barrier", 7, "0"), told=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from packtrain.monitor.heartbeat import BEFORE_TRAINING, Beat
-from packtrain.monitor.stacks import Collective, Frame
+from packtrain.monitor.old.heartbeat import BEFORE_TRAINING, Beat
+from packtrain.monitor.old.stacks import Collective, Frame
 
 BUSY_CORES = 0.05
 _ALONE = (*BEFORE_TRAINING, "final")

@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from packtrain.monitor.diagnosis import Diagnosis
-from packtrain.monitor.heartbeat import WRITING, Phase
-from packtrain.monitor.rank_state import RankState
+from packtrain.monitor.old.diagnosis import Diagnosis
+from packtrain.monitor.old.heartbeat import WRITING, Phase
+from packtrain.monitor.old.rank_state import RankState
 
 LEAST_S = 45
 """Under a minute, so that a culprit is named within one."""
