@@ -48,20 +48,20 @@ class ConfigCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The usual help, then the reference made from the config's dataclasses."""
-        from packtrain.config.reference import help_text
+        from packtrain.config.help import help_text
 
         super().format_help(ctx, formatter)
         formatter.write("\n" + help_text(min(shutil.get_terminal_size().columns, 120)) + "\n")
 
 
 def _complete_config(incomplete: str) -> list[tuple[str, str]]:
-    from packtrain.config.completion import complete_config
+    from packtrain.config.help import complete_config
 
     return complete_config(incomplete)
 
 
 def _complete_override(incomplete: str) -> list[tuple[str, str]]:
-    from packtrain.config.completion import complete_override
+    from packtrain.config.help import complete_override
 
     return complete_override(incomplete)
 

@@ -1,44 +1,32 @@
 """YAML + command line → `RunConfig`, with all problems at once and the place of each.
 
-Hydra's compose API does what it is good at: defaults lists, groups, override grammar, interpolation. Its search path is
-the folder of the user's YAML, then packtrain's configs/, so a user's own files of a group win over ours. Unlike Hydra's
-structured configs, types are checked after composition (validate.py): that is what allows more than one error per start.
+Files are composed by Hydra's rules (defaults lists, groups, interpolation) and merged by OmegaConf one after the other, so that
+it is known of each key who has written it. A user's own files of a group win over ours. Types are checked after composition
+(validate.py): that is what allows more than one error per start.
 """
 
 from __future__ import annotations
 
 import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-from hydra import compose, initialize_config_dir
-from hydra.core.default_element import ResultDefault
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config.findings import Finding
-from packtrain.config.keys import groups
-from packtrain.config.origins import Origins
-from packtrain.config.overrides import COMMAND_LINE, NO_HYDRA, Argument, check_choice, parse
-from packtrain.config.refusals import broken_file, line_of_default, missing_file, refused
-from packtrain.config.resolve import plain_values
-from packtrain.config.rules import combinations as rules
-from packtrain.config.rules import files as missing
-from packtrain.config.rules import secrets as secret_rules
-from packtrain.config.rules import slurm as slurm_rules
-from packtrain.config.schema import RunConfig
-from packtrain.config.shipped import find_choice, options, shipped
-from packtrain.config.validate import build
-from packtrain.config.yamlfile import check_text, choices_as_text, find_config, key_lines, shown
+from packtrain.config import rules
+from packtrain.config.files import ConfigFile, find_choice, find_config, options, read_config, shipped, shown
+from packtrain.config.keys import Finding
+from packtrain.config.overrides import COMMAND_LINE, NO_HYDRA, Argument, carry_out, no_choice, parse
+from packtrain.config.schema import RunConfig, groups
+from packtrain.config.validate import build, plain_values
 from packtrain.errors import Problem, UserError
+
+_SELF = "_self_"  # in a defaults list: the keys of the file itself
+_DEFAULTS_FORM = "Write defaults: [GROUP: CHOICE, …, _self_]."
 
 
 def load_config(config_path: str | None, overrides: list[str]) -> RunConfig:
@@ -47,26 +35,19 @@ def load_config(config_path: str | None, overrides: list[str]) -> RunConfig:
     Raises UserError with every problem that can be found without loading data or model.
     """
     file = find_config(config_path) if config_path is not None else None
-    problems = check_text(file) if file else []
-    arguments, unreadable = parse(overrides)
-    problems += unreadable
-    if file and problems and problems[0] not in unreadable:
-        raise UserError(problems)  # nothing can be said about the values of a file that cannot be read
-    if file:
-        own = [one.line for one in key_lines(file) if one.path == "hydra"]
-        problems += [Problem(NO_HYDRA, f"{shown(file)}:{line}, hydra", "Take the key away.") for line in own]
     beside = file.parent if file else None
-    with _hydra(file) as search:
-        usable = []
-        for argument in arguments:
-            wrong = check_choice(argument, options(argument.key, beside))
-            problems += wrong
-            usable += [] if wrong else [argument]
-        composed, texts = _compose(file, search, usable, problems)
-        config, findings = _checked(composed, file)
-        if findings:
-            origins = _origins(file, texts, usable)
-            problems += [origins.locate(finding) for finding in findings]
+    arguments, problems = parse(overrides, beside)
+    composed = _Composition(file, {one.key: one for one in arguments if one.choice is not None})
+    try:
+        composed.read()
+    except UserError as error:  # nothing can be said about the values of a file that cannot be read
+        raise UserError([*error.problems, *problems]) from error
+    problems += composed.problems
+    for argument in arguments:
+        if argument.choice is None:
+            problems += composed.change(argument)
+    config, findings = _checked(composed.values, composed.spoilt)
+    problems += [composed.locate(finding) for finding in findings]
     if problems:
         raise UserError(problems)
     return config
@@ -92,131 +73,170 @@ def to_yaml(config: RunConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
 
 
-@contextmanager
-def _hydra(file: Path | None) -> Iterator[list[str]]:
-    """Hydra with the user's folder first; yields the override that puts packtrain's configs/ behind it."""
-    configs = str(shipped("configs")).replace("\\", "\\\\").replace("'", "\\'")
-    with initialize_config_dir(str(file.parent if file else shipped("configs")), version_base="1.3"):
-        yield [f"hydra.searchpath=['file://{configs}']"]
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Of a defaults list: a choice of a group ("" for a file that lies in no folder), or _SELF; `mark` is override, optional or ""."""
+
+    mark: str
+    group: str
+    choice: str
+    place: str
 
 
-def _compose(
-    file: Path | None, search: list[str], arguments: list[Argument], problems: list[Problem]
-) -> tuple[DictConfig, list[str]]:
-    """The composed config, and the overrides it was made with.
+class _Composition:
+    """Values, as they grow file by file and argument by argument, and the place where each was written."""
 
-    An argument that Hydra refuses is taken out of `arguments` and added to `problems`. Raises UserError, with `problems`
-    first, where Hydra cannot make a config for another reason.
-    """
-    name = file.stem if file else None
-    while True:
-        try:
-            written = _choices_as_text(file, arguments)
-            listed = _listed_groups(name, search) if written or any(one.choice for one in arguments) else set()
-            chosen = [f"+{group}={choice}" for group, choice in written.items() if group not in listed]
-            texts = [*search, *chosen, *(argument.for_hydra(listed) for argument in arguments)]
-            with warnings.catch_warnings():
-                # Without _self_ the user's own values come last, which is what one expects: nothing to warn of.
-                warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
-                return compose(name, overrides=texts), texts
-        except MissingConfigException as error:
-            raise UserError([*problems, missing_file(error, file)]) from error
-        except yaml.YAMLError as error:
-            raise UserError([*problems, *broken_file(error)]) from error
-        except RecursionError as error:
+    def __init__(self, file: Path | None, chosen: dict[str, Argument]) -> None:
+        OmegaConf.register_new_resolver("now", _now, use_cache=True, replace=True)  # as in Hydra
+        self.values = OmegaConf.create({})
+        self.problems: list[Problem] = []
+        self.spoilt: list[str] = []
+        self._file, self._beside = file, file.parent if file else None
+        self._chosen = {key: (str(one.choice), one.where) for key, one in chosen.items()}
+        self._places: dict[str, str] = {}
+        self._used: set[str] = set()
+        self._open: list[Path] = []
+
+    def read(self) -> None:
+        """The user's file with all that it names, then the choices of the command line for groups that it does not name.
+
+        Raises UserError where a file cannot be read.
+        """
+        if self._file:
+            self._add(read_config(self._file), "", "")
+        for group in [one for one in self._chosen if one not in self._used]:
+            self._choose(group, *self._chosen[group])
+
+    def change(self, argument: Argument) -> list[Problem]:
+        """Carries out an argument that sets or takes away a key."""
+        problem = carry_out(argument, self.values)
+        if problem is None:
+            inside = (f"{argument.key}.", f"{argument.key}[")
+            self._places = {key: place for key, place in self._places.items() if not key.startswith(inside)}
+            self._places[argument.key] = COMMAND_LINE
+        return [problem] if problem else []
+
+    def locate(self, finding: Finding) -> Problem:
+        """The finding with the places of its keys."""
+        return Problem(finding.what, "; ".join(self._where(key) for key in finding.keys), finding.fix)
+
+    def _where(self, key: str) -> str:
+        """The place of `key`: of the key itself, else of what it is in or holds, else of the user's file as a whole."""
+        cuts = [at for at, letter in enumerate(key) if letter in ".["]
+        inner = [one for one in self._places if one.startswith(f"{key}.")]
+        for one in (key, *inner[-1:], *(key[:at] for at in reversed(cuts))):
+            if one in self._places:
+                return f"{self._places[one]}, {key}"
+        return f"{shown(self._file)}, {key}" if self._file else key
+
+    def _add(self, file: ConfigFile, group: str, place: str) -> None:
+        """Merges what a file names in its defaults list and, where that says `_self_` (or last), its own keys into `group`.
+
+        `place` is where a file of packtrain's was chosen.
+        """
+        if file.path in self._open:
             what = "the defaults list leads back to the file it is in"
-            raise UserError([*problems, Problem(what, shown(file) if file else COMMAND_LINE)]) from error
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            problem, culprit = refused(error, arguments, file)
-            problems.append(problem)
-            if culprit is None:
-                raise UserError(problems) from error
-            arguments.remove(culprit)
+            raise UserError(what, where=shown(self._file or file.path))
+        self._open.append(file.path)
+        group = "" if file.anywhere else group
+        entries = _entries(file, group)
+        self._chosen = {one.group: (one.choice, one.place) for one in entries if one.mark == "override"} | self._chosen
+        for one in entries:
+            if one.choice == _SELF:
+                self._merge(file, group, place)
+            elif not one.mark or (one.mark == "optional" and find_choice(one.group, one.choice, self._beside)):
+                self._choose(one.group, one.choice, place or one.place)
+        self._open.pop()
+
+    def _choose(self, group: str, choice: str, place: str) -> None:
+        """Adds a choice of a group, or the one that wins over it."""
+        choice, place = self._chosen.get(group, (choice, place))
+        self._used.add(group)
+        path = find_choice(group, choice, self._beside)
+        if path is not None:
+            self._add(read_config(path), group, place if shipped("configs") in path.parents else "")
+        elif group:
+            self.problems.append(no_choice(group, choice, options(group, self._beside), f"{place}, {group}"))
+            self.spoilt.append(group)
+        else:
+            what, fix = f"{choice!r} does not exist", f"There is no {choice}.yaml beside this file."
+            raise UserError(what, where=place, fix=fix)
+
+    def _merge(self, file: ConfigFile, group: str, place: str) -> None:
+        own = file.values
+        for name in [] if group else list(own):
+            where = f"{file.place(str(name))}"
+            if name == "hydra":
+                del own[name]
+                self.problems.append(Problem(NO_HYDRA, f"{where}, hydra", "Take the key away."))
+            elif name in groups() and (choice := _text(own, str(name))):  # `optim: sgd` is the choice of that name
+                del own[name]
+                self._choose(str(name), choice, where)
+        try:
+            self.values = OmegaConf.merge(self.values, {group: own} if group else own)  # type: ignore[assignment]
+        except (OmegaConfBaseException, ValueError, TypeError) as error:
+            raise UserError(str(error).split("\n")[0], where=shown(file.path)) from error
+        for key in file.lines:
+            self._places[f"{group}.{key}" if group else key] = place or file.place(key)
 
 
-def _choices_as_text(file: Path | None, arguments: list[Argument]) -> dict[str, str]:
-    """The groups that the user's file gives as text (`optim: sgd`) and the command line does not choose.
-
-    Hydra gets them as choices: left as text, they would be lost as soon as the command line sets a key of the group.
-    """
-    given = choices_as_text(file) if file else {}
-    taken = {argument.key for argument in arguments}
-    return {
-        group: choice
-        for group, choice in given.items()
-        if group in groups()
-        and group not in taken
-        and choice in options(group, file.parent if file else None)
-        and choice.isidentifier()
-    }
-
-
-def _defaults(name: str | None, texts: list[str]) -> list[ResultDefault]:
-    """The defaults list in the order of composition."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # compose() has warned already
-        return GlobalHydra.instance().config_loader().compute_defaults_list(name, texts, RunMode.RUN).defaults
-
-
-def _listed_groups(name: str | None, search: list[str]) -> set[str]:
-    return {one.override_key for one in _defaults(name, search) if one.override_key}
+def _entries(file: ConfigFile, group: str) -> list[_Entry]:
+    """The defaults list of a file in `group`; its own keys come last where the list does not place them."""
+    if not isinstance(file.defaults, list):
+        raise UserError("it must be a list", where=f"{file.place('defaults')}, defaults", fix=_DEFAULTS_FORM)
+    entries: list[_Entry] = []
+    for at, entry in enumerate(file.defaults):
+        where = f"{file.place(f'defaults[{at}]')}, defaults"
+        name, choice = next(iter(entry.items()), ("", 0)) if isinstance(entry, dict) else ("", entry)
+        if choice is None:  # no choice for this group
+            continue
+        if not isinstance(choice, str if not name else (str, int)) or "${" in f"{name}{choice}":
+            what = f"{entry!r} is no entry of a defaults list (which takes no interpolation)"
+            raise UserError(what, where=where, fix=_DEFAULTS_FORM)
+        if not name and choice != _SELF:
+            name, _, choice = str(choice).rpartition("/")
+            name = name or group
+        mark, _, within = str(name).removeprefix("/").rpartition(" ")
+        if within and any(one.group == within for one in entries):
+            raise UserError(f"two choices for {within}", where=where, fix="Keep one of them.")
+        entries.append(_Entry(mark, within, str(choice), where))
+    return entries if any(one.choice == _SELF for one in entries) else [*entries, _Entry("", "", _SELF, "")]
 
 
-def _checked(composed: DictConfig, file: Path | None) -> tuple[RunConfig, list[Finding]]:
-    """The typed config and everything that is wrong with it, each key blamed once."""
-    values, findings = plain_values(composed, file.parent if file else None)
-    config, wrong_values = build(values)
-    findings += _new(wrong_values, findings)
+def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[Finding]]:
+    """The typed config and everything that is wrong with it, each key blamed once; groups that are `spoilt` are not."""
+    values, findings = plain_values(composed)
+    made, wrong_values = build(values)
+    config = RunConfig(**made)
+    findings += _new(wrong_values, findings, spoilt)
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
-    later = [
-        *rules.check(config, given),
-        *slurm_rules.check(config, given),
-        *secret_rules.check(config),
-        *missing.check(config),
-    ]
-    return config, findings + _new(later, findings)
+    return config, findings + _new(rules.check(config, given), findings, spoilt)
 
 
-def _origins(file: Path | None, texts: list[str], arguments: list[Argument]) -> Origins:
-    origins = Origins(shown(file) if file else "")
-    for one in _defaults(file.stem if file else None, texts):
-        _note_lines(one, file, arguments, origins)
-    for argument in arguments:
-        if argument.choice is None:
-            origins.add_argument(argument.key)
-    return origins
-
-
-def _note_lines(one: ResultDefault, file: Path | None, arguments: list[Argument], origins: Origins) -> None:
-    """Tells `origins` the keys of one file of the defaults list; those of ours belong to whoever chose it."""
-    package = one.package or ""
-    if one.config_path is None or package.partition(".")[0] == "hydra":
-        return
-    group, _, choice = one.config_path.rpartition("/")
-    path = find_choice(group, choice, file.parent if file else None)
-    if path is None:
-        return
-    chosen = [argument.text for argument in arguments if (argument.key, argument.choice) == (group, choice)]
-    if chosen:
-        origins.add_choice(f"{COMMAND_LINE}, {chosen[-1]}", package, key_lines(path))
-    elif group and shipped("configs") in path.parents:
-        origins.add_choice(line_of_default(file, group, choice), package, key_lines(path))
-    else:
-        origins.add_file(shown(path), package, key_lines(path))
-
-
-def _new(findings: list[Finding], known: list[Finding]) -> list[Finding]:
+def _new(findings: list[Finding], known: list[Finding], spoilt: list[str]) -> list[Finding]:
     """The findings of which no key, nor what it is in or holds, is `known` to be wrong."""
-    spoilt = {key for finding in known for key in finding.keys}
+    bad = {*spoilt, *(key for finding in known for key in finding.keys)}
     return [
         finding
         for finding in findings
         if not any(
-            key == bad or bad.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{bad}.")
+            key == one or one.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{one}.")
             for key in finding.keys
-            for bad in spoilt
+            for one in bad
         )
     ]
+
+
+def _text(values: DictConfig, name: str) -> str | None:
+    """The value of a key where it is text, written or interpolated."""
+    with suppress(OmegaConfBaseException):
+        value = values[name]
+        return value if isinstance(value, str) else None
+    return None
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
 
 
 def _escaped(value: Any) -> Any:

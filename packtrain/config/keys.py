@@ -1,14 +1,93 @@
-"""The dataclasses of schema.py seen as a flat list of keys: what validation, suggestions and the reference go through."""
+"""The dataclasses of schema.py seen as a flat list of keys, what is found wrong with them, and which key was meant.
+
+From a key that does not exist to the one that was meant there are three ways, in this order: the same name in another group,
+the names of other trainers (TRL, transformers, axolotl), and close spelling.
+"""
 
 from __future__ import annotations
 
+import difflib
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import groups
+
+# The words of TRL, transformers, peft and axolotl for what we have under another name.
+_OTHER_NAMES = {
+    "model.path": ("base_model", "model_id", "model_name", "model_name_or_path"),
+    "batch.examples_per_step": ("batch_size", "global_batch_size", "train_batch_size"),
+    "trainer.mixed_precision": ("bf16",),
+    "optim.beta1": ("adam_beta1",),
+    "optim.beta2": ("adam_beta2",),
+    "optim.epsilon": ("adam_epsilon",),
+    "data.loss_on": ("assistant_only_loss", "completion_only_loss"),
+    "model.attention": ("attn_implementation",),
+    "data.max_length": ("cutoff_len", "max_seq_length", "sequence_len"),
+    "trainer.loader_workers": ("dataloader_num_workers",),
+    "data.train": ("dataset", "dataset_name", "dataset_path", "datasets", "train_dataset"),
+    "data.workers": ("dataset_num_proc",),
+    "topology.step_timeout": ("ddp_timeout",),
+    "trainer.early_stop_patience": ("early_stopping_patience",),
+    "data.eval": ("eval_dataset", "val_set_size"),
+    "trainer.eval_every": ("eval_steps",),
+    "topology.gpus_per_node": ("gpus", "nproc_per_node", "num_gpus", "num_processes"),
+    "optim.max_grad_norm": ("grad_clip", "gradient_clipping"),
+    "trainer.log_every": ("logging_steps",),
+    "peft.alpha": ("lora_alpha",),
+    "peft.dropout": ("lora_dropout",),
+    "peft.r": ("lora_r",),
+    "peft.target_modules": ("lora_target_modules",),
+    "optim.learning_rate": ("lr",),
+    "optim.schedule": ("lr_scheduler", "lr_scheduler_type"),
+    "optim.schedule_options": ("lr_scheduler_kwargs",),
+    "topology.node_rank": ("machine_rank",),
+    "topology.main_address": ("main_process_ip", "master_addr"),
+    "topology.main_port": ("main_process_port", "master_port"),
+    "batch.examples_per_device": ("micro_batch_size", "per_device_train_batch_size"),
+    "model.config.model_type": ("model_type",),
+    "objective.neftune_alpha": ("neftune_noise_alpha",),
+    "objective.router_aux_coef": ("router_aux_loss_coef",),
+    "topology.nodes": ("nnodes", "num_machines", "num_nodes"),
+    "trainer.epochs": ("num_epochs", "num_train_epochs"),
+    "optim.name": ("optimizer",),
+    "trainer.output_dir": ("output",),
+    "packing.strategy": ("packing_strategy",),
+    "packing.mode": ("padding_free", "sample_packing"),
+    "objective.reference": ("precompute_ref_log_probs", "ref_model", "ref_model_adapters", "ref_model_path"),
+    "objective.beta": ("pref_beta", "rl_beta"),
+    "objective.loss_type": ("pref_loss",),
+    "trainer.resume": ("resume_from_checkpoint",),
+    "trainer.checkpoint_every": ("save_steps",),
+    "trainer.keep_checkpoints": ("save_total_limit",),
+    "model.tokenizer": ("tokenizer_name_or_path",),
+    "model.dtype": ("torch_dtype",),
+    "data.overlong": ("truncation_mode",),
+    "topology.kind": ("use_cpu",),
+    "optim.warmup_steps": ("warmup_ratio",),
+}
+FOREIGN = {name: key for key, names in _OTHER_NAMES.items() for name in names}
+ADVICE = {
+    "deepspeed": "The strategy is chosen by name: strategy=zero2, strategy=zero3 …",
+    "fsdp": "The strategy is chosen by name: strategy=fsdp2.",
+    "lora": "Choose peft=lora; r, alpha and the others are keys of peft.",
+    "gradient_accumulation_steps": "Accumulation is derived: set batch.examples_per_step, and what fits a device "
+    "with batch.examples_per_device or batch.tokens_per_device.",
+    "per_device_eval_batch_size": "Evaluation uses the same limits: batch.examples_per_device, batch.tokens_per_device.",
+    "warmup_ratio": "Set optim.warmup_steps; a value below 1 is a fraction of all steps.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`what` is wrong with the values of `keys` (paths such as "optim.learning_rate"), and how to `fix` it."""
+
+    keys: tuple[str, ...]
+    what: str
+    fix: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +107,6 @@ def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
     """The keys of one dataclass by name, in the order they are declared."""
     hints = typing.get_type_hints(cls)
     return {one.name: _key(one, hints[one.name], f"{prefix}{one.name}") for one in fields(cls)}
-
-
-@cache
-def groups() -> dict[str, type]:
-    """Every group's dataclass by the group's name."""
-    return dict(typing.get_type_hints(RunConfig))
 
 
 @cache
@@ -66,6 +139,32 @@ def words(kinds: tuple[Any, ...]) -> str:
     return " or ".join(_words(kind) for kind in kinds if kind is not type(None))
 
 
+def near(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6) -> list[str]:
+    """The names of `known` that are spelt most like `name`, in whatever case."""
+    spelt = {one.lower(): one for one in known}
+    return [spelt[one] for one in difflib.get_close_matches(name.lower(), spelt, n=count, cutoff=cutoff)]
+
+
+def advice_for(path: str) -> str:
+    """What to write in place of the unknown key `path`."""
+    group, _, rest = path.partition(".")
+    leaf = path.rpartition(".")[2]
+    if leaf in ADVICE:
+        return ADVICE[leaf]
+    if path in keys():  # a dotted name used as one key
+        return f"Nest it: {group}: {{{rest}: …}}."
+    same_name = [known for known in keys() if known.rpartition(".")[2] == leaf]
+    meant = same_name or ([FOREIGN[leaf]] if leaf in FOREIGN else [])
+    if not meant:
+        inside = [f"{group}.{name}" for name in near(rest, _names(group))] if group in groups() and rest else []
+        meant = inside or near(path, [*keys(), *groups()]) or _by_leaf(leaf)
+    if meant:
+        return f"Did you mean {' or '.join(meant)}?"
+    if group in groups():
+        return f"The keys of {group} are {', '.join(_names(group))}."
+    return f"The groups are {', '.join(groups())}; `packtrain sft -h` lists all keys."
+
+
 def _key(one: Field[Any], kind: Any, path: str) -> Key:
     default = one.default_factory() if one.default_factory is not MISSING else one.default
     meta = one.metadata
@@ -83,3 +182,13 @@ def _words(kind: Any) -> str:
     if get_origin(kind) is list:
         return f"list of {words(members(get_args(kind)[0]))}"
     return "mapping to text" if get_args(kind)[1] is str else "mapping"
+
+
+def _names(group: str) -> list[str]:
+    return [path.partition(".")[2] for path in keys() if path.startswith(f"{group}.")]
+
+
+def _by_leaf(leaf: str) -> list[str]:
+    leaves = {path.rpartition(".")[2]: path for path in keys()}
+    foreign = near(leaf, FOREIGN, 1, 0.8)
+    return [leaves[name] for name in near(leaf, leaves)] or [FOREIGN[name] for name in foreign]

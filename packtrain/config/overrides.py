@@ -1,21 +1,24 @@
-"""The command line's `key=value` arguments, in Hydra's grammar, made to fit a YAML that need not mention the key.
+"""The command line's `key=value` arguments, in Hydra's grammar: read, and carried out on the values that the files gave.
 
-Hydra refuses `optim.learning_rate=1e-4` for a YAML without that key, and `strategy=ddp` for one whose defaults list does
-not have that group. Every key of ours exists (schema.py), so the first becomes `++…` and the second `+…` where needed.
+As in Hydra, `key=value` sets, `+key` adds, `++key` does either, `~key` takes away, and `group=choice` selects a file. Unlike
+there, a key or group need not be mentioned in any file: every key of ours exists (schema.py).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config.keys import groups
-from packtrain.config.suggest import advice_for, near
+from packtrain.config.files import options
+from packtrain.config.keys import advice_for, near
+from packtrain.config.schema import groups
 from packtrain.errors import Problem
 
 COMMAND_LINE = "command line"
@@ -32,17 +35,14 @@ class Argument:
     choice: str | None
     parsed: Override
 
-    def for_hydra(self, listed: Collection[str]) -> str:
-        """The argument as Hydra takes it, where the defaults list has the groups `listed`."""
-        if self.choice is not None:
-            bare = self.text.lstrip("+")
-            return bare if self.key in listed else f"+{bare}"
-        changed = self.parsed.is_add() or self.parsed.is_force_add() or self.parsed.is_delete()
-        return self.text if changed else f"++{self.text}"
+    @property
+    def where(self) -> str:
+        """Its place in messages."""
+        return f"{COMMAND_LINE}, {self.text}"
 
 
-def parse(texts: list[str]) -> tuple[list[Argument], list[Problem]]:
-    """The arguments that can be read, and what is wrong with the others."""
+def parse(texts: list[str], beside: Path | None) -> tuple[list[Argument], list[Problem]]:
+    """The arguments that can be used, and what is wrong with the others; `beside` is the folder of the user's YAML."""
     parser = OverridesParser.create()
     arguments: list[Argument] = []
     problems: list[Problem] = []
@@ -55,33 +55,53 @@ def parse(texts: list[str]) -> tuple[list[Argument], list[Problem]]:
         except (HydraException, RecursionError) as error:
             problems.append(_unreadable(text, error))
             continue
-        argument = _argument(text, parsed)
-        if problem := _unusable(argument):
+        argument = _argument(text, parsed, beside)
+        if problem := _unusable(argument, beside):
             problems.append(problem)
         else:
             arguments.append(argument)
     return arguments, problems
 
 
-def check_choice(argument: Argument, options: list[str]) -> list[Problem]:
-    """What is wrong with an argument that selects a file of a group, of which there are `options`."""
-    if argument.choice is None or argument.choice in options:
-        return []
-    return [no_choice(argument.key, argument.choice, options, f"{COMMAND_LINE}, {argument.text}")]
+def carry_out(argument: Argument, values: DictConfig) -> Problem | None:
+    """Changes `values` as the argument says; returns what is wrong where that cannot be done."""
+    key, parsed = argument.key, argument.parsed
+    outer, _, leaf = key.rpartition(".")
+    try:
+        holder = OmegaConf.select(values, outer) if outer else values
+        there = isinstance(holder, DictConfig) and leaf in holder
+        value = parsed.value()
+        if parsed.is_delete():
+            if not there:
+                return Problem(f"there is no {key} to take away", argument.where)
+            if value is not None and holder[leaf] != value:
+                return Problem(f"the value of {key} is {holder[leaf]} and not {value}", argument.where)
+            del holder[leaf]
+        elif parsed.is_add() and there and holder[leaf] is not None and not isinstance(value, (dict, list)):
+            plain = argument.text.lstrip("+")
+            fix = f"Write {plain} (or ++{plain}) to replace a value."
+            return Problem(f"there is a value of {key} already", argument.where, fix)
+        else:
+            OmegaConf.update(values, key, value, merge=True, force_add=True)
+    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        return Problem(str(error).split("\n")[0], argument.where, "Set the whole key, or write it into the YAML file.")
+    return None
 
 
 def no_choice(group: str, choice: str, options: list[str], where: str) -> Problem:
     """The problem of a `choice` that `group` does not have."""
+    if not options:
+        return Problem(f"there is no group {group!r} of choices", where, f"The groups are {', '.join(groups())}.")
     meant = near(choice, options, 1)
     hint = f" Did you mean {meant[0]}?" if meant else ""
     return Problem(f"{group} has no choice {choice!r}", where, f"Choices: {', '.join(options)}.{hint}")
 
 
-def _argument(text: str, parsed: Override) -> Argument:
+def _argument(text: str, parsed: Override, beside: Path | None) -> Argument:
     key = parsed.key_or_group
     value = None if parsed.is_delete() else parsed.value()
-    choice = str(value) if key in groups() and isinstance(value, (str, int, float)) else None
-    return Argument(text, key, choice, parsed)
+    selects = isinstance(value, (str, int, float)) and (key in groups() or bool(options(key, beside)))
+    return Argument(text, key, str(value) if selects else None, parsed)
 
 
 def _misspelt(text: str) -> Problem | None:
@@ -105,19 +125,20 @@ def _misspelt(text: str) -> Problem | None:
     return None
 
 
-def _unusable(argument: Argument) -> Problem | None:
-    """What Hydra could do with an argument, but has no sense here."""
-    where = f"{COMMAND_LINE}, {argument.text}"
-    key, parsed = argument.key, argument.parsed
+def _unusable(argument: Argument, beside: Path | None) -> Problem | None:
+    """What can be read, but has no sense here."""
+    key, choice, parsed = argument.key, argument.choice, argument.parsed
     if parsed.is_sweep_override():
         return _no_sweep(argument.text)
     if re.match(r"hydra\b", key):
-        return Problem(NO_HYDRA, where, "Take it away.")
+        return Problem(NO_HYDRA, argument.where, "Take it away.")
     if parsed.package is not None:
-        return Problem("a choice always fills its own group", where, f"Write {key}=CHOICE, without the @.")
-    if key in groups() and argument.choice is None and not parsed.is_delete():
+        return Problem("a choice always fills its own group", argument.where, f"Write {key}=CHOICE, without the @.")
+    if choice is not None and choice not in (known := options(key, beside)):
+        return no_choice(key, choice, known, argument.where)
+    if key in groups() and choice is None and not parsed.is_delete():
         fix = f"Write {key}.KEY=… for each key, or {key}=CHOICE."
-        return Problem("a group takes the name of a choice", where, fix)
+        return Problem("a group takes the name of a choice", argument.where, fix)
     return None
 
 
@@ -132,7 +153,6 @@ def _unreadable(text: str, error: Exception) -> Problem:
 
 
 def _no_sweep(text: str) -> Problem:
-    where = f"{COMMAND_LINE}, {text}"
     fix = "Start one run per value, or all as a Slurm job array: packtrain sbatch VERB CONFIG -m …; a list is [a,b], "
     fix += "a text with commas \"'a,b'\"."
-    return Problem("sweeps over several values are not supported", where, fix)
+    return Problem("sweeps over several values are not supported", f"{COMMAND_LINE}, {text}", fix)

@@ -1,12 +1,14 @@
 """Every config key there is: one dataclass per group, one sentence (with the unit) per field.
 
 `packtrain sft -h` and docs/config.md are generated from this file, validation reads it, and nothing else defines a
-default. Fields are declared with `key(default, "sentence")`; impossible combinations are in `rules.py`.
+default. Fields are declared with `key(default, "sentence")`; impossible combinations are refused by rules/.
 """
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 LossType = Literal[
@@ -29,6 +31,11 @@ LossType = Literal[
 """The losses of TRL's DPOTrainer."""
 REFERENCES = ("auto", "model", "adapters_off", "precomputed")
 """What objective.reference may be beside a path."""
+SORTING_LOSSES: tuple[LossType, ...] = ("aot", "aot_unpaired")
+SHARDED_WEIGHTS = ("zero3", "zero3_offload", "fsdp2")
+"""Strategies under which no process has the whole model: every process has to call it the same number of times."""
+DEFAULT_EXAMPLES = 8
+DEFAULT_ROW_TOKENS = 8192
 
 
 def key(default: Any, doc: str, *, minimum: float | None = None, above: float | None = None) -> Any:
@@ -112,6 +119,13 @@ class Data:
     cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
 
 
+def sources(value: object) -> list[DataSource]:
+    """A value of data.train or data.eval as a list of sources; [] for none and for a fraction."""
+    values = value if isinstance(value, list) else [value]
+    sources = [DataSource(path=one) if isinstance(one, str) else one for one in values]
+    return [one for one in sources if isinstance(one, DataSource)]
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Packing:
     """How documents are laid out in rows; never what is trained."""
@@ -172,6 +186,11 @@ class Objective:
         """The dpo losses, one or several."""
         return self.loss_type if isinstance(self.loss_type, list) else [self.loss_type]
 
+    @property
+    def sorting_losses(self) -> list[LossType]:
+        """Those that sort all pairs of a step: it has to be one micro-batch of one process."""
+        return [name for name in self.losses if name in SORTING_LOSSES]
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Optim:
@@ -215,6 +234,16 @@ class Batch:
     tokens_per_device: int | None = key(
         None, "Most token slots of a micro-batch, padding included (packed: length of a row; 8192 if none).", minimum=2
     )
+
+    def limits(self, mode: str) -> tuple[int | None, int | None]:
+        """Most documents and most token slots of a micro-batch in this packing.mode; None for no limit.
+
+        Packed rows are limited by tokens alone. The other modes always have a limit on documents, and one on tokens where
+        tokens_per_device is set.
+        """
+        if mode == "packed":
+            return None, self.tokens_per_device or DEFAULT_ROW_TOKENS
+        return self.examples_per_device or DEFAULT_EXAMPLES, self.tokens_per_device
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -376,3 +405,9 @@ class RunConfig:
     topology: Topology = field(default_factory=Topology)
     tracking: Tracking = field(default_factory=Tracking)
     verify: Verify = field(default_factory=Verify)
+
+
+@cache
+def groups() -> dict[str, type]:
+    """Every group's dataclass by the group's name."""
+    return dict(typing.get_type_hints(RunConfig))

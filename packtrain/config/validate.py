@@ -1,4 +1,7 @@
-"""Plain values → `RunConfig`, and everything about them that the types and bounds of schema.py forbid.
+"""Composed values → the groups of a config, and everything about them that the types and bounds of schema.py forbid.
+
+Interpolations see the defaults of schema.py too; what cannot be resolved becomes a finding, so that one broken value does not
+hide the next.
 
 Strict on purpose: "yes" is no number and 1 is no truth value. Two conveniences only, both for YAML 1.1: text such as
 "2e-5" is a number where only a number can be meant, and an unquoted `no` (which YAML reads as false) is the choice "no".
@@ -9,23 +12,43 @@ every message would be rewritten here anyway.
 from __future__ import annotations
 
 import math
+import re
 import typing
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from packtrain.config.findings import Finding
-from packtrain.config.keys import Key, choices, describe, groups, keys_of, members, words
-from packtrain.config.schema import RunConfig
-from packtrain.config.suggest import advice_for, near
+from omegaconf import DictConfig, ListConfig
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from packtrain.config.keys import Finding, Key, advice_for, choices, describe, keys_of, members, near, words
+from packtrain.config.schema import groups
 
 _REFUSED = object()
 
 
-def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Finding]]:
-    """The config that `values` (plain containers: group → key → value) describe, and what is wrong with them.
+def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Finding]]:
+    """The values (group → key → value) as plain containers with every interpolation resolved, and what cannot be resolved.
 
-    A key that is wrong has its default in the config, so that the others can still be checked against each other.
+    Keys and groups that `composed` does not have get their defaults, in it too.
+    """
+    findings: list[Finding] = []
+    for name, cls in groups().items():
+        node = composed._get_node(name)
+        if node is None or (isinstance(node, DictConfig) and node._is_none()):
+            composed[name] = asdict(cls())
+        elif isinstance(node, DictConfig) and not (node._is_interpolation() or node._is_missing()):
+            given = set(node.keys())
+            for key, default in asdict(cls()).items():
+                if key not in given:
+                    node[key] = default
+    return {str(name): _resolved(composed, name, str(name), findings) for name in composed}, findings
+
+
+def build(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
+    """The groups' dataclasses that `values` (group → key → value) describe, and what is wrong with the values.
+
+    A key that is wrong has its default there, so that the others can still be checked against each other.
     """
     findings: list[Finding] = []
     made: dict[str, Any] = {}
@@ -36,7 +59,38 @@ def build(values: Mapping[str, Any]) -> tuple[RunConfig, list[Finding]]:
             findings.append(Finding((name,), f"{_found(value)} where a group of keys belongs", _group_fix(name)))
         elif value:
             made[name] = _build(groups()[name], f"{name}.", value, findings)
-    return RunConfig(**made), findings
+    return made, findings
+
+
+def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, findings: list[Finding]) -> Any:
+    """`parent[key]` as plain containers; what cannot be resolved is None there and becomes a finding."""
+    try:
+        value = parent[key]
+    except (OmegaConfBaseException, RecursionError) as error:
+        findings.append(_unresolved(error, path))
+        return None
+    if isinstance(value, DictConfig):
+        return {str(one): _resolved(value, one, f"{path}.{one}", findings) for one in value}
+    if isinstance(value, ListConfig):
+        return [_resolved(value, at, f"{path}[{at}]", findings) for at in range(len(value))]
+    return value
+
+
+def _unresolved(error: Exception, path: str) -> Finding:
+    if isinstance(error, MissingMandatoryValue):
+        fix = "Give it a value, or take it away."
+        return Finding((path,), "found ???, a value that is still to be filled in", fix)
+    said = str(error).split("\n")[0]
+    if variable := re.search(r"Environment variable '(.*?)' not found", said):
+        name = variable[1]
+        fix = f"Set it, or write ${{oc.env:{name},DEFAULT}}."
+        return Finding((path,), f"the environment variable {name} is not set", fix)
+    if missing := re.search(r"Interpolation key '(.*?)' not found", said):
+        fix = "Name a key by its full path: ${group.key}."
+        return Finding((path,), f"there is no {missing[1]!r} to interpolate", fix)
+    if isinstance(error, RecursionError) or "recursi" in said.lower():
+        return Finding((path,), "the interpolation goes round in a circle", "Give one of its keys a value.")
+    return Finding((path,), said, "Give it a value.")
 
 
 def _build(cls: type, prefix: str, values: Mapping[str, Any], findings: list[Finding]) -> Any:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from packtrain.config.secret_names import speaks_of_secrets
+from packtrain.config.rules.secrets import speaks_of_secrets
 
 HIDDEN = "***"
 _LEAST = 6  # letters of a value that is looked for everywhere; shorter ones would hit innocent text

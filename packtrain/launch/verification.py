@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from packtrain.config.rules.strategies import SHARDED_WEIGHTS
-from packtrain.config.schema import RunConfig, Topology
+from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig, Topology
 from packtrain.errors import CheckFailed, PeerFailed
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import plan_launch

@@ -20,8 +20,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.config.rules.strategies import SHARDED_WEIGHTS
-from packtrain.config.schema import Peft, RunConfig
+from packtrain.config.schema import SHARDED_WEIGHTS, Peft, RunConfig
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.errors import UserError
 from packtrain.model.load import load_model

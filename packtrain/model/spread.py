@@ -42,8 +42,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
-from packtrain.config.rules.strategies import SHARDED_WEIGHTS
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
 from packtrain.plan.accelerate import STAGES, deepspeed_config

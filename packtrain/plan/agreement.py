@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
+from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.config.schema import RunConfig
-from packtrain.config.secret_names import speaks_of_secrets
 from packtrain.errors import CheckFailed, PacktrainError, Problem
 from packtrain.wording import by_value, listed
 

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from packtrain.config.rules.combinations import nearest_multiples
-from packtrain.config.rules.limits import micro_batch_limits, unsplittable
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
 from packtrain.wording import counted
@@ -94,7 +93,7 @@ def plan_batch(config: RunConfig, processes: int) -> BatchPlan:
     loss has to see as a whole.
     """
     batch, mode = config.batch, config.packing.mode
-    examples, tokens = micro_batch_limits(config)
+    examples, tokens = config.batch.limits(config.packing.mode)
     rows = micro_batches = None
     if batch.tokens_per_step is not None and tokens is not None:
         rows = batch.tokens_per_step // tokens
@@ -125,7 +124,7 @@ def plan_batch(config: RunConfig, processes: int) -> BatchPlan:
 
 def _check_whole(config: RunConfig, processes: int, micro_batches: int | None) -> None:
     """Raises UserError where a step is certain to be split, and a loss sorts its pairs; micro-batches by tokens are for later."""
-    sorting = unsplittable(config.objective.losses)
+    sorting = config.objective.sorting_losses
     if processes > 1:
         where, fix = f"{processes} processes", "Use one process (topology=single)"
     else:

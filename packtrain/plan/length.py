@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from packtrain.config.rules.combinations import sources
-from packtrain.config.schema import DataSource, RunConfig
+from packtrain.config.schema import DataSource, RunConfig, sources
 from packtrain.wording import counted
 
 _COUNTED = 1 << 25  # bytes of a file whose lines are counted; the rest is taken to be like them

@@ -10,8 +10,7 @@ import json
 from pathlib import Path
 from typing import Literal, cast
 
-from packtrain.config.rules.strategies import SHARDED_WEIGHTS
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
 from packtrain.errors import UserError
 
 Kind = Literal["model", "adapters_off", "adapters", "precomputed", "path"]

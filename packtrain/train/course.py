@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, TrainerCallback
 
-from packtrain.config.rules.limits import micro_batch_limits
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import TokenDataset
 from packtrain.data.pairs import PairDataset
@@ -66,7 +65,7 @@ def callbacks_of(setting: Setting) -> list[TrainerCallback]:
 def schedule_of(config: RunConfig, lengths: np.ndarray, model: PreTrainedModel, *, whole_set: bool) -> Schedule:
     """The optimizer steps over documents (or pairs) of `lengths`, or, with `whole_set`, one pass over them in order."""
     batch, packing, trainer = config.batch, config.packing, config.trainer
-    examples, tokens = micro_batch_limits(config)
+    examples, tokens = config.batch.limits(config.packing.mode)
     return make_schedule(
         lengths,
         limits=Limits(examples=examples, tokens=tokens),

@@ -21,8 +21,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer as trl_dpo
 
-from packtrain.config.rules.strategies import SHARDED_WEIGHTS
-from packtrain.config.schema import Objective
+from packtrain.config.schema import SHARDED_WEIGHTS, Objective
 from packtrain.errors import UserError
 from packtrain.model.forward import add_pair_layout
 from packtrain.model.load import base_model

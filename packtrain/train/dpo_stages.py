@@ -12,7 +12,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from packtrain.attention.backends import attend_by, own_attention
-from packtrain.config.rules.limits import micro_batch_limits, unsplittable
 from packtrain.config.schema import RunConfig
 from packtrain.data.formats.identity import number_of
 from packtrain.data.pairs import PairDataset
@@ -149,7 +148,7 @@ def _steps(
 
 def _check_fit(config: RunConfig, longest: int) -> None:
     """Raises UserError where a pair of `longest` token slots is more than a micro-batch takes: pairs are never split."""
-    most = micro_batch_limits(config)[1]
+    most = config.batch.limits(config.packing.mode)[1]
     if most is not None and longest > most:
         raise UserError(
             f"the longest pair takes {longest} token slots, a micro-batch has {most}",
@@ -161,7 +160,7 @@ def _check_fit(config: RunConfig, longest: int) -> None:
 def _check_sorting_losses(config: RunConfig, steps: PairSteps) -> None:
     """Raises UserError where a loss that sorts the pairs of a step would see only some of them at a time."""
     most = steps.schedule.summary(steps.world_size).micro_batches_max
-    if (sorting := unsplittable(config.objective.losses)) and (steps.world_size > 1 or most > 1):
+    if (sorting := config.objective.sorting_losses) and (steps.world_size > 1 or most > 1):
         raise UserError(
             f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {steps.world_size} process"
             f"{'es' if steps.world_size > 1 else ''} and up to {most} micro-batches",

@@ -35,8 +35,7 @@ from transformers.trainer_callback import ExportableState
 from trl import DPOConfig, SFTConfig
 from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 
-from packtrain.config.rules.strategies import SHARDED_WEIGHTS
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
 from packtrain.errors import CheckFailed
 from packtrain.model.load import base_model
 from packtrain.model.spread import (

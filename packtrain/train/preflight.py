@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from packtrain.attention.backends import PER_DOCUMENT, attention_of
 from packtrain.attention.module_segments import uses_attention_interface
 from packtrain.attention.rotary import rotates_by_length
-from packtrain.config.rules.strategies import SHARDED_WEIGHTS
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.model.forward import Head, choose_head

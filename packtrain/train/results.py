@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import attention_of
-from packtrain.config.rules.strategies import SHARDED_WEIGHTS
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
 from packtrain.data.prepare import PreparedData
 from packtrain.model.load import load_model
 from packtrain.model.spread import loading_whole

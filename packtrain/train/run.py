@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import own_attention
-from packtrain.config.rules.strategies import SHARDED_WEIGHTS
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
 from packtrain.errors import CheckFailed, LostPeers, UserError
 from packtrain.launch.worker import planned_processes
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer

@@ -14,8 +14,7 @@ import pytest
 import torch
 from tiny_dpo import LAYOUTS, ours, policy, steps_of
 
-from packtrain.config.rules.limits import unsplittable
-from packtrain.config.schema import LossType
+from packtrain.config.schema import SORTING_LOSSES, LossType
 from packtrain.packing.pairs import Layout
 from packtrain.train.dpo import FIGURES
 
@@ -25,7 +24,7 @@ ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1
 OBJECTIVES: list[dict[str, Any]] = [
     {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.7, 0.3]},
     {"loss_type": ["sigmoid"], "use_weighting": True, "ld_alpha": 0.5},
-    *({"loss_type": [name], **ALONE.get(name, {})} for name in get_args(LossType) if not unsplittable([name])),
+    *({"loss_type": [name], **ALONE.get(name, {})} for name in get_args(LossType) if name not in SORTING_LOSSES),
 ]
 Trained = tuple[list[dict[str, float]], torch.Tensor]
 """What was logged of each step, and the change of all weights, in units of the learning rate: a sum of gradients."""

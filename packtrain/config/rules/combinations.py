@@ -10,14 +10,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Set
 
-from packtrain.config.findings import Finding
-from packtrain.config.keys import keys
+from packtrain.config.keys import Finding, keys, near
 from packtrain.config.rules.dpo import dpo_rules
-from packtrain.config.rules.limits import micro_batch_limits
-from packtrain.config.rules.strategies import check_strategy
-from packtrain.config.schema import DataSource, RunConfig
-from packtrain.config.secret_names import speaks_of_secrets
-from packtrain.config.suggest import near
+from packtrain.config.rules.secrets import speaks_of_secrets
+from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
 
 LARGEST = 10**9  # of any number: what is greater does not fit some counter, or would never end
 LARGEST_OF = {
@@ -31,6 +27,7 @@ LARGEST_OF = {
     "trainer.loader_workers": 1024,
 }
 LARGEST_WEIGHT = 10**4
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
 # What torch is told of a launch: two sources for one number would be one too many.
 _OF_LAUNCH = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
@@ -54,12 +51,7 @@ SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
     "polynomial": ("lr_end", "power"),
     "inverse_sqrt": ("timescale",),
     "warmup_stable_decay": (
-        "num_decay_steps",
-        "num_stable_steps",
-        "warmup_type",
-        "decay_type",
-        "min_lr_ratio",
-        "num_cycles",
+        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
     ),
 }
 
@@ -71,11 +63,11 @@ def check(config: RunConfig, given: Set[str]) -> list[Finding]:
         *_model(config),
         *_data(config, given),
         *_batch(config),
-        *_optim(config),
+        *_optim(config.optim),
         *_trainer(config, given),
         *_objective(config, given),
         *_groups(config, given),
-        *_topology(config),
+        *_topology(config.topology),
         *check_strategy(config),
     ]
 
@@ -84,16 +76,6 @@ def nearest_multiples(value: int, unit: int) -> str:
     """The multiples of `unit` on both sides of `value`, in words: "8192 or 16384"."""
     below = value // unit * unit
     return " or ".join(str(one) for one in (below, below + unit) if one > 0)
-
-
-def sources(value: object) -> list[DataSource]:
-    """A value of data.train or data.eval as a list of sources; [] for none and for a fraction."""
-    values = value if isinstance(value, list) else [value]
-    return [
-        one if isinstance(one, DataSource) else DataSource(path=one)
-        for one in values
-        if isinstance(one, (str, DataSource))
-    ]
 
 
 def _numbers(config: RunConfig) -> Iterator[Finding]:
@@ -175,7 +157,7 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     if data.max_length is None and data.overlong != "truncate":
         what = f"without a longest length nothing is overlong, so {data.overlong!r} does nothing"
         yield Finding(("data.overlong", "data.max_length"), what, "Set data.max_length, or leave data.overlong out.")
-    row, each = micro_batch_limits(config)[1], 1 if config.objective.kind == "sft" else 2
+    row, each = config.batch.limits(config.packing.mode)[1], 1 if config.objective.kind == "sft" else 2
     if row is not None and data.max_length is not None and data.max_length * each > row:
         origin = "" if config.batch.tokens_per_device else " (its default for packed rows)"
         thing = "documents" if each == 1 else "pairs of documents"
@@ -194,7 +176,7 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
     elif batch.examples_per_step is not None and batch.tokens_per_step is not None:
         what = "a step is measured in documents or in tokens, not in both"
         yield Finding(both, what, "Keep one of them and set the other to null.")
-    row = micro_batch_limits(config)[1]
+    row = config.batch.limits(config.packing.mode)[1]
     if batch.tokens_per_step is None:
         return
     if row is None:
@@ -207,8 +189,7 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
         yield Finding(("batch.tokens_per_step", "batch.tokens_per_device"), what, fix)
 
 
-def _optim(config: RunConfig) -> Iterator[Finding]:
-    optim = config.optim
+def _optim(optim: Optim) -> Iterator[Finding]:
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if beta >= 1:
             yield Finding((f"optim.{name}",), f"found {beta:g}", "A decay rate is below 1.")
@@ -292,6 +273,25 @@ def _groups(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
         yield Finding(("peft.dropout",), f"found {config.peft.dropout:g}", "A dropout probability is below 1.")
 
 
+def check_strategy(config: RunConfig) -> Iterator[Finding]:
+    """The impossible combinations of strategy.name with other keys."""
+    name, optimizer = config.strategy.name, config.optim.name
+    if name == "zero3_offload" and optimizer not in _ADAMW:
+        what = f"DeepSpeed's optimizer on the host is AdamW, and would take the place of {optimizer} without a word"
+        yield Finding(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
+    elif name != "ddp" and optimizer not in (*_ADAMW, "sgd"):
+        what = f"{optimizer} keeps a state for a whole weight, and {name} gives it parts of weights: the training would be another"
+        yield Finding(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
+    if name != "ddp" and config.model.dtype == "float16":
+        what = f"float16 weights cannot be spread by {name}"
+        fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."
+        yield Finding(("model.dtype", "strategy.name"), what, fix)
+    if name in SHARDED_WEIGHTS and config.model.attention == "per_document":
+        what = f"per_document calls the model once per document, and under {name} all processes must call it together"
+        fix = "Choose strategy=zero2, or packing.mode=padding with model.attention=auto."
+        yield Finding(("model.attention", "strategy.name"), what, fix)
+
+
 def _is_host(text: str) -> bool:
     if re.fullmatch(r"[\w.-]+", text):
         return True
@@ -301,8 +301,7 @@ def _is_host(text: str) -> bool:
         return False
 
 
-def _topology(config: RunConfig) -> Iterator[Finding]:
-    topology = config.topology
+def _topology(topology: Topology) -> Iterator[Finding]:
     if topology.kind in ("single", "local") and (topology.nodes or 1) > 1:
         what = f"topology={topology.kind} is one machine, not {topology.nodes}"
         yield Finding(("topology.nodes", "topology.kind"), what, "Choose topology=auto, slurm or manual.")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence, Set
 
-from packtrain.config.findings import Finding
-from packtrain.config.rules.limits import unsplittable
+from packtrain.config.keys import Finding
 from packtrain.config.schema import LossType, Objective, RunConfig
 
 
@@ -70,7 +69,7 @@ def _losses(objective: Objective, losses: Sequence[LossType]) -> Iterator[Findin
     if objective.ld_alpha is not None and objective.ld_alpha > 1:
         what = f"found {objective.ld_alpha:g}: tokens beyond the shorter answer would weigh more than the others"
         yield Finding(("objective.ld_alpha",), what, "Choose a number from 0 to 1.")
-    if objective.use_weighting and (sorting := unsplittable(losses)):
+    if objective.use_weighting and (sorting := objective.sorting_losses):
         what = f"{', '.join(sorting)} sorts pairs, which would get the weights of others"
         yield Finding(("objective.use_weighting", "objective.loss_type"), what, "Take it away.")
     if objective.use_weighting and "sft" in losses:

@@ -1,19 +1,17 @@
-"""Secrets that a config would carry into files: config.yaml in the run folder, Slurm's scripts. Pure.
+"""Secrets that a config would carry into files: config.yaml in the run folder, Slurm's scripts; and names that speak of any.
 
-Told by the forms of well-known tokens, by passwords in URLs, and in lines of shell and sbatch by the name of what is set.
-Only what is certain is refused, because a name of a run or a folder must never be taken for one.
+A text is refused only where it is certain (forms of well-known tokens, passwords in URLs; in lines of shell and sbatch the
+name of what is set), because a name of a run or a folder must never be taken for one. Names are suspected easily: one wrongly
+suspected costs a word in a report, or a line in a config; one that is missed costs an account.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
-from packtrain.config.findings import Finding
-from packtrain.config.schema import RunConfig
-from packtrain.config.secret_names import speaks_of_secrets
+from packtrain.config.keys import Finding
 
 _TOKEN = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-(?:proj-|ant-)[\w\-]{16,}|\bgh[opsur]_\w{30,}|\bgithub_pat_\w{20,}|\bglpat-[\w\-]{20,}"
@@ -27,11 +25,24 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 _CODE = re.compile(r"topology\.(?:setup|sbatch)\[")
+_SECRET_NAME = re.compile(
+    r"token|secret|passw|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key|authorization|bearer"
+    r"|(?:^|[_.\-])(?:key(?:$|[_.\-])|(?:pass|auth|jwt|pat|cookie|dsn|sig|sas|signature|pw)$)|[_.\-]pwd$",
+    re.IGNORECASE,
+)
+_INNOCENT_NAME = re.compile(
+    r"tokeni[sz]|tokens?_(?:per|type|id)|^tokens$|(?:max|min|num|new|sample|trained)_(?:\w*_)?tokens$", re.IGNORECASE
+)
 
 
-def check(config: RunConfig) -> list[Finding]:
-    """Every secret in a text of the config, by its place; the secret itself is not repeated."""
-    return [one for path, text in _texts(asdict(config), "") for one in _found(path, text)]
+def speaks_of_secrets(name: str) -> bool:
+    """Whether a variable, key or option of this name holds something to hide: HF_TOKEN does, MAX_TOKENS does not."""
+    return _SECRET_NAME.search(_INNOCENT_NAME.sub("", name)) is not None
+
+
+def check(config: dict[str, Any]) -> list[Finding]:
+    """Every secret in a text of the config (as plain containers), by its place; the secret itself is not repeated."""
+    return [one for path, text in _texts(config, "") for one in _found(path, text)]
 
 
 def _found(path: str, text: str) -> Iterator[Finding]:

@@ -5,35 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Set
 
-from packtrain.config.findings import Finding
-from packtrain.config.schema import RunConfig, Topology
+from packtrain.config.keys import Finding
+from packtrain.config.schema import Topology
 
-# Options that the script has already, and the key that sets them ("" where packtrain must know them).
-_KEY_OF_OPTION = {
-    "partition": "topology.partition",
-    "p": "topology.partition",
-    "account": "topology.account",
-    "A": "topology.account",
-    "qos": "topology.qos",
-    "q": "topology.qos",
-    "time": "topology.time",
-    "t": "topology.time",
-    "gres": "topology.gres",
-    "constraint": "topology.constraint",
-    "C": "topology.constraint",
-    "cpus-per-task": "topology.cpus_per_node",
-    "c": "topology.cpus_per_node",
-    "mem": "topology.memory",
-    "job-name": "topology.job_name",
-    "J": "topology.job_name",
-    "signal": "topology.signal_before",
-    "requeue": "topology.requeue",
-    "nodes": "topology.nodes",
-    "N": "topology.nodes",
-    **dict.fromkeys(
-        ("ntasks", "n", "ntasks-per-node", "output", "o", "open-mode", "chdir", "D", "array", "a", "export"), ""
-    ),
+# Options that the script has already, by the key that sets them ("" where packtrain must know them).
+_OPTIONS = {
+    "partition": ("partition", "p"),
+    "account": ("account", "A"),
+    "qos": ("qos", "q"),
+    "time": ("time", "t"),
+    "gres": ("gres",),
+    "constraint": ("constraint", "C"),
+    "cpus_per_node": ("cpus-per-task", "c"),
+    "memory": ("mem",),
+    "job_name": ("job-name", "J"),
+    "signal_before": ("signal",),
+    "requeue": ("requeue",),
+    "nodes": ("nodes", "N"),
+    "": ("ntasks", "n", "ntasks-per-node", "output", "o", "open-mode", "chdir", "D", "array", "a", "export"),
 }
+_KEY_OF_OPTION = {option: key for key, options in _OPTIONS.items() for option in options}
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 # Slurm's six forms of a time limit.
 _TIMES = tuple(
@@ -47,16 +38,15 @@ _TIMES = tuple(
 )
 
 
-def check(config: RunConfig, given: Set[str]) -> list[Finding]:
+def check(topology: Topology, resume: str, given: Set[str]) -> list[Finding]:
     """Everything that cannot work as a Slurm job, for the keys `given` with a value that is not their default."""
-    topology = config.topology
     return [
         *_one_line(topology),
         *_time(topology),
         *_gpus(topology),
         *_container(topology, given),
         *_options(topology),
-        *_requeue(config),
+        *_requeue(topology, resume),
     ]
 
 
@@ -113,18 +103,15 @@ def _options(topology: Topology) -> Iterator[Finding]:
         where = f"topology.sbatch[{at}]"
         found = re.match(r"--(?:no-)?([\w-]+)|-(\w)", text)
         if found is None:
-            yield Finding(
-                (where,), f"{text!r} is no option of sbatch", "Write it as on its command line: --exclude=n7."
-            )
+            fix = "Write it as on its command line: --exclude=n7."
+            yield Finding((where,), f"{text!r} is no option of sbatch", fix)
         elif (option := found[1] or found[2]) in _KEY_OF_OPTION:
             key = _KEY_OF_OPTION[option]
-            fix = f"Use {key}." if key else "Take it away: packtrain sets it, and what follows relies on it."
+            fix = f"Use topology.{key}." if key else "Take it away: packtrain sets it, and what follows relies on it."
             yield Finding((where,), f"the script has {found[0]} already", fix)
 
 
-def _requeue(config: RunConfig) -> Iterator[Finding]:
-    if config.topology.requeue and config.trainer.resume != "auto":
-        what = (
-            f"a job that comes back would not go on from its checkpoint, but by trainer.resume={config.trainer.resume}"
-        )
+def _requeue(topology: Topology, resume: str) -> Iterator[Finding]:
+    if topology.requeue and resume != "auto":
+        what = f"a job that comes back would not go on from its checkpoint, but by trainer.resume={resume}"
         yield Finding(("topology.requeue", "trainer.resume"), what, "Use trainer.resume=auto.")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from packtrain.config.secret_names import speaks_of_secrets
+from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.diagnose.checks.check import GIB, Status, size
 from packtrain.wording import grouped
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from packtrain.config.rules.limits import micro_batch_limits
 from packtrain.config.schema import RunConfig
 from packtrain.plan.memory.shapes import Layers, is_adapted
 
@@ -43,7 +42,7 @@ class Slots:
 def fullest(config: RunConfig) -> Slots | None:
     """The fullest micro-batch that `config` allows; None where neither its tokens nor its documents' lengths have a limit."""
     each = 1 if config.objective.kind == "sft" else 2
-    examples, tokens = micro_batch_limits(config)
+    examples, tokens = config.batch.limits(config.packing.mode)
     longest = config.data.max_length
     bounds = [] if tokens is None else [tokens]
     if longest is not None:

@@ -14,8 +14,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from packtrain.config.rules.limits import micro_batch_limits, unsplittable
-from packtrain.config.rules.strategies import check_strategy
+from packtrain.config.rules.combinations import check_strategy
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
 from packtrain.plan.accelerate import BUCKET, STAGES
@@ -258,7 +257,7 @@ def _advice(config: RunConfig, model: _Model, processes: int, found: Memory) -> 
         least = min(least, tried, key=lambda one: one.total)
         if tried.total + OUTSIDE <= (found.device or 0):
             return f"{' '.join(changes)} would take {_gib(tried.total)} GiB"
-    more = "a larger GPU" if unsplittable(config.objective.losses) else "more or larger GPUs"
+    more = "a larger GPU" if config.objective.sorting_losses else "more or larger GPUs"
     lora = "" if config.peft.kind == "lora" else ", or peft=lora"
     return f"no strategy takes less than {_gib(least.total)} GiB here; use {more}{lora}"
 
@@ -288,9 +287,9 @@ def _changes(config: RunConfig, processes: int) -> list[tuple[list[str], RunConf
 
 def _smaller(config: RunConfig) -> list[tuple[str, int]]:
     """Smaller micro-batches: half after half, down to what the longest document (or pair) needs."""
-    examples, tokens = micro_batch_limits(config)
+    examples, tokens = config.batch.limits(config.packing.mode)
     longest = config.data.max_length
-    if unsplittable(config.objective.losses):
+    if config.objective.sorting_losses:
         return []
     if tokens is None and examples is not None:
         return [("examples_per_device", examples >> shift) for shift in range(1, examples.bit_length())]

@@ -19,7 +19,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from packtrain.attention.backends import own_attention
-from packtrain.config.rules.limits import unsplittable
 from packtrain.config.schema import RunConfig, Strategy
 from packtrain.data.dataset import Document
 from packtrain.data.pairs import PairDataset, Preference
@@ -54,7 +53,7 @@ def compare_pair_modes(
     padded = replace(cast(PairSteps, trainer.steps), reference=reference)
     flat, shared = replace(padded, layout="flat"), replace(padded, layout="shared")
     every = list(range(len(pairs)))
-    parts = [every] if unsplittable(config.objective.losses) else [every[:_FIRST_BATCH], every[_FIRST_BATCH:]]
+    parts = [every] if config.objective.sorting_losses else [every[:_FIRST_BATCH], every[_FIRST_BATCH:]]
     layouts = Layouts(
         lengths=tuple(len(side.input_ids) for pair in pairs.pairs for side in (pair.chosen, pair.rejected)),
         padding=[padded.collate(part) for part in parts],

@@ -27,8 +27,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import PER_DOCUMENT
-from packtrain.config.rules.strategies import SHARDED_WEIGHTS
-from packtrain.config.schema import RunConfig, Strategy
+from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig, Strategy
 from packtrain.errors import CheckFailed, Disagreement
 from packtrain.model.forward import Head, add_loss_sum
 from packtrain.model.load import base_model, load_model, load_tokenizer

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.config import reference
-from packtrain.config.chat_templates import template_names
+from packtrain.config import help as key_help
 from packtrain.config.compose import changes, load_config, to_dict, to_yaml
-from packtrain.config.keys import groups, keys
+from packtrain.config.files import shipped
+from packtrain.config.keys import ADVICE, FOREIGN, keys
 from packtrain.config.rules.combinations import COLUMNS, check
-from packtrain.config.rules.limits import micro_batch_limits
-from packtrain.config.schema import Batch, DataSource, Optim, Packing, RunConfig, Trainer
-from packtrain.config.shipped import shipped
-from packtrain.config.suggest import ADVICE, FOREIGN
+from packtrain.config.rules.missing import template_names
+from packtrain.config.schema import Batch, DataSource, Optim, RunConfig, groups
 from packtrain.errors import Problem, UserError
 
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
@@ -114,6 +112,15 @@ def test_yaml_and_choices_and_command_line_win_in_this_order() -> None:
     config = load_config(run, [*COMPLETE, "trainer.epochs=3"])
     assert (config.trainer.seed, config.trainer.log_every, config.trainer.epochs) == (1, 2, 3)
     assert (config.optim.learning_rate, config.optim.beta1) == (0.5, 0.6)
+
+
+def test_a_defaults_list_may_replace_what_another_file_chose_and_the_command_line_what_either_chose() -> None:
+    write("defaults: [optim: sgd, _self_]\n", "base.yaml")
+    write("# @package _global_\ntrainer: {seed: 5}\n", "trial/five.yaml")
+    run = write("defaults: [base, override optim: adafactor, optional trainer: gone, peft: null, _self_]\n")
+    assert load_config(run, COMPLETE).optim.name == "adafactor"
+    config = load_config(run, [*COMPLETE, "optim=adamw", "+trial=five"])
+    assert (config.optim.name, config.trainer.seed) == ("adamw_torch_fused", 5)
 
 
 def test_a_choice_may_be_written_with_plus_signs_whether_the_defaults_list_has_the_group_or_not() -> None:
@@ -254,7 +261,7 @@ def test_a_wrong_value_is_named_with_line_key_and_remedy(line: str, what: str, f
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused_with_the_line(text: str, place: str, what: str) -> None:
-    found = only(write(text))
+    found = only(write(text), *COMPLETE)
     assert found.where.startswith(place)
     assert what in found.what
 
@@ -372,6 +379,9 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["peft.r=4"], "peft.r", "does nothing without adapters"),
         (["packing.share_prefix=true"], "packing.share_prefix", "only preference pairs"),
         (["strategy=fsdp2", "optim=adafactor"], "optim.name", "keeps a state for a whole weight"),
+        (["strategy=zero3_offload", "optim=sgd"], "optim.name", "would take the place of sgd"),
+        (["strategy=zero1", "model.dtype=float16", "peft=lora"], "model.dtype", "cannot be spread by zero1"),
+        (["strategy=zero3", "model.attention=per_document"], "model.attention", "all processes must call it together"),
         (["topology=local", "topology.nodes=2"], "topology.nodes", "topology=local is one machine"),
         (["topology=single", "topology.main_address=a"], "topology.main_address", "has no use for it"),
         (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "by its name it is a secret"),
@@ -438,7 +448,7 @@ def test_rules_are_silent_about_what_may_work() -> None:
     ],
 )
 def test_open_limits_have_their_defaults(mode: str, batch: Batch, limits: tuple[int | None, int | None]) -> None:
-    assert micro_batch_limits(RunConfig(packing=Packing(mode=mode), batch=batch, trainer=Trainer())) == limits
+    assert batch.limits(mode) == limits
 
 
 def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
@@ -448,14 +458,12 @@ def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
 
 def test_docs_config_md_is_what_the_dataclasses_say() -> None:
     page = shipped("configs").parent / "docs" / "config.md"
-    assert page.read_text(encoding="utf-8") == reference.markdown(), (
-        "python -m packtrain.config.reference > docs/config.md"
-    )
+    assert page.read_text(encoding="utf-8") == key_help.markdown(), "python -m packtrain.config.help > docs/config.md"
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_help_names_every_key_and_fits_the_terminal(width: int) -> None:
-    text = reference.help_text(width)
+    text = key_help.help_text(width)
     assert all(path in text for path in keys())
     longest = max(len(word) for word in text.split())
     assert max(len(line) for line in text.splitlines()) <= max(width, longest + 8)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from packtrain.config.shipped import shipped
+from packtrain.config.files import shipped
 from packtrain.data.sources.quickstart import VOCABULARY, conversations, held_out, tokenizer
 
 END = "<|im_end|>"

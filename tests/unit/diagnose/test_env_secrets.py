@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from packtrain.config.keys import keys
-from packtrain.config.secret_names import speaks_of_secrets
+from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.diagnose.redact import Redactor
 
 SECRET = "s3cr3t-9f8e7d"

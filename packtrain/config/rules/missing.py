@@ -5,14 +5,13 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-from packtrain.config.chat_templates import as_name, template_names
-from packtrain.config.findings import Finding
-from packtrain.config.rules.combinations import sources
-from packtrain.config.schema import REFERENCES, RunConfig
-from packtrain.config.suggest import near
+from packtrain.config.keys import Finding, near
+from packtrain.config.schema import REFERENCES, RunConfig, sources
 
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".csv", ".parquet", ".arrow")
@@ -28,6 +27,19 @@ TEMPLATE_SUFFIXES = (".jinja", ".j2")
 def check(config: RunConfig) -> list[Finding]:
     """One finding for each package that is not installed and each path that is certainly local and does not exist."""
     return [*_data(config), *_model(config), *_trainer(config), *_packages(config)]
+
+
+@cache
+def template_names() -> tuple[str, ...]:
+    """The names that data.chat_template understands: chatml and the files that TRL brings, found without importing it."""
+    found = importlib.util.find_spec("trl")
+    folders = [Path(place, "chat_templates") for place in (found.submodule_search_locations or ())] if found else []
+    return tuple(sorted({"chatml", *(file.stem for folder in folders for file in folder.glob("*.jinja"))}))
+
+
+def as_name(text: str) -> str:
+    """How the user's spelling of a name is looked up: "Llama-3.2" is llama_3_2."""
+    return re.sub(r"[-.\s]", "_", text.lower())
 
 
 def _packages(config: RunConfig) -> Iterator[Finding]:

@@ -1,8 +1,9 @@
-"""What the shell offers for CONFIG and KEY=VALUE: recipes and YAML files, keys, and the values of a key.
+"""Every key in words, from schema.py alone: the text of `packtrain sft -h`, the page docs/config.md, and completion in the shell.
 
-Reads names only (schema.py, folders), so that a tab is answered at once. A key that is the only one left is offered with
-its default as well: two candidates keep the shell from closing the word with a space after `=`, and the default is worth
-seeing. bash cuts words at `=` and replaces only what follows it, so there a value is offered without its key.
+`python -m packtrain.config.help > docs/config.md` writes the page anew. Completion reads names only (schema.py, folders), so
+that a tab is answered at once. A key that is the only one left is offered with its default as well: two candidates keep the
+shell from closing the word with a space after `=`, and the default is worth seeing. bash cuts words at `=` and replaces only
+what follows it, so there a value is offered without its key.
 """
 
 from __future__ import annotations
@@ -10,16 +11,90 @@ from __future__ import annotations
 import glob
 import os
 import shlex
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from packtrain.config.chat_templates import template_names
-from packtrain.config.keys import choices, groups, keys
-from packtrain.config.shipped import options, shipped
-from packtrain.config.yamlfile import SUFFIX
+from packtrain.config.files import SUFFIX, options, shipped
+from packtrain.config.keys import Key, choices, describe, keys, keys_of
+from packtrain.config.rules.missing import template_names
+from packtrain.config.schema import DataSource, groups
 
 PREFIXES = "+~"
 _PATHS = ("model.path", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "trainer.resume")
+
+INTRODUCTION = """\
+# Config keys
+
+A config is a YAML file, any part of it can be changed on the command line, and what is left out has its default:
+
+```yaml
+defaults: [peft: lora, _self_]   # files of configs/, by group; also YAML files beside this one
+model: {path: HuggingFaceTB/SmolLM2-135M-Instruct}
+data: {train: chats.jsonl, eval: 0.05}
+batch: {examples_per_step: 32}
+```
+
+```
+packtrain sft run.yaml optim.learning_rate=1e-4 peft.r=64 '~data.eval' strategy=ddp
+```
+
+The grammar is Hydra's: `key=value` sets, `+group=choice` adds, `~key` takes away, `group=choice` selects a file of
+`configs/group/`. `${optim.learning_rate}`, `${oc.env:HOME}` and `${now:%Y-%m-%d}` are filled in. `null` means none.
+Relative paths start at the folder where packtrain is started.
+
+This page is generated: `python -m packtrain.config.help > docs/config.md`.
+"""
+
+
+def help_text(width: int) -> str:
+    """All keys for a terminal of `width` columns: a line with type and default, and the sentence under it."""
+    parts = textwrap.wrap("Config keys, as `key  type [default]`; `group=choice` selects a file of configs/.", width)
+    for group, cls in groups().items():
+        parts += ["", *textwrap.wrap(f"{group}: {cls.__doc__}", width), *_choices_line(group)]
+        for key in keys_of(cls, f"{group}.").values():
+            head = f"{key.path}  {describe(key).replace('|', ' | ')} [{_default(key.default)}]"  # long ones break at blanks
+            parts += textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ")
+            parts += textwrap.wrap(key.doc, width, initial_indent="      ", subsequent_indent="      ")
+    parts.append("\nsource: an entry of data.train or data.eval, a mapping of")
+    for key in keys_of(DataSource).values():
+        head = f"{key.path}  {describe(key)} [{_default(key.default)}]  {key.doc}"
+        parts += textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ")
+    return "\n".join(parts)
+
+
+def markdown() -> str:
+    """docs/config.md."""
+    parts = [INTRODUCTION]
+    for group, cls in groups().items():
+        parts.append(f"## {group}\n\n{cls.__doc__}")
+        if names := options(group):
+            parts.append(f"Choices (`{group}=…`): {', '.join(f'`{name}`' for name in names)}.")
+        parts.append(_table(list(keys_of(cls, f"{group}.").values())))
+    parts.append("## source\n\nAn entry of `data.train` and `data.eval`; text alone is its `path`.")
+    parts.append(_table(list(keys_of(DataSource).values())))
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def _choices_line(group: str) -> list[str]:
+    names = options(group)
+    return [f"  {group}={'|'.join(names)}"] if names else []
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None or value == "":
+        return "null" if value is None else '""'
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _table(rows: list[Key]) -> str:
+    lines = ["| key | takes | default | |", "|---|---|---|---|"]
+    for key in rows:
+        takes = describe(key).replace("|", " \\| ")
+        lines.append(f"| `{key.path}` | {takes} | `{_default(key.default)}` | {key.doc} |")
+    return "\n".join(lines)
 
 
 def complete_config(incomplete: str) -> list[tuple[str, str]]:
@@ -89,10 +164,6 @@ def _values(name: str, start: str) -> Iterator[tuple[str, str]]:
         yield _default(key.default), "default"
 
 
-def _default(value: Any) -> str:
-    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _yaml_files(start: str) -> Iterator[str]:
     """YAML files whose path begins with `start`, and those in the folders that do."""
     for path in _entries(start):
@@ -111,3 +182,7 @@ def _entries(start: str) -> list[str]:
     """Files, and folders with a slash, whose path begins with `start`."""
     found = glob.glob(f"{glob.escape(start)}*")
     return [f"{path}{os.sep}" if os.path.isdir(path) else path for path in found]
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
