@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import xxhash
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -103,6 +104,23 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
     """The transformers model inside adapters, or the model itself."""
     return cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else cast(PreTrainedModel, model)
+
+
+def weights_hash(model: torch.nn.Module) -> str:
+    """Hash of names, types, shapes and bytes of all weights and saved buffers, adapters among them; tied ones count once.
+
+    xxh3 takes 0.1 s for 135 million float32 weights, a cryptographic hash 1 s.
+    """
+    digest, seen = xxhash.xxh3_128(), set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, torch.Tensor) or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        if tensor.device.type != "meta":
+            bytes_of: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            digest.update(bytes_of)
+    return digest.hexdigest()
 
 
 def check_trainable(model: PreTrainedModel) -> None:

@@ -23,12 +23,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from packtrain.config.schema import SHARDED_WEIGHTS, Peft, RunConfig
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.errors import UserError
-from packtrain.model.load import load_model
+from packtrain.model.load import load_model, weights_hash
 from packtrain.model.spread import spread
 from packtrain.plan.reference import kind_of
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.loader import PairSteps
-from packtrain.train.sync.agreement import weights_hash
 
 _WRITE_EVERY = 20  # steps between two writings of a process's share
 

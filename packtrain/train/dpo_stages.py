@@ -18,7 +18,7 @@ from packtrain.data.pairs import PairDataset
 from packtrain.data.prepare import PreparedData, prepare_pairs
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.adapters import add_reference
-from packtrain.model.load import base_model
+from packtrain.model.load import base_model, weights_hash
 from packtrain.model.reference import load_reference, precompute
 from packtrain.model.spread import open_proofs, spread
 from packtrain.packing.pairs import Layout
@@ -34,7 +34,6 @@ from packtrain.train.loader import PairSteps
 from packtrain.train.loop import training_arguments
 from packtrain.train.preflight import autocast_of, decide_together, same_everywhere
 from packtrain.train.setting import Setting
-from packtrain.train.sync.agreement import weights_hash
 
 Prepared = PreparedData[PairDataset]
 prepare_data = prepare_pairs

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits, own_heartbeat
-from packtrain.train.sync.time_limit import limit_collectives
+from packtrain.train.sync.checks import limit_collectives
 from packtrain.wording import ranks_in_words
 
 _MEASURED: dict[Phase, str] = {

@@ -21,10 +21,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from packtrain.attention.backends import own_attention
 from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
 from packtrain.errors import CheckFailed, LostPeers, UserError
-from packtrain.launch.worker import planned_processes
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
 from packtrain.model.spread import open_strategy
 from packtrain.monitor.heartbeat import own_heartbeat
+from packtrain.plan.agreement import shared_values
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, dpo_stages, results, sft_stages
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
@@ -34,11 +34,15 @@ from packtrain.train.library_errors import explained, keep_in_full
 from packtrain.train.loop import StopRequest
 from packtrain.train.results import answer, save_final
 from packtrain.train.setting import Process, Setting
-from packtrain.train.sync.agreement import agree_on_data, agree_on_model, agree_on_start
-from packtrain.train.sync.all_reduce_check import check_first_sum, connected
-from packtrain.train.sync.peers import Peers, meet, preparing_s
-from packtrain.train.sync.shared_disk import check_run_folder
-from packtrain.train.sync.time_limit import limit_collectives
+from packtrain.train.sync.checks import (
+    agree_on_data,
+    agree_on_model,
+    agree_on_start,
+    check_run_folder,
+    connect,
+    limit_collectives,
+)
+from packtrain.train.sync.store import join, preparing_s
 from packtrain.train.verify.report import verify
 
 STAGES = {"sft": sft_stages, "dpo": dpo_stages}
@@ -74,18 +78,21 @@ def train_in(config: RunConfig, process: Process) -> int:
     warnings_to(log)
     setting = Setting(config, process, folder, log, StopRequest())
     checkpoint = _checkpoint_to_resume(setting)
-    check_run_folder(setting, checkpoint)
+    needed = checkpoint is not None or config.trainer.checkpoint_every is not None
+    if process.world_size > 1 and (remark := check_run_folder(folder.logs, main=process.main, needed=needed)):
+        log.say(f"[yellow]{escape(remark)}[/]")
 
     own_heartbeat().enter("prepare")
     tokenizer = load_tokenizer(config.model)
     show = process.main and sys.stderr.isatty()
     data: Any = stages.prepare_data(config.data, tokenizer, seed=config.trainer.seed, progress=show)
-    agree_on_data(process.peers, config, data)
+    preparing = preparing_s(config.topology.step_timeout)
+    agree_on_data(process.peers, data, timeout_s=preparing)
     if checkpoint is not None:
         check_origin(checkpoint, origin_of(config, data.train))
     own_heartbeat().enter("load")
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
-    agree_on_model(process.peers, config, model)
+    agree_on_model(process.peers, model, timeout_s=preparing)
     if checkpoint is not None:
         check_origin(checkpoint, trained_by(config, model, process.world_size))
     check_trainable(model)
@@ -122,41 +129,33 @@ def train_in(config: RunConfig, process: Process) -> int:
 
 
 def _join(verb: str, config: RunConfig) -> Process:
-    """Joins the other processes of the launch, after checking that they are as many as it meant to start, and alike; their
-    first sum must be right."""
-    on_cpu = not torch.cuda.is_available()
-    peers = meet(timeout_s=config.topology.join_timeout)
-    own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes one of its own
+    """Joins the other processes of the launch, after checking that they are alike; their first sum must be right."""
+    on_cpu, limit_s = not torch.cuda.is_available(), config.topology.join_timeout
+    peers = join(timeout_s=limit_s)
     heartbeat = own_heartbeat()
     heartbeat.enter("join")  # anew, for each of these may take topology.join_timeout
-    agree_on_start(peers, config, "cpu" if on_cpu else "cuda", planned_processes(), own)
+    own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes one of its own
+    shared = {key: value for key, value in shared_values(config).items() if key not in own}
+    agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     open_strategy(config)
     heartbeat.enter("join")
-    state = _open_group(config, peers, on_cpu)
+    connect(peers, lambda: _open_group(limit_s, on_cpu=on_cpu), "gloo" if on_cpu else "nccl", timeout_s=limit_s)
+    state = PartialState()
+    device = cast(torch.device, state.device)
+    if not on_cpu:
+        torch.cuda.set_device(device)  # each thread has its own
+    limit_collectives(config.topology.step_timeout)
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != expected:
         raise CheckFailed(
             f"{expected} processes were launched, but this one sees {state.num_processes}",
             fix=f"start them by packtrain {config.objective.kind} CONFIG topology.gpus_per_node=N, or by torchrun",
         )
-    device = cast(torch.device, state.device)
-    heartbeat.enter("join")
-    check_first_sum(peers, device, str(state.backend), timeout_s=config.topology.join_timeout)
     return Process(state.process_index, state.num_processes, device, peers)
 
 
-def _open_group(config: RunConfig, peers: Peers | None, on_cpu: bool) -> PartialState:
-    """Connects the processes, within topology.join_timeout; what they do from then on may take topology.step_timeout.
-
-    Raises as check_first_sum does where the backend cannot.
-    """
-    settings, backend = config.topology, "gloo" if on_cpu else "nccl"
-    limit = timedelta(seconds=settings.join_timeout)
-    state = connected(peers, lambda: PartialState(cpu=on_cpu, timeout=limit), backend, timeout_s=settings.join_timeout)
-    if not on_cpu:
-        torch.cuda.set_device(cast(torch.device, state.device))  # each thread has its own
-    limit_collectives(settings.step_timeout)
-    return state
+def _open_group(limit_s: float, *, on_cpu: bool) -> torch.device:
+    return cast(torch.device, PartialState(cpu=on_cpu, timeout=timedelta(seconds=limit_s)).device)
 
 
 def _checkpoint_to_resume(setting: Setting) -> Path | None:
@@ -175,8 +174,7 @@ def _checkpoint_to_resume(setting: Setting) -> Path | None:
 def _meet(setting: Setting, stage: str) -> None:
     """Waits for the others, as long as one of them is at work, without a collective operation, which would have a limit."""
     if peers := setting.process.peers:
-        limit_s = preparing_s(setting.config.topology.checkpoint_timeout)
-        peers.settle(stage, {}, lambda _: [], timeout_s=limit_s)
+        peers.meet_again(stage, timeout_s=preparing_s(setting.config.topology.checkpoint_timeout))
 
 
 def _clear_the_way(setting: Setting, checkpoint: Path | None) -> None:

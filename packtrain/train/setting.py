@@ -10,7 +10,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.run_folder import RunFolder
 from packtrain.train.console import Log
 from packtrain.train.loop import StopRequest
-from packtrain.train.sync.peers import Peers
+from packtrain.train.sync.store import Peers
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from tests.cluster.test_watchdog import launch
 from tests.unit.monitor.test_diagnosis import FOR_OTHERS, named, rank
 
 JOINS = """
-    exec(compile("def wait_for_the_others(): time.sleep(7)", "/x/packtrain/train/sync/peers.py", "exec"))
+    exec(compile("def wait_for_the_others(): time.sleep(7)", "/x/packtrain/train/sync/store.py", "exec"))
     pulse.enter("join", step=0)
     locals()["wait_for_the_others"]()
 """

@@ -22,12 +22,11 @@ from packtrain.data.prepare import prepare_pairs
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.verification import show
 from packtrain.model import reference
-from packtrain.model.load import load_model, load_tokenizer
+from packtrain.model.load import load_model, load_tokenizer, weights_hash
 from packtrain.run_folder import RunFolder
 from packtrain.train.console import _documents
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.dpo_stages import identity_of_reference
-from packtrain.train.sync.agreement import weights_hash
 from packtrain.train.verify.report import verify
 
 LN2 = 0.6931472

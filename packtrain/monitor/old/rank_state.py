@@ -12,7 +12,7 @@ from packtrain.monitor.old.stacks import Collective, Frame
 BUSY_CORES = 0.05
 _ALONE = (*BEFORE_TRAINING, "final")
 _DATA_LOCK = "packtrain/data/tokens/cache.py"
-_MEETS = ("torch/distributed/", "packtrain/train/sync/peers.py", "packtrain/train/sync/all_reduce_check.py")
+_MEETS = ("torch/distributed/", "packtrain/train/sync/store.py", "packtrain/train/sync/checks.py")
 _WRITES = "torch/distributed/checkpoint/"
 _LOCKS = ("/filelock/", "torch/utils/file_baton.py")
 _ON_THE_DEVICE = ("torch/cuda/", "torch/autograd/")

@@ -40,7 +40,8 @@ from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.console import without_future_warnings
 from packtrain.train.dpo_start import Start
 from packtrain.train.preflight import autocast_of, check_together, fit_head
-from packtrain.train.sync.agreement import agree_on_model
+from packtrain.train.sync.checks import agree_on_model
+from packtrain.train.sync.store import preparing_s
 from packtrain.train.verify.modes import Comparison, compare_modes, random_documents
 from packtrain.train.verify.pair_modes import compare_pair_modes
 from packtrain.train.verify.pair_start import prove_start, trainer_at_start
@@ -200,7 +201,7 @@ def _load(
     with loading_whole():
         model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
     if not whole:
-        agree_on_model(process.peers, config, model)
+        agree_on_model(process.peers, model, timeout_s=preparing_s(config.topology.step_timeout))
     spread(model, replace(config, strategy=Strategy()) if whole else config, process.device)
     return model, tokenizer
 

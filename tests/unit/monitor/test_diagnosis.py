@@ -206,11 +206,11 @@ FOR_OTHERS = {
     "a file lock": {"stack": (Frame("/x/site-packages/filelock/_api.py", 1, "acquire"),)},
     "the extension that another rank compiles": {"stack": (Frame("/x/torch/utils/file_baton.py", 1, "wait"),)},
     "the others": {"stack": (Frame("/x/torch/distributed/distributed_c10d.py", 1, "new_group"),)},
-    "the others, at the store": {"stack": (Frame("/x/packtrain/train/sync/peers.py", 1, "_wait_for"),)},
+    "the others, at the store": {"stack": (Frame("/x/packtrain/train/sync/store.py", 1, "_wait_for"),)},
     "the first sum": {
         "stack": (
             *[Frame("/x/threading.py", 1, "join")] * 2,
-            Frame("/x/packtrain/train/sync/all_reduce_check.py", 1, "f"),
+            Frame("/x/packtrain/train/sync/checks.py", 1, "f"),
         )
     },
 }

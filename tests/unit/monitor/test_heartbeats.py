@@ -141,7 +141,7 @@ def test_a_rank_that_computes_is_left_until_the_time_limit(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    "file", ["/x/filelock/_api.py", "/x/packtrain/train/sync/peers.py", "/x/torch/distributed/c10d.py"]
+    "file", ["/x/filelock/_api.py", "/x/packtrain/train/sync/store.py", "/x/torch/distributed/c10d.py"]
 )
 def test_one_that_waits_for_what_another_machine_may_be_doing_is_not_named_by_its_own(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

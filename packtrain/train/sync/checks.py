@@ -1,0 +1,251 @@
+"""What all ranks must have in common, asserted at the start, after preparing the data and after loading the model.
+
+Ranks that differ would train something that nobody asked for, or wait for each other for ever. The first collective
+operation is a sum whose result is known, so that a backend that hangs or adds wrongly is named at the start, and not by a
+loss hours later; from then on collectives have time limits, which change with the phase of the run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import xxhash
+from accelerate.utils import broadcast_object_list, gather_object
+from torch.distributed import distributed_c10d
+
+from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem
+from packtrain.launch.worker import LOG_DIR
+from packtrain.model.load import base_model, weights_hash
+from packtrain.monitor.heartbeat import waiting
+from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, differences, shared_versions
+from packtrain.plan.network.choice import SOCKETS
+from packtrain.run_folder import environment
+from packtrain.train.library_errors import shortly
+from packtrain.train.sync.store import FIRST_STAGE, GRACE_S, Peers, Statement, in_words
+from packtrain.wording import counted, listed, ranks_in_words
+
+_MOST_SHOWN = 8
+_LONGEST = 120
+_NO_MATTER = ("_name_or_path", "transformers_version")  # of a model's config
+_NUMBERS = 2**17  # 1 MiB fills the packets of a link: one with a wrong MTU loses those, and lets small ones pass
+_OTHERS_S = 5
+_LOOK_S = 1.0
+_DISK_S = 5  # some network disks take a while to show a new file
+_FAILED = "first all-reduce failed"
+_NETWORK_FIX = "packtrain env CONFIG --cluster measures the links; NCCL_DEBUG=INFO tells which one is used, GLOO_SOCKET_IFNAME sets it"
+
+
+def agree_on_start(peers: Peers | None, config: Mapping[str, str], device: str, *, timeout_s: float) -> None:
+    """All ranks have one `config` (see plan.agreement.shared_values), the same packages and the same `device` (cpu, cuda).
+
+    Launchers of ours have compared all but the device already. Raises Disagreement, PeerFailed.
+    """
+    facts = {"device": device}
+    fixes = {"device": "look at nvidia-smi and CUDA_VISIBLE_DEVICES there"}
+    if LOG_DIR not in os.environ:
+        versions = shared_versions(environment())
+        facts |= {**config, **versions, "processes on the machine": os.environ.get("LOCAL_WORLD_SIZE", "?")}
+        fixes |= {**dict.fromkeys(config, SAME_CONFIG), **dict.fromkeys(versions, SAME_VERSIONS)}
+        fixes["processes on the machine"] = "start the same number of processes on every machine"
+    _agree(peers, FIRST_STAGE, facts, fixes, timeout_s)
+
+
+def agree_on_data(peers: Peers | None, data: Any, *, timeout_s: float) -> None:
+    """All ranks have prepared the same documents (a PreparedData). Raises Disagreement, PeerFailed."""
+    parts = {"data.train": data.train, "data.eval": data.eval}
+    facts = {
+        key: f"{counted(len(part), 'documents')} with fingerprint {part.fingerprint[:12]}" if part else "none"
+        for key, part in parts.items()
+    }
+    fix = "the files or the tokenizer differ there: copy them, or train on a shared disk; a hub id can have a revision"
+    _agree(peers, "data", facts, dict.fromkeys(facts, fix), timeout_s)
+
+
+def agree_on_model(peers: Peers | None, model: torch.nn.Module, *, timeout_s: float) -> None:
+    """All ranks have loaded the same weights and settings of the model. Raises Disagreement, PeerFailed."""
+    if peers is None:
+        return
+    settings = base_model(model).config.to_dict()
+    facts = {f"model.config.{key}": _text(value) for key, value in settings.items() if key not in _NO_MATTER}
+    facts["model weights"] = f"those with hash {weights_hash(model)[:12]}"
+    fix = "its files differ there: compare them with sha256sum, copy them, or name a model.revision"
+    _agree(peers, "model", facts, dict.fromkeys(facts, fix), timeout_s)
+
+
+def check_run_folder(logs: Path, *, main: bool, needed: bool) -> str:
+    """What is wrong with the run folder where machines have disks of their own, in words; "" where all ranks see one folder.
+
+    Called on all ranks together. Each writes its part of a checkpoint and reads all of it when a run goes on, so that
+    checkpoints on several disks are in pieces. Raises CheckFailed where checkpoints are `needed`.
+    """
+    probe = logs / f".seen-by-all-{uuid.uuid4().hex}"
+    if main:
+        probe.touch()
+    with waiting("the first rank's file in the run folder"):
+        probe = logs / cast(list, broadcast_object_list([probe.name]))[0]
+    limit = time.monotonic() + _DISK_S
+    while not (seen := probe.exists()) and time.monotonic() < limit:
+        time.sleep(0.1)
+    with waiting("the other ranks to look for a file"):
+        found = gather_object([(socket.gethostname(), seen)])
+    if main:
+        probe.unlink(missing_ok=True)
+    blind = sorted({host for host, sees in found if not sees})
+    if not blind:
+        return ""
+    what = f"{listed(blind)} and the first machine do not share the disk of this folder"
+    if needed:
+        raise CheckFailed(
+            f"{what}, and each process has a part of a checkpoint",
+            where=f"trainer.output_dir ({logs.parent})",
+            fix="Name a folder on a disk that all machines share; without one, trainer.checkpoint_every=null with "
+            "trainer.resume=never trains without checkpoints.",
+        )
+    return f"{what}: the run cannot go on from where it is stopped"
+
+
+def connect(
+    peers: Peers | None,
+    open_group: Callable[[], torch.device],
+    backend: str,
+    *,
+    timeout_s: float,
+    reduce: Callable[[torch.Tensor], object] = dist.all_reduce,
+) -> torch.device:
+    """Has `open_group` connect the process group, and all ranks add known numbers on the device that it returns.
+
+    Both happen in a thread, since neither NCCL nor gloo keeps to a time limit while it connects. The ranks exchange the
+    outcome over the store; where one has failed the others do not wait for the whole `timeout_s`. Raises Disagreement, the
+    same on all, with the ranks on which it fails, adds wrongly or does not end; PeerFailed where one of them is silent.
+    """
+    if peers is None:
+        return open_group()
+    devices: list[torch.device] = []
+    outcome: list[str] = []
+
+    def work() -> None:
+        try:
+            devices.append(open_group())
+            outcome.append(_wrong_sum(peers.own.rank, peers.world_size, devices[0], reduce))
+        except Exception as error:  # of whatever kind a backend's are
+            outcome.append(f"failed: {shortly(error)}")
+
+    thread = threading.Thread(target=work, name="first all-reduce", daemon=True)
+    begun = time.monotonic()
+    limit = begun + timeout_s
+    thread.start()
+    with waiting("the other ranks in the first all-reduce"):
+        while thread.is_alive() and (now := time.monotonic()) < limit:
+            thread.join(min(limit - now, _LOOK_S))
+            if thread.is_alive() and _another_failed(peers):
+                limit = min(limit, now + _OTHERS_S)
+    problem = outcome[0] if outcome else f"did not end within {round(limit - begun, 1):g} s"
+    try:
+        _exchange(peers, f"{problem}{_interface(backend)}" if problem else "", backend, timeout_s)
+    except PacktrainError as error:
+        if thread.is_alive():
+            atexit.register(_end, error.exit_code)
+        raise
+    return devices[0]
+
+
+def limit_collectives(seconds: float) -> None:
+    """Gives the operations of all process groups of this process, from the next one on, so many seconds.
+
+    torch gives each group a limit when it is made, and those that DeepSpeed makes its default. Nothing is sent: every rank
+    changes its own as it comes into a phase with another limit.
+    """
+    if dist.is_available() and dist.is_initialized():
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def _agree(
+    peers: Peers | None, stage: str, facts: Mapping[str, str], fixes: Mapping[str, str], timeout_s: float
+) -> None:
+    def judge(statements: Sequence[Statement]) -> list[Problem]:
+        hosts = len({one.host for one in statements}) > 1
+        said = {one.rank: one.facts for one in statements}
+        return differences(said, fixes, lambda ranks: in_words([statements[rank] for rank in ranks], hosts=hosts))
+
+    if peers is not None:
+        peers.settle(stage, facts, judge, timeout_s=timeout_s)
+
+
+def _text(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({xxhash.xxh3_64_hexdigest(text.encode())[:6]})"
+
+
+def _wrong_sum(rank: int, ranks: int, device: torch.device, reduce: Callable[[torch.Tensor], object]) -> str:
+    """Adds a column of numbers for each rank; says whose are wrong in the sum, "" where none are."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own
+    numbers = torch.zeros(max(_NUMBERS // ranks, 1), ranks, dtype=torch.int64, device=device)
+    numbers[:, rank] = rank + 1
+    reduce(numbers)
+    wrong = (numbers.cpu() != torch.arange(1, ranks + 1)).any(dim=0).nonzero().flatten().tolist()
+    return f"has a wrong sum: of {ranks_in_words(wrong)}" if wrong else ""
+
+
+def _another_failed(peers: Peers) -> bool:
+    with suppress(dist.DistError):
+        return peers.store.check([_FAILED])
+    return True  # rank 0 is gone, with the store
+
+
+def _exchange(peers: Peers, problem: str, backend: str, timeout_s: float) -> None:
+    """Tells the other ranks the `problem` of this one, "" for none. Raises as `connect` does."""
+
+    def judge(statements: Sequence[Statement]) -> list[Problem]:
+        groups: dict[str, list[Statement]] = defaultdict(list)
+        for one in statements:
+            groups[one.facts["problem"]].append(one)
+        groups.pop("", None)
+        shown = list(groups.items())[:_MOST_SHOWN]
+        return [
+            Problem(
+                f"the first all-reduce over {backend} {said}",
+                in_words(ours),
+                "" if said != shown[-1][0] else _NETWORK_FIX,
+            )
+            for said, ours in shown
+        ]
+
+    facts = {"problem": problem}
+    if problem:
+        with suppress(dist.DistError):
+            peers.store.set(_FAILED, "")
+    try:
+        peers.settle("first all-reduce", facts, judge, timeout_s=_OTHERS_S if problem else timeout_s + GRACE_S)
+    except PeerFailed as error:  # a silent rank may only wait for this one
+        raise PeerFailed([*judge([replace(peers.own, facts=facts)]), *error.problems]) from error
+
+
+def _interface(backend: str) -> str:
+    """Over which interface this machine's ranks were told to connect, in words."""
+    names = [name for name in SOCKETS if name.partition("_")[0].lower() in backend and os.environ.get(name)]
+    return "".join(f" ({name} is {os.environ[name].removeprefix('=')})" for name in names)
+
+
+def _end(code: int) -> None:
+    """Ends the process while its thread is in the collective: unloading the backend would abort it, with another code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

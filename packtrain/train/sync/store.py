@@ -1,0 +1,238 @@
+"""How the ranks of a run meet before they share a process group, and beside it: statements in torch's store, one verdict.
+
+Collective operations hang where ranks differ (another backend, another world size, one more call), so what finds out that
+they differ must not be one. At each stage every rank writes a statement into the store of the rendezvous; rank 0 reads them
+all and writes its verdict, for which the others wait. Every wait has a limit and names who is missing. That is N small
+messages to one process: little for a thousand of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any, cast
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from packtrain.errors import CheckFailed, Disagreement, PeerFailed, Problem
+from packtrain.launch.worker import LOG_DIR
+from packtrain.monitor.heartbeat import waiting
+from packtrain.train.library_errors import shortly
+from packtrain.wording import ranks_in_words
+
+FIRST_STAGE = "start"
+GRACE_S = 10
+"""The others wait so much longer than rank 0, which knows best who is missing."""
+_READ_S = 5
+_MOST_MACHINES = 4
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
+_PORT_FIX = "set topology.main_port (MASTER_PORT) to a free one, on all machines"
+
+Judge = Callable[[Sequence["Statement"]], Sequence[Problem]]
+
+
+def preparing_s(limit_s: float) -> float:
+    """How long ranks wait for others that prepare data, load a model, read a checkpoint or write results, of which some have
+    a cache and others need hours: for ever where a launcher of ours watches them, and `limit_s` elsewhere."""
+    return math.inf if LOG_DIR in os.environ else limit_s
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What one rank says of itself: name → value in words. `machine` differs also where two machines have one host name."""
+
+    rank: int
+    host: str
+    machine: str
+    facts: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks of a run as one of them sees them; `own` is this one's statement, without facts."""
+
+    store: Store
+    world_size: int
+    own: Statement
+
+    def settle(self, stage: str, facts: Mapping[str, str], judge: Judge, *, timeout_s: float) -> None:
+        """Returns when all ranks have come to `stage` and `judge` has found no problem in their statements.
+
+        Raises Disagreement with the same problems on all ranks where it has, PeerFailed where one does not come in time.
+        """
+        store = PrefixStore(stage, self.store)
+        try:
+            with waiting(f"the other ranks at the stage {stage!r}"):
+                verdict = self._verdict(store, replace(self.own, facts=facts), judge, timeout_s)
+                if verdict["problems"] or verdict["missing"]:
+                    self._wait_until_read(store, verdict["readers"])
+        except DistError as error:
+            what = f"rank {self.own.rank} lost rank 0 at the stage {stage!r}: {shortly(error)}"
+            raise PeerFailed(what, fix="its terminal or log says why it ended") from error
+        if verdict["missing"]:
+            raise PeerFailed(
+                f"at the stage {stage!r} {verdict['missing']} did not come within {timeout_s:g} s",
+                fix="their logs say why, if they were started at all; topology.join_timeout and topology.step_timeout are "
+                "how long is waited",
+            )
+        if verdict["problems"]:
+            shown = self.own.rank == 0 or LOG_DIR in os.environ  # the others, in their logs at most
+            raise Disagreement([Problem(**one) for one in verdict["problems"]], shown=shown)
+
+    def meet_again(self, stage: str, *, timeout_s: float) -> None:
+        """Waits for the others at `stage`, as `settle` does: a barrier without a collective operation."""
+        self.settle(stage, {}, lambda _: [], timeout_s=timeout_s)
+
+    def share(self, name: str, value: str = "", *, timeout_s: float) -> str:
+        """The `value` that rank 0 gives, on all ranks. Raises PeerFailed where it does not come in time."""
+        try:
+            if self.own.rank == 0:
+                self.store.set(name, value)
+            elif not _came(self.store, [name], timeout_s):
+                raise PeerFailed(f"rank 0 did not say its {name} within {timeout_s:g} s", fix="its log says why")
+            return self.store.get(name).decode()
+        except DistError as error:
+            raise PeerFailed(f"rank {self.own.rank} lost rank 0: {shortly(error)}", fix="its log says why") from error
+
+    def machines(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Host name and ranks of each machine, once all ranks have come to the first stage."""
+        machines: dict[str, list[Statement]] = defaultdict(list)
+        for one in _statements(PrefixStore(FIRST_STAGE, self.store), range(self.world_size)):
+            machines[one.machine].append(one)
+        return [(ours[0].host, tuple(one.rank for one in ours)) for ours in machines.values()]
+
+    def _verdict(self, store: Store, statement: Statement, judge: Judge, timeout_s: float) -> dict[str, Any]:
+        if store.add(f"taken/{statement.rank}", 1) > 1:
+            return self._refused(store, statement)
+        store.set(f"said/{statement.rank}", json.dumps(asdict(statement)))
+        if statement.rank:
+            came = _came(store, ["verdict"], timeout_s + GRACE_S)
+            return json.loads(store.get("verdict")) if came else {"problems": [], "missing": "rank 0", "readers": 0}
+        said = [f"said/{one}" for one in range(self.world_size)]
+        came = _came(store, said, timeout_s, or_key="verdict")
+        if store.check(["verdict"]):  # of a second process with a rank
+            return json.loads(store.get("verdict"))
+        missing = [] if came else [one for one in range(self.world_size) if not store.check([said[one]])]
+        problems = [] if missing else [asdict(one) for one in judge(_statements(store, range(self.world_size)))]
+        absent = in_words(self._known(missing)) if missing else ""
+        verdict = {"problems": problems, "missing": absent, "readers": self.world_size - len(missing)}
+        store.set("verdict", json.dumps(verdict))
+        return verdict
+
+    def _refused(self, store: Store, statement: Statement) -> dict[str, Any]:
+        """The verdict of a process whose rank another one has already."""
+        came = _came(store, [f"said/{statement.rank}"], GRACE_S)
+        other = _statements(store, [statement.rank])[0].host if came else "?"
+        problem = Problem(
+            f"two processes say that they are rank {statement.rank}: on {other} and on {statement.host}",
+            where="environment variable RANK",
+            fix="give each machine its own number (topology.node_rank, --machine_rank), and each launch its own main_port",
+        )
+        verdict = {"problems": [asdict(problem)], "missing": "", "readers": self.world_size}
+        store.set("verdict", json.dumps(verdict))
+        return verdict
+
+    def _known(self, ranks: Sequence[int]) -> list[Statement]:
+        """What ranks said at the first stage, or no more than their number where they never came."""
+        first = PrefixStore(FIRST_STAGE, self.store)
+        nothing = [Statement(one, "", "", {}) for one in ranks]
+        return [_statements(first, [o.rank])[0] if first.check([f"said/{o.rank}"]) else o for o in nothing]
+
+    def _wait_until_read(self, store: Store, readers: int) -> None:
+        """Rank 0, with which the store may end, goes on when all have read the verdict."""
+        store.add("read", 1)
+        limit = time.monotonic() + _READ_S
+        while self.own.rank == 0 and store.add("read", 0) < readers and time.monotonic() < limit:
+            time.sleep(_SHORTEST_PAUSE_S)
+
+
+def join(*, timeout_s: float) -> Peers | None:
+    """The other ranks, by the environment variables of the launch; None in a run of one process.
+
+    Raises PeerFailed where rank 0 cannot be reached within `timeout_s`, CheckFailed where its port is taken.
+    """
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if world_size == 1:
+        return None
+    host, address, port = socket.gethostname(), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    made: list[Store | Exception] = []
+
+    def connect() -> None:
+        limit, kinds = timedelta(seconds=timeout_s), {"wait_for_workers": False, "multi_tenant": True}
+        try:
+            made.append(TCPStore(address, port, world_size, serves, limit, **kinds))
+        except DistError as error:
+            made.append(error)
+
+    # in a thread, since torch waits for ever for a listener that does not answer; its own words are better than ours
+    thread = threading.Thread(target=connect, name="store", daemon=True)
+    with waiting("rank 0"):
+        if not serves:
+            _wait_for_listener(address, port, rank, timeout_s)
+        thread.start()
+        thread.join(timeout_s + _READ_S)
+    store = made[0] if made else TimeoutError("what listens there does not answer")
+    if isinstance(store, Exception):
+        said = shortly(store)
+        if "EADDRINUSE" in said:
+            what = f"port {port} of this machine is taken"
+            raise CheckFailed(what, where="topology.main_port", fix=_PORT_FIX) from store
+        fix = f"another program may have that port there: {_PORT_FIX}"
+        raise PeerFailed(f"no connection to rank 0 at {address}:{port}: {said}", fix=fix) from store
+    machine = f"{host} {os.environ.get('GROUP_RANK', '')}"
+    return Peers(PrefixStore("packtrain", store), world_size, Statement(rank, host, machine, {}))
+
+
+def in_words(ours: Sequence[Statement], *, hosts: bool = True) -> str:
+    """ "ranks 0 and 1 on n1, rank 2 on n2"; the machines only with `hosts`, and where they are known."""
+    by_host: dict[str, list[int]] = defaultdict(list)
+    for one in ours:
+        by_host[one.host].append(one.rank)
+    if not hosts or "" in by_host:
+        return ranks_in_words([one.rank for one in ours])
+    if len(by_host) > _MOST_MACHINES:
+        first = ", ".join(list(by_host)[: _MOST_MACHINES - 1])
+        return f"{ranks_in_words([one.rank for one in ours])} on {len(by_host)} machines ({first}, …)"
+    return ", ".join(f"{ranks_in_words(ranks)} on {host}" for host, ranks in by_host.items())
+
+
+def _statements(store: Store, ranks: Sequence[int]) -> list[Statement]:
+    said = cast(list, store.multi_get([f"said/{rank}" for rank in ranks]))
+    return [Statement(**json.loads(text)) for text in said]
+
+
+def _wait_for_listener(address: str, port: int, rank: int, timeout_s: float) -> None:
+    """Waits until a program listens there: torch's own words where none does are many, and end in a stack."""
+    limit = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(limit - time.monotonic(), 1)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > limit:
+                raise PeerFailed(
+                    f"rank {rank} on {socket.gethostname()} did not reach rank 0 at {address}:{port} within "
+                    f"{timeout_s:g} s: {error.strerror or error}",
+                    fix="look whether it was started, whether the name leads to it from here, and for a firewall",
+                ) from error
+        time.sleep(_LONGEST_PAUSE_S)
+
+
+def _came(store: Store, keys: list[str], timeout_s: float, *, or_key: str | None = None) -> bool:
+    """Whether all `keys` came within `timeout_s`, and before `or_key`. Polls, since torch's own wait prints warnings."""
+    limit, pause = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
+    while not store.check(keys):
+        if time.monotonic() > limit or (or_key and store.check([or_key])):
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    return True

@@ -1,0 +1,311 @@
+"""How ranks meet, among threads: one verdict for all, who is missing, and the first all-reduce; and the hash of weights."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_models import tiny_model
+from torch.distributed import HashStore
+
+from packtrain.config.schema import Optim, RunConfig, Topology, Trainer
+from packtrain.errors import Disagreement, PacktrainError, PeerFailed
+from packtrain.launch.worker import LOG_DIR
+from packtrain.model.load import weights_hash
+from packtrain.plan.agreement import shared_values
+from packtrain.train.sync import checks
+from packtrain.train.sync.checks import _agree, agree_on_start, connect
+from packtrain.train.sync.store import FIRST_STAGE, Peers, Statement, join, preparing_s
+from tests.unit.launch.test_docs_multi_node import ROWS, same
+
+RANKS = 3
+CPU = torch.device("cpu")
+REFUSED = "Gloo connectFullMesh failed with SO_ERROR: Connection refused, remote=[127.0.0.1]:17332$0"
+FIX = "packtrain env CONFIG --cluster measures the links"
+
+
+def peers(world_size: int) -> list[Peers]:
+    store = HashStore()
+    return [Peers(store, world_size, Statement(rank, f"n{rank}", f"n{rank}", {})) for rank in range(world_size)]
+
+
+def together(
+    all_peers: list[Peers], facts: list[dict[str, str]], timeout_s: float = 60, stage: str = "data"
+) -> list[PacktrainError | None]:
+    """What each of the processes (threads here) raises; where some are missing, the first comes after those that do."""
+    said = [f"{stage}/said/{peer.own.rank}" for peer in all_peers[1:]]
+    some = len(all_peers) < all_peers[0].world_size
+
+    def one(peer: Peers, own: dict[str, str]) -> PacktrainError | None:
+        try:
+            if some and peer is all_peers[0]:
+                peer.store.wait(said)
+            _agree(peer, stage, own, {}, timeout_s)
+        except PacktrainError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(all_peers)) as pool:
+        return list(pool.map(one, all_peers, facts))
+
+
+def test_the_first_process_knows_the_ranks_of_each_machine_afterwards_also_where_two_have_one_name() -> None:
+    store, machines = HashStore(), ["n1 0", "n1 0", "n1 1", "n1 1"]
+    all_peers = [Peers(store, 4, Statement(rank, "n1", machine, {})) for rank, machine in enumerate(machines)]
+    assert together(all_peers, [{}] * 4, stage=FIRST_STAGE) == [None] * 4
+    assert all_peers[0].machines() == [("n1", (0, 1)), ("n1", (2, 3))]
+
+
+def test_all_processes_raise_the_same_words_and_the_first_one_shows_them() -> None:
+    assert together(peers(5), [{"seed": "0"}] * 5) == [None] * 5
+    raised = together(peers(5), [*[{"seed": "0"}] * 4, {"seed": "1"}])
+    assert {type(error) for error in raised} == {Disagreement}
+    assert {str(error) for error in raised} == {
+        "seed: rank 4 on n4 has 1; rank 0 on n0, rank 1 on n1, rank 2 on n2, rank 3 on n3 have 0"
+    }
+    assert [error.shown for error in raised if isinstance(error, Disagreement)] == [True, False, False, False, False]
+
+
+def test_who_does_not_come_is_named_to_all() -> None:
+    raised = together(peers(4)[:2], [{}, {}], timeout_s=0.2)
+    assert {type(error) for error in raised} == {PeerFailed}
+    assert {str(error).split("\n")[0] for error in raised} == {
+        "at the stage 'data' ranks 2 and 3 did not come within 0.2 s"
+    }
+
+
+def test_who_does_not_come_to_a_later_stage_is_named_with_its_machine() -> None:
+    all_peers = peers(4)
+    assert together(all_peers, [{}] * 4, stage="start") == [None] * 4
+    raised = together(all_peers[:2], [{}, {}], timeout_s=0.2)
+    assert {str(error).split("\n")[0] for error in raised} == {
+        "at the stage 'data' rank 2 on n2, rank 3 on n3 did not come within 0.2 s"
+    }
+
+
+def test_a_rank_that_two_processes_have_is_refused_on_all() -> None:
+    first, second, *_ = peers(3)
+    other = replace(first, own=replace(first.own, host="n9"))
+    raised = together([first, second, other], [{}, {}, {}])
+    assert {type(error) for error in raised} == {Disagreement}
+    assert len({str(error) for error in raised}) == 1
+    assert "two processes say that they are rank 0: on " in str(raised[0])
+
+
+def test_a_program_that_has_the_port_and_is_silent_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("packtrain.train.sync.store._READ_S", 0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        for name, value in told.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(PeerFailed, match="what listens there does not answer") as caught:
+            join(timeout_s=0.3)
+    assert "topology.main_port" in caught.value.problems[0].fix
+
+
+def configured(**groups: object) -> RunConfig:
+    return replace(RunConfig(), **groups)
+
+
+@pytest.mark.parametrize(
+    ("other", "device", "told"),
+    [
+        (
+            configured(optim=Optim(learning_rate=1e-4)),
+            "cpu",
+            "optim.learning_rate: rank 1 on n1 has 0.0001; rank 0 on n0 has 2e-05",
+        ),
+        (configured(), "cuda", "device: rank 1 on n1 has cuda; rank 0 on n0 has cpu"),
+        (configured(topology=Topology(node_rank=1)), "cpu", None),
+        (configured(trainer=Trainer(output_dir="elsewhere")), "cpu", "trainer.output_dir: "),
+    ],
+    ids=["config", "device", "node-rank", "output-dir"],
+)
+def test_what_is_compared_at_the_start(other: RunConfig, device: str, told: str | None) -> None:
+    def start(peer: Peers, config: RunConfig, on: str) -> str | None:
+        try:
+            agree_on_start(peer, shared_values(config), on, timeout_s=60)
+        except Disagreement as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(2) as pool:
+        raised = list(pool.map(start, peers(2), [configured(), other], ["cpu", device]))
+    assert raised[0] == raised[1]
+    assert raised[0] is None if told is None else str(raised[0]).startswith(told)
+
+
+def test_the_hash_of_weights_sees_every_weight_its_type_and_adapters() -> None:
+    model = tiny_model("llama")
+    hashes = [weights_hash(model)]
+    assert weights_hash(model) == hashes[0]
+    with torch.no_grad():
+        next(iter(model.parameters()))[0, 0] += 1e-6
+    hashes.append(weights_hash(model))
+    hashes.append(weights_hash(model.to(torch.bfloat16)))
+    for seed in (0, 0, 1):
+        frozen = tiny_model("llama")
+        torch.manual_seed(seed)
+        hashes.append(weights_hash(get_peft_model(frozen, LoraConfig(target_modules="all-linear"))))
+    assert hashes.pop(3) == hashes[3]
+    assert len(set(hashes)) == 5
+
+
+def test_others_that_prepare_for_hours_are_waited_for_where_a_launcher_of_ours_looks_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(LOG_DIR, raising=False)
+    assert preparing_s(600) == 600
+    monkeypatch.setenv(LOG_DIR, "logs")
+    assert preparing_s(600) == math.inf
+
+
+class Sum:
+    """What a backend does, right but for the ranks that `spoiled` is called with the sum of."""
+
+    def __init__(self, spoiled: Callable[[int, torch.Tensor], None] = lambda rank, numbers: None) -> None:
+        self._given: dict[int, torch.Tensor] = {}
+        self._all = threading.Barrier(RANKS)
+        self._spoiled = spoiled
+
+    def of(self, rank: int) -> Callable[[torch.Tensor], None]:
+        def reduce(numbers: torch.Tensor) -> None:
+            self._given[rank] = numbers.clone()
+            self._all.wait(60)
+            numbers.copy_(torch.stack(list(self._given.values())).sum(0))
+            self._spoiled(rank, numbers)
+
+        return reduce
+
+
+def raised(sum_of: Sum, late: Mapping[int, float] = MappingProxyType({})) -> list[PacktrainError | None]:
+    """What each of the ranks (threads here, on two machines) raises; `late` are limits (s) of those that are not done in time."""
+    store = HashStore()
+
+    def one(rank: int) -> PacktrainError | None:
+        host = f"n{1 + rank // 2}"
+        peers = Peers(store, RANKS, Statement(rank, host, host, {}))
+        try:
+            connect(peers, lambda: CPU, "nccl", timeout_s=late.get(rank, 60), reduce=sum_of.of(rank))
+        except PacktrainError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(one, range(RANKS)))
+
+
+def test_a_right_sum_is_no_event_and_one_process_has_none_to_make(capfd: pytest.CaptureFixture[str]) -> None:
+    assert raised(Sum()) == [None] * RANKS
+    assert connect(None, lambda: CPU, "nccl", timeout_s=1) == CPU
+    assert capfd.readouterr().err == ""
+
+
+def loses(rank: int, numbers: torch.Tensor) -> None:
+    if rank == 2:
+        numbers[-1, 0] += 1  # a single number of a mebibyte
+        numbers[0, 1] = 0
+
+
+OVER = threading.Event()
+
+
+def stuck(rank: int, numbers: torch.Tensor) -> None:
+    if rank != 1:
+        OVER.wait(300)
+
+
+def fails(rank: int, numbers: torch.Tensor) -> None:
+    if rank == 0:
+        raise RuntimeError("gloo: Connection refused\nException raised from …")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (loses, "rank 2 on n2: the first all-reduce over nccl has a wrong sum: of ranks 0 and 1 ({})"),
+        (stuck, "rank 0 on n1, rank 2 on n2: the first all-reduce over nccl did not end within 0.3 s ({})"),
+        (fails, "rank 0 on n1: the first all-reduce over nccl failed: gloo: Connection refused ({})"),
+    ],
+)
+def test_who_has_a_wrong_sum_or_none_in_time_is_named_on_all_ranks(
+    fault: Callable[[int, torch.Tensor], None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth0")
+    ends: list[int] = []  # of processes that are still in the collective
+    monkeypatch.setattr(atexit, "register", lambda end, code: ends.append(code))
+    monkeypatch.setattr(checks, "_OTHERS_S", 60)
+    OVER.clear()
+    errors = raised(Sum(fault), {0: 0.3, 2: 0.3} if fault is stuck else {})
+    OVER.set()
+    assert {type(error) for error in errors} == {Disagreement}
+    assert ends == ([3, 3] if fault is stuck else [])
+    (text,) = {str(error) for error in errors}
+    said = said.format("NCCL_SOCKET_IFNAME is eth0")
+    assert text.startswith(f"{said}\n    → {FIX}")
+    if fault is stuck:
+        assert any(
+            same(said.rpartition(", ")[2]) == what and same(text.partition("→ ")[2]) == fix for what, fix in ROWS
+        )
+
+
+def test_a_rank_that_still_waits_when_another_has_failed_does_not_wait_for_its_whole_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "_OTHERS_S", 1)
+    monkeypatch.setattr(checks, "_LOOK_S", 0.1)
+    monkeypatch.setattr(atexit, "register", lambda end, code: None)
+    failed, over = threading.Event(), threading.Event()
+    store = HashStore()
+
+    def opens(rank: int) -> torch.device:
+        if rank == 1:
+            failed.set()
+            raise RuntimeError(REFUSED)
+        failed.wait(60)
+        over.wait(600)
+        return CPU
+
+    def one(rank: int) -> str:
+        peers = Peers(store, 2, Statement(rank, f"n{rank + 1}", f"n{rank + 1}", {}))
+        with pytest.raises(Disagreement) as caught:
+            connect(peers, lambda: opens(rank), "gloo", timeout_s=600)
+        return str(caught.value)
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        (said,) = set(pool.map(one, range(2)))
+    over.set()
+    assert time.monotonic() - begun < 200
+    assert f"rank 1 on n2: the first all-reduce over gloo failed: {REFUSED}" in said
+    assert re.search(r"rank 0 on n1: the first all-reduce over gloo did not end within \d+ s", said)
+
+
+def test_a_backend_that_cannot_connect_is_an_error_of_the_network_with_its_own_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def opens() -> torch.device:
+        raise RuntimeError(f"{REFUSED}\nException raised from …")
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(checks, "_OTHERS_S", 0.1)
+    peers = Peers(HashStore(), 2, Statement(0, "n1", "n1", {}))
+    with pytest.raises(PeerFailed) as caught:
+        connect(peers, opens, "gloo", timeout_s=60)
+    one, other = caught.value.problems
+    said = f"rank 0 on n1: the first all-reduce over gloo failed: {REFUSED} (GLOO_SOCKET_IFNAME is lo)"
+    assert f"{one.where}: {one.what}" == said and (same(said), same(one.fix)) in ROWS
+    assert "rank 1 did not come" in other.what
