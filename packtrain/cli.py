@@ -167,7 +167,7 @@ def env(
 
     def work() -> int:
         if cluster:
-            from packtrain.diagnose.cluster.command import show_cluster
+            from packtrain.diagnose.cluster.gather import show_cluster
 
             given = [*([config] if config else []), *(overrides or []), "--cluster", *(["--json"] if as_json else [])]
             return show_cluster(load, given, as_json=as_json)

@@ -44,13 +44,18 @@ def print_report(facts: Facts, needs: Needs, checks: Sequence[Check], redactor: 
     console.print("\nChecks:\n")
     width = max((len(check.name) for check in checks), default=0)
     for check in checks:
-        found, fix = redactor.text(check.found), redactor.text(check.fix)
-        status = f"[{_COLOURS[check.status]}]{check.status:<4}[/]"
-        console.print(f"{status}  {check.name:<{width}}  {escape(found)}", emoji=False)
-        if check.status != "ok" and fix:
-            console.print(f"      {'':<{width}}  → {escape(fix)}", emoji=False)
+        print_check(
+            console, check.status, f"{check.name:<{width}}", redactor.text(check.found), redactor.text(check.fix)
+        )
     failed, warned = (sum(check.status == status for check in checks) for status in ("fail", "warn"))
     console.print(f"\n{failed} failed, {warned} to look at, {len(checks) - failed - warned} ok")
+
+
+def print_check(console: Console, status: Status, name: str, found: str, fix: str) -> None:
+    """A check in one line, and its fix in another."""
+    console.print(f"[{_COLOURS[status]}]{status:<4}[/]  {escape(f'{name}  {found}')}", emoji=False)
+    if status != "ok" and fix:
+        console.print(f"      {' ' * len(name)}  → {escape(fix)}", emoji=False)
 
 
 def lines(facts: Facts, needs: Needs) -> dict[str, Any]:

@@ -1,188 +1,356 @@
-"""All-reduces over all machines and over each pair of them, on the backend that the run would use, with limits.
+"""All-reduces between the machines of a run, over the backend that it would use, and what their times say of the network.
 
-One process on each machine makes them (all_reduce_process.py); here are its start and what its results mean. Times are those
-that a machine sees: in the one over all everybody waits for the slowest, which the pairs name. Pure but for `take_part`.
+One process on each machine (`python -m packtrain.diagnose.cluster.all_reduce`) reduces alone first, to find what is its own
+machine's fault; of more than two machines then in pairs, in rounds in which no machine is in two pairs; and at last with all,
+unless a pair has failed. Each pair is a process group of its own: one that fails takes no other down. What is known is printed
+as it comes, each JSON line in place of the one before, so a process that had to be killed has still said which pair it was in.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import combinations
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
 
-from packtrain.diagnose.cluster.all_reduce_process import PAIRS_S, PATIENCE_S
 from packtrain.diagnose.cluster.compare import Folded
-from packtrain.diagnose.cluster.links_table import Kind, Link, Pair, judged, remarks, rounds_of
 from packtrain.diagnose.facts.ask import NoAnswer, command
 
-LIMIT_S = 60.0
-"""For the one over all: a busy machine imports torch in half of it."""
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+TOGETHER_S = 40.0
+"""Until all have imported torch: a busy machine takes half of it."""
+COLLECTIVE_S = 10.0
+"""For one operation of all; gloo tries five times as long to connect to a machine that does not answer."""
+PAIRS_S = 30.0
+"""After which no round of pairs begins."""
+ROUND_S = 20.0
+"""For a machine that is late to a round: as long as a pair takes that cannot connect."""
 WAITED = "waited for the others"
-_FIX = "Look at the interfaces that NCCL and gloo take (packtrain plan); NCCL_DEBUG=INFO, or TORCH_CPP_LOG_LEVEL=INFO for gloo, says what it tries."
-PAIRS = Kind(
-    name="all-reduce of two",
-    several="all-reduces with one other machine",
-    dead="{} and {} cannot reduce together",
-    fix_dead=_FIX,
-    far=2.0,  # less than of Python's streams: the backend, its cards and the bytes are those of a training
-    later_ms=5.0,  # of processes that wake each other up
-)
+_PAIR_S = 3.0  # for one operation of a pair
+_ENOUGH_S = 1.0  # an operation that takes longer is timed once
+_MIB = 2**20
+_SIZES = {"kib_ms": (2**10, 10), "mib_64_ms": (64 * _MIB, 3)}  # bytes, and how many are timed
+_PAIR_MIB = {"nccl": 16, "gloo": 4}
+_MOST_FOR_ALL_PAIRS = 16
+_SLOW_MS, _SLOW_MIB_PER_S = 10.0, 20.0  # of two machines: what would slow any training down
+_FIX = "Look at the interfaces that NCCL and gloo take (packtrain plan) and at firewalls between the machines: they use free ports. "
+_FIX += "NCCL_DEBUG=INFO, or TORCH_CPP_LOG_LEVEL=INFO for gloo, shows what they try."
+_FIX_SLOW = "Look at its cable, port, MTU and interface (ethtool, ibstat), and at what else uses it."
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What two machines measured: milliseconds of an all-reduce of 1 KiB, and the rate of a large one; `found`: why not."""
+
+    start: str
+    end: str
+    latency_ms: float | None = None
+    mib_per_s: float | None = None
+    status: Literal["ok", "slow", "dead", "not tried"] = "ok"
+    found: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain containers."""
+        plain = asdict(self)
+        return {"from": plain.pop("start"), "to": plain.pop("end"), **plain}
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What came of the one over all: `found` in words, `nodes` has milliseconds or an `error` of each that took part."""
+    """What came of it all: `found` in words, `nodes` has milliseconds or an `error` of each machine that took part."""
 
-    status: str = "skipped"
+    status: Literal["ok", "failed", "skipped"] = "skipped"
     found: str = ""
     backend: str = ""
     nodes: Mapping[str, Mapping[str, Any]] | None = None
+    pairs: tuple[Link, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain containers."""
-        return asdict(self)
-
-
-def limit_s(machines: int) -> float:
-    """Seconds for everything, between so many."""
-    return LIMIT_S + (PAIRS_S + PATIENCE_S if machines > 2 else 0)
+        return {**asdict(self), "pairs": [one.to_json() for one in self.pairs]}
 
 
 def backend_of(reports: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
     """The backend for these machines, or "" and why there can be no all-reduce."""
-    gpus = {name: bool(one["facts"]["torch"]["available"]) for name, one in reports.items()}
-    errors = {name: one["facts"]["torch"]["error"] for name, one in reports.items()}
-    for name, error in errors.items():
-        if error and not error.startswith("no answer"):  # slow is not broken
-            return "", f"torch cannot be imported on {name} ({error})"
-    if len(set(gpus.values())) > 1:
+    torch = {name: one["facts"]["torch"] for name, one in reports.items()}
+    for name, one in torch.items():
+        if one["error"] and not one["error"].startswith("no answer"):  # slow is not broken
+            return "", f"torch cannot be imported on {name} ({one['error']})"
+    gpus = {bool(one["available"]) for one in torch.values()}
+    if len(gpus) > 1:
         return "", "torch finds GPUs on some machines and none on others"
-    return "nccl" if all(gpus.values()) else "gloo", ""
+    return "nccl" if gpus == {True} else "gloo", ""
 
 
-def able(nodes: Sequence[int], closed: Sequence[int], links: Sequence[Link]) -> tuple[list[int], list[Pair]]:
-    """The machines that can take part, and by rank the pairs of them that are known not to reach each other.
-
-    Out are those that machine 0's port is `closed` to, where the store is, and those that reach none of the others.
-    """
-    dead = {tuple(sorted((one.start, one.end))) for one in links if one.status == "dead"}
-    here = [node for node in nodes if node not in closed]
-    here = [one for one in here if not one or any(tuple(sorted((one, it))) not in dead for it in here if it != one)]
-    apart = [pair for pair in combinations(range(len(here)), 2) if (here[pair[0]], here[pair[1]]) in dead]
-    return here, apart
-
-
-def outcome(backend: str, results: Mapping[str, Mapping[str, Any]]) -> Reduced:
-    """The results of the one over all, by machine, as one; each has milliseconds or `error`, or nothing where it was left out."""
-    results = {name: {key: one[key] for key in one if key != "pairs"} for name, one in results.items()}
-    if failed := _failed(results):
-        said = "; ".join(f"{name}: {error}" for name, error in list(failed.items())[:4])
-        return Reduced("failed", f"over {backend}: {said}", backend, results)
-    if not all("kib_ms" in one for one in results.values()):
-        return Reduced("skipped", f"over {backend}: not every pair can", backend)
-    kib, mib = (max(float(one[key]) for one in results.values()) for key in ("kib_ms", "mib_64_ms"))
-    found = f"over {backend}: 1 KiB in {kib:.2g} ms, 64 MiB in {mib:.0f} ms ({64e3 / mib:.0f} MiB/s)"
-    return Reduced("ok", found, backend, results)
-
-
-def of_each(reduced: Reduced) -> str:
-    """What each machine saw of the one over all, in lines."""
-    lines = []
-    for name, one in (reduced.nodes or {}).items():
-        kib, mib = float(one["kib_ms"]), float(one["mib_64_ms"])
-        lines.append(f"{name}: {kib:.2g} ms, {64e3 / mib:.0f} MiB/s")
-    return "\n".join(lines)
-
-
-def remark(reduced: Reduced) -> list[Folded]:
-    """The check that an all-reduce which failed comes to."""
-    if reduced.status != "failed" or reduced.nodes is None:
-        return []
-    return [Folded("all-reduce", "fail", reduced.found, _FIX, tuple(_failed(reduced.nodes)))]
-
-
-def _failed(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Who could not take part and why; those that only waited where there is nobody else to blame."""
-    errors = {name: str(one["error"]) for name, one in results.items() if "error" in one}
-    return {name: error for name, error in errors.items() if error != WAITED} or errors
-
-
-def pairs_of(nodes: Sequence[int], results: Mapping[int, Mapping[str, Any]], apart: Sequence[Pair] = ()) -> list[Link]:
-    """Every pair that was to be tried, of machines by rank and their results by machine: the slower figures of both ends."""
-    said = {rank: _said(results.get(node, {}), rank, len(nodes)) for rank, node in enumerate(nodes)}
-    found = []
-    for one, other in (pair for pairs in rounds_of(range(len(nodes))) for pair in pairs):
-        if (min(one, other), max(one, other)) in apart:
-            continue
-        both = [said[rank][with_] for rank, with_ in ((one, other), (other, one)) if with_ in said[rank]]
-        failed = [entry["found"] for entry in both if entry["latency_ms"] is None or entry["mib_per_s"] is None]
-        ends = nodes[one], nodes[other]
-        if failed or not both:
-            found.append(Link(*ends, status="dead" if both else "not tried", found=failed[0] if failed else ""))
-        else:
-            rate = min(entry["mib_per_s"] for entry in both)
-            found.append(Link(*ends, max(entry["latency_ms"] for entry in both), rate))
-    return judged(found, PAIRS)
-
-
-def _said(result: Mapping[str, Any], rank: int, machines: int) -> dict[int, Mapping[str, Any]]:
-    """A machine's pairs by the other's rank; of two machines the one over all is that of the pair."""
-    if machines > 2 or not result:
-        return {one["other"]: one for one in result.get("pairs", ())}
-    figures = {
-        "latency_ms": result.get("kib_ms"),
-        "mib_per_s": 64e3 / result["mib_64_ms"] if "kib_ms" in result else None,
-    }
-    return {1 - rank: {**figures, "found": result.get("error", "")}}
-
-
-def pair_remarks(pairs: Sequence[Link], names: Mapping[int, str], reduced: Reduced) -> list[Folded]:
-    """The checks of slow and dead pairs; none where no pair works, which the one over all has said."""
-    if reduced.status == "failed" and not any(one.latency_ms is not None for one in pairs):
-        return []
-    return remarks(pairs, names, PAIRS)
+def limit_s(machines: int) -> float:
+    """Seconds for everything, between so many."""
+    return TOGETHER_S + 2 * COLLECTIVE_S + (PAIRS_S + ROUND_S if machines > 2 else 0)
 
 
 def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """This machine's process, to its end: milliseconds by size, or `error`; and of more than two machines its `pairs`."""
-    asked = json.dumps({name: order[name] for name in ("backend", "rank", "world", "address", "port", "apart")})
     quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     blocking = {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # what takes too long is then an error, and not the process' end
-    argv = (sys.executable, "-m", "packtrain.diagnose.cluster.all_reduce_process")
+    argv = (sys.executable, "-m", "packtrain.diagnose.cluster.all_reduce")
     try:
-        said = _last(command(argv, limit_s(order["world"]), {**quiet, **blocking, **env}, hold=lambda: asked))
-        return said or {"error": "its process said nothing"}
+        output, why = (
+            command(argv, limit_s(order["world"]), {**quiet, **blocking, **env}, lambda: json.dumps(order)),
+            "",
+        )
     except NoAnswer as refusal:
-        known, why = _last(refusal.output), str(refusal)
-        why = "its process ended without a word" if why.startswith("{") else why
-        return known if "kib_ms" in known else {"error": why, **known}
-
-
-def _last(output: str) -> dict[str, Any]:
-    """What the last line of a process says, {} where it says nothing."""
+        output, why = refusal.output, str(refusal)
     try:
-        return dict(json.loads(output.splitlines()[-1]))
-    except (ValueError, IndexError, TypeError):
-        return {}
+        known = dict(json.loads(output.splitlines()[-1]))
+    except (ValueError, IndexError):
+        known = {}
+    return (
+        known if "kib_ms" in known or not (why or not known) else {"error": why or "its process said nothing", **known}
+    )
 
 
-def checked(result: Any) -> dict[str, Any]:
-    """The result of another machine. Raises ValueError, KeyError or TypeError where it is none."""
-    result = dict(result)
-    if not {"error", "pairs", "kib_ms"} & set(result):
-        raise ValueError("no result")
-    pairs = [
-        {
-            "other": int(one["other"]),
-            "latency_ms": None if one["latency_ms"] is None else float(one["latency_ms"]),
-            "mib_per_s": None if one["mib_per_s"] is None else float(one["mib_per_s"]),
-            "found": str(one["found"])[:300],
-        }
-        for one in result.get("pairs", ())
+def summary(backend: str, results: Mapping[str, Mapping[str, Any]]) -> Reduced:
+    """The results of all machines, by name in the order of their ranks, as one; who only waited is not to blame."""
+    links = tuple(judged(_links(results)))
+    nodes = {name: {key: one[key] for key in one if key != "pairs"} for name, one in results.items()}
+    if failed := _failed(nodes):
+        said = "; ".join(f"{name}: {error}" for name, error in list(failed.items())[:4])
+        return Reduced("failed", f"over {backend}: {said}", backend, nodes, links)
+    if not all("kib_ms" in one for one in results.values()):
+        return Reduced("skipped", f"over {backend}: not every pair can", backend, nodes, links)
+    kib, mib = (max(float(one[key]) for one in results.values()) for key in _SIZES)
+    found = f"over {backend}: 1 KiB in {kib:.2g} ms, 64 MiB in {mib:.0f} ms ({64e3 / mib:.0f} MiB/s)"
+    if len(links) > 1:
+        slowest = min(links, key=lambda one: one.mib_per_s or float("inf"))
+        found += f"; the slowest pair is {slowest.start} and {slowest.end}: {figures([slowest])}"
+    return Reduced("ok", found, backend, nodes, links)
+
+
+def _failed(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    errors = {name: str(one["error"]) for name, one in nodes.items() if "error" in one}
+    return {name: error for name, error in errors.items() if error != WAITED} or errors
+
+
+def _links(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Link]:
+    """Every pair that was to be tried, with the slower figures of its two ends; of two machines that of the one over all."""
+    names = list(results)
+    for one, other in (pair for pairs in rounds_of(len(names)) for pair in pairs):
+        both = [_of_pair(results[names[rank]], with_, len(names)) for rank, with_ in ((one, other), (other, one))]
+        known = [entry for entry in both if entry]
+        failed = [str(entry["found"]) for entry in known if not entry.get("mib_per_s")]
+        link = Link(names[one], names[other])
+        if failed or not known:
+            yield replace(link, status="dead" if known else "not tried", found=failed[0] if failed else "")
+        else:
+            latency = max(float(entry["latency_ms"]) for entry in known)
+            yield replace(link, latency_ms=latency, mib_per_s=min(float(entry["mib_per_s"]) for entry in known))
+
+
+def _of_pair(result: Mapping[str, Any], other: int, machines: int) -> Mapping[str, Any]:
+    if machines > 2:
+        return next((one for one in result.get("pairs", ()) if one["other"] == other), {})
+    rate = 64e3 / float(result["mib_64_ms"]) if "kib_ms" in result else None
+    return {"latency_ms": result.get("kib_ms"), "mib_per_s": rate, "found": result.get("error", "")}
+
+
+def judged(links: Iterator[Link]) -> list[Link]:
+    """The links with those marked slow that have less than half of the usual rate, which a quarter of them reach (few are
+    usual where one machine of three is slow), or four times the usual latency."""
+    found = list(links)
+    usual_ms, usual_rate = _usual(found)
+    few = sum(one.mib_per_s is not None for one in found) < 3
+    most_ms = _SLOW_MS if few else max(4 * usual_ms, usual_ms + 5)
+    least = _SLOW_MIB_PER_S if few else usual_rate / 2
+    return [
+        replace(one, status="slow")
+        if one.latency_ms and one.mib_per_s and (one.latency_ms > most_ms or one.mib_per_s < least)
+        else one
+        for one in found
     ]
-    figures = {key: float(result[key]) for key in ("kib_ms", "mib_64_ms")} if "kib_ms" in result else {}
-    return {**result, **figures, **({"pairs": pairs} if "pairs" in result else {})}
+
+
+def _usual(links: Sequence[Link]) -> tuple[float, float]:
+    latencies = sorted(one.latency_ms for one in links if one.latency_ms)
+    rates = sorted((one.mib_per_s for one in links if one.mib_per_s), reverse=True)
+    return (latencies[len(latencies) // 4], rates[len(rates) // 4]) if rates else (0.0, 0.0)
+
+
+def figures(links: Sequence[Link]) -> str:
+    """Medians of latency and rate in words."""
+    known = [(one.latency_ms, one.mib_per_s) for one in links if one.latency_ms and one.mib_per_s]
+    if not known:
+        return "no figures"
+    return (
+        f"{statistics.median(ms for ms, _ in known):.2g} ms, {statistics.median(rate for _, rate in known):.0f} MiB/s"
+    )
+
+
+def checks_of(reduced: Reduced) -> list[Folded]:
+    """What failed or is slow: a machine all of whose pairs are so once, then the pairs that this does not explain."""
+    known = [one for one in reduced.pairs if one.status != "not tried"]
+    found: list[Folded] = []
+    if reduced.status == "failed":
+        found.append(Folded("all-reduce", "fail", reduced.found, _FIX, tuple(_failed(reduced.nodes or {}))))
+        known = known if len(reduced.pairs) > 1 else []  # of two machines the pair is all there is
+    usual = "usual here are {:.2g} ms and {:.0f} MiB/s".format(*_usual(known))
+    names = list(dict.fromkeys(name for one in known for name in (one.start, one.end)))
+    for state in ("dead", "slow"):
+        of = {name: [one for one in known if name in (one.start, one.end)] for name in names}
+        alike = [name for name, own in of.items() if len(own) > 1 and all(one.status == state for one in own)]
+        alike = alike if len(alike) < len(names) else []  # else it is nobody's in particular
+        groups = [((name,), of[name]) for name in alike]
+        groups += [
+            ((one.start, one.end), [one])
+            for one in known
+            if one.status == state and not {one.start, one.end} & {*alike}
+        ]
+        for ends, own in groups:
+            what = f"all of its {len(own)} pairs are {state}" if len(ends) == 1 else f"{ends[0]} and {ends[1]}: {state}"
+            if state == "dead":
+                found.append(Folded("all-reduce", "fail", f"{what} ({own[0].found})", _FIX, ends))
+            else:
+                more = f"; {usual}" if len(known) > 1 else ""
+                found.append(Folded("all-reduce", "warn", f"{what} ({figures(own)}{more})", _FIX_SLOW, ends))
+    return found
+
+
+def rounds_of(machines: int) -> list[list[tuple[int, int]]]:
+    """Rounds of pairs, no machine in two pairs of one: each pair of few machines (the circle method: the first stays, the
+    others go round), the neighbours in a ring of more than 16."""
+    if machines > _MOST_FOR_ALL_PAIRS:
+        ring = [(one, (one + 1) % machines) for one in range(machines)]
+        last = machines - machines % 2
+        return [one for one in (ring[0:last:2], ring[1::2] if last == machines else ring[1:last:2], ring[last:]) if one]
+    circle, rounds = [*range(machines + machines % 2)], []
+    for _ in range(len(circle) - 1):
+        pairs = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
+        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < machines])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    return rounds
+
+
+def _measure(order: Mapping[str, Any], say: Callable[..., None]) -> None:
+    """Says what there is to know. Raises whatever torch does where this machine cannot take part."""
+    import torch.distributed as dist
+
+    backend, rank, world = order["backend"], order["rank"], order["world"]
+    with _group(backend, dist.HashStore(), 0, 1, COLLECTIVE_S):
+        _milliseconds(backend, 2**10, 1)
+    together = timedelta(seconds=TOGETHER_S)
+    store = dist.TCPStore(order["address"], order["port"], world, is_master=rank == 0, timeout=together)
+    well = world == 2 or _pairs(store, backend, rank, world, say)
+    if well:
+        with _group(backend, dist.PrefixStore("all", store), rank, world, COLLECTIVE_S):
+            say(**{key: round(_milliseconds(backend, *size), 3) for key, size in _SIZES.items()})
+    store.add("done", 1)
+    if rank == 0:  # the store is in this process, which ends last
+        _all_at(store, "done", world, 0)
+
+
+def _pairs(store: dist.Store, backend: str, rank: int, world: int, say: Callable[..., None]) -> bool:
+    """Whether all pairs that were tried work, and nobody was late."""
+    import torch.distributed as dist
+
+    done, end, late = [], time.monotonic() + PAIRS_S, False
+    say(pairs=done)
+    for number, pairs in enumerate(rounds_of(world)):
+        late = not _all_at(store, f"round {number}", world)
+        if late or time.monotonic() > end:
+            break
+        if pair := next((one for one in pairs if rank in one), None):
+            own: dict[str, Any] = {"other": sum(pair) - rank, "latency_ms": None, "mib_per_s": None}
+            say(pairs=[*done, {**own, "found": "no result in time"}])
+            try:
+                with _group(backend, dist.PrefixStore(f"{pair}", store), pair.index(rank), 2, _PAIR_S):
+                    own["latency_ms"] = round(_milliseconds(backend, 2**10, 10), 3)
+                    taken = _milliseconds(backend, _PAIR_MIB[backend] * _MIB, 3)
+                own.update(mib_per_s=round(1e3 * _PAIR_MIB[backend] / taken, 1), found="")
+            except Exception as error:  # whatever torch or a backend raises is the answer
+                own["found"] = _first_line(error)
+                store.add("failed", 1)
+            done.append(own)
+            say(pairs=done)
+    return not late and _all_at(store, "pairs", world) and store.add("failed", 0) == 0
+
+
+def _all_at(store: dist.Store, name: str, wanted: int, own: int = 1) -> bool:
+    """Whether all processes have come to this point within ROUND_S."""
+    end = time.monotonic() + ROUND_S
+    count = store.add(name, own)
+    while count < wanted and time.monotonic() < end:
+        time.sleep(0.002)
+        count = store.add(name, 0)
+    return count >= wanted
+
+
+@contextmanager
+def _group(backend: str, store: dist.Store, rank: int, world: int, limit_s: float) -> Iterator[None]:
+    """torch's default process group inside the block; no operation in it takes longer than `limit_s`."""
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=limit_s)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    except Exception:
+        # torch numbers groups in their keys, and counts one that fails until another one is destroyed
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+        raise
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _milliseconds(backend: str, size: int, times: int) -> float:
+    """Of an all-reduce of `size` bytes: the median of `times` after the first one, which also connects. Raises ValueError where
+    the sum is wrong."""
+    import torch
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    data = torch.empty(size // 4, device="cuda:0" if backend == "nccl" else "cpu")
+    seconds: list[float] = []
+    for number in range(times + 1):
+        data.fill_(rank + 1)
+        begun = time.monotonic()
+        dist.all_reduce(data)
+        ends = data[[0, -1]].tolist()  # waits for a GPU, too
+        seconds.append(time.monotonic() - begun)
+        if ends != [world * (world + 1) / 2] * 2:
+            raise ValueError(f"a wrong sum: {ends[0]:g}, not {world * (world + 1) // 2}")
+        if number == 1 and times > 1:
+            longest = torch.tensor(seconds[1:], device=data.device)
+            dist.all_reduce(longest, dist.ReduceOp.MAX)  # all go on, or none
+            if longest.item() > _ENOUGH_S:
+                break
+    return statistics.median(seconds[1:]) * 1000
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def main() -> None:
+    """JSON lines on stdout, the last of which counts."""
+    known: dict[str, Any] = {}
+
+    def say(**facts: Any) -> None:
+        known.update(facts)
+        print(json.dumps(known), flush=True)
+
+    try:
+        _measure(json.loads(sys.stdin.read()), say)
+    except Exception as error:  # whatever torch or a backend raises is the answer
+        say(error=_first_line(error))
+
+
+if __name__ == "__main__":
+    main()

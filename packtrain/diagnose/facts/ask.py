@@ -53,6 +53,11 @@ class Question(Generic[Value]):
             raise NoAnswer(first_line(str(self._error)) or type(self._error).__name__)
         raise NoAnswer(f"no answer within {self._limit_s:.3g} s")
 
+    @property
+    def done(self) -> bool:
+        """Whether it is answered, or will not be."""
+        return not self._thread.is_alive()
+
     def wait(self) -> None:
         """Until it is answered or given up."""
         self._thread.join(max(0.0, self._end - time.monotonic()))

@@ -1,27 +1,13 @@
-"""The all-reduce of `packtrain env --cluster`: which backend, what its results mean, and real processes over gloo."""
+"""The all-reduces of `packtrain env --cluster`: which backend, what its results mean, and real processes over gloo."""
 
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
 
-from packtrain.diagnose.cluster import all_reduce_process
-from packtrain.diagnose.cluster.all_reduce import (
-    WAITED,
-    Reduced,
-    able,
-    backend_of,
-    checked,
-    outcome,
-    pair_remarks,
-    pairs_of,
-    remark,
-    take_part,
-)
-from packtrain.diagnose.cluster.links_table import Link
+from packtrain.diagnose.cluster.all_reduce import WAITED, backend_of, checks_of, rounds_of, summary, take_part
 from tests.ports import free_port
 from tests.unit.diagnose.test_cluster_compare import with_fact
 
@@ -29,6 +15,7 @@ CPU = with_fact("torch", "available", False)
 GPU = with_fact("torch", "available", True)
 BROKEN = with_fact("torch", "error", "libcudart.so.13: cannot open shared object file")
 SLOW = with_fact("torch", "error", "no answer within 4.5 s")
+WELL = {"kib_ms": 0.1, "mib_64_ms": 64.0}
 
 
 @pytest.mark.parametrize(
@@ -46,14 +33,20 @@ def test_the_backend_is_the_runs(two: tuple[dict, dict], backend: str, why: str)
     assert backend_of(dict(zip(("n1", "n2"), two, strict=True))) == (backend, why)
 
 
-def test_who_failed_is_named_and_not_who_waited_for_it() -> None:
-    well = {"kib_ms": 0.1, "mib_64_ms": 64.0}
-    assert "64 MiB in 64 ms (1000 MiB/s)" in outcome("gloo", {"n1": well, "n2": well}).found
-    assert remark(outcome("gloo", {"n1": well, "n2": well})) == []
-    (found,) = remark(outcome("gloo", {"n1": {"error": WAITED}, "n2": {"error": "no interface ib0"}}))
-    assert found.nodes == ("n2",) and found.found == "over gloo: n2: no interface ib0"
-    (found,) = remark(outcome("gloo", {"n1": {"error": WAITED}, "n2": {"error": WAITED}}))
+def test_who_failed_is_named_once_and_not_who_waited_for_it() -> None:
+    well = summary("gloo", {"n1": WELL, "n2": WELL})
+    assert (well.status, checks_of(well)) == ("ok", []) and "64 MiB in 64 ms (1000 MiB/s)" in well.found
+    (found,) = checks_of(summary("gloo", {"n1": {"error": WAITED}, "n2": {"error": "no interface ib0"}}))
+    assert (found.nodes, found.found, found.status) == (("n2",), "over gloo: n2: no interface ib0", "fail")
+    (found,) = checks_of(summary("gloo", {"n1": {"error": WAITED}, "n2": {"error": WAITED}}))
     assert found.nodes == ("n1", "n2")
+
+
+def test_two_machines_are_slow_only_where_it_would_slow_down_any_training() -> None:
+    (link,) = summary("gloo", {"n1": WELL, "n2": {**WELL, "kib_ms": 0.3}}).pairs
+    assert (link.status, link.latency_ms, link.mib_per_s) == ("ok", 0.3, 1000.0)
+    slow = summary("gloo", {"n1": WELL, "n2": {"kib_ms": 0.1, "mib_64_ms": 13000.0}})
+    assert [(one.status, one.found) for one in checks_of(slow)] == [("warn", "n1 and n2: slow (0.1 ms, 5 MiB/s)")]
 
 
 def entry(other: int, ms: float | None = 0.2, rate: float | None = 1000.0, found: str = "") -> dict[str, Any]:
@@ -62,115 +55,53 @@ def entry(other: int, ms: float | None = 0.2, rate: float | None = 1000.0, found
 
 def test_a_pair_has_the_slower_figures_of_its_ends_and_is_dead_where_one_of_them_failed() -> None:
     results = {
-        0: {"pairs": [entry(1), entry(2, 0.3, 900.0), entry(3)]},
-        4: {"pairs": [entry(0, 0.1, 400.0), entry(2, None, None, "no result in time"), entry(3)]},
-        7: {"pairs": [entry(0), entry(1, 0.2, 900.0)]},  # its process hangs
-        9: {"pairs": [entry(0), entry(1)]},
+        "n0": {"pairs": [entry(1), entry(2, 0.3, 900.0), entry(3)]},
+        "n4": {"pairs": [entry(0, 0.1, 400.0), entry(2, None, None, "no result in time"), entry(3)]},
+        "n7": {"pairs": [entry(0), entry(1, 0.2, 900.0)]},  # its process hangs
+        "n9": {"pairs": [entry(0), entry(1)]},
     }
-    pairs = {(one.start, one.end): one for one in pairs_of([0, 4, 7, 9], results)}
-    found = {tuple(sorted(ends)): (one.status, one.latency_ms, one.mib_per_s) for ends, one in pairs.items()}
-    assert found == {
-        (0, 4): ("slow", 0.2, 400.0),
-        (0, 7): ("ok", 0.3, 900.0),
-        (0, 9): ("ok", 0.2, 1000.0),
-        (4, 7): ("dead", None, None),
-        (4, 9): ("ok", 0.2, 1000.0),
-        (7, 9): ("not tried", None, None),
+    reduced = summary("gloo", results)
+    assert {(one.start, one.end): (one.status, one.latency_ms, one.mib_per_s) for one in reduced.pairs} == {
+        ("n0", "n4"): ("slow", 0.2, 400.0),
+        ("n0", "n7"): ("ok", 0.3, 900.0),
+        ("n0", "n9"): ("ok", 0.2, 1000.0),
+        ("n4", "n7"): ("dead", None, None),
+        ("n4", "n9"): ("ok", 0.2, 1000.0),
+        ("n7", "n9"): ("not tried", None, None),
     }
-    names = {node: f"n{node}" for node in (0, 4, 7, 9)}
-    said = {(one.status, one.nodes) for one in pair_remarks(list(pairs.values()), names, Reduced("skipped"))}
-    assert {(status, tuple(sorted(nodes))) for status, nodes in said} == {
-        ("fail", ("n4", "n7")),
-        ("warn", ("n0", "n4")),
-    }
-    assert outcome("gloo", {names[node]: one for node, one in results.items()}).status == "skipped"
+    assert reduced.status == "skipped" and "not every pair can" in reduced.found
+    assert [(one.status, one.nodes) for one in checks_of(reduced)] == [("fail", ("n4", "n7")), ("warn", ("n0", "n4"))]
 
 
-def test_the_machine_all_of_whose_pairs_are_slow_is_named_and_not_each_of_them() -> None:
-    slow = {
-        rank: {"pairs": [entry(other, 0.2, 90.0 if 3 in (rank, other) else 200.0) for other in range(5)]}
-        for rank in range(5)
-    }
-    (found,) = pair_remarks(pairs_of(range(5), slow), {rank: f"n{rank}" for rank in range(5)}, Reduced("ok"))
-    assert (found.name, found.status, found.nodes) == ("machine", "warn", ("n3",))
-    assert "all of its 4 all-reduces with one other machine are slow (0.2 ms, 90 MiB/s; usual here are" in found.found
-
-
-def test_of_two_machines_the_one_over_all_is_that_of_the_pair_and_its_failure_is_said_once() -> None:
-    well, broken = {"kib_ms": 0.1, "mib_64_ms": 64.0}, {"error": "no interface ib0"}
-    (pair,) = pairs_of([0, 1], {0: well, 1: {**well, "kib_ms": 0.3}})
-    assert (pair.status, pair.latency_ms, pair.mib_per_s) == ("ok", 0.3, 1000.0)
-    (pair,) = pairs_of([0, 1], {0: {"error": WAITED}, 1: broken})
-    assert pair.status == "dead"
-    assert pair_remarks([pair], {0: "n1", 1: "n2"}, outcome("gloo", {"n1": {"error": WAITED}, "n2": broken})) == []
-
-
-def dead(*ends: tuple[int, int]) -> list[Link]:
-    return [Link(start, end, status="dead") for start, end in ends]
-
-
-@pytest.mark.parametrize(
-    ("closed", "links", "here", "apart"),
-    [
-        ([], dead(), [0, 4, 7, 9], []),
-        ([7], dead(), [0, 4, 9], []),
-        ([], dead((9, 4)), [0, 4, 7, 9], [(1, 3)]),
-        ([], dead((0, 7), (7, 4), (9, 7)), [0, 4, 9], []),
-        ([4, 9], dead((0, 7)), [0], []),
-    ],
-    ids=["well", "port-closed", "one-link", "one-machine", "nobody-left"],
-)
-def test_a_dead_link_costs_its_pair_and_a_closed_port_its_machine(
-    closed: list[int], links: list[Link], here: list[int], apart: list[tuple[int, int]]
+@pytest.mark.parametrize("number", [3, 5, 16, 64])
+@pytest.mark.parametrize(("rate", "state", "verdict"), [(90.0, "slow", "warn"), (None, "dead", "fail")])
+def test_the_machine_all_of_whose_pairs_are_bad_is_named_and_not_each_of_them(
+    number: int, rate: float | None, state: str, verdict: str
 ) -> None:
-    assert able([0, 4, 7, 9], closed, links) == (here, apart)
+    pairs = [pair for one in rounds_of(number) for pair in one]
+    results: dict[str, Any] = {f"n{rank}": {"pairs": []} for rank in range(number)}
+    for one, other in pairs:
+        bad = 2 in (one, other)
+        for rank, with_ in ((one, other), (other, one)):
+            figures = entry(with_, 0.2 if rate or not bad else None, rate if bad else 200.0, "refused" if bad else "")
+            results[f"n{rank}"]["pairs"].append(figures)
+    if rate:
+        results = {name: {**WELL, **one} for name, one in results.items()}
+    reduced = summary("gloo", results)
+    (found,) = checks_of(reduced)
+    assert (found.name, found.status, found.nodes) == ("all-reduce", verdict, ("n2",))
+    assert f"all of its {min(number - 1, 2 if number > 16 else 15)} pairs are {state}" in found.found
+    assert ("the slowest pair is" in reduced.found and "n2" in reduced.found) == bool(rate)
 
 
-class Store(dict[str, str]):
-    """torch's, within one process."""
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value
-
-    def get(self, key: str) -> str:  # waits, as torch's does
-        end = time.monotonic() + 20
-        while key not in self and time.monotonic() < end:
-            time.sleep(0.001)
-        return self[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
-
-
-def test_pairs_that_cannot_reach_each_other_are_left_out_and_then_not_all_reduce_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    figures = {"latency_ms": 1.0, "mib_per_s": 100.0, "found": ""}
-    monkeypatch.setattr(all_reduce_process, "_of_two", lambda *_: figures)
-    store, said, well = Store(), {rank: {} for rank in range(3)}, {}
-
-    def run(rank: int) -> None:
-        well[rank] = all_reduce_process._pairs(
-            store, "gloo", rank, 3, [[1, 2]], lambda **facts: said[rank].update(facts)
-        )
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert well == {0: False, 1: False, 2: False}
-    assert [sorted(one["other"] for one in said[rank]["pairs"]) for rank in range(3)] == [[1, 2], [0], [0]]
-    pairs = pairs_of([0, 4, 7], said | {4: said[1], 7: said[2]}, [(1, 2)])
-    assert [(one.status, 4 in (one.start, one.end) and 7 in (one.start, one.end)) for one in pairs] == [
-        ("ok", False)
-    ] * 2
-
-
-@pytest.mark.parametrize("said", [3, {}, {"pairs": [4]}, {"pairs": [{"other": 1}]}, {"kib_ms": "x", "mib_64_ms": 1}])
-def test_a_result_that_makes_no_sense_is_refused(said: Any) -> None:
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        checked(said)
+@pytest.mark.parametrize("number", [2, 3, 4, 7, 16, 17, 64, 65])
+def test_no_machine_is_in_two_pairs_of_a_round_and_few_machines_play_every_pair(number: int) -> None:
+    rounds = rounds_of(number)
+    for one in rounds:
+        ends = [node for pair in one for node in pair]
+        assert len(ends) == len(set(ends))
+    pairs = [frozenset(pair) for one in rounds for pair in one]
+    assert len(pairs) == len(set(pairs)) == (number * (number - 1) // 2 if number <= 16 else number)
 
 
 def test_three_processes_reduce_in_pairs_and_together_and_one_that_cannot_says_why() -> None:
@@ -178,7 +109,7 @@ def test_three_processes_reduce_in_pairs_and_together_and_one_that_cannot_says_w
     results: dict[int, dict[str, Any]] = {}
 
     def run(rank: int) -> None:
-        order = {"backend": "gloo", "rank": rank, "world": 3, "address": "127.0.0.1", "port": port, "apart": []}
+        order = {"backend": "gloo", "rank": rank, "world": 3, "address": "127.0.0.1", "port": port}
         results[rank] = take_part(order, {"GLOO_SOCKET_IFNAME": "absent0" if rank > 2 else "lo"})
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
@@ -187,8 +118,7 @@ def test_three_processes_reduce_in_pairs_and_together_and_one_that_cannot_says_w
     for thread in threads:
         thread.join()
     assert "absent0" in results.pop(3)["error"]
-    results = {rank: checked(one) for rank, one in results.items()}
-    assert outcome("gloo", {f"n{rank}": one for rank, one in results.items()}).status == "ok", results
-    pairs = pairs_of(range(3), results)
-    assert {frozenset((one.start, one.end)) for one in pairs} == {frozenset(ends) for ends in ((0, 1), (0, 2), (1, 2))}
-    assert all(one.status in ("ok", "slow") and one.latency_ms and one.mib_per_s for one in pairs), pairs
+    reduced = summary("gloo", {f"n{rank}": results[rank] for rank in range(3)})
+    assert reduced.status == "ok", results
+    assert {(one.start, one.end) for one in reduced.pairs} == {("n0", "n1"), ("n0", "n2"), ("n1", "n2")}
+    assert all(one.status in ("ok", "slow") and one.latency_ms and one.mib_per_s for one in reduced.pairs), reduced

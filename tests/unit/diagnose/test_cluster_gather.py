@@ -1,0 +1,192 @@
+"""`packtrain env --cluster` by machines that are threads here, on real sockets: who meets, who is missing, what is compared."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtrain.config.schema import RunConfig, Topology
+from packtrain.diagnose.cluster import gather
+from packtrain.diagnose.cluster.gather import show_cluster
+from packtrain.errors import PacktrainError, PeerFailed, UserError
+from packtrain.monitor.channel import SECRET, Client, Server
+from tests.ports import free_port
+from tests.unit.diagnose.test_cluster_compare import report
+
+LONG_S = 60  # for what comes in no time, unless the machine has other things to do
+SHORT_S = 1
+CONFIG = RunConfig(topology=Topology(kind="manual", nodes=3, gpus_per_node=1, main_address="127.0.0.1"))
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """Of three machines, each of which makes the report of `test_cluster_compare`; machine 2's data is other."""
+
+    def own_report(config: RunConfig) -> dict[str, Any]:
+        made = report(files={"data.train a.jsonl": "other" if config.topology.node_rank == 2 else "same"}, network={})
+        made["facts"]["torch"].update(version=None, error="No module named 'torch'")
+        return made
+
+    monkeypatch.setattr(gather, "own_report", own_report)
+    monkeypatch.setattr(gather, "age_s", lambda: 0.0)
+    monkeypatch.setattr(gather, "LIMIT_S", LONG_S)
+    (tmp_path / "run").mkdir()
+    trainer = replace(CONFIG.trainer, output_dir=str(tmp_path / "run"), checkpoint_every=10)
+    return replace(CONFIG, topology=replace(CONFIG.topology, main_port=free_port()), trainer=trainer)
+
+
+def waiting_for(config: RunConfig, monkeypatch: pytest.MonkeyPatch, *nodes: int, refused: bool = False) -> RunConfig:
+    """Machine 0 waits for these however busy all are, and SHORT_S for the others; with `refused` also for one that it refuses."""
+    wait = gather._Gathering._await
+
+    def members(self: gather._Gathering, done: Any, limit_s: float) -> None:
+        wait(self, lambda: set(nodes) <= set(self._others) and bool(self._refused) >= refused, LONG_S)
+        wait(self, lambda: "report" in self._others[1].news, LONG_S)
+        wait(self, done, min(limit_s, SHORT_S))
+
+    monkeypatch.setattr(gather._Gathering, "_await", members)
+    return config
+
+
+def together(
+    config: RunConfig, *nodes: int, as_json: bool = True, folders: Mapping[int, Path] | None = None
+) -> list[int | PacktrainError]:
+    """How `packtrain env --cluster` ends on each of these machines; `folders` are output folders of their own."""
+    ends: dict[int, int | PacktrainError] = {}
+
+    def run(number: int, node: int) -> None:
+        mine = replace(config, topology=replace(config.topology, node_rank=node))
+        if folders and node in folders:
+            mine = replace(mine, trainer=replace(mine.trainer, output_dir=str(folders[node])))
+        try:
+            ends[number] = show_cluster(lambda: mine, [], as_json=as_json)
+        except PacktrainError as error:
+            ends[number] = error
+
+    threads = [threading.Thread(target=run, args=one, daemon=True) for one in enumerate(nodes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * LONG_S)
+        assert not thread.is_alive()
+    return [ends[number] for number in range(len(nodes))]
+
+
+def test_all_machines_end_with_one_code_and_machine_0_says_what_differs(
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    assert together(config, 2, 0, 1, folders={2: tmp_path / "other"}) == [3, 3, 3]
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"nodes", "differences", "all_reduce", "missing", "reasons", "checks"}
+    assert len(found["nodes"]) == 3 and found["missing"] == []
+    (difference,) = [one for one in found["differences"] if one["status"] == "fail"]
+    assert difference["what"] == "data.train a.jsonl"
+    assert [(one["value"], len(one["nodes"])) for one in difference["values"]] == [("same", 2), ("other", 1)]
+    (blind,) = [one for one in found["checks"] if one["name"] == "output-folder"]
+    assert blind["status"] == "fail" and "(machine 2) cannot see what" in blind["found"] and len(blind["nodes"]) == 1
+    assert "trainer.output_dir on a file system that all machines share" in blind["fix"]
+    assert not any((tmp_path / "run").iterdir())
+    assert set(found["all_reduce"]) == {"status", "found", "backend", "nodes", "pairs"}
+    assert found["all_reduce"]["status"] == "skipped" and "No module named 'torch'" in found["all_reduce"]["found"]
+
+
+def test_the_figures_of_the_all_reduce_are_shown_of_each_pair(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def take_part(order: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
+        figures = {"latency_ms": 1.0, "found": ""}
+        others = [other for other in range(3) if other != order["rank"]]
+        pairs = [{"other": one, **figures, "mib_per_s": 10.0 if one + order["rank"] == 1 else 100.0} for one in others]
+        return {"pairs": pairs, "kib_ms": 1.5, "mib_64_ms": 64.0}
+
+    monkeypatch.setattr(gather, "take_part", take_part)
+    monkeypatch.setattr(gather, "own_report", lambda config: report(network={}))
+    monkeypatch.setenv(SECRET, "of the job")
+    assert together(config, 0, 1, 2, as_json=False) == [0, 0, 0]
+    said = capsys.readouterr().out
+    assert "All-reduce: ok (over gloo: 1 KiB in 1.5 ms, 64 MiB in 64 ms (1000 MiB/s); the slowest pair is " in said
+    assert "(machine 1): 1 ms, 10 MiB/s, slow" in said and "(machine 2): 1 ms, 100 MiB/s, ok" in said
+    assert "0 missing, 0 failed, 1 to look at" in said
+
+
+def test_a_missing_machine_is_waited_for_no_longer_than_promised() -> None:
+    assert gather.LIMIT_S <= 20  # without a join_timeout of the config
+
+
+def test_a_missing_machine_is_listed_while_the_others_report(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert together(waiting_for(config, monkeypatch, 1), 0, 1, as_json=False) == [4, 4]
+    said = capsys.readouterr()
+    assert "machine 2: did not connect to" in said.out and "2 of 3 machines" in said.out
+    assert "machine 2 did not connect" in said.err and "the others go on" in said.err
+
+
+def test_a_machine_that_falls_silent_is_named_while_the_others_go_on(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, token = waiting_for(config, monkeypatch, 1, 2), {"token": "x", "clock": time.time()}
+
+    def stopped() -> None:  # after it has connected
+        end = time.monotonic() + LONG_S
+        while time.monotonic() < end:
+            try:
+                client = Client("127.0.0.1", config.topology.main_port or 0)
+                client.call("env", {"node": 2, "nodes": 3, "host": "n3", **token})
+                return
+            except OSError:
+                time.sleep(0.05)
+
+    silent = threading.Thread(target=stopped)
+    silent.start()
+    assert together(config, 0, 1, as_json=False) == [4, 4]
+    silent.join()
+    said = capsys.readouterr()
+    assert "missing  n3: connected, but made no report" in said.out and "2 of 3 machines" in said.out
+
+
+def test_each_machine_says_that_machine_0_is_missing(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "LIMIT_S", SHORT_S)
+    begun = time.monotonic()
+    for end in together(config, 1, 2):
+        assert isinstance(end, PeerFailed) and "machine 0 could not be reached" in str(end)
+        assert "the machine is up, but nothing listens at this port" in str(end)
+    assert time.monotonic() - begun < LONG_S
+
+
+def test_a_run_that_serves_the_port_is_no_comparison(config: RunConfig) -> None:
+    server = Server(config.topology.main_port or 0, secret="of the run")
+    try:
+        ends = together(config, 0, 1)
+    finally:
+        server.close()
+    assert [getattr(end, "exit_code", 0) for end in ends] == [3, 3]
+    assert "cannot be listened at" in str(ends[0]) and "is not one of this comparison" in str(ends[1])
+
+
+def test_two_machines_of_one_number_are_named_and_do_not_hold_up_the_rest(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = together(waiting_for(config, monkeypatch, 1, refused=True), 0, 1, 1)
+    assert ends[0] == 4 and sorted(str(type(one).__name__) for one in ends[1:]) == ["CheckFailed", "int"]
+    found = json.loads(capsys.readouterr().out)
+    assert "two machines say that they are number 1" in found["checks"][0]["found"]
+    assert len(found["nodes"]) == 2 and found["missing"] == ["machine 2"]
+    assert "did not connect to" in found["reasons"]["machine 2"]
+
+
+def test_a_machine_of_a_run_that_is_its_own_is_refused_with_the_reason(config: RunConfig) -> None:
+    with pytest.raises(UserError, match="one machine: there is nothing to compare"):
+        show_cluster(lambda: RunConfig(topology=Topology(kind="single")), [], as_json=True)
+    with pytest.raises(UserError, match="the number of this machine is not known"):
+        show_cluster(lambda: config, [], as_json=True)
+    with pytest.raises(UserError, match="no config"):
+        show_cluster(lambda: None, [], as_json=True)
