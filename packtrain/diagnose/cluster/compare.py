@@ -14,6 +14,7 @@ from typing import Any
 
 from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.diagnose.checks.check import GIB, Status, size
+from packtrain.wording import grouped
 
 CLOCK_S = 2.0
 """Clocks that are closer are alike: what is measured over a network on busy machines is no better."""
@@ -88,9 +89,6 @@ def differences(reports: Mapping[str, Mapping[str, Any]], offsets: Mapping[str, 
             ValueError,
         ):  # of another version of packtrain, which is compared first
             cut.add(name)
-    for name, offset in offsets.items():
-        words = "right" if abs(offset) <= CLOCK_S else f"{abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'}"
-        traits.setdefault(name, {})["clock"] = ("clock", words, "warn", _CLOCK)
     found = []
     for what in dict.fromkeys(what for one in traits.values() for what in one):
         _, _, status, fix = next(one[what] for one in traits.values() if what in one)
@@ -99,13 +97,13 @@ def differences(reports: Mapping[str, Mapping[str, Any]], offsets: Mapping[str, 
             for name, one in traits.items()
             if what in one or name not in cut
         }
-        who: dict[str, list[str]] = defaultdict(list)
-        for name, value in known.items():
-            if value and (what != "clock" or name in offsets):
-                who[value].append(name)
-        if len(who) > 1:
-            groups = sorted(who.items(), key=lambda item: -len(item[1]))
-            found.append(Difference(what, status, tuple((value, tuple(names)) for value, names in groups), fix))
+        groups = grouped({name: value for name, value in known.items() if value})
+        if len(groups) > 1:
+            found.append(Difference(what, status, groups, fix))
+    if max((abs(offset) for offset in offsets.values()), default=0) > CLOCK_S:
+        found.append(
+            Difference("clock", "warn", grouped({name: _clock(offset) for name, offset in offsets.items()}), _CLOCK)
+        )
     return sorted(found, key=lambda one: ("fail", "warn", "ok").index(one.status))
 
 
@@ -179,6 +177,10 @@ _CARD = {
     "clock of the GPUs": lambda one: f"{one['clock']} MHz",
     "power limit of the GPUs": lambda one: f"{one['power']} W",
 }
+
+
+def _clock(offset_s: float) -> str:
+    return "right" if abs(offset_s) <= CLOCK_S else f"{abs(offset_s):.0f} s {'ahead' if offset_s > 0 else 'behind'}"
 
 
 def _counted(texts: Iterable[str]) -> str:

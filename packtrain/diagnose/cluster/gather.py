@@ -38,8 +38,8 @@ from packtrain.diagnose.facts.host import told
 from packtrain.diagnose.redact import Redactor
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.execute import execute
-from packtrain.launch.members import digest_of, shared_values, shared_versions
 from packtrain.monitor import channel
+from packtrain.plan.agreement import digest_of, shared_values, shared_versions
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import look_around
 from packtrain.plan.topology import GPUS_PER_NODE, Processes, choose_processes
