@@ -137,6 +137,12 @@ class RankState:
         return self.gone and self.process is not None and not self.process.told and self.phase != "done"
 
     @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error of its own."""
+        process = self.process
+        return process is not None and process.told and 0 < (process.code or 0) <= 128 and not process.lost
+
+    @property
     def at_its_end(self) -> bool:
         """Through with everything."""
         told = self.process is not None and self.process.told and self.process.code == 0

@@ -7,7 +7,6 @@ or silent for too long, and when the launcher that has started it is gone. Rank 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -16,10 +15,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed
 from packtrain.monitor import stacks
@@ -27,27 +26,21 @@ from packtrain.monitor.channel import Client, NoAnswer, Server, new_secret, publ
 from packtrain.monitor.diagnosis import RankState
 from packtrain.monitor.heartbeat import BEFORE_TRAINING, TimeLimits, own_heartbeat
 from packtrain.monitor.processes import MemoryKills, ProcessState, seen
-from packtrain.monitor.watchdog import LOOK_S, SETTLE_S, Watchdog
+from packtrain.monitor.watchdog import LOOK_S, Watchdog
 from packtrain.run_folder import in_time
 
+SETTLE_S = 2
+"""Seconds that the others have to end, too, before it is said which rank's death they died of."""
 GRACE_S = 5
 """Seconds that ranks have to end by themselves where another one has failed in training."""
 GONE_S = 10
 """Seconds for which nobody has listened at rank 0's port when it counts as gone."""
 _PARTING_S = 3
-_KEY = "packtrain channel"
 _LAUNCHER_LOG = "launcher.log"
 
 
-class Store(Protocol):
-    """What is needed of torch's."""
-
-    def set(self, key: str, value: str, /) -> Any:
-        """Keeps a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Waits for a value."""
-        ...
+Share = Callable[[str | None], str]
+"""Gives the value that rank 0 passes to all ranks; the others pass None."""
 
 
 @contextmanager
@@ -109,10 +102,10 @@ def watched(logs: Path, limits: TimeLimits, *, by_hand: bool) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def beat_to_rank_0(store: Store) -> None:
-    """Called by all ranks once they have met at `store`; does nothing where a launcher of ours watches."""
+def beat_to_rank_0(share: Share) -> None:
+    """Called by all ranks once they have met; does nothing where a launcher of ours watches."""
     if _inside is not None:
-        _inside.connect(store)
+        _inside.connect(share)
 
 
 class _Inside:
@@ -121,105 +114,98 @@ class _Inside:
     def __init__(self, logs: Path, limits: TimeLimits, *, by_hand: bool) -> None:
         self._logs, self._limits, self._by_hand = logs, limits, by_hand
         self._heartbeat, self._parent, self._over = own_heartbeat(), os.getppid(), threading.Event()
+        self._first = f"rank 0 on {os.environ.get('MASTER_ADDR', '?')}"
         self._client: Client | None = None
         self._watchdog: Watchdog | None = None
-        self._server: Server | None = None
+        self._serving = ExitStack()
         self._memory = MemoryKills()
-        self._failed_at: float | None = None
+        self._ended_at: float | None = None  # when a rank was first seen to have ended otherwise than well
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def connect(self, store: Store) -> None:
+    def connect(self, share: Share) -> None:
         """Serves the channel, or begins to beat to who does."""
-        rank, ranks, address = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"))
-        if rank == "0":
-            self._server = Server(secret=new_secret())
-            watchdog = Watchdog([("", range(int(ranks)))], self._limits, self._logs)
-            watchdog.attach(self._server)
-            store.set(_KEY, json.dumps([self._server.port, self._server.secret]))
+        ranks, address = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+        if self._heartbeat.rank == 0:
+            server = Server(secret=new_secret())
+            watchdog = Watchdog([("", range(ranks))], self._limits, self._logs)
+            watchdog.attach(server)
+            self._serving.callback(server.close)
+            self._serving.enter_context(published(self._logs, server, address))
+            self._serving.callback(watchdog.close)
             self._watchdog = watchdog
-            self._published = published(self._logs, self._server, address)
-            self._published.__enter__()
+            share(f"{server.port} {server.secret}")
             return
-        port, secret = json.loads(store.get(_KEY))
-        self._client = Client(address, port, secret=secret)
-        self._heartbeat.connect(self._client, int(ranks), on_end=self._obey, on_silence=self._miss)
+        port, secret = share(None).split()
+        self._client = Client(address, int(port), secret=secret)
+        self._heartbeat.connect(self._client, ranks, on_end=self._obey, on_silence=self._miss)
 
     def leave(self, code: int, lost: str = "") -> bool:
-        """Says that this rank ends; returns whether it is said elsewhere why, where it has `lost` others."""
-        self._over.set()
-        self._heartbeat.close()
+        """Says that this rank ends; returns whether rank 0 says why, where it has `lost` others."""
         if code == 0:
             self._heartbeat.enter("done")
         message = self._heartbeat.last_message(code, lost)
         if self._watchdog is not None:
-            return self._leave_last(self._watchdog, message)
+            self._watchdog.hear(message)
+            if 0 < code <= 128 and not lost and self._watchdog.trains():
+                self._watchdog.end = f"{self._first} failed (exit code {code})"
+            self._part(self._watchdog, lost=bool(lost))
+        self._over.set()
+        self._heartbeat.close()
+        self._serving.close()
         if self._client is None:
             return False
         try:
             self._client.call("beat", message)
             return True
-        except NoAnswer as error:
-            if error.refused and lost:
-                print(f"rank 0 on {os.environ['MASTER_ADDR']} ended without a word", file=sys.stderr, flush=True)
-            return False
-        except OSError:
+        except OSError as error:
+            if lost and isinstance(error, NoAnswer) and error.refused:
+                print(f"{self._first} ended without a word", file=sys.stderr, flush=True)
             return False
 
-    def _leave_last(self, watchdog: Watchdog, message: dict[str, Any]) -> bool:
-        """Of rank 0, which gives the others the time to be heard, and says why they have ended if it can."""
-        watchdog.hear(message)
-        said, code = False, message["ended"]
-        if code not in (0, PeerFailed.exit_code) and watchdog.trains():
-            watchdog.end = f"rank 0 on {socket.gethostname()} failed (exit code {code})"
-        end = time.monotonic() + (_PARTING_S + SETTLE_S if message["lost"] else _PARTING_S)
-        while time.monotonic() < end and not (watchdog.all_know() and not message["lost"]):
-            self._note_processes(watchdog)
-            if message["lost"] and (found := watchdog.look()):
-                self._say(found.lines)
-                watchdog.end, said = found.what, True
-                break
-            time.sleep(0.2)
-        if message["lost"] and not said and (missing := [one for one in watchdog.states() if _is_silent(one)]):
+    def _part(self, watchdog: Watchdog, *, lost: bool) -> None:
+        """Rank 0 stays until all others are heard. Where it has lost them, its thread may have found by then why, and ends it."""
+        end = time.monotonic() + (2 * _PARTING_S if lost else _PARTING_S)
+        while time.monotonic() < end and (lost or not watchdog.all_know()):
+            time.sleep(0.1)
+        if lost and (missing := [one for one in watchdog.states() if _is_silent(one)]):
             names = ", ".join(f"rank {one.rank} on {one.host} (last in {one.place})" for one in missing)
-            self._say([f"nothing is heard of {names} any more"])
-        if message["lost"] and (said or watchdog.failed()):
-            self._end_the_others(watchdog)
-        watchdog.close()
-        self._published.__exit__(None, None, None)
-        if self._server is not None:
-            self._server.close()
-        return said
+            self._say([f"nothing is heard any more of {names}"])
 
     def _watch(self) -> None:
         """The thread of every rank."""
         while not self._over.wait(LOOK_S):
             if not self._by_hand and os.getppid() != self._parent:
                 self._end([f"the launcher on {socket.gethostname()} is gone: its processes are ended"])
-            if self._watchdog is not None:
-                self._look(self._watchdog)
+            if self._watchdog is not None and (lines := self._look(self._watchdog)):
+                self._watchdog.end = lines[0]
+                self._say(lines)
+                self._end_the_others(self._watchdog)
+                self._serving.close()
+                os._exit(PeerFailed.exit_code)  # the main thread may be stuck
 
-    def _look(self, watchdog: Watchdog) -> None:
+    def _look(self, watchdog: Watchdog) -> Sequence[str]:
+        """Why all have to be ended; () while they have not."""
         watchdog.hear(self._heartbeat.message())
         self._note_processes(watchdog)
-        if self._over.is_set():
-            return
-        found = watchdog.look()
-        if found is None and (failed := watchdog.failed()):
-            self._failed_at = self._failed_at or time.monotonic()
-            # before training they may all be about to end for the same reason, each by itself
-            patience_s = GRACE_S if watchdog.trains() else self._limits.join_s
-            if time.monotonic() - self._failed_at < patience_s:
-                return
-            lines: Sequence[str] = [f"rank {failed.rank} on {failed.host} failed: see what it has said"]
-        elif found is None:
-            return
-        else:
-            lines = found.lines
-        watchdog.end = lines[0]
-        self._say(lines)
-        self._end_the_others(watchdog)
-        os._exit(PeerFailed.exit_code)
+        if found := watchdog.look():
+            return found.lines
+        ended = [one for one in watchdog.states() if one.failed or one.dead or one.lost_others]
+        if not ended:
+            return ()
+        now = time.monotonic()
+        self._ended_at = self._ended_at or now
+        if now - self._ended_at < SETTLE_S:
+            return ()
+        if found := watchdog.aftermath():
+            return found.lines
+        # before training they may all be about to end for the same reason, each by itself
+        if now - self._ended_at < (GRACE_S if watchdog.trains() else self._limits.join_s):
+            return ()
+        first = next((one for one in ended if one.failed), ended[0])
+        return (
+            first.process.lost if first.process and first.process.lost else f"rank {first.rank} on {first.host} failed",
+        )
 
     def _note_processes(self, watchdog: Watchdog) -> None:
         """What is known of the processes on this machine; of those that are stuck, their stacks."""
@@ -250,11 +236,12 @@ class _Inside:
 
     def _miss(self, silent_s: float, error: NoAnswer) -> None:
         """Rank 0 does not answer."""
-        first = f"rank 0 on {os.environ['MASTER_ADDR']}"
         if error.refused and silent_s > GONE_S:
-            self._end([f"{first} is gone: nobody listens at its port any more"])
+            self._end([f"{self._first} is gone: nobody listens at its port any more"])
         if silent_s > self._limits.deadline_s(self._heartbeat.phase):
-            self._end([f"{first} has not answered for {silent_s:.0f} s: it is stopped, stuck, or its machine is lost"])
+            self._end(
+                [f"{self._first} has not answered for {silent_s:.0f} s: it is stopped, stuck, or its machine is lost"]
+            )
 
     def _end(self, lines: Sequence[str]) -> NoReturn:
         with suppress(OSError):

@@ -20,7 +20,7 @@ from typing import Any
 
 from packtrain.monitor.channel import Server
 from packtrain.monitor.diagnosis import Diagnosis, RankState, aftermath, diagnose, never_meet, waiting_words
-from packtrain.monitor.heartbeat import BEFORE_TRAINING, PHASES, TimeLimits
+from packtrain.monitor.heartbeat import BEFORE_TRAINING, PHASES, TimeLimits, place_of
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.stacks import Collective, dumps_in, main_stack
 from packtrain.run_folder import in_time, write_json
@@ -31,8 +31,6 @@ RANKS = "ranks.json"
 LOOK_S = 1.0
 STOPPED_S = 5
 """Seconds after which a stopped process (SIGSTOP) counts as one."""
-SETTLE_S = 2
-"""Seconds that the others have to end by themselves, too, before it is said of which rank's death they did."""
 NOTICE_S = 60
 """Seconds of standstill after which it is said who keeps the others waiting, and that different collectives are surely so."""
 ANSWER_S = 3
@@ -193,10 +191,6 @@ class Watchdog:
             answered="pending" in one.collectives,
         )
 
-    def failed(self) -> RankState | None:
-        """A rank that has ended with an error of its own, if there is one."""
-        return next((one for one in self.states() if _has_failed(one)), None)
-
     def all_know(self) -> bool:
         """Whether all ranks that are left have been told to `end`."""
         return all(one.told or one.gone for one in self._ranks.values())
@@ -205,6 +199,11 @@ class Watchdog:
         """Whether any rank has come through what is before training."""
         return any(one.phase not in BEFORE_TRAINING for one in self.states())
 
+    def place(self, rank: int) -> str:
+        """Where a rank was last, in words: "in the forward pass of step 4"; "" where nothing was heard of it."""
+        said = self._ranks[rank].message if rank in self._ranks else {}
+        return f"in {place_of(said['phase'], said['step'], said['micro'])}" if said else ""
+
     def waiting(self, but: Collection[int] = ()) -> tuple[str, ...]:
         """What the ranks do, in words, `but` some."""
         return waiting_words([one for one in self.states() if one.rank not in but])
@@ -212,20 +211,24 @@ class Watchdog:
     # -- what is concluded
 
     def look(self) -> Diagnosis | None:
-        """Why the run has to be ended, where it has: called once a second, and again after it has concluded if need be."""
+        """Why the run has to be ended, where it stands still: called once a second.
+
+        None once a rank has ended with an error, or without a word: that is why then (`aftermath`).
+        """
         self._leave_out_suspension()
         states = self.states()
         live = [one for one in states if not (one.at_its_end or one.gone)]
         if self._found or not self._ends:
             return self._found
-        if any(_has_failed(one) for one in states):  # with words of its own
+        if any(one.dead or one.lost_others or one.failed for one in states):
             return None
-        if any(one.dead or one.lost_others for one in states):
-            first = min(one.gone for one in self._ranks.values() if one.gone)
-            return self._conclude(aftermath(states)) if time.monotonic() - first > SETTLE_S else None
         if any(one.stopped_s >= min(STOPPED_S, self._limits.deadline_s("data")) for one in live):
             return self._conclude(diagnose(states))
         return self._judge(states, live)
+
+    def aftermath(self) -> Diagnosis | None:
+        """Why a run is over in which ranks are gone; None where that is not known, or they have said so themselves."""
+        return self._found or self._conclude(aftermath(self.states()))
 
     def _judge(self, states: Sequence[RankState], live: Sequence[RankState]) -> Diagnosis | None:
         found = diagnose(states) if live and all(one.waits or one.still_s >= _JUST_S for one in live) else None
@@ -350,12 +353,6 @@ class Watchdog:
     def close(self) -> None:
         """Leaves in logs/ where the ranks were last, for those who look later."""
         in_time(lambda: write_json(self._logs / RANKS, self.to_json()), None)
-
-
-def _has_failed(one: RankState) -> bool:
-    """Whether it has ended with an error of its own."""
-    process = one.process
-    return process is not None and process.told and process.code not in (None, 0) and not process.lost
 
 
 def _whole_text(one: _Rank) -> str:
