@@ -51,6 +51,7 @@ from packtrain.data.tokens.paired import PairEncoder
 from packtrain.data.tokens.store import Store, StoreWriter
 from packtrain.data.tokens.tokenise import MOST_PROBLEMS, Encoder, Outcome, Settings
 from packtrain.errors import PacktrainError, Problem, UserError
+from packtrain.monitor import heartbeat
 from packtrain.wording import counted
 
 if TYPE_CHECKING:
@@ -236,6 +237,7 @@ class _Maker:
                 writer.add(outcome.documents, outcome.fates)
                 rows += len(outcome.fates)
                 advance(chunk.size, rows)
+                heartbeat.progress()
             if not (counts := writer.counts).kept:
                 keys = "data.loss_on, max_length" if self.objective == "sft" else "data.max_length, overlong"
                 raise UserError(_nothing_left(counts), where=source.name, fix=f"See data.format, {keys}.")

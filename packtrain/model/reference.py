@@ -25,6 +25,7 @@ from packtrain.data.tokens.cache import cache_folder
 from packtrain.errors import UserError
 from packtrain.model.load import load_model, weights_hash
 from packtrain.model.spread import spread
+from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.reference import kind_of
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.loader import PairSteps
@@ -75,7 +76,9 @@ def precompute(trainer: PackedDPOTrainer, config: RunConfig, whole: list[PairSte
 def _of_data_set(trainer: PackedDPOTrainer, steps: PairSteps, place: Path) -> np.ndarray:
     done = place.with_suffix(".npy")
     there = [done.exists()]  # for the first process: another run may be about to write it, and all have to do the same
-    if not broadcast_object_list(there)[0]:
+    with waiting("rank 0 to look for the reference"):
+        (known,) = broadcast_object_list(there)
+    if not known:
         own = place.with_suffix(f".rank-{steps.rank}-of-{steps.world_size}.npy")
         values = _begun(place, len(steps.data))
         for step in range(len(steps)):
@@ -84,14 +87,16 @@ def _of_data_set(trainer: PackedDPOTrainer, steps: PairSteps, place: Path) -> np
             if step % _WRITE_EVERY == _WRITE_EVERY - 1:
                 _write(own, values)
         _write(own, values)
-        trainer.accelerator.wait_for_everyone()
+        with waiting("all ranks to compute their part of the reference"):
+            trainer.accelerator.wait_for_everyone()
         if trainer.accelerator.is_main_process:
             values = _begun(place, len(steps.data))
             if not (np.isnan(values).any() and done.exists()):  # another run was faster, and has taken the parts away
                 _write(done, values)
             for part in place.parent.glob(f"{place.name}.rank-*"):
                 part.unlink(missing_ok=True)
-        trainer.accelerator.wait_for_everyone()
+        with waiting("rank 0 to write the reference"):
+            trainer.accelerator.wait_for_everyone()
     try:
         return np.load(done)
     except FileNotFoundError as error:

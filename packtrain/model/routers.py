@@ -26,6 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from packtrain.errors import CheckFailed, UserError
+from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.isolation import evaluating, refusals_of_a_model, tolerance_of
 from packtrain.train.loader import MicroBatch
@@ -100,7 +101,9 @@ class RouterLoss:
                     run(batch)
                 own.append(_sum(loads))
         load = _sum(own)
-        counts: Any = accelerator.reduce(torch.stack([*load.chosen, *load.probability, load.routings]), reduction="sum")
+        own_counts = torch.stack([*load.chosen, *load.probability, load.routings])
+        with waiting("the loads of all ranks"):
+            counts: Any = accelerator.reduce(own_counts, reduction="sum")
         chosen, probability, routings = counts.split([len(load.chosen), len(load.probability), 1])
         self._step = Load(chosen, probability, routings[0])
         self._values.append(balance(self._step, self._step))

@@ -45,6 +45,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
+from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.accelerate import STAGES, deepspeed_config
 
 _OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_")
@@ -230,8 +231,9 @@ def most_of_all(number: int, device: torch.device) -> int:
     if not dist.is_initialized():
         return number
     found = torch.tensor(number, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return int(found.item())
+    with waiting("the numbers of all ranks"):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return int(found.item())
 
 
 def check_active(wanted: str, wrapped: Any, model: nn.Module) -> None:

@@ -39,8 +39,8 @@ _PARTING_S = 3
 _LAUNCHER_LOG = "launcher.log"
 
 
-Share = Callable[[str | None], str]
-"""Gives the value that rank 0 passes to all ranks; the others pass None."""
+Share = Callable[[str], str]
+"""Gives the value that rank 0 passes to all ranks; the others pass ""."""
 
 
 @contextmanager
@@ -136,7 +136,7 @@ class _Inside:
             self._watchdog = watchdog
             share(f"{server.port} {server.secret}")
             return
-        port, secret = share(None).split()
+        port, secret = share("").split()
         self._client = Client(address, int(port), secret=secret)
         self._heartbeat.connect(self._client, ranks, on_end=self._obey, on_silence=self._miss)
 

@@ -26,6 +26,7 @@ from packtrain.errors import UserError
 from packtrain.model.forward import add_pair_layout
 from packtrain.model.load import base_model
 from packtrain.model.spread import compute_in
+from packtrain.monitor.heartbeat import waiting
 from packtrain.train.loader import MicroBatch
 from packtrain.train.loop import LoopSettings, StepTrainer, placeholder
 
@@ -182,7 +183,8 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
     def figures(self) -> dict[str, Any]:
         """TRL's figures over the pairs and tokens of all processes since the last call."""
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
-        sums = cast(torch.Tensor, self.accelerator.reduce(sums.to(self.args.device), reduction="sum"))
+        with waiting("the figures of all ranks"):
+            sums = cast(torch.Tensor, self.accelerator.reduce(sums.to(self.args.device), reduction="sum"))
         values = (sums[:, 0] / sums[:, 1].clamp(min=1e-300)).tolist()
         return dict(zip(FIGURES, values, strict=True))
 
@@ -192,11 +194,13 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         counts = torch.zeros(4, dtype=torch.int64, device=self.args.device)
         for batch in self.evaluation_batches():
             counts += torch.tensor(batch.counts, device=counts.device)
-        counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
+        with waiting("the counts of all ranks"):
+            counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
         loss = torch.zeros((), dtype=torch.float64, device=self.args.device)
         for batch in self.evaluation_batches():
             loss += self._weighted_loss(self.model, batch, counts).double()
-        loss = cast(torch.Tensor, self.accelerator.reduce(loss, reduction="sum"))
+        with waiting("the loss of all ranks"):
+            loss = cast(torch.Tensor, self.accelerator.reduce(loss, reduction="sum"))
         figures, self._sums = self.figures(), kept
         return {"loss": loss.item(), "pairs": int(counts[3].item()), **figures}
 

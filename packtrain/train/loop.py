@@ -47,7 +47,7 @@ from packtrain.model.spread import (
     save_shards,
     whole_weights,
 )
-from packtrain.monitor.heartbeat import TimeLimits
+from packtrain.monitor.heartbeat import TimeLimits, waiting
 from packtrain.run_folder import write_json
 from packtrain.train import checkpoint
 from packtrain.train.loader import MicroBatch, PairSteps, Steps, step_loader
@@ -163,7 +163,8 @@ class StepTrainer(_Trainer):
         timed = self.clock.steps if told else 0
         times = self.clock.slots() if timed else []
         total = torch.tensor([*counts, *self.settings.stop.counts(), *times], device=device)
-        total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
+        with waiting("the counts of all ranks"):
+            total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         self._window.open(total[:6])
         self.times.take(total[6:], timed)
         return total[:4]
@@ -307,22 +308,24 @@ class StepTrainer(_Trainer):
             for batch in batches:
                 self.clock.enter("eval", micro=number)
                 yield batch
-            self.accelerator.reduce(torch.zeros((), device=self.args.device))
+            with waiting("the others' part of the evaluation"):
+                self.accelerator.reduce(torch.zeros((), device=self.args.device))
 
     # -- what is kept
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Writes the checkpoint of this step aside and renames it when all ranks have written."""
         self.clock.enter("checkpoint", step=self.state.global_step)
-        last = cast(torch.Tensor, self.accelerator.reduce(self._last_loss, reduction="sum"))
-        self._refuse_nan(last.item())
+        with waiting("the loss of all ranks"):
+            last = cast(torch.Tensor, self.accelerator.reduce(self._last_loss, reduction="sum")).item()
+        self._refuse_nan(last)
         step, main = self.state.global_step, self.accelerator.is_main_process
         target = checkpoint.folder_of(self.settings.checkpoints, step)
         staging = checkpoint.staging_of(self.settings.checkpoints, step)
         if main:
             shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe of more ranks than these
             staging.mkdir(parents=True)
-        self.accelerator.wait_for_everyone()
+        self._meet("rank 0 to make the folder of the checkpoint")
         if self.settings.strategy not in SHARDED_WEIGHTS:  # else they would have to be gathered for it
             self.save_model(str(staging), _internal_call=True)
         self._save_optimizer_and_scheduler(str(staging))
@@ -333,13 +336,17 @@ class StepTrainer(_Trainer):
                     self.state.stateful_callbacks[type(callback).__name__] = callback.state()
             self.state.save_to_json(str(staging / TRAINER_STATE_NAME))
             write_json(staging / checkpoint.ORIGIN, self.settings.origin)
-        self.accelerator.wait_for_everyone()
+        self._meet("all ranks to write their parts of the checkpoint")
         if main:
             checkpoint.complete(staging, target)
             best = self.state.best_global_step
             kept = checkpoint.folder_of(self.settings.checkpoints, best) if best else None
             checkpoint.prune(self.settings.checkpoints, self.settings.keep_checkpoints, kept)
-        self.accelerator.wait_for_everyone()
+        self._meet("rank 0 to complete the checkpoint")
+
+    def _meet(self, what: str) -> None:
+        with waiting(what):
+            self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that from_pretrained loads; called by all processes, written by the main one."""

@@ -20,6 +20,7 @@ from packtrain.errors import CheckFailed
 from packtrain.model.forward import Head, choose_head
 from packtrain.model.load import base_model
 from packtrain.model.spread import most_of_all
+from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device
 from packtrain.plan.accelerate import STAGES
 from packtrain.proof.choice import Decision, decide
@@ -63,7 +64,8 @@ def check_together(strategy: str, backend: str, model: PreTrainedModel) -> None:
 
 def same_everywhere(choice: str, what: str, where: str, processes: int) -> None:
     """Raises CheckFailed on all processes where they did not come to the same `choice`."""
-    choices = gather_object([choice]) if processes > 1 else [choice]
+    with waiting("the choices of all ranks"):
+        choices = gather_object([choice]) if processes > 1 else [choice]
     if len(set(choices)) > 1:
         ranks = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(choices))
         raise CheckFailed(

@@ -23,7 +23,8 @@ from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
 from packtrain.errors import CheckFailed, LostPeers, UserError
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
 from packtrain.model.spread import open_strategy
-from packtrain.monitor.heartbeat import own_heartbeat
+from packtrain.monitor.heartbeat import own_heartbeat, waiting
+from packtrain.monitor.inside import beat_to_rank_0
 from packtrain.plan.agreement import shared_values
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, dpo_stages, results, sft_stages
@@ -137,6 +138,8 @@ def _join(verb: str, config: RunConfig) -> Process:
     own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes one of its own
     shared = {key: value for key, value in shared_values(config).items() if key not in own}
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
+    if peers is not None:
+        beat_to_rank_0(lambda said: peers.share("channel", said, timeout_s=limit_s))
     open_strategy(config)
     heartbeat.enter("join")
     connect(peers, lambda: _open_group(limit_s, on_cpu=on_cpu), "gloo" if on_cpu else "nccl", timeout_s=limit_s)
@@ -165,7 +168,8 @@ def _checkpoint_to_resume(setting: Setting) -> Path | None:
         resume = "never"
     found = [find_resume(resume, folder.checkpoints) if setting.process.main else None]
     _meet(setting, "checkpoint")  # it reads whole ones, for longer than a collective operation may take
-    checkpoint, remarks = cast(list, broadcast_object_list(found))[0]
+    with waiting("rank 0 to find the checkpoint"):
+        checkpoint, remarks = cast(list, broadcast_object_list(found))[0]
     for remark in remarks:
         setting.log.say(f"[yellow]{remark}[/]")
     return checkpoint
@@ -182,7 +186,8 @@ def _clear_the_way(setting: Setting, checkpoint: Path | None) -> None:
 
     An earlier run moves out of the way, or what an earlier course of this run left and this one will not make true again.
     """
-    PartialState().wait_for_everyone()
+    with waiting("all ranks to be ready to train"):
+        PartialState().wait_for_everyone()
     if not setting.process.main:
         return
     folder = setting.folder

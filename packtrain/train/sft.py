@@ -19,6 +19,7 @@ from packtrain.data.dataset import Document
 from packtrain.model.forward import add_loss_sum
 from packtrain.model.load import base_model
 from packtrain.model.routers import router_loss, without_labels
+from packtrain.monitor.heartbeat import waiting
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.loop import LoopSettings, StepTrainer, placeholder
 
@@ -85,7 +86,8 @@ class PackedSFTTrainer(StepTrainer, SFTTrainer):
         for batch in self.evaluation_batches():
             loss_sum += self.model(**self._prepare_inputs(batch.inputs), loss_sum=True).double()
             trained += batch.trained
-        loss_sum, trained = self.accelerator.reduce(torch.stack([loss_sum, trained]), reduction="sum")
+        with waiting("the loss of all ranks"):
+            loss_sum, trained = self.accelerator.reduce(torch.stack([loss_sum, trained]), reduction="sum")
         return {"loss": (loss_sum / trained.clamp(min=1)).item(), "tokens": int(trained.item())}
 
     def probe(self) -> dict[str, Any]:

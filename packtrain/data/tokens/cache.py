@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 
 from packtrain.data.tokens.store import DamagedStore, Store
 from packtrain.errors import PeerFailed, UserError
+from packtrain.monitor.heartbeat import progress
 
 README = """Tokenised data of packtrain, one folder for each source and each way of tokenising it.
 
@@ -104,7 +105,7 @@ def _only_one(folder: Path, key: str, say: Callable[[str], None]) -> Iterator[No
             lock.acquire(timeout=POLL_S)
             break
         except Timeout:
-            pass
+            progress()  # it gives up by itself
         if not waited:
             say(f"{_described(owner)} is tokenising this data; waiting for it")
             waited = True

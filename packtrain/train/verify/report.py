@@ -32,6 +32,7 @@ from packtrain.errors import CheckFailed, Disagreement
 from packtrain.model.forward import Head, add_loss_sum
 from packtrain.model.load import base_model, load_model, load_tokenizer
 from packtrain.model.spread import gathers_by_engine, loading_whole, open_proofs, spread
+from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_padded, on_device
 from packtrain.proof.choice import decide, examine, examine_pairs
 from packtrain.proof.isolation import LongRow, Proof, check_as_it_comes, try_long_row
@@ -81,7 +82,8 @@ def verify(config: RunConfig, process: Process) -> int:
         raise
     except CheckFailed as refusal:
         outcome = refusal
-    outcomes = cast(list[Any], gather_object([outcome]))
+    with waiting("the reports of all ranks"):
+        outcomes = cast(list[Any], gather_object([outcome]))
     for rank, one in enumerate(outcomes):
         if isinstance(one, CheckFailed):
             raise one if len(outcomes) == 1 else CheckFailed([replace(p, where=f"rank {rank}") for p in one.problems])
