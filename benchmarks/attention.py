@@ -25,7 +25,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from packtrain.attention.kernels.choice import Needs, kernel_error, tolerance_of
+from packtrain.attention.kernels.selection import LayerFeatures, kernel_error, tolerance_of
 from packtrain.attention.kernels.varlen import CANDIDATES, Kernel, Scoring, attend_by_segments
 from packtrain.attention.segmented import segmented_attention
 from packtrain.packing.segments import Segments
@@ -92,7 +92,7 @@ def compare_on_gpu(repeat: int, rows: list[int], documents: list[str]) -> None:
     """A table for every length of row and of documents."""
     heads, kv_heads, width, device = 32, 8, 128, torch.device("cuda", torch.cuda.current_device())
     MODULE.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
-    kernels = usable_kernels(Needs(torch.bfloat16, heads // kv_heads, width, width), device)
+    kernels = usable_kernels(LayerFeatures(torch.bfloat16, heads // kv_heads, width, width), device)
     peak = peak_of(device)
     for row in rows:
         for kind in documents:
@@ -120,7 +120,7 @@ def compare_on_gpu(repeat: int, rows: list[int], documents: list[str]) -> None:
                 )
 
 
-def usable_kernels(needs: Needs, device: torch.device) -> list[Kernel]:
+def usable_kernels(needs: LayerFeatures, device: torch.device) -> list[Kernel]:
     """The kernels that are right on the device; prints what the others lack."""
     usable = []
     for name, load in CANDIDATES:

@@ -1,11 +1,11 @@
 """The backends that attend by Segments, and how one is put in place on a model.
 
-| name | rows | how |
-|---|---|---|
-| flash | flattened | varlen kernels on a GPU |
-| segmented | flattened | an ordinary attention function, or the model's attention module, once per segment, on any device |
-| per_document | taken apart | the model once per document, whatever its layers do |
-| sdpa_mask | flattened | one dense mask: the plain reference |
+| name | rows | how | price |
+|---|---|---|---|
+| flash | flattened | varlen kernels, one call for all segments | needs a GPU |
+| segmented | flattened | an ordinary attention function, or the attention module, once per segment | a call per length |
+| per_document | taken apart | the model once per document, whatever its layers do | kernels on fewer tokens |
+| sdpa_mask | flattened | one dense mask | O(T²): the plain reference, for tests and small rows |
 
 Padded batches keep the attention that the model came with under per_document, and under segmented where the module runs
 per segment; an attention function that was replaced takes flattened rows only: see `attention_of`.
@@ -16,18 +16,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AttentionInterface, PreTrainedModel
 
-from packtrain.attention import dense_mask, flash, segmented
-from packtrain.attention.module_segments import run_attention_once_per_segment, uses_attention_interface
+from packtrain.attention import flash, segmented
 from packtrain.attention.per_document import run_one_document_at_a_time
 from packtrain.attention.rotary import rotate_by_document
+from packtrain.attention.segmented import as_mask, attention_function, row_of
+from packtrain.attention.segmented_modules import run_attention_once_per_segment, uses_attention_interface
 from packtrain.errors import CheckFailed
+from packtrain.packing.segments import Segments
 
 PER_DOCUMENT = "per_document"
 SEGMENTED = "segmented"
-IMPLEMENTATIONS = {"flash": flash.NAME, SEGMENTED: segmented.NAME, "sdpa_mask": dense_mask.NAME}
+_DENSE_MASK = "packtrain_dense_mask"
+IMPLEMENTATIONS = {"flash": flash.NAME, SEGMENTED: segmented.NAME, "sdpa_mask": _DENSE_MASK}
 """Names in transformers' AttentionInterface of the backends that are attention functions."""
 
 
@@ -60,10 +65,10 @@ def attend_by(model: PreTrainedModel, name: str) -> Callable[[], None]:
             f"the attention of {type(model).__name__} is code of its own, which {name} cannot replace",
             fix=f"set model.attention to {SEGMENTED} or {PER_DOCUMENT}",
         )
-    turn_as_before = rotate_by_document(model)
+    undo_rotary = rotate_by_document(model)
 
     def take_back() -> None:
-        turn_as_before()
+        undo_rotary()
         undo()
 
     return take_back
@@ -88,9 +93,38 @@ def attending_by(model: PreTrainedModel, name: str) -> Iterator[None]:
 @contextmanager
 def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """The model with another attention implementation inside the block, by transformers' name."""
-    own = own_attention(model)
-    model.set_attn_implementation(implementation)
+    undo = _replace_attention_function(model, implementation)
     try:
         yield
     finally:
-        model.set_attn_implementation(own)
+        undo()
+
+
+def dense_mask_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    segments: Segments | None = None,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """`sdpa_mask`: one flattened row under the mask `Segments.visible`, which is the definition of what may be seen.
+
+    transformers' signature; shapes and errors as `segmented_attention`.
+    """
+    segments, window = row_of(module, query, attention_mask, segments, sliding_window, kwargs)
+    attend = attention_function(module, kwargs)
+    mask = as_mask(attend, _visible(segments, window, query.device), query.dtype)
+    kwargs["is_causal"] = False  # causality is in the mask
+    return attend(module, query, key, value, mask, sliding_window=window, **kwargs)[0], None
+
+
+@lru_cache(maxsize=2)  # as many as a row has kinds of layers; each takes T² bytes
+def _visible(segments: Segments, window: int | None, device: torch.device) -> torch.Tensor:
+    return segments.visible(window).to(device)
+
+
+AttentionInterface.register(_DENSE_MASK, dense_mask_attention)

@@ -1,7 +1,7 @@
 """`flash`: packed attention by varlen kernels, one call per layer for all segments of a row.
 
 No mask exists and nothing is computed between documents, as in `segmented`, without its calls per segment. Every layer
-gets the kernel that was found right for what it needs (kernel_choice.py): a model may mix layers with and without windows.
+gets the kernel that was found right for its features (kernels/selection.py): a model may mix layers with and without windows.
 
 It is registered under NAME in `AttentionInterface` only, so that transformers builds no mask. The name must not hold the
 word "flash": transformers would take it for one of its own implementations and look for that package.
@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.flash_attention import get_target_dtype
 
-from packtrain.attention.kernels.choice import Choice, Needs, choose_kernel
+from packtrain.attention.kernels.selection import KernelChoice, LayerFeatures, choose_kernel
 from packtrain.attention.kernels.varlen import Scoring, attend_by_segments
 from packtrain.attention.segmented import row_of
 from packtrain.errors import CheckFailed
@@ -44,7 +44,7 @@ def flash_attention(
 
     Shapes: `query` [1, heads, T, d], `key` [1, kv_heads, T, d], `value` [1, kv_heads, T, d_v], `s_aux` (sinks) [heads], result
     [1, T, heads, d_v] in the precision that the kernel computes in; T is `segments.tokens`. Raises CheckFailed where the
-    layer is not told the segments of its row, or no kernel is right for it.
+    layer does not get the segments of its row, or no kernel is right for it.
     """
     segments, window = row_of(module, query, attention_mask, segments, sliding_window, kwargs)
     if key.shape[2] != query.shape[2]:
@@ -53,7 +53,7 @@ def flash_attention(
     # layer norms and rotary embeddings hand down float32 under autocast and with PEFT
     dtype = get_target_dtype(query, module) or query.dtype
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
-    needs = Needs(
+    layer = LayerFeatures(
         dtype,
         group=q.shape[1] // k.shape[1],
         head_dim=q.shape[2],
@@ -63,7 +63,7 @@ def flash_attention(
         sinks=s_aux is not None,
         dropout=dropout > 0,
     )
-    choice = choose_kernel(needs, query.device)
+    choice = choose_kernel(layer, query.device)
     if choice.kernel is None:
         raise CheckFailed(f"no flash kernel serves {type(module).__name__}: {choice.why_not()}", fix=_OTHER)
     scoring = Scoring(q.shape[2] ** -0.5 if scaling is None else scaling, window, softcap, dropout)
@@ -72,7 +72,7 @@ def flash_attention(
 
 def available(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None
-) -> tuple[Choice | None, str]:
+) -> tuple[KernelChoice | None, str]:
     """The kernel for a plain layer of `model` on `device` where there is one, and a line for people.
 
     `dtype` is what the layers compute in: autocast's, by default that of the weights. The line names the kernel and what
@@ -84,13 +84,13 @@ def available(
         return None, f"the device is {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return None, f"the layers compute in {dtype}, the kernels in bfloat16 and float16"
-    choice = choose_kernel(_plain_needs(model, dtype), device)
+    choice = choose_kernel(_plain_features(model, dtype), device)
     if choice.kernel is None:
         return None, f"no kernel is right: {choice.why_not()}"
     return choice, f"{choice.kernel.name} ({choice.why_not()})" if choice.lacks else choice.kernel.name
 
 
-def _plain_needs(model: PreTrainedModel, dtype: torch.dtype) -> Needs:
+def _plain_features(model: PreTrainedModel, dtype: torch.dtype) -> LayerFeatures:
     """What an attention layer of the model needs by its config, without windows, soft-cap and sinks."""
     config: Any = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
@@ -99,7 +99,7 @@ def _plain_needs(model: PreTrainedModel, dtype: torch.dtype) -> Needs:
     head_dim = getattr(config, "qk_head_dim", None) or head_dim  # latent attention has heads of two widths
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     dropout = any(getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop", "attn_dropout"))
-    return Needs(dtype, max(1, heads // kv_heads), head_dim, value_dim, dropout=dropout)
+    return LayerFeatures(dtype, max(1, heads // kv_heads), head_dim, value_dim, dropout=dropout)
 
 
 AttentionInterface.register(NAME, flash_attention)

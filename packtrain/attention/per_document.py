@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from packtrain.attention.module_segments import replace_forward
+from packtrain.attention.segmented_modules import replace_forward
 from packtrain.packing.collate import IGNORE
 from packtrain.packing.segments import Segments
 

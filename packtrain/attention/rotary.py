@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from packtrain.attention.module_segments import replace_forward
+from packtrain.attention.segmented_modules import replace_forward
 from packtrain.errors import CheckFailed
 
 

@@ -1,14 +1,21 @@
 """`segmented`: exact packed attention on any device, by running an ordinary attention function once per segment.
 
-No dense T×T mask is built and nothing is computed between documents, so the cost is O(Σ l²) in place of O(T²). The
-function that is run is one of transformers' own: sdpa where it can express the layer, else the model's eager function
-(soft-cap, attention sinks). Grouped queries and sliding windows are served by both. Segments of equal length go through in
-one call, which takes no copy where they are neighbours. The keys and values of a shared prefix are put in front of the segment's own.
+The algorithm, for a row of T tokens:
 
-It is registered under NAME in `AttentionInterface` only: a name that `AttentionMaskInterface` does not know makes
-transformers build no mask at all, so a model's mask builder, which may or may not look at `position_ids`, is out of the
-game. The row's Segments arrive as the keyword argument `segments` of the model's forward; a model that does not hand it
-down to its layers fails here at once instead of leaking.
+1. neighbouring segments of one length form a run, which is folded into a batch without a copy: [1, heads, n·l, d] → [n, heads, l, d],
+2. the keys and values of a shared prefix are put in front of the segment's own,
+3. runs of one shape go through the attention function in one call, under its causal mask,
+4. the outputs are put back in the order of the row.
+
+No T×T mask is built and nothing is computed between documents: O(Σ l²) in place of O(T²). The price is one call per
+different length, so many different short lengths keep a GPU less busy than one varlen kernel would (`flash`). The
+function is one of transformers' own: sdpa where it can express the layer, else the model's eager function (soft-cap,
+attention sinks). Both serve grouped queries and sliding windows.
+
+It is registered under NAME in `AttentionInterface` only: for a name that `AttentionMaskInterface` does not have,
+transformers builds no mask at all. So the model's own mask, whose builder may ignore `position_ids`, is not used. The
+row's Segments arrive as the keyword argument `segments` of the model's forward; a model that does not pass it down to its
+layers fails here at once instead of leaking.
 """
 
 from __future__ import annotations
@@ -47,11 +54,11 @@ def segmented_attention(
     """Attention of one flattened row, with transformers' signature.
 
     Shapes: `query` [1, heads, T, d], `key` and `value` [1, kv_heads, T, d], result [1, T, heads, d]; T is
-    `segments.tokens`. Raises CheckFailed where the layer is not told the segments of its row, or its reach is not known.
+    `segments.tokens`. Raises CheckFailed where the layer does not get the segments of its row, or its reach is not known.
     """
     segments, window = row_of(module, query, attention_mask, segments, sliding_window, kwargs)
     attend = attention_function(module, kwargs)
-    kwargs["is_causal"] = True  # a module may say otherwise and leave causality to the mask
+    kwargs["is_causal"] = True  # some modules leave causality to the mask
     if len(segments.lengths) == 1:
         mask = mask_of(attend, segments.tokens, segments.tokens, window, query.dtype, query.device)
         return attend(module, query, key, value, mask, sliding_window=window, **kwargs)[0], None
@@ -78,7 +85,7 @@ def row_of(
 ) -> tuple[Segments, int | None]:
     """The segments of the row that `query` [1, heads, T, d] is, as this layer sees them, and its window.
 
-    Raises CheckFailed where the layer is not told them, where its reach is not known, or where it brings a mask or a bias
+    Raises CheckFailed where the layer does not get them, where its reach is not known, or where it brings a mask or a bias
     of its own (doge learns one), which was made for the whole row.
     """
     name = type(module).__name__
@@ -164,7 +171,7 @@ def mask_of(
 ) -> torch.Tensor | None:
     """The causal mask of a lone segment whose `queries` are the last of its `keys`, [1, 1, queries, keys].
 
-    Boolean (True = visible) for sdpa, additive for eager functions; None where sdpa's `is_causal` says it all.
+    Boolean (True = visible) for sdpa, additive for eager functions; None where sdpa's `is_causal` is enough.
     """
     narrow = window if window is not None and window < keys else None
     if attend is sdpa_attention_forward and narrow is None and queries == keys:

@@ -1,23 +1,27 @@
-"""What training sees of the data: documents by number, out of one or more stores, each as often as its weight says.
+"""What training sees of the data: documents by number, or preference pairs, out of one or more tokenised sources.
 
 A TokenDataset is stores plus a list of row numbers. Weights, held-out fractions and mixtures only change the list; no
-token is ever copied.
+token is ever copied. A PairDataset is a TokenDataset read two documents at a time. The prompt of a pair is not stored
+beside them: it is what comes before the first target of either document.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from packtrain.config.schema import DataSource
-from packtrain.data.report import DataReport, add, count
-from packtrain.data.tokens.store import Document, Store
+from packtrain.data.counts import DataReport, PairFigures, add, count
+from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
 
 MOST_REPEATED = 2**28
 """Documents of an epoch that a weight may make of a source: their numbers alone take 4 GiB."""
+LEAST_PROMPT = 2
+"""Tokens of a prompt that can be computed once: the last one predicts the answer and runs in front of each."""
 
 
 class TokenDataset:
@@ -48,85 +52,146 @@ class TokenDataset:
     def __getitem__(self, index: int) -> Document:
         """Document number `index`, 0 to len - 1."""
         row = self.rows[index]
-        if len(self.stores) == 1:
-            return self.stores[0][int(row)]
         store = int(np.searchsorted(self._first, row, side="right")) - 1
         return self.stores[store][int(row - self._first[store])]
 
 
-def make_dataset(
-    stores: Sequence[Store],
-    rows: np.ndarray,
-    names: Sequence[str],
-    *,
-    built: Sequence[bool],
-    sides: Sequence[np.ndarray] | None = None,
-    held_out: int = 0,
-) -> TokenDataset:
-    """A TokenDataset with its report; `built` says which stores were made by this process.
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """One pair. Both documents begin with the same `prompt` tokens, and their targets are all that follows it.
 
-    `sides` are, for each store, the source's rows bool[its rows] that the report is about; all where it is None.
+    `prompt` is 0 where it has fewer than LEAST_PROMPT tokens.
     """
-    if sides is None:
-        counts = add(store.counts for store in stores)
-    else:
-        counts = add(count(store.fates[side], store.reasons) for store, side in zip(stores, sides, strict=True))
-    lengths = np.concatenate([store.lengths for store in stores])[rows]
-    trained = np.concatenate([store.trained for store in stores])[rows]
-    report = DataReport(
-        rows=counts.rows,
-        kept=counts.kept,
-        dropped=counts.dropped,
-        truncated=counts.truncated,
-        split=counts.split,
-        dropped_chunks=counts.dropped_chunks,
-        cut_tokens=counts.cut_tokens,
-        pairs_apart=counts.pairs_apart,
-        documents=len(rows),
-        tokens=int(lengths.sum(dtype=np.int64)),
-        trained_tokens=int(trained.sum(dtype=np.int64)),
-        held_out=held_out,
-        format=", ".join(dict.fromkeys(store.format for store in stores)),
-        sources=tuple(names),
-        seconds=sum(store.seconds for store, new in zip(stores, built, strict=True) if new),
-    )
-    return TokenDataset(stores, rows, report)
+
+    chosen: Document
+    rejected: Document
+    prompt: int
 
 
-def hold_out(stores: Sequence[Store], fraction: float) -> list[np.ndarray]:
-    """For each store, which rows of its source bool[its rows] are held out: `fraction` of the different rows.
+class PairDataset:
+    """Pairs for training; picklable like the documents that they are made of.
 
-    They are those with the lowest hashes of what they say, which is as good as drawn by lot. So equal rows, the parts of a
-    row that was split and preference pairs with the same prompt fall on the same side, and the same rows are held out with
-    any template, tokenizer, data.max_length and seed. At least one document is held out and one is left, else UserError.
+    lengths: int32[n], tokens of both documents of a pair, the prompt in each. shared_lengths: int32[n], its tokens when
+    the prompt (but for its last token) is computed once. trained: int32[n], its targets. prompts: int32[n], see
+    Preference. `fingerprint` changes whenever a token, a mask or the order changes.
     """
-    content = np.concatenate([store.fates["content"] for store in stores])
-    said, inverse = np.unique(content, return_inverse=True)
-    held = inverse < max(1, round(fraction * len(said)))
-    documents = np.concatenate([store.fates["documents"] for store in stores])
+
+    def __init__(self, documents: TokenDataset) -> None:
+        """`documents`: the chosen and the rejected one of each pair, one after the other."""
+        self.documents, self.fingerprint = documents, documents.fingerprint
+        lengths, trained = (part.reshape(-1, 2) for part in (documents.lengths, documents.trained))
+        before = (lengths - trained)[:, 0]
+        self.lengths: np.ndarray = lengths.sum(1, dtype=np.int32)
+        self.trained: np.ndarray = trained.sum(1, dtype=np.int32)
+        self.prompts: np.ndarray = np.where(before >= LEAST_PROMPT, before, 0)
+        self.shared_lengths: np.ndarray = self.lengths - np.maximum(self.prompts - 1, 0)
+        figures = PairFigures(
+            pairs=len(before),
+            prompt_tokens=round(float(before.mean()), 1),
+            chosen_tokens=round(float(trained[:, 0].mean()), 1),
+            rejected_tokens=round(float(trained[:, 1].mean()), 1),
+            prompt_share=round(2 * int(before.sum(dtype=np.int64)) / int(lengths.sum(dtype=np.int64)), 4),
+            shareable=int(np.count_nonzero(self.prompts)),
+        )
+        self.report: DataReport = replace(documents.report, pairs=figures)
+
+    def __reduce__(self) -> tuple[type[PairDataset], tuple[TokenDataset]]:
+        return (PairDataset, (self.documents,))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Preference:
+        """Pair number `index`, 0 to len - 1."""
+        chosen, rejected = self.documents[2 * index], self.documents[2 * index + 1]
+        return Preference(chosen, rejected, int(self.prompts[index]))
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenised:
+    """A source's documents in their `store`, and whether this process `built` it or found it in the cache."""
+
+    source: DataSource
+    store: Store
+    built: bool
+
+
+def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
+    """For each part, which rows of its source bool[its rows] are held out: `fraction` of the different rows.
+
+    They are those with the lowest hashes of their content, which is as good as drawn by lot. So equal rows, the parts of
+    a row that was split and preference pairs with the same prompt fall on the same side, and the same rows are held out
+    with any template, tokenizer, data.max_length and seed. At least one document is held out and one is left, else
+    UserError.
+    """
+    if not 0 < fraction < 1:
+        raise UserError(f"data.eval={fraction} is not a fraction", where="data.eval", fix="Give a number from 0 to 1.")
+    content = np.concatenate([part.store.fates["content"] for part in parts])
+    different, inverse = np.unique(content, return_inverse=True)
+    held = inverse < max(1, round(fraction * len(different)))
+    documents = np.concatenate([part.store.fates["documents"] for part in parts])
     for side, words in ((held, "no document would be held out"), (~held, "none would be left")):
         if not documents[side].any():
-            what = f"cannot hold out {fraction:g} of {len(content)} rows ({len(said)} different): {words}"
+            what = f"cannot hold out {fraction:g} of {len(content)} rows ({len(different)} different): {words}"
             raise UserError(what, where="data.eval", fix="Give data.eval a source of its own, or more rows.")
-    return np.split(held, np.cumsum([len(store.fates) for store in stores])[:-1])
+    return np.split(held, np.cumsum([len(part.store.fates) for part in parts])[:-1])
 
 
-def weighted(
-    rows: np.ndarray, source: DataSource, number: int, seed: int, where: str, *, together: int = 1
-) -> np.ndarray:
+def mixed(
+    parts: Sequence[Tokenised],
+    key: str,
+    seed: int,
+    *,
+    together: int = 1,
+    kept: Sequence[np.ndarray] | None = None,
+    weigh: bool = True,
+) -> TokenDataset:
+    """All parts, each as often as its weight says (once, unless they `weigh`), with the report of what they hold.
+
+    `key` of the config names them. So many neighbours stay `together`: 2 for the documents of preference pairs. `kept`
+    are, for each part, the rows of its source bool[its rows] that are taken; all where it is None.
+    """
+    rows, first, left_out = [], 0, 0
+    for number, part in enumerate(parts):
+        own = np.arange(first, first + len(part.store), dtype=np.int64)
+        first += len(part.store)
+        if kept is not None:
+            own = own[np.repeat(kept[number], part.store.fates["documents"])]
+            left_out += len(part.store) - len(own)
+        if len(own):
+            rows.append(_weighted(own, part.source, number, seed, key, together) if weigh else own)
+    stores, all_rows = [part.store for part in parts], np.concatenate(rows)
+    if kept is None:
+        counts = add(store.counts for store in stores)
+    else:
+        counts = add(count(store.fates[side], store.reasons) for store, side in zip(stores, kept, strict=True))
+    report = DataReport(
+        **asdict(counts),
+        documents=len(all_rows),
+        tokens=int(np.concatenate([store.lengths for store in stores])[all_rows].sum(dtype=np.int64)),
+        trained_tokens=int(np.concatenate([store.trained for store in stores])[all_rows].sum(dtype=np.int64)),
+        held_out=left_out,
+        format=", ".join(dict.fromkeys(store.format for store in stores)),
+        sources=tuple(part.source.path for part in parts),
+        seconds=sum(part.store.seconds for part in parts if part.built),
+    )
+    return TokenDataset(stores, all_rows, report)
+
+
+def _weighted(rows: np.ndarray, source: DataSource, number: int, seed: int, key: str, together: int) -> np.ndarray:
     """`rows` int64[n], each floor(weight) times, and a random part of them once more for the fraction of the weight.
 
-    So many neighbours stay `together`: 2 for the documents of preference pairs. The random part is fixed by (seed, number of the source), and its rows keep their order. Raises UserError for a
-    weight that takes none of them, or more than anything could be done with.
+    The random part is fixed by (seed, number of the source), and its rows keep their order. Raises UserError for a weight
+    that takes none of them, or more than anything could be done with.
     """
     rows, weight = rows[::together], source.weight
     if not (weight <= 1 or weight * len(rows) <= MOST_REPEATED):  # true of NaN too
         what = f"weight={weight:g} makes {weight * len(rows):.2g} documents of the {len(rows):,} of {source.path}"
-        raise UserError(what, where=where, fix="Weights are relative to one epoch: lower it, raise trainer.epochs.")
+        raise UserError(what, where=key, fix="Weights are relative to one epoch: lower it, raise trainer.epochs.")
     whole, part = int(weight), weight - int(weight)
     extra = np.random.default_rng([seed, 2, number]).permutation(len(rows))[: round(part * len(rows))]
     taken = np.concatenate([*[rows] * whole, rows[np.sort(extra)]])
     if not len(taken):
         what = f"weight={weight:g} takes none of the {len(rows):,} documents of {source.path}"
-        raise UserError(what, where=where, fix="Raise its weight, or take the source away.")
+        raise UserError(what, where=key, fix="Raise its weight, or take the source away.")
     return (taken[:, None] + np.arange(together)).ravel()

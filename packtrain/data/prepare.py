@@ -24,32 +24,26 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from packtrain.config.schema import Data, DataSource
-from packtrain.data.dataset import TokenDataset, hold_out, make_dataset, weighted
-from packtrain.data.formats.conversations import Format, Objective
-from packtrain.data.formats.recognise import OF_PAIRS, recognise
-from packtrain.data.pairs import PairDataset
-from packtrain.data.report import Counts
-from packtrain.data.sources import resolve as sources
-from packtrain.data.sources.hashing import hash_file
-from packtrain.data.sources.rows import BadRow, Chunk
-from packtrain.data.tokens import templates
-from packtrain.data.tokens.cache import cache_folder, open_or_build
-from packtrain.data.tokens.codec import codec_of
-from packtrain.data.tokens.paired import PairEncoder
-from packtrain.data.tokens.store import Store, StoreWriter
-from packtrain.data.tokens.tokenise import MOST_PROBLEMS, Encoder, Outcome, Settings
+from packtrain.data.counts import RowCounts
+from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, hold_out, mixed
+from packtrain.data.formats.columns import OF_PAIRS, Format, Objective, detect_format
+from packtrain.data.sources.chunks import BadRow, Chunk
+from packtrain.data.sources.locate import Role, Source, locate, sources_in
+from packtrain.data.tokens.cache import StoreWriter, cache_folder, hash_file, open_or_build
+from packtrain.data.tokens.chat_template import choose_template
+from packtrain.data.tokens.encode import MOST_PROBLEMS, EncodedChunk, Encoder, PairEncoder, Settings
+from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.monitor import heartbeat
 from packtrain.wording import counted
@@ -57,7 +51,7 @@ from packtrain.wording import counted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 5
+VERSION = 6
 """Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
 FEW_ROWS = 1000
 FEW_CHUNKS = 8
@@ -65,15 +59,15 @@ MOST_WORKERS = 16
 LOOK_AHEAD = 3
 
 
-Documents = TypeVar("Documents", TokenDataset, PairDataset)
+AnyDataset = TypeVar("AnyDataset", TokenDataset, PairDataset)
 
 
 @dataclass(frozen=True)
-class PreparedData(Generic[Documents]):
+class PreparedData(Generic[AnyDataset]):
     """The documents (or preference pairs) to train on, and the held-out ones where there are any."""
 
-    train: Documents
-    eval: Documents | None
+    train: AnyDataset
+    eval: AnyDataset | None
 
 
 def prepare(
@@ -106,20 +100,24 @@ def _prepared(
 ) -> PreparedData[TokenDataset]:
     if data.train is None:
         raise UserError("there is nothing to train on", where="data.train", fix="Give a file, a folder or a hub id.")
-    codec, chat = codec_of(tokenizer), templates.choose(template or data.chat_template, tokenizer)
-    encoder = (Encoder if objective == "sft" else PairEncoder)(codec, chat, _settings(data, objective))
+    chat_template = choose_template(template or data.chat_template, tokenizer)
+    encoder = (Encoder if objective == "sft" else PairEncoder)(
+        plain_tokenizer(tokenizer), chat_template, _settings(data, objective)
+    )
     console = Console(stderr=True, quiet=not progress)
+    mix = partial(mixed, seed=seed, together=1 if objective == "sft" else 2)
     with ExitStack() as stack:
-        workshop = _Workshop(encoder, data.workers or min(_cores(), MOST_WORKERS), stack)
-        maker = _Maker(workshop, data, objective, cache_folder(data.cache_dir), seed, console)
-        mixer = _Mixer(seed, 1 if objective == "sft" else 2)
-        train_sources = sources.wanted(data.train, "train")
-        train = [maker.store(source, "train") for source in train_sources]
-        if data.eval is None or isinstance(data.eval, (int, float)):
-            return mixer.with_fraction(train, train_sources, data.eval)
-        eval_sources = sources.wanted(data.eval, "eval")
-        held = [maker.store(source, "eval") for source in eval_sources]
-        return PreparedData(mixer.mixed(train, train_sources, "train"), mixer.mixed(held, eval_sources, "eval"))
+        workers = _Workers(encoder, data.workers or min(_cores(), MOST_WORKERS), stack)
+        make = _Tokeniser(workers, data, objective, cache_folder(data.cache_dir), seed, console)
+        train = [make.tokenised(source, "train") for source in sources_in(data.train, "train")]
+        if data.eval in (None, 0):
+            return PreparedData(mix(train, "data.train"), None)
+        if isinstance(data.eval, (int, float)):
+            held = hold_out(train, data.eval)
+            rest = mix(train, "data.train", kept=[~side for side in held])
+            return PreparedData(rest, mix(train, "data.eval", kept=held, weigh=False))
+        evaluated = [make.tokenised(source, "eval") for source in sources_in(data.eval, "eval")]
+        return PreparedData(mix(train, "data.train"), mix(evaluated, "data.eval"))
 
 
 def _settings(data: Data, objective: Objective) -> Settings:
@@ -132,9 +130,8 @@ def _settings(data: Data, objective: Objective) -> Settings:
         return Settings(data.loss_on, data.max_length, overlong, data.bad_rows, columns)
     if data.format not in ("auto", *OF_PAIRS):
         what = f"data.format={data.format} has no preference pairs"
-        raise UserError(
-            what, where="data.format", fix="Set it to auto, preference or ranked, or train with packtrain sft."
-        )
+        fix = "Set it to auto, preference or ranked, or train with packtrain sft."
+        raise UserError(what, where="data.format", fix=fix)
     if data.loss_on not in ("auto", "completion"):
         what = f"data.loss_on={data.loss_on}, but preferences are about the answers"
         raise UserError(what, where="data.loss_on", fix="Set it to auto or completion.")
@@ -145,95 +142,48 @@ def _settings(data: Data, objective: Objective) -> Settings:
     return Settings("completion", data.max_length, overlong, data.bad_rows, columns)
 
 
-Made = tuple[Store, bool]
-
-
-@dataclass(frozen=True, slots=True)
-class _Mixer:
-    """Stores to data sets, documents that belong `together` (by this many) always side by side."""
-
-    seed: int
-    together: int
-
-    def with_fraction(
-        self, made: list[Made], given: list[DataSource], fraction: float | None
-    ) -> PreparedData[TokenDataset]:
-        if not fraction:
-            return PreparedData(self.mixed(made, given, "train"), None)
-        if not 0 < fraction < 1:
-            raise UserError(
-                f"data.eval={fraction} is not a fraction", where="data.eval", fix="Give a number from 0 to 1."
-            )
-        stores = [store for store, _ in made]
-        held = hold_out(stores, fraction)
-        train = self.mixed(made, given, "train", held)
-        documents = np.concatenate(
-            [np.repeat(side, store.fates["documents"]) for store, side in zip(stores, held, strict=True)]
-        )
-        rows, names = np.flatnonzero(documents).astype(np.int64), [source.path for source in given]
-        return PreparedData(train, make_dataset(stores, rows, names, built=[new for _, new in made], sides=held))
-
-    def mixed(
-        self, made: list[Made], given: list[DataSource], role: sources.Role, held: list[np.ndarray] | None = None
-    ) -> TokenDataset:
-        """All stores, each with its weight, without the documents of the rows `held` (for each store bool[its rows])."""
-        parts, first, held_out = [], 0, 0
-        for number, ((store, _), source) in enumerate(zip(made, given, strict=True)):
-            rows = np.arange(first, first + len(store), dtype=np.int64)
-            if held is not None:
-                rows = rows[~np.repeat(held[number], store.fates["documents"])]
-                held_out += len(store) - len(rows)
-            if len(rows):
-                parts.append(weighted(rows, source, number, self.seed, f"data.{role}", together=self.together))
-            first += len(store)
-        return make_dataset(
-            [store for store, _ in made],
-            np.concatenate(parts),
-            [source.path for source in given],
-            built=[new for _, new in made],
-            sides=None if held is None else [~side for side in held],
-            held_out=held_out,
-        )
-
-
 @dataclass
-class _Maker:
+class _Tokeniser:
     """Makes the store of a source, or finds it."""
 
-    workshop: _Workshop
+    workers: _Workers
     data: Data
     objective: Objective
     folder: Path
     seed: int
     console: Console
 
-    def store(self, given: DataSource, role: sources.Role) -> Made:
+    def tokenised(self, given: DataSource, role: Role) -> Tokenised:
         try:
-            source = sources.resolve(given, role, self.seed, self.objective)
+            source = locate(given, role, self.seed, self.objective)
             identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
         except OSError as error:
             where = str(error.filename or given.path)
             raise UserError(f"cannot be used: {error.strerror or error}", where=where) from error
-        encoder = self.workshop.encoder
+        encoder = self.workers.encoder
         chat = encoder.template.content if encoder.template else ""
-        parts = (VERSION, identity, self.objective, self.data.format, encoder.settings, encoder.codec.content, chat)
+        parts = (VERSION, identity, self.objective, self.data.format, encoder.settings, encoder.tokenizer.content, chat)
         key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
         def say(message: str) -> None:
             self.console.print(f"{source.name}: {message}", highlight=False, markup=False)
 
-        return open_or_build(self.folder, key, partial(self._build, source), say)
+        return Tokenised(given, *open_or_build(self.folder, key, partial(self._build, source), say))
 
-    def _build(self, source: sources.Source, folder: Path) -> None:
+    def _build(self, source: Source, folder: Path) -> None:
         started = time.monotonic()
         chunks = source.chunks()
-        format, seen = self._look(source, chunks)
-        self.workshop.encoder.check(format, source.name)
-        with closing(StoreWriter(folder)) as writer, _bar(self.console, source.size) as advance:
-            rows, outcomes = 0, self.workshop.encode(_chain(seen, chunks), format)
+        format, seen = self._detect(source, chunks)
+        self.workers.encoder.check(format, source.name)
+        writer = StoreWriter(folder)
+        with _bar(self.console, source.size) as advance:
+            rows, outcomes = 0, self.workers.encode(chain(seen, chunks), format)
             for chunk, outcome in outcomes:
                 if outcome.problems:
-                    raise _bad_rows(outcome, outcomes)
+                    more = [one for _, one in islice(outcomes, FEW_CHUNKS)]
+                    problems = [*outcome.problems, *(problem for one in more for problem in one.problems)]
+                    bad = outcome.bad + sum(one.bad for one in more)
+                    raise _bad_rows(problems, bad, complete=next(outcomes, None) is None)
                 writer.add(outcome.documents, outcome.fates)
                 rows += len(outcome.fates)
                 advance(chunk.size, rows)
@@ -243,40 +193,28 @@ class _Maker:
                 raise UserError(_nothing_left(counts), where=source.name, fix=f"See data.format, {keys}.")
             writer.finish(format, time.monotonic() - started)
 
-    def _look(self, source: sources.Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
+    def _detect(self, source: Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
         """The source's format, from the columns of the first chunk that has a readable row; and the chunks read."""
         seen: list[Chunk] = []
         problems = []
         for chunk in chunks:
             seen.append(chunk)
-            names: dict[str, None] = {}
-            first: list[str] = []
-            for where, row in chunk.rows():
-                if isinstance(row, BadRow):
-                    problems.append(row.problem(where))
-                else:
-                    first = first or list(row)
-                    names.update(dict.fromkeys(row))
-            if names:
+            rows = list(chunk.rows())
+            problems += [row.problem(where) for where, row in rows if isinstance(row, BadRow)]
+            columns = [list(row) for _, row in rows if isinstance(row, dict) and row]
+            if columns:
                 if problems and self.data.bad_rows == "error":
-                    raise _shown(problems, len(problems), complete=False)
+                    raise _bad_rows(problems, len(problems), complete=False)
+                names = list(dict.fromkeys(name for row in columns for name in row))
                 keys = (self.data.format, self.data.columns)
-                return recognise(first, list(names), *keys, source.name, self.objective), seen
+                return detect_format(columns[0], names, *keys, source.name, self.objective), seen
         if problems:
-            raise _shown(problems, len(problems), complete=True)
+            raise _bad_rows(problems, len(problems), complete=True)
         raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.")
 
 
-def _bad_rows(first: Outcome, more: Iterator[tuple[Chunk, Outcome]]) -> UserError:
-    """The error of the bad rows of `first` and of a few chunks that follow it."""
-    problems, bad = list(first.problems), first.bad
-    for _, outcome in islice(more, FEW_CHUNKS):
-        problems, bad = [*problems, *outcome.problems], bad + outcome.bad
-    return _shown(problems, bad, complete=next(more, None) is None)
-
-
-def _shown(problems: list[Problem], bad: int, *, complete: bool) -> UserError:
-    """The error of `bad` rows with the first `problems`; it says how many there are where not all are shown."""
+def _bad_rows(problems: list[Problem], bad: int, *, complete: bool) -> UserError:
+    """The error of `bad` rows with the first `problems`; with their number where not all are shown."""
     shown = problems[:MOST_PROBLEMS]
     note = "" if complete else "There may be more further down."
     if bad > len(shown):
@@ -286,67 +224,54 @@ def _shown(problems: list[Problem], bad: int, *, complete: bool) -> UserError:
     return UserError(shown)
 
 
-def _nothing_left(counts: Counts) -> str:
+def _nothing_left(counts: RowCounts) -> str:
     reasons = ", ".join(
         f"{number} {reason}" for reason, number in sorted(counts.dropped.items(), key=lambda item: -item[1])
     )
     return f"no document is left of {counted(counts.rows, 'rows')}; dropped: {reasons}"
 
 
-def _chain(seen: list[Chunk], rest: Iterator[Chunk]) -> Iterator[Chunk]:
-    yield from seen
-    yield from rest
-
-
 @dataclass
-class _Workshop:
+class _Workers:
     """Encodes chunks in order: few of them here, many in processes that live until the stack is closed."""
 
     encoder: Encoder
-    workers: int
+    number: int
     stack: ExitStack
     pool: ProcessPoolExecutor | None = field(default=None)
 
-    def encode(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, Outcome]]:
-        first: list[Chunk] = []
-        rows = 0
-        for chunk in chunks:
-            first.append(chunk)
-            rows += len(chunk)
-            if rows > FEW_ROWS or len(first) > FEW_CHUNKS:
-                break
-        else:
-            yield from ((chunk, self.encoder.encode(chunk, format)) for chunk in first)
-            return
-        every = _chain(first, chunks)
-        if self.workers == 1:
-            yield from ((chunk, self.encoder.encode(chunk, format)) for chunk in every)
+    def encode(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, EncodedChunk]]:
+        first = list(islice(chunks, FEW_CHUNKS + 1))
+        small = len(first) <= FEW_CHUNKS and sum(map(len, first)) <= FEW_ROWS
+        if small or self.number == 1:
+            yield from ((chunk, self.encoder.encode(chunk, format)) for chunk in chain(first, chunks))
             return
         try:
-            yield from self._in_parallel(every, format)
+            yield from self._in_parallel(chain(first, chunks), format)
         except BrokenProcessPool as error:
             fix = "Out of memory, most likely: set data.workers lower."
             raise PacktrainError("a tokenising process died", where="data.workers", fix=fix) from error
 
-    def _in_parallel(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, Outcome]]:
-        pool = self.pool
-        if pool is None:
-            context = multiprocessing.get_context("spawn")
-            # By file: of arguments beyond what a pipe holds, Python waits for ever for a worker that died unread.
-            encoder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="packtrain-")), "encoder")
-            encoder.write_bytes(pickle.dumps(self.encoder))
-            pool = ProcessPoolExecutor(self.workers, context, initializer=_start_worker, initargs=(encoder,))
-            self.pool = pool
-            self.stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-        waiting: deque[tuple[Chunk, Future[Outcome]]] = deque()
+    def _in_parallel(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, EncodedChunk]]:
+        pool = self.pool = self.pool or self._started()
+        waiting: deque[tuple[Chunk, Future[EncodedChunk]]] = deque()
         for chunk in chunks:
             waiting.append((chunk, pool.submit(_encode, chunk, format)))
-            if len(waiting) >= LOOK_AHEAD * self.workers:
+            if len(waiting) >= LOOK_AHEAD * self.number:
                 chunk, future = waiting.popleft()
                 yield chunk, future.result()
         while waiting:
             chunk, future = waiting.popleft()
             yield chunk, future.result()
+
+    def _started(self) -> ProcessPoolExecutor:
+        # By file: of arguments beyond what a pipe holds, Python waits for ever for a worker that died unread.
+        encoder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="packtrain-")), "encoder")
+        encoder.write_bytes(pickle.dumps(self.encoder))
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(self.number, context, initializer=_start_worker, initargs=(encoder,))
+        self.stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+        return pool
 
 
 _encoder: Encoder
@@ -363,7 +288,7 @@ def _start_worker(encoder: Path) -> None:
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def _encode(chunk: Chunk, format: Format) -> Outcome:
+def _encode(chunk: Chunk, format: Format) -> EncodedChunk:
     return _encoder.encode(chunk, format)
 
 

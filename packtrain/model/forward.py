@@ -27,8 +27,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from packtrain.errors import CheckFailed
-from packtrain.packing.collate import IGNORE, on_device, row_arguments
-from packtrain.packing.pairs import PairLayout
+from packtrain.packing.collate import IGNORE, PairLayout, on_device, row_arguments
 from packtrain.proof.isolation import refusals_of_a_model
 
 _HEAD_CHUNK = 512  # tokens whose logits exist at once

@@ -35,7 +35,7 @@ TOLERANCE = 0.01  # how far above the smallest possible the largest cost of cons
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MicroBatchLimits:
     """What one device takes at once: at most `examples` documents and `tokens` token slots; None for no limit."""
 
     examples: int | None
@@ -53,7 +53,7 @@ def lay_out(
     *,
     mode: Mode,
     world_size: int,
-    limits: Limits,
+    limits: MicroBatchLimits,
     attention_cost: float,
     keep_order: bool = False,
 ) -> Layout:
@@ -67,7 +67,7 @@ def lay_out(
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if mode == "packed":
-        limits = Limits(None, limits.tokens)
+        limits = MicroBatchLimits(None, limits.tokens)
     if limits.tokens is not None and len(lengths) and lengths.max() > limits.tokens:
         raise ValueError(f"a document has {lengths.max()} tokens, a micro-batch takes {limits.tokens}")
     if keep_order or mode == "padding":
@@ -124,7 +124,7 @@ def loads(parts: list[np.ndarray], lengths: np.ndarray, mode: Mode, attention_co
     return cost
 
 
-def _spread(lengths: np.ndarray, world_size: int, limits: Limits, attention_cost: float) -> list[np.ndarray]:
+def _spread(lengths: np.ndarray, world_size: int, limits: MicroBatchLimits, attention_cost: float) -> list[np.ndarray]:
     """Parts of similar cost within `limits`, as many as the fewest micro-batches for `world_size` ranks have room for."""
     cost = costs(lengths, attention_cost)
     order = np.argsort(-lengths, kind="stable").tolist()
@@ -150,7 +150,7 @@ def _rounded_up(parts: int, world_size: int) -> int:
 
 
 def _longest_first(
-    order: list[int], lengths: list[int], cost: list[float], slots: int, limits: Limits
+    order: list[int], lengths: list[int], cost: list[float], slots: int, limits: MicroBatchLimits
 ) -> list[list[int]] | None:
     """Each document of `order` (longest first) into the cheapest of `slots` parts with room; None if one finds none.
 
@@ -183,7 +183,7 @@ def _longest_first(
     return parts
 
 
-def _best_fit(order: list[int], lengths: list[int], limits: Limits) -> list[list[int]]:
+def _best_fit(order: list[int], lengths: list[int], limits: MicroBatchLimits) -> list[list[int]]:
     """Best-fit-decreasing: each document of `order` (longest first) into the fullest part with room, else a new one."""
     parts: list[list[int]] = []
     capacity = math.inf if limits.tokens is None else limits.tokens
@@ -202,7 +202,12 @@ def _best_fit(order: list[int], lengths: list[int], limits: Limits) -> list[list
 
 
 def _consecutive(
-    lengths: np.ndarray, padded: bool, keep_order: bool, world_size: int, limits: Limits, attention_cost: float
+    lengths: np.ndarray,
+    padded: bool,
+    keep_order: bool,
+    world_size: int,
+    limits: MicroBatchLimits,
+    attention_cost: float,
 ) -> list[np.ndarray]:
     """Consecutive parts, of the documents in their order or longest first, whose largest cost is as small as possible."""
     if len(lengths) == 0:
@@ -226,7 +231,7 @@ def _consecutive(
 
 
 def _cut(
-    lengths: list[int], cost: list[float], padded: bool, limits: Limits, most: float, slots: int
+    lengths: list[int], cost: list[float], padded: bool, limits: MicroBatchLimits, most: float, slots: int
 ) -> list[int] | None:
     """Ends of the fewest consecutive parts within `limits` that cost at most `most`; None if these are above `slots`."""
     examples = math.inf if limits.examples is None else limits.examples

@@ -1,24 +1,36 @@
-"""Documents → the keyword arguments of one forward pass: padded, or flattened into one row.
+"""Documents or preference pairs → the keyword arguments of one forward pass: padded rows, or one flattened row.
 
-Labels are shifted here, document by document, so no label ever crosses a border and the model's own shift is not used:
+Labels are shifted here, document by document, so no label crosses a border and the model's own shift is not used:
 `shift_labels[t]` is the token that position t has to predict, or IGNORE. A flattened row needs no padding token and no
 attention mask; it carries what every kind of kernel asks for (Segments, position ids, cu_seqlens, seq_idx).
+
+Pairs always come as the padded batch that TRL's losses read, all chosen answers first, then all rejected ones. Padded
+integers are cheap; the model must not see them. So a PairLayout says where each token of a flattened row is in that batch:
+the model runs on the row, and what it returns per token is put back (model/forward.py). Where prompts are shared, a
+pair is three segments: the prompt without its last token, and twice that last token with an answer, which see the first
+segment. (The last token predicts the first token of both answers, so it is there twice.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from packtrain.data.dataset import Document
+from packtrain.data.dataset import Document, Preference
 from packtrain.packing.segments import Segments
+
+PairRows = Literal["padding", "flat", "shared"]
+"""What the model runs on: the padded batch, a flattened row, or one in which prompts are shared."""
 
 IGNORE = -100
 FILLER = Document(input_ids=np.zeros(2, dtype=np.int32), loss_mask=np.zeros(2, dtype=bool))
-"""Stands in for an empty micro-batch (a step with fewer documents than ranks): it is run, and trains nothing."""
+FILLER_PAIR = Preference(chosen=FILLER, rejected=FILLER, prompt=0)
+"""Stand in for an empty micro-batch (a step with fewer documents than ranks): they are run, and train nothing."""
 
 
 def shifted_labels(document: Document) -> torch.Tensor:
@@ -32,16 +44,15 @@ def shifted_labels(document: Document) -> torch.Tensor:
 def collate_padded(documents: Sequence[Document], pad_token_id: int) -> dict[str, Any]:
     """Right-padded batch: `input_ids`, `attention_mask`, `shift_labels`, each int64 [documents, longest]."""
     documents = documents or [FILLER]
-    shape = (len(documents), max(len(document.input_ids) for document in documents))
-    input_ids = torch.full(shape, pad_token_id)
-    attention_mask = torch.zeros(shape, dtype=torch.int64)
-    labels = torch.full(shape, IGNORE)
-    for row, document in enumerate(documents):
-        length = len(document.input_ids)
-        input_ids[row, :length] = torch.from_numpy(document.input_ids.astype(np.int64))
-        attention_mask[row, :length] = 1
-        labels[row, :length] = shifted_labels(document)
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "shift_labels": labels}
+    labels = [shifted_labels(document) for document in documents]
+    return {**_padded(documents, pad_token_id), "shift_labels": pad_sequence(labels, True, IGNORE)}
+
+
+def _padded(documents: Sequence[Document], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask`, int64 [documents, longest]."""
+    ids = [torch.from_numpy(document.input_ids.astype(np.int64)) for document in documents]
+    mask = [torch.ones_like(one) for one in ids]
+    return {"input_ids": pad_sequence(ids, True, pad_token_id), "attention_mask": pad_sequence(mask, True)}
 
 
 def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
@@ -58,22 +69,65 @@ def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
 
 
 def row_arguments(segments: Segments) -> dict[str, Any]:
-    """What a model is told of a flattened row beside its tokens: `segments`, `position_ids`, and the kernels' arguments.
+    """What a model needs of a flattened row beside its tokens: `segments`, `position_ids`, and the kernels' arguments.
 
-    Those kernels know of no shared prefix: where there is one, they are told nothing.
+    Those kernels have no shared prefixes: a row with one goes without them.
     """
-    told = {"position_ids": segments.position_ids(), "segments": segments}
+    arguments = {"position_ids": segments.position_ids(), "segments": segments}
     if any(segments.prefix_lengths):
-        return told
+        return arguments
     borders, longest = segments.cumulative_lengths(), max(segments.lengths)
     return {
-        **told,
+        **arguments,
         "cu_seq_lens_q": borders,
         "cu_seq_lens_k": borders,
         "max_length_q": longest,
         "max_length_k": longest,
         "seq_idx": segments.segment_ids(),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class PairLayout:
+    """A flattened row of T tokens: token t of it is at `rows[t]`, `columns[t]` (int64 [T]) of the padded batch."""
+
+    segments: Segments
+    rows: torch.Tensor
+    columns: torch.Tensor
+
+
+def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: PairRows) -> dict[str, Any]:
+    """`input_ids`, `attention_mask`, `completion_mask` int64 [2B, L], and, unless `rows` are padded, their `layout`."""
+    pairs = pairs or [FILLER_PAIR]
+    documents = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    targets = [torch.from_numpy(document.loss_mask.astype(np.int64)) for document in documents]
+    batch = {**_padded(documents, pad_token_id), "completion_mask": pad_sequence(targets, True)}
+    if rows == "padding":
+        return batch
+    prompts = [pair.prompt if rows == "shared" else 0 for pair in pairs]
+    groups = [(number, number + len(pairs)) for number in range(len(pairs))]
+    return {**batch, "layout": layout_of([len(document.input_ids) for document in documents], groups, prompts)}
+
+
+def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> PairLayout:
+    """The flattened row of a padded batch whose rows have `lengths` tokens.
+
+    Group g, a sequence of rows of the batch, begins with the same `prompts[g]` tokens; from two of them on, all but the
+    last are computed once. Any number of rows may share a prompt.
+    """
+    pieces: list[tuple[int, int, int, int | None]] = []  # row of the batch, first column, end, number of the prefix
+    for group, prompt in zip(groups, prompts, strict=True):
+        common, prefix = 0, None
+        if prompt > 1:
+            common, prefix = prompt - 1, len(pieces)
+            pieces.append((group[0], 0, common, None))
+        pieces += [(row, common, lengths[row], prefix) for row in group]
+    prefixes = tuple(prefix for *_, prefix in pieces)
+    return PairLayout(
+        Segments(tuple(end - first for _, first, end, _ in pieces), prefixes if any(prompts) else ()),
+        rows=torch.cat([torch.full((end - first,), row) for row, first, end, _ in pieces]),
+        columns=torch.cat([torch.arange(first, end) for _, first, end, _ in pieces]),
+    )
 
 
 def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:

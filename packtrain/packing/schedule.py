@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from packtrain.errors import UserError
-from packtrain.packing.balance import Layout, Limits, Mode, deal, imbalance, lay_out, loads
+from packtrain.packing.balance import Layout, MicroBatchLimits, Mode, deal, imbalance, lay_out, loads
 from packtrain.packing.bins import Rows, best_fit, best_fit_count, in_order
 
 Strategy = Literal["best_fit", "in_order"]
@@ -33,7 +33,7 @@ KEPT_EPOCHS = 2  # plans kept: the current epoch, and the next one when batches 
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class Utilisation:
     """How well steps fill the devices, as means over the `steps` that were looked at.
 
     `fill`: tokens / slots (packed: rows of `limits.tokens`, empty ones too; padding: as padded; padding_free: 1).
@@ -57,7 +57,7 @@ class Schedule:
     """The optimizer steps of a training or an evaluation; made by `make_schedule`. Steps count from 0."""
 
     lengths: np.ndarray
-    limits: Limits
+    limits: MicroBatchLimits
     mode: Mode
     strategy: Strategy
     examples_per_step: int | None
@@ -124,7 +124,7 @@ class Schedule:
             seen += int(rows.offsets[min(within * self._step_rows, len(rows))])
         return seen
 
-    def summary(self, world_size: int, sample_steps: int = 32) -> Summary:
+    def summary(self, world_size: int, sample_steps: int = 32) -> Utilisation:
         """Figures over at most `sample_steps` steps, spread evenly over the first epoch (all of it is planned)."""
         steps = min(self.total_steps, self.steps_per_epoch(0))
         sample = np.unique(np.linspace(0, steps - 1, min(sample_steps, steps)).round().astype(int)).tolist()
@@ -142,7 +142,7 @@ class Schedule:
                 slots += len(lengths) * (self.limits.tokens or 0)
             micro_batches.append(len(layout[0]))
             imbalances.append(imbalance(layout, self.lengths, self.attention_cost, self.mode))
-        return Summary(
+        return Utilisation(
             steps=len(sample),
             documents_per_step=documents / len(sample),
             tokens_per_step=tokens / len(sample),
@@ -216,7 +216,7 @@ class Schedule:
 def make_schedule(
     lengths: np.ndarray,
     *,
-    limits: Limits,
+    limits: MicroBatchLimits,
     mode: Mode,
     strategy: Strategy,
     examples_per_step: int | None,
@@ -259,7 +259,11 @@ def make_schedule(
 
 
 def _checked_rows_per_step(
-    lengths: np.ndarray, limits: Limits, mode: Mode, examples_per_step: int | None, tokens_per_step: int | None
+    lengths: np.ndarray,
+    limits: MicroBatchLimits,
+    mode: Mode,
+    examples_per_step: int | None,
+    tokens_per_step: int | None,
 ) -> int | None:
     """Rows of a step with `tokens_per_step`, None with `examples_per_step`; UserError where they do not go together."""
     if len(lengths) == 0:

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from packtrain.config.schema import RunConfig
+from packtrain.data.counts import DataReport
 from packtrain.data.prepare import PreparedData
-from packtrain.data.report import DataReport
 from packtrain.model.forward import Head
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements

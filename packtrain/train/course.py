@@ -10,12 +10,11 @@ import numpy as np
 from transformers import PreTrainedModel, TrainerCallback
 
 from packtrain.config.schema import RunConfig
-from packtrain.data.dataset import TokenDataset
-from packtrain.data.pairs import PairDataset
+from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.monitor.heartbeat import TimeLimits
-from packtrain.packing.balance import Limits
+from packtrain.packing.balance import MicroBatchLimits
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.accelerate import STAGES
 from packtrain.train.checkpoint import step_of
@@ -68,7 +67,7 @@ def schedule_of(config: RunConfig, lengths: np.ndarray, model: PreTrainedModel, 
     examples, tokens = config.batch.limits(config.packing.mode)
     return make_schedule(
         lengths,
-        limits=Limits(examples=examples, tokens=tokens),
+        limits=MicroBatchLimits(examples=examples, tokens=tokens),
         mode=packing.mode,
         strategy=packing.strategy,
         examples_per_step=batch.examples_per_step,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from packtrain.config.schema import Model
-from packtrain.data.tokens.codec import codec_of
+from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import Problem, UserError
 from packtrain.model.load import base_model, load_tokenizer
 from packtrain.proof.isolation import evaluating
@@ -110,8 +110,8 @@ def _tokenizers(trainer: PackedDPOTrainer, reference: Any) -> Iterator[Problem]:
     if not path or path == own:
         return
     with suppress(UserError):
-        theirs = codec_of(load_tokenizer(Model(path=path)))
-        ours = codec_of(cast(Any, trainer.processing_class))
+        theirs = plain_tokenizer(load_tokenizer(Model(path=path)))
+        ours = plain_tokenizer(cast(Any, trainer.processing_class))
         if theirs.content != ours.content:
             yield Problem(
                 f"the reference has another tokenizer ({path}: {theirs.vocabulary} tokens, digest {theirs.content[:8]}) than "

@@ -13,15 +13,15 @@ from trl import DPOConfig
 
 from packtrain.attention.backends import attend_by, own_attention
 from packtrain.config.schema import RunConfig
-from packtrain.data.formats.identity import number_of
-from packtrain.data.pairs import PairDataset
+from packtrain.data.dataset import PairDataset
+from packtrain.data.formats.columns import number_of
 from packtrain.data.prepare import PreparedData, prepare_pairs
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model, weights_hash
 from packtrain.model.reference import load_reference, precompute
 from packtrain.model.spread import open_proofs, spread
-from packtrain.packing.pairs import Layout
+from packtrain.packing.collate import PairRows
 from packtrain.plan.reference import adapters_of_reference, kind_of, starts_at_reference
 from packtrain.proof.choice import Decision, examine_pairs
 from packtrain.proof.isolation import check_as_it_comes
@@ -65,7 +65,7 @@ def build(
     spread(model, config, device)
     close_proofs = open_proofs(model, config)
     decision = None
-    layout: Layout = "padding"
+    layout: PairRows = "padding"
     unshared = ""
     if config.packing.mode != "padding":
         pairs = config.packing.share_prefix is not False
@@ -110,7 +110,7 @@ def identity_of_reference(config: RunConfig, model: PreTrainedModel, weights: st
     return f"{weights} {number_of(said)} {config.peft.alpha / config.peft.r if config.peft.kind == 'lora' else 1}"
 
 
-def _layout(config: RunConfig, model: PreTrainedModel, decision: Decision, processes: int) -> tuple[Layout, str]:
+def _layout(config: RunConfig, model: PreTrainedModel, decision: Decision, processes: int) -> tuple[PairRows, str]:
     """How pairs are laid out in rows, and why their prompts are not shared where they could be asked to be.
 
     Raises CheckFailed where packing.share_prefix asks for what the backend cannot do.
@@ -131,7 +131,7 @@ def _steps(
     data: PairDataset,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    layout: Layout,
+    layout: PairRows,
     *,
     whole_set: bool,
 ) -> PairSteps:
@@ -190,7 +190,7 @@ def _take_precomputed(
     data: Prepared,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    layout: Layout,
+    layout: PairRows,
     identity: str,
 ) -> None:
     """Has what the reference says of every pair come with the batches."""

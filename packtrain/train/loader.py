@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from packtrain.data.dataset import Document, TokenDataset
-from packtrain.data.pairs import PairDataset
+from packtrain.data.dataset import Document, PairDataset, TokenDataset
 from packtrain.launch.worker import end_with_parent
 from packtrain.monitor.old.heartbeat import listen_in_loader
-from packtrain.packing.collate import IGNORE, collate_flat, collate_padded
-from packtrain.packing.pairs import Layout, collate_pairs
+from packtrain.packing.collate import IGNORE, PairRows, collate_flat, collate_padded, collate_pairs
 from packtrain.packing.schedule import Schedule
 
 
@@ -82,7 +80,7 @@ class PairSteps(Dataset):
 
     data: PairDataset
     schedule: Schedule
-    layout: Layout
+    layout: PairRows
     pad_token_id: int
     rank: int = 0
     world_size: int = 1

@@ -12,8 +12,8 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import PER_DOCUMENT, attention_of
-from packtrain.attention.module_segments import uses_attention_interface
 from packtrain.attention.rotary import rotates_by_length
+from packtrain.attention.segmented_modules import uses_attention_interface
 from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from packtrain.attention.kernels.choice import (
-    Needs,
+from packtrain.attention.kernels.selection import (
+    LayerFeatures,
     choose_kernel,
     dense_attention,
     kernel_error,
@@ -20,19 +20,19 @@ from packtrain.attention.kernels.varlen import CANDIDATES, Kernel, Lacks, Scorin
 from packtrain.packing.segments import Segments
 
 NEEDS = {
-    "heads of 64": Needs(torch.bfloat16, 1, 64, 64),
-    "float16": Needs(torch.float16, 1, 64, 64),
-    "grouped queries": Needs(torch.bfloat16, 4, 128, 128),
-    "heads of 96": Needs(torch.bfloat16, 3, 96, 96),
-    "heads of 256": Needs(torch.bfloat16, 2, 256, 256),
-    "heads of 20": Needs(torch.bfloat16, 1, 20, 20),
-    "window": Needs(torch.bfloat16, 2, 128, 128, window=True),
-    "soft-cap": Needs(torch.bfloat16, 2, 128, 128, softcap=50.0),
-    "soft-cap and window": Needs(torch.bfloat16, 2, 128, 128, window=True, softcap=50.0),
-    "sinks": Needs(torch.bfloat16, 8, 64, 64, sinks=True),
-    "sinks and window": Needs(torch.bfloat16, 8, 64, 64, window=True, sinks=True),
-    "latent attention": Needs(torch.bfloat16, 1, 192, 128),
-    "dropout": Needs(torch.bfloat16, 2, 128, 128, dropout=True),
+    "heads of 64": LayerFeatures(torch.bfloat16, 1, 64, 64),
+    "float16": LayerFeatures(torch.float16, 1, 64, 64),
+    "grouped queries": LayerFeatures(torch.bfloat16, 4, 128, 128),
+    "heads of 96": LayerFeatures(torch.bfloat16, 3, 96, 96),
+    "heads of 256": LayerFeatures(torch.bfloat16, 2, 256, 256),
+    "heads of 20": LayerFeatures(torch.bfloat16, 1, 20, 20),
+    "window": LayerFeatures(torch.bfloat16, 2, 128, 128, window=True),
+    "soft-cap": LayerFeatures(torch.bfloat16, 2, 128, 128, softcap=50.0),
+    "soft-cap and window": LayerFeatures(torch.bfloat16, 2, 128, 128, window=True, softcap=50.0),
+    "sinks": LayerFeatures(torch.bfloat16, 8, 64, 64, sinks=True),
+    "sinks and window": LayerFeatures(torch.bfloat16, 8, 64, 64, window=True, sinks=True),
+    "latent attention": LayerFeatures(torch.bfloat16, 1, 192, 128),
+    "dropout": LayerFeatures(torch.bfloat16, 2, 128, 128, dropout=True),
 }
 TORCH = "torch's varlen_attn"
 TORCH_HAS_NOT = ("soft-cap", "soft-cap and window", "dropout")
@@ -74,7 +74,7 @@ def test_rows_of_many_documents_equal_their_documents(window: int | None, device
     random = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 700, (40,), generator=random).tolist()
     segments = Segments(tuple(lengths))
-    kernel = choose_kernel(Needs(torch.bfloat16, 4, 128, 128, window=window is not None), device).kernel
+    kernel = choose_kernel(LayerFeatures(torch.bfloat16, 4, 128, 128, window=window is not None), device).kernel
     assert kernel
     shapes = [(segments.tokens, heads, 128) for heads in (8, 2, 2)]
     tensors = [torch.randn(shape, generator=random).to(device, torch.bfloat16).requires_grad_() for shape in shapes]

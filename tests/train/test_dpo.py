@@ -19,7 +19,7 @@ from packtrain.config.schema import SORTING_LOSSES, LossType, Objective, Peft, R
 from packtrain.errors import UserError
 from packtrain.model.adapters import add_adapters
 from packtrain.model.load import base_model
-from packtrain.packing.pairs import Layout, collate_pairs
+from packtrain.packing.collate import PairRows, collate_pairs
 from packtrain.train import console
 from packtrain.train.dpo import FIGURES, PackedDPOTrainer
 from packtrain.train.dpo_stages import _check_sorting_losses
@@ -104,7 +104,7 @@ def test_losses_together_and_their_settings_equal_trl_padding(objective: dict[st
     assert_all_equal_trl(tmp_path, **objective)
 
 
-def variant(folder: Path, layout: Layout, *, dtype: torch.dtype, lora: bool, checkpointed: bool) -> PackedDPOTrainer:
+def variant(folder: Path, layout: PairRows, *, dtype: torch.dtype, lora: bool, checkpointed: bool) -> PackedDPOTrainer:
     model = cast(Any, policy().to(dtype))
     if lora:
         model = add_adapters(model, Peft(kind="lora", r=4), seed=0)

@@ -23,7 +23,7 @@ from packtrain.attention.backends import own_attention
 from packtrain.config.schema import Peft
 from packtrain.errors import CheckFailed
 from packtrain.model.adapters import add_adapters
-from packtrain.packing.pairs import Layout
+from packtrain.packing.collate import PairRows
 from packtrain.packing.segments import Segments
 from packtrain.train import dpo_start
 from packtrain.train.dpo import PackedDPOTrainer
@@ -32,7 +32,7 @@ from packtrain.train.loader import PairSteps
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_that_is_its_own_reference_starts_at_ln_2(layout: Layout, tmp_path: Path) -> None:
+def test_a_model_that_is_its_own_reference_starts_at_ln_2(layout: PairRows, tmp_path: Path) -> None:
     trainer = ours(tmp_path, layout, reference=policy(), loss_type=["sigmoid"])
     assert check_start(trainer) == pytest.approx(math.log(2), abs=1e-6)
     check_pair_forward(trainer, "sdpa")
@@ -189,7 +189,7 @@ def test_a_fault_that_is_none_of_those_known_is_said_to_be_so(tmp_path: Path) ->
 
 @pytest.mark.parametrize("layout", ["flat", "shared"])
 def test_a_row_whose_tokens_see_too_much_or_come_back_wrong_is_caught(
-    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: PairRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = ours(tmp_path, layout, loss_type=["sigmoid"])
     attention = own_attention(policy())

@@ -15,7 +15,7 @@ import torch
 from tiny_dpo import LAYOUTS, ours, policy, steps_of
 
 from packtrain.config.schema import SORTING_LOSSES, LossType
-from packtrain.packing.pairs import Layout
+from packtrain.packing.collate import PairRows
 from packtrain.train.dpo import FIGURES
 
 A_STEP, ROW = 5, 70  # steps of 5 pairs and of 2; of the first each process has two rows, one of them of two pairs
@@ -31,7 +31,7 @@ Trained = tuple[list[dict[str, float]], torch.Tensor]
 
 
 def trained(
-    folder: Path, layout: Layout, objective: dict[str, Any], *, tokens: int | None, rank: int = 0, world_size: int = 1
+    folder: Path, layout: PairRows, objective: dict[str, Any], *, tokens: int | None, rank: int = 0, world_size: int = 1
 ) -> Trained:
     """A run of two steps by gradients alone."""
     plain = {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
@@ -62,7 +62,7 @@ def _of_many(rank: int, world_size: int, port: int, folder: Path, objectives: li
     torch.save(found, folder / f"rank-{rank}.pt")
 
 
-def by_objective(folder: Path, objectives: list[dict[str, Any]], processes: int) -> list[list[dict[Layout, Trained]]]:
+def by_objective(folder: Path, objectives: list[dict[str, Any]], processes: int) -> list[list[dict[PairRows, Trained]]]:
     """By objective what each of the processes had in the end, which share one start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -81,7 +81,7 @@ def by_objective(folder: Path, objectives: list[dict[str, Any]], processes: int)
 
 
 @pytest.fixture(scope="module")
-def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[Layout, Trained]]]:
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[PairRows, Trained]]]:
     assert steps_of("flat", ROW, a_step=A_STEP, world_size=2).schedule.summary(2).micro_batches_max == 2
     return by_objective(tmp_path_factory.mktemp("two"), OBJECTIVES, 2)
 

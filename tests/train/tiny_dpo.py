@@ -13,17 +13,17 @@ from trl import DPOConfig
 
 from packtrain.attention.backends import attend_by
 from packtrain.config.schema import Model
-from packtrain.data.pairs import PairDataset, Preference
+from packtrain.data.dataset import PairDataset, Preference
 from packtrain.model.load import base_model, load_tokenizer
-from packtrain.packing.balance import Limits
-from packtrain.packing.pairs import Layout
+from packtrain.packing.balance import MicroBatchLimits
+from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.loader import PairSteps
 from packtrain.train.loop import LoopSettings, StopRequest
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
-LAYOUTS: tuple[Layout, ...] = ("padding", "flat", "shared")
+LAYOUTS: tuple[PairRows, ...] = ("padding", "flat", "shared")
 
 
 class Pairs:
@@ -66,12 +66,12 @@ def arguments(folder: Path, **given: Any) -> DPOConfig:
 
 
 def steps_of(
-    layout: Layout, tokens: int | None = None, *, a_step: int = len(PAIRS), rank: int = 0, world_size: int = 1
+    layout: PairRows, tokens: int | None = None, *, a_step: int = len(PAIRS), rank: int = 0, world_size: int = 1
 ) -> PairSteps:
     """An epoch of all pairs, so many a step (all of them), in rows of so many `tokens` (all in one)."""
     schedule = make_schedule(
         PAIRS.lengths,
-        limits=Limits(examples=None if tokens else len(PAIRS), tokens=tokens),
+        limits=MicroBatchLimits(examples=None if tokens else len(PAIRS), tokens=tokens),
         mode="padding_free" if tokens is None else "packed",
         strategy="best_fit",
         examples_per_step=a_step,
@@ -90,7 +90,7 @@ OTHER = "another"
 
 def ours(
     folder: Path,
-    layout: Layout,
+    layout: PairRows,
     *,
     model: Any = None,
     reference: Any = OTHER,

@@ -4,7 +4,7 @@ All of them take queries, keys and values [tokens, heads, d] and the running sum
 causality at the bottom right: a segment may have more keys than queries, which is how a shared prefix is served. Its keys
 and values are gathered in front of the segment's own; the backward of the gather sums the gradients. What a kernel has
 beyond that (soft-cap, sinks, dropout) is read from its signature; whether it is right is found out by running it
-(kernel_choice.py).
+(selection.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Built-in conversations and their tokenizer, so that a first run needs no download and no account.
+"""Built-in conversations, preference pairs and their tokenizer, so that a first run needs no download and no account.
 
 The conversations are generated: small exercises (facts, sums, days, counting, spelling, lists, tables, a shop with
 prices) whose answers are right or wrong, so that learning shows in the samples and not only in the loss. Most take a
@@ -8,15 +8,23 @@ Every exercise is asked in words that its hash gives to one split, so nothing in
 fact behind a question may be, in other words. The tokenizer is a byte-level BPE trained on the `train` split when it is
 first needed (a fraction of a second): it can never disagree with the data, at the price that another version of
 `tokenizers` may make another one. Runs are not affected, a run folder keeps its own.
+
+Of preference pairs, the wrong answer is the right one with a single item replaced by another of its kind (a capital by a
+capital, a number by a number near it), or, in a spelt word, a letter. So neither length nor form nor the words themselves
+tell which is right, only the question and the rest of the answer do. It is an item at random and not the last one, so
+that a mistake may be anywhere.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from packtrain.data.tokens.chat_template import CHATML
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -27,22 +35,11 @@ Exercise = list[tuple[str, str]]
 """Turns (question, answer) that belong together; the first question holds all that the others refer to."""
 
 COUNTS = {"train": 10_000, "eval": 200}
+PAIR_COUNTS = {"train": 4_000, "eval": 200}
 HELD_OUT_ONE_IN = 8
 VOCABULARY = 960
 END_OF_TURN = "<|im_end|>"
 PAD = "<|endoftext|>"
-
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['role'] == 'assistant' %}"
-    "{% generation %}{{- message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}"
-    "{{- '\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-"""ChatML; the generation mark covers an answer and its end token, and not the header in front of it."""
 
 ANIMALS = {  # young, sound, number of legs
     "cat": ("kitten", "meows", 4),
@@ -164,7 +161,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         eos_token=END_OF_TURN,
         pad_token=PAD,
         additional_special_tokens=["<|im_start|>"],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHATML,
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )
@@ -315,3 +312,51 @@ TASKS: tuple[Callable[[random.Random], Exercise], ...] = (
     _animal, _country, _sum, _day, _count, _spell, _list, _table, _shop
 )  # fmt: skip
 WEIGHTS = (3, 3, 4, 3, 2, 2, 4, 1, 3)
+
+KINDS = (
+    sorted({young for young, _, _ in ANIMALS.values()}),
+    sorted({sound for _, sound, _ in ANIMALS.values()}),
+    sorted({capital for capital, _ in COUNTRIES.values()}),
+    sorted({continent for _, continent in COUNTRIES.values()}),
+    DAYS,
+    WORDS,
+)
+ITEM = re.compile(rf"\b(?:\d+|{'|'.join(word for kind in KINDS for word in kind)})\b")
+SPELT = re.compile(r"[a-z](?:-[a-z])+")
+
+
+def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
+    """`count` rows (4,000 for train, 200 for eval) of the form {"prompt", "chosen", "rejected"}, each a list of messages.
+
+    The same arguments give the same rows on every machine, and the first rows do not depend on `count`. No question of
+    eval is asked in train, neither here nor in the quickstart's conversations.
+    """
+    rng = random.Random(f"pairs-{split}-{seed}")
+    return [_preference(split, rng) for _ in range(PAIR_COUNTS[split] if count is None else count)]
+
+
+def _preference(split: Split, rng: random.Random) -> dict[str, Any]:
+    *prompt, answer = conversation(split, rng)
+    return {
+        "prompt": prompt,
+        "chosen": [answer],
+        "rejected": [{"role": "assistant", "content": _wrong(answer["content"], rng)}],
+    }
+
+
+def _wrong(answer: str, rng: random.Random) -> str:
+    """`answer` with one item replaced."""
+    if SPELT.fullmatch(answer):
+        at = 2 * rng.randrange(len(answer) // 2 + 1)
+        letter = rng.choice([one for one in "abcdefghijklmnopqrstuvwxyz" if one != answer[at]])
+        return answer[:at] + letter + answer[at + 1 :]
+    item = rng.choice(list(ITEM.finditer(answer)))
+    return answer[: item.start()] + _other(item[0], rng) + answer[item.end() :]
+
+
+def _other(item: str, rng: random.Random) -> str:
+    """Another item of the same kind."""
+    if item.isdigit():
+        return str(rng.choice([near for step in (-2, -1, 1, 2) if (near := int(item) + step) > 0]))
+    kind = next(kind for kind in KINDS if item in kind)
+    return rng.choice([other for other in kind if other != item])

@@ -1,30 +1,46 @@
-"""One folder per tokenised source, named by the hash of all that decides its content; complete or absent.
+"""Tokenised sources on disk: one folder each, named by the hash of all that decides its content; complete or absent.
 
-It is built in a folder of its own and renamed when whole, under a lock that the operating system lets go when its
+    tokens.bin     int32[T]     the documents' ids, end to end
+    mask.bin       bool[T]      which of them are trained targets
+    lengths.npy    int32[n]     tokens of each document
+    trained.npy    int32[n]     trained targets of each document
+    fates.npy      FATES[rows]  what became of each row of the source, in its order (counts.py)
+    manifest.json  sizes and hashes of the above, and the counts of how it came about
+
+Documents are read as numpy views of the mapped files (a microsecond each), so all processes of a machine share the pages. A
+folder whose files do not match the manifest is damaged, and made anew.
+
+A store is built in a folder of its own and renamed when whole, under a lock that the operating system lets go when its
 holder dies. So processes that start together build it once, an interrupted build leaves nothing that could be taken
-for a result, and what a killed process left (`*.building`) is removed by the next one to build.
-
-What is complete is only read, so a cache may lie on a read-only disk. Nothing complete is ever removed: another process,
-or another machine on the same disk, may be training from it. The README that is put into the folder says so.
+for a result, and what a killed process left (`*.building`) is removed by the next one to build. What is complete is only
+read, so a cache may lie on a read-only disk. Nothing complete is ever removed: another process, or another machine on the
+same disk, may be training from it. The README that is put into the folder says so.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
 
-from packtrain.data.tokens.store import DamagedStore, Store
+from packtrain.data.counts import FATES, Fate, RowCounts, count
+from packtrain.data.tokens.encode import Documents
 from packtrain.errors import PeerFailed, UserError
 from packtrain.monitor.heartbeat import progress
 
+TOKENS, MASK, MANIFEST = "tokens.bin", "mask.bin", "manifest.json"
+ARRAYS = ("lengths", "trained", "fates")
 README = """Tokenised data of packtrain, one folder for each source and each way of tokenising it.
 
 Nothing here is removed by itself, and everything can be made anew. To make room:
@@ -33,6 +49,150 @@ Nothing here is removed by itself, and everything can be made anew. To make room
 """
 STALLED_S = 900.0
 POLL_S = 0.5
+SETTLED_S = 2.0
+"""A file changed this recently might change again within the file system's clock tick: its hash is not remembered."""
+
+
+class DamagedStore(Exception):
+    """The folder is not what its manifest says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """input_ids int32[n] and loss_mask bool[n], both read-only; loss_mask[t]: token t is a trained target."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+
+class StoreWriter:
+    """Writes a store into an empty folder, chunk by chunk; nothing is a store before `finish`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lengths: list[np.ndarray] = []
+        self._trained: list[np.ndarray] = []
+        self._fates: list[np.ndarray] = []
+        self._reasons = {"": 0}
+
+    def add(self, documents: Documents, fates: list[Fate]) -> None:
+        """Append documents, and the fates of the rows they came from."""
+        self._fates.append(np.array([self._record(fate) for fate in fates], FATES))
+        if len(documents.lengths):
+            for name, values in ((TOKENS, documents.ids), (MASK, documents.mask)):
+                with open(self.folder / name, "ab") as file:
+                    file.write(values.data)
+            starts = np.cumsum(documents.lengths, dtype=np.int64) - documents.lengths
+            self._lengths.append(documents.lengths)
+            self._trained.append(np.add.reduceat(documents.mask, starts, dtype=np.int32))
+
+    def _record(self, fate: Fate) -> tuple[int, ...]:
+        values = {**fate._asdict(), "dropped": self._reasons.setdefault(fate.dropped, len(self._reasons))}
+        return tuple(values[name] for name in FATES.fields or ())
+
+    @property
+    def counts(self) -> RowCounts:
+        """The counts of all rows so far."""
+        return count(np.concatenate(self._fates or [np.empty(0, FATES)]), list(self._reasons))
+
+    def finish(self, format: str, seconds: float) -> None:
+        """Write the index arrays and, last, the manifest."""
+        for name, parts in zip(ARRAYS, (self._lengths, self._trained, self._fates), strict=True):
+            np.save(self.folder / f"{name}.npy", np.concatenate(parts))
+        paths = [self.folder / name for name in (TOKENS, MASK, *(f"{name}.npy" for name in ARRAYS))]
+        files = {path.name: {**_stamp(path), "hash": hash_bytes(path)} for path in paths}
+        content = "".join(files[name]["hash"] for name in (TOKENS, MASK, "lengths.npy"))
+        manifest = {
+            "files": files,
+            "fingerprint": hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
+            "format": format,
+            "seconds": round(seconds, 3),
+            "reasons": list(self._reasons),
+            "counts": asdict(self.counts),
+        }
+        with open(self.folder / MANIFEST, "w", encoding="utf-8") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class Store:
+    """A finished store, mapped into memory; picklable by its path. Raises DamagedStore when it is not whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        manifest = _verified(folder)
+        self.fingerprint: str = manifest["fingerprint"]
+        self.format: str = manifest["format"]
+        self.seconds: float = manifest["seconds"]
+        self.counts = RowCounts(**manifest["counts"])
+        self.reasons: list[str] = manifest["reasons"]
+        self.lengths, self.trained = (np.load(folder / f"{name}.npy") for name in ("lengths", "trained"))
+        self.fates: np.ndarray = np.load(folder / "fates.npy", mmap_mode="r")  # hardly ever read
+        self._ids = np.asarray(np.memmap(folder / TOKENS, np.int32, "r"))
+        self._mask = np.asarray(np.memmap(folder / MASK, bool, "r"))
+        self._borders = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+    def __reduce__(self) -> tuple[type[Store], tuple[Path]]:
+        return (Store, (self.folder,))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Document:
+        """Document number `index`, from 0."""
+        inside = slice(self._borders[index], self._borders[index + 1])
+        return Document(self._ids[inside], self._mask[inside])
+
+
+def _stamp(path: Path) -> dict[str, Any]:
+    stat = path.stat()
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def _verified(folder: Path) -> dict[str, Any]:
+    """The manifest. Files are hashed again only if their time is not the manifest's (copied, or tampered with)."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        for name, stamp in manifest["files"].items():
+            found = _stamp(folder / name)
+            if found["size"] != stamp["size"]:
+                raise DamagedStore(f"{name} has {found['size']} bytes, the manifest says {stamp['size']}")
+            if found["mtime_ns"] != stamp["mtime_ns"] and hash_bytes(folder / name) != stamp["hash"]:
+                raise DamagedStore(f"{name} was changed")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedStore(f"{type(error).__name__}: {error}") from error
+    return manifest
+
+
+def hash_bytes(path: Path) -> str:
+    """Hash of the file's bytes."""
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_file(path: Path, memory: Path) -> str:
+    """Hash of the file's bytes, remembered in the folder `memory` by (path, size, time of last change)."""
+    stat = path.stat()
+    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+    note = memory / f"{hashlib.blake2b(key[0].encode(), digest_size=16).hexdigest()}.json"
+    try:
+        known = json.loads(note.read_text(encoding="utf-8"))
+        if known["key"] == key:
+            return known["hash"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not remembered, or the note is damaged: hash anew
+    digest = hash_bytes(path)
+    if time.time() - stat.st_mtime > SETTLED_S:
+        with suppress(OSError):  # a cache that is read only, or full, remembers nothing
+            memory.mkdir(parents=True, exist_ok=True)
+            aside = note.with_suffix(f".{os.getpid()}")
+            aside.write_text(json.dumps({"key": key, "hash": digest}), encoding="utf-8")
+            aside.replace(note)
+    return digest
 
 
 def cache_folder(configured: str | None) -> Path:
@@ -44,9 +204,8 @@ def cache_folder(configured: str | None) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"cannot make the cache folder: {error}", where="data.cache_dir", fix="Set data.cache_dir."
-        ) from error
+        what = f"cannot make the cache folder: {error}"
+        raise UserError(what, where="data.cache_dir", fix="Set data.cache_dir.") from error
     return folder
 
 
@@ -95,7 +254,7 @@ def _whole(folder: Path, say: Callable[[str], None]) -> Store | None:
 
 @contextmanager
 def _only_one(folder: Path, key: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of `key`; says for whom it waits, and gives up when the holder stands still."""
+    """Hold the lock of `key`; names the process that is waited for, and gives up when that one stands still."""
     lock = FileLock(folder / f"{key}.lock")
     owner, building = folder / f"{key}.owner", folder / f"{key}.building"
     waited = False
@@ -112,9 +271,7 @@ def _only_one(folder: Path, key: str, say: Callable[[str], None]) -> Iterator[No
         if (now := _newest(building)) != seen:
             seen, still_since = now, time.monotonic()
         elif time.monotonic() - still_since > STALLED_S:
-            what = (
-                f"{_described(owner)} holds the tokenising of this data and has written nothing for {STALLED_S:.0f} s"
-            )
+            what = f"{_described(owner)} is tokenising this data and has written nothing for {STALLED_S:.0f} s"
             raise PeerFailed(what, where=str(building), fix="Look whether it hangs, end it, and start again.")
     try:
         owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
@@ -146,9 +303,5 @@ def _sweep(folder: Path, own_key: str) -> None:
         if key == own_key:  # we hold this lock
             shutil.rmtree(left, ignore_errors=True)
             continue
-        lock = FileLock(folder / f"{key}.lock")
-        try:
-            with lock.acquire(timeout=0):
-                shutil.rmtree(left, ignore_errors=True)
-        except Timeout:
-            pass  # somebody is building it
+        with suppress(Timeout), FileLock(folder / f"{key}.lock").acquire(timeout=0):  # else somebody is building it
+            shutil.rmtree(left, ignore_errors=True)

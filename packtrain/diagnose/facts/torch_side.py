@@ -143,10 +143,12 @@ def _kernels(layer: Layer) -> dict[str, str]:
     import torch
 
     try:
-        from packtrain.attention.kernels.choice import Needs, choose_kernel
+        from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel
 
         dtype = getattr(torch, layer.dtype)
-        choice = choose_kernel(Needs(dtype, layer.group, layer.head_dim, layer.head_dim), torch.device("cuda", 0))
+        choice = choose_kernel(
+            LayerFeatures(dtype, layer.group, layer.head_dim, layer.head_dim), torch.device("cuda", 0)
+        )
     except Exception as error:  # the GPU itself may be broken, or full
         return {"all": _first_line(error)}
     return {**dict(choice.lacks), **({choice.kernel.name: ""} if choice.kernel else {})}

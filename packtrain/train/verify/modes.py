@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attending_by
-from packtrain.attention.module_segments import uses_attention_interface
+from packtrain.attention.segmented_modules import uses_attention_interface
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.model.load import base_model

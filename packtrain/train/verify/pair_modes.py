@@ -20,10 +20,9 @@ from trl import DPOConfig
 
 from packtrain.attention.backends import own_attention
 from packtrain.config.schema import RunConfig, Strategy
-from packtrain.data.dataset import Document
-from packtrain.data.pairs import PairDataset, Preference
+from packtrain.data.dataset import Document, PairDataset, Preference
 from packtrain.model.load import base_model
-from packtrain.packing.balance import Limits
+from packtrain.packing.balance import MicroBatchLimits
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
 from packtrain.plan.reference import kind_of
@@ -130,7 +129,7 @@ def trainer_on_random_pairs(
     pairs, on_cpu = _Pairs(random_pairs(model)), base_model(model).device.type == "cpu"
     schedule = make_schedule(
         pairs.lengths,
-        limits=Limits(examples=len(pairs), tokens=None),
+        limits=MicroBatchLimits(examples=len(pairs), tokens=None),
         mode="padding_free",
         strategy="best_fit",
         examples_per_step=len(pairs),

@@ -18,7 +18,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model
 from packtrain.model.reference import load_reference
-from packtrain.packing.pairs import Layout
+from packtrain.packing.collate import PairRows
 from packtrain.plan.reference import adapters_of_reference, kind_of, starts_at_reference
 from packtrain.train.dpo import PackedDPOTrainer, check_routers
 from packtrain.train.dpo_start import Start, start_of
@@ -44,7 +44,7 @@ def prove_start(config: RunConfig, trainer: PackedDPOTrainer, backend: str | Non
     if not starts_at_reference(config):
         return None
     packed = backend is not None and config.packing.mode != "padding"
-    layout: Layout = "padding" if not packed else "shared" if shares else "flat"
+    layout: PairRows = "padding" if not packed else "shared" if shares else "flat"
     known = said_of_each(trainer) if kind_of(config) == "precomputed" else None
     padded = cast(PairSteps, trainer.steps)
     trainer.steps = replace(padded, layout=layout, reference=known)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.attention.backends import attend_by, attending_by
-from packtrain.attention.module_segments import uses_attention_interface
+from packtrain.attention.segmented_modules import uses_attention_interface
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, shifted_labels

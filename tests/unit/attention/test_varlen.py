@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from packtrain.attention import flash
 from packtrain.attention.kernels import varlen
-from packtrain.attention.kernels.choice import Needs, choose_kernel, dense_attention
+from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel, dense_attention
 from packtrain.attention.kernels.sinks import attend_with_sinks
 from packtrain.attention.kernels.varlen import Scoring, borders_of
 from packtrain.errors import CheckFailed
@@ -211,7 +211,7 @@ def test_the_first_kernel_that_is_right_is_taken_and_the_better_ones_say_what_th
     no_kernels("FlashAttention 4", without_backward)
     no_kernels("FlashAttention 3", off_by_one)
     no_kernels("torch's varlen_attn", torch_varlen)
-    choice = choose_kernel(Needs(torch.float32, 2, 16, 16), CPU)
+    choice = choose_kernel(LayerFeatures(torch.float32, 2, 16, 16), CPU)
     assert choice.kernel and choice.kernel.name == "torch's varlen_attn"
     lacks = dict(choice.lacks)
     assert "does not require grad" in lacks["FlashAttention 4"]
@@ -239,7 +239,7 @@ def test_a_kernel_that_is_wrong_anywhere_is_refused(no_kernels: Callable, wrong:
         return output * torch.nan if wrong == "nan" else output
 
     no_kernels("FlashAttention 2", kernel)
-    needs = Needs(torch.bfloat16, 1, 32, 32, softcap=50.0)
+    needs = LayerFeatures(torch.bfloat16, 1, 32, 32, softcap=50.0)
     choice = choose_kernel(needs, CPU)
     assert choice.kernel is None
     expected = "no kernel image is available for execution on the device" if "device" in wrong else "wrong by"
@@ -250,8 +250,8 @@ def test_a_kernel_that_is_wrong_anywhere_is_refused(no_kernels: Callable, wrong:
 def test_rounding_to_half_precision_is_no_fault(no_kernels: Callable, dtype: torch.dtype) -> None:
     no_kernels("FlashAttention 4", flash_attention_4)
     for needs in (
-        Needs(dtype, 4, 64, 64),
-        Needs(dtype, 8, 128, 128, window=True, softcap=30.0, sinks=True),
+        LayerFeatures(dtype, 4, 64, 64),
+        LayerFeatures(dtype, 8, 128, 128, window=True, softcap=30.0, sinks=True),
     ):
         assert choose_kernel(needs, CPU).kernel, choose_kernel(needs, CPU).why_not()
 
@@ -261,7 +261,7 @@ def test_every_need_finds_the_kernel_that_has_it(no_kernels: Callable) -> None:
         no_kernels(name, KERNELS[name])
 
     def chosen(**needs: Any) -> str | None:
-        kernel = choose_kernel(Needs(torch.float32, 1, 16, 16, **needs), CPU).kernel
+        kernel = choose_kernel(LayerFeatures(torch.float32, 1, 16, 16, **needs), CPU).kernel
         return kernel and kernel.name
 
     assert chosen() == chosen(softcap=9.0, window=True) == "FlashAttention 3"
@@ -281,7 +281,7 @@ def test_packages_that_cannot_be_imported_say_why(
     for module in MODULES.values():
         monkeypatch.delitem(sys.modules, module)
     importlib.invalidate_caches()
-    lacks = dict(choose_kernel(Needs(torch.float32, 1, 8, 8), CPU).lacks)
+    lacks = dict(choose_kernel(LayerFeatures(torch.float32, 1, 8, 8), CPU).lacks)
     assert lacks["FlashAttention 4"] == "needs a_package_that_is_not_there, which is not installed"
     assert lacks["FlashAttention 3"] == "cannot be loaded: undefined symbol: _ZN3c104cuda"
     assert "flash_attn_varlen_func" in lacks["FlashAttention 2"]
@@ -297,7 +297,7 @@ def test_kernels_of_the_hub_are_used_only_when_they_are_there(monkeypatch: pytes
         lambda name, version: asked.append((name, version)) or loaded,
     )
     (tmp_path / "kernels--kernels-community--flash-attn3").mkdir()
-    choice = choose_kernel(Needs(torch.float32, 1, 8, 8), CPU)
+    choice = choose_kernel(LayerFeatures(torch.float32, 1, 8, 8), CPU)
     assert choice.kernel and choice.kernel.name == "FlashAttention 3 of the hub"
     assert [name for name, _ in asked] == ["kernels-community/flash-attn3"]
     assert dict(choice.lacks)["FlashAttention 4 of the hub"] == "kernels-community/flash-attn4 is not downloaded"
@@ -384,8 +384,8 @@ def test_without_a_gpu_or_in_float32_flash_is_not_available() -> None:
 def test_dropout_of_the_attention_is_looked_up_since_proofs_run_without_it() -> None:
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.1)
     with torch.device("meta"):
-        needs = flash._plain_needs(LlamaForCausalLM(config), torch.bfloat16)
-    assert needs == Needs(torch.bfloat16, 2, 16, 16, dropout=True)
+        features = flash._plain_features(LlamaForCausalLM(config), torch.bfloat16)
+    assert features == LayerFeatures(torch.bfloat16, 2, 16, 16, dropout=True)
 
 
 def test_the_sink_of_a_kernel_that_returns_its_log_sum_is_exact_to_the_gradient() -> None:

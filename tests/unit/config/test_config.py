@@ -14,7 +14,6 @@ from packtrain.config.compose import changes, load_config, to_dict, to_yaml
 from packtrain.config.files import shipped
 from packtrain.config.keys import ADVICE, FOREIGN, keys
 from packtrain.config.rules.combinations import COLUMNS, check
-from packtrain.config.rules.missing import template_names
 from packtrain.config.schema import Batch, DataSource, Optim, RunConfig, groups
 from packtrain.errors import Problem, UserError
 
@@ -179,14 +178,12 @@ def test_numbers_of_yaml_1_1_that_look_like_text_are_numbers(number: str) -> Non
     assert load_config(write(f"optim: {{learning_rate: {number}}}\n"), COMPLETE).optim.learning_rate == 2e-5
 
 
-def test_names_of_chat_templates_and_columns_are_those_that_the_data_stage_knows() -> None:
-    from packtrain.data.formats import conversations as formats
-    from packtrain.data.tokens import templates
+def test_names_of_columns_are_those_that_the_data_stage_knows() -> None:
+    from packtrain.data.formats import columns
 
-    assert list(template_names()) == templates.names()
-    required = {name for needed in formats.REQUIRED.values() for name in needed}
-    read_too = {name for more in formats.READ_TOO.values() for name in more}
-    assert set(COLUMNS) == required | read_too | set(formats.OPTIONAL)
+    required = {name for needed in columns.REQUIRED.values() for name in needed}
+    read_too = {name for more in columns.READ_TOO.values() for name in more}
+    assert set(COLUMNS) == required | read_too | set(columns.OPTIONAL)
     assert load_config(None, [*COMPLETE, "data.chat_template=Llama3.2"]).data.chat_template == "Llama3.2"
 
 

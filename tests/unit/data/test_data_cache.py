@@ -23,7 +23,7 @@ from packtrain.config.schema import Data, DataSource
 from packtrain.data import prepare as module
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.tokens import cache
-from packtrain.data.tokens.tokenise import Encoder
+from packtrain.data.tokens.encode import Encoder
 from packtrain.errors import UserError
 
 TOKENIZER = tokenizer_of("smollm")
@@ -131,7 +131,7 @@ def test_a_damaged_cache_is_found_and_made_anew(tmp_path, encoded, how):
     path = write(tmp_path / "train.jsonl", 30)
     wanted = documents(go(tmp_path, path).train)
     (folder,) = stores(tmp_path)
-    tokens = folder / "tokens.arrow"
+    tokens = folder / "tokens.bin"
     content = bytearray(tokens.read_bytes())
     if how == "cut":
         tokens.write_bytes(content[:-100])
@@ -170,7 +170,7 @@ sys.path[:0] = {paths!r}
 from data_tokenizers import tokenizer_of
 from packtrain.config.schema import Data
 from packtrain.data import prepare as module
-from packtrain.data.tokens.tokenise import Encoder
+from packtrain.data.tokens.encode import Encoder
 original = Encoder.encode
 def slow(self, chunk, form):
     print("tokenising", flush=True)

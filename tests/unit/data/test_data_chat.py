@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from data_tokenizers import MISTRAL, SMOLLM, STYLES, shipped, tokenizer_for, tokenizer_of
 
+from packtrain.config.rules.missing import template_names
 from packtrain.data.formats.conversations import Conversation
-from packtrain.data.sources.rows import BadRow
-from packtrain.data.tokens import templates
-from packtrain.data.tokens.chat import REFUSED, ChatEncoder
-from packtrain.data.tokens.codec import codec_of
-from packtrain.data.tokens.templates import Template
+from packtrain.data.sources.chunks import BadRow
+from packtrain.data.tokens import chat_template
+from packtrain.data.tokens.chat_template import CHATML, Template, choose_template
+from packtrain.data.tokens.loss_mask import REFUSED, ChatEncoder
+from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import UserError
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
@@ -37,9 +38,9 @@ CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n<
 
 def encoder(style: str, template: Template | None = None) -> ChatEncoder:
     tokenizer = tokenizer_of(style)
-    chosen = template or templates.choose(None, tokenizer)
+    chosen = template or choose_template(None, tokenizer)
     assert chosen is not None
-    return ChatEncoder(codec_of(tokenizer), chosen)
+    return ChatEncoder(plain_tokenizer(tokenizer), chosen)
 
 
 def trained(
@@ -84,7 +85,7 @@ def test_completion_trains_only_the_last_answer(style):
 @pytest.mark.parametrize("style", ["llama3", "qwen2_5", "gemma"])
 def test_marks_of_the_twin_and_prefixes_agree(style):
     text = STYLES[style].template
-    own = templates.choose(None, tokenizer_of(style))
+    own = choose_template(None, tokenizer_of(style))
     assert own is not None and own.marked is not None
     by_twin = encoder(style, own).encode(Conversation(TURNS), "assistant")
     by_prefix = encoder(style, Template(text, None)).encode(Conversation(TURNS), "assistant")
@@ -106,17 +107,17 @@ def test_own_marks_are_taken_at_their_word_but_for_header_and_white_space(style)
     assert trained(style, Conversation(TURNS), Template(marked, None)) == WANTED[style]
 
 
-NAMES = [name for name in templates.names() if not name.startswith(("idefics3", "llava_next", "smolvlm"))]  # of images
+NAMES = [name for name in template_names() if not name.startswith(("idefics3", "llava_next", "smolvlm"))]  # of images
 REFUSED_NAMES = {"glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}  # no end token; rewritten history
 SPOKEN = ("<think>", "<|channel|>", " to=user", "\n<think>")  # what a model says before its answer
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_template_there_is_trains_the_role_header(name):
-    tokenizer = tokenizer_for(templates.CHATML if name == "chatml" else shipped(name))
-    template = templates.choose(name, tokenizer)
+    tokenizer = tokenizer_for(CHATML if name == "chatml" else shipped(name))
+    template = choose_template(name, tokenizer)
     assert template is not None
-    chat = ChatEncoder(codec_of(tokenizer), template)
+    chat = ChatEncoder(plain_tokenizer(tokenizer), template)
     if name in REFUSED_NAMES:
         with pytest.raises(BadRow, match=REFUSED):
             chat.encode(Conversation(TURNS), "assistant")
@@ -130,7 +131,7 @@ def test_no_template_there_is_trains_the_role_header(name):
         assert not before or before.startswith(SPOKEN)
         assert not re.search(r"assistant|model|chatbot", before.lower())
         end = tokenizer(after, add_special_tokens=False)["input_ids"]
-        assert end and set(end) <= chat.codec.special_ids
+        assert end and set(end) <= chat.tokenizer.special_ids
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "completion"])
@@ -147,7 +148,7 @@ def test_marks_around_what_everybody_says_never_train_the_user(messages, loss_on
 
 def test_a_user_may_say_what_the_assistant_says():
     echo = [{"role": role, "content": "Say it again."} for role in ("user", "assistant")]
-    assert trained("smollm", Conversation(echo), Template(templates.CHATML, None)) == ["Say it again.<|im_end|>"]
+    assert trained("smollm", Conversation(echo), Template(CHATML, None)) == ["Say it again.<|im_end|>"]
 
 
 def test_tools_that_the_template_leaves_out_are_refused():
@@ -201,7 +202,7 @@ def test_a_template_that_rewrites_history_is_refused_with_advice(messages):
 
 
 def test_the_marked_template_by_name_trains_what_was_refused():
-    template = templates.choose("qwen3_training", tokenizer_of("qwen3"))
+    template = choose_template("qwen3_training", tokenizer_of("qwen3"))
     think = "<think>\n\n</think>\n\n"
     found = trained("qwen3", Conversation(TURNS), template)
     assert [one.rstrip("\n") for one in found] == [f"{think}{FIRST}<|im_end|>", f"{think}{SECOND}<|im_end|>"]
@@ -254,20 +255,20 @@ def test_a_roles_error_of_the_template_is_told():
 
 @pytest.mark.parametrize("text", [SMOLLM, MISTRAL])
 def test_unknown_templates_have_no_twin(text):
-    assert templates._checked(text, "test").marked is None
+    assert chat_template._checked(text, "test").marked is None
 
 
 def test_a_template_file_is_read_and_an_unknown_name_gets_suggestions(tmp_path):
     path = tmp_path / "mine.jinja"
     path.write_text(SMOLLM)
-    template = templates.choose(str(path), tokenizer_of("llama3"))
+    template = choose_template(str(path), tokenizer_of("llama3"))
     assert template is not None and template.text == SMOLLM
     with pytest.raises(UserError, match="llama3"):
-        templates.choose("lama3", tokenizer_of("llama3"))
+        choose_template("lama3", tokenizer_of("llama3"))
     path.write_text("{% for %}")
     with pytest.raises(UserError, match="line 1 of the chat template"):
-        templates.choose(str(path), tokenizer_of("llama3"))
+        choose_template(str(path), tokenizer_of("llama3"))
 
 
 def test_every_name_is_a_template_that_compiles():
-    assert all(templates.choose(name, tokenizer_of("llama3")) for name in templates.names())
+    assert all(choose_template(name, tokenizer_of("llama3")) for name in template_names())

@@ -19,7 +19,7 @@ from data_tokenizers import tokenizer_of
 import packtrain
 from packtrain.config.schema import Data, DataSource
 from packtrain.data.prepare import PreparedData, prepare
-from packtrain.data.tokens.store import StoreWriter
+from packtrain.data.tokens.cache import StoreWriter
 from packtrain.errors import UserError
 
 TOKENIZER = tokenizer_of("smollm")

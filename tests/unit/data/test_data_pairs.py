@@ -12,7 +12,7 @@ import pytest
 from data_tokenizers import tokenizer_of
 
 from packtrain.config.schema import Data, DataSource
-from packtrain.data.pairs import PairDataset
+from packtrain.data.dataset import PairDataset
 from packtrain.data.prepare import PreparedData, prepare_pairs
 from packtrain.errors import UserError
 

@@ -15,11 +15,11 @@ from trl import DPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from packtrain.config.schema import Data
-from packtrain.data.formats import ranked
-from packtrain.data.pairs import PairDataset
+from packtrain.data.dataset import PairDataset
+from packtrain.data.formats import preferences
 from packtrain.data.prepare import prepare, prepare_pairs
 from packtrain.data.sources.quickstart import tokenizer as quickstart_tokenizer
-from packtrain.data.tokens import paired
+from packtrain.data.tokens import encode
 from packtrain.errors import UserError
 
 Pairs = list[tuple[list[int], list[int]]]
@@ -263,7 +263,14 @@ def test_the_rows_that_the_documentation_shows_are_read(tmp_path, line):
 
 
 def test_the_reasons_that_the_documentation_lists_are_those_that_are_counted():
-    for reason in (ranked.TIED, ranked.ONE, paired.SAME, paired.NO_ROOM, paired.TOO_LONG, paired.UNTRAINED_ONCE_CUT):
+    for reason in (
+        preferences.TIED,
+        preferences.ONE,
+        encode.SAME,
+        encode.NO_ROOM,
+        encode.TOO_LONG,
+        encode.UNTRAINED_ONCE_CUT,
+    ):
         assert f"| {reason} |" in PAGE
 
 

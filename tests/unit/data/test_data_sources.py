@@ -15,7 +15,7 @@ from data_tokenizers import tokenizer_of
 from packtrain.config.schema import Data, DataSource
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.sources import hub
-from packtrain.data.sources import resolve as sources
+from packtrain.data.sources import locate as sources
 from packtrain.errors import UserError
 
 
@@ -102,12 +102,12 @@ def test_a_hub_that_answers_is_left_as_it_is(monkeypatch, unasked):
 )
 def test_a_split_of_the_quickstart_means_what_it_says_or_is_refused(role, source, words):
     with pytest.raises(UserError, match=words):
-        sources.resolve(DataSource(path="quickstart", **source), role, 0)
+        sources.locate(DataSource(path="quickstart", **source), role, 0)
 
 
 @pytest.mark.parametrize("role", ["train", "eval"])
 def test_the_quickstarts_name_alone_stands_for_the_split_of_its_role(role):
-    (source,) = sources.wanted("quickstart", role)
-    assert (found := sources.resolve(source, role, 0)) and isinstance(found, sources.Quickstart)
+    (source,) = sources.sources_in("quickstart", role)
+    assert (found := sources.locate(source, role, 0)) and isinstance(found, sources.Quickstart)
     assert found.split == role
-    assert sources.resolve(DataSource(path="quickstart", split="eval"), "eval", 0).name == "quickstart"
+    assert sources.locate(DataSource(path="quickstart", split="eval"), "eval", 0).name == "quickstart"

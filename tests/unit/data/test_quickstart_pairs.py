@@ -8,8 +8,16 @@ import numpy as np
 
 from packtrain.config.schema import Data
 from packtrain.data.prepare import prepare_pairs
-from packtrain.data.sources.quickstart import ANIMALS, COUNTRIES, Split, conversations, tokenizer
-from packtrain.data.sources.quickstart_pairs import ITEM, SPELT, preferences
+from packtrain.data.sources.quickstart import (
+    ANIMALS,
+    COUNTRIES,
+    ITEM,
+    SPELT,
+    Split,
+    conversations,
+    preferences,
+    tokenizer,
+)
 
 ROWS = preferences("train", count=2_000)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.packing.balance import Layout, Limits, Mode, costs, deal, imbalance, lay_out, loads
+from packtrain.packing.balance import Layout, MicroBatchLimits, Mode, costs, deal, imbalance, lay_out, loads
 from packtrain.packing.bins import best_fit_count
 
 MODES: list[Mode] = ["padding", "padding_free", "packed"]
@@ -39,7 +39,7 @@ def steps(draw: st.DrawFn) -> dict:
         "lengths": np.array(draw(st.lists(st.integers(0, tokens), max_size=60)), dtype=np.int32),
         "mode": mode,
         "world_size": draw(st.sampled_from(WORLD_SIZES)),
-        "limits": Limits(
+        "limits": MicroBatchLimits(
             draw(st.none() | st.integers(1, 9)), tokens if mode == "packed" else draw(st.sampled_from([None, tokens]))
         ),
         "attention_cost": draw(st.sampled_from([0.0, 1e-3, 0.5])),
@@ -77,7 +77,7 @@ def test_no_micro_batch_is_empty_on_all_ranks(step: dict):
     assert all(any(len(part) for part in parts) for parts in zip(*layout, strict=True))
 
 
-def fewest_padded_parts(lengths: np.ndarray, limits: Limits) -> int:
+def fewest_padded_parts(lengths: np.ndarray, limits: MicroBatchLimits) -> int:
     """By hand: longest first, as many as go beside it."""
     left, parts = sorted(lengths.tolist(), reverse=True), 0
     while left:
@@ -103,7 +103,7 @@ def test_micro_batches_are_as_few_as_the_limits_allow(step: dict):
 def test_rows_that_only_best_fit_can_fill_are_still_filled():
     """Longest-first by cost fails here; 4 rows of exactly 10 exist."""
     lengths = np.array([8, 7, 6, 5, 5, 4, 3, 2])
-    layout = lay_out(lengths, mode="packed", world_size=2, limits=Limits(None, 10), attention_cost=1.0)
+    layout = lay_out(lengths, mode="packed", world_size=2, limits=MicroBatchLimits(None, 10), attention_cost=1.0)
     assert [[int(lengths[part].sum()) for part in parts] for parts in layout] == [[10, 10], [10, 10]]
 
 
@@ -111,7 +111,12 @@ def test_rows_that_only_best_fit_can_fill_are_still_filled():
 @pytest.mark.parametrize("keep_order", [False, True])
 def test_fewer_documents_than_ranks_leave_empty_micro_batches(mode: Mode, keep_order: bool):
     layout = lay_out(
-        np.array([9, 9]), mode=mode, world_size=5, limits=Limits(4, 10), attention_cost=0.1, keep_order=keep_order
+        np.array([9, 9]),
+        mode=mode,
+        world_size=5,
+        limits=MicroBatchLimits(4, 10),
+        attention_cost=0.1,
+        keep_order=keep_order,
     )
     assert [len(parts) for parts in layout] == [1] * 5
     assert sorted(len(parts[0]) for parts in layout) == [0, 0, 0, 1, 1]
@@ -122,7 +127,12 @@ def test_fewer_documents_than_ranks_leave_empty_micro_batches(mode: Mode, keep_o
 def test_a_document_above_the_token_limit_is_refused(mode: Mode, keep_order: bool):
     with pytest.raises(ValueError, match="11 tokens"):
         lay_out(
-            np.array([3, 11]), mode=mode, world_size=2, limits=Limits(4, 10), attention_cost=0.0, keep_order=keep_order
+            np.array([3, 11]),
+            mode=mode,
+            world_size=2,
+            limits=MicroBatchLimits(4, 10),
+            attention_cost=0.0,
+            keep_order=keep_order,
         )
 
 
@@ -131,7 +141,7 @@ def test_a_document_above_the_token_limit_is_refused(mode: Mode, keep_order: boo
 @pytest.mark.parametrize("attention_cost", [0.0, 1e-5, 1e-4])
 def test_ranks_with_many_lognormal_documents_work_equally_long(mode: Mode, world_size: int, attention_cost: float):
     lengths = lognormal(100 * world_size)
-    limits = Limits(32, 16384) if mode == "padding_free" else Limits(None, 8192)
+    limits = MicroBatchLimits(32, 16384) if mode == "padding_free" else MicroBatchLimits(None, 8192)
     layout = lay_out(lengths, mode=mode, world_size=world_size, limits=limits, attention_cost=attention_cost)
     assert imbalance(layout, lengths, attention_cost, mode) < 0.02
     work = np.array([loads(parts, lengths, mode, attention_cost) for parts in layout])
@@ -141,7 +151,9 @@ def test_ranks_with_many_lognormal_documents_work_equally_long(mode: Mode, world
 @pytest.mark.parametrize("attention_cost", [0.0, 1e-4])
 def test_padded_ranks_work_equally_long_and_waste_little_when_limited_by_tokens(attention_cost: float):
     lengths = lognormal(1024)
-    layout = lay_out(lengths, mode="padding", world_size=8, limits=Limits(None, 8192), attention_cost=attention_cost)
+    layout = lay_out(
+        lengths, mode="padding", world_size=8, limits=MicroBatchLimits(None, 8192), attention_cost=attention_cost
+    )
     parts = in_reading_order(layout)
     assert imbalance(layout, lengths, attention_cost, "padding") < 0.03
     assert lengths.sum() / sum(slots(part, lengths, "padding") for part in parts) > 0.9
@@ -149,7 +161,7 @@ def test_padded_ranks_work_equally_long_and_waste_little_when_limited_by_tokens(
 
 def test_one_huge_document_is_alone_on_its_rank():
     lengths = np.array([4000] + [100] * 30)
-    layout = lay_out(lengths, mode="packed", world_size=2, limits=Limits(None, 8192), attention_cost=1e-3)
+    layout = lay_out(lengths, mode="packed", world_size=2, limits=MicroBatchLimits(None, 8192), attention_cost=1e-3)
     assert sorted(len(parts[0]) for parts in layout) == [1, 30]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.errors import UserError
-from packtrain.packing.balance import Limits
+from packtrain.packing.balance import MicroBatchLimits
 from packtrain.packing.schedule import Schedule, make_schedule
 
 MODES = ["padding", "padding_free", "packed"]
@@ -27,7 +27,7 @@ LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 1, 301), 5, 1500).astype
 
 def schedule(lengths: np.ndarray = LENGTHS, steps: str = "examples", **changes: Any) -> Schedule:
     defaults = {
-        "limits": Limits(8, 2048),
+        "limits": MicroBatchLimits(8, 2048),
         "mode": "packed",
         "strategy": "best_fit",
         **STEPS[steps],
@@ -80,7 +80,7 @@ def test_every_epoch_has_every_document_once(
 ):
     plan = schedule(
         np.array(lengths, dtype=np.int32),
-        limits=Limits(4, 40),
+        limits=MicroBatchLimits(4, 40),
         examples_per_step=None if by_tokens else size,
         tokens_per_step=size * 40 if by_tokens else None,
         mode=mode,
@@ -200,9 +200,9 @@ def test_epochs_whose_rows_differ_in_number_are_counted_one_by_one():
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"limits": Limits(8, 1000)}, "batch.tokens_per_device"),
-        ({"limits": Limits(8, None)}, "batch.tokens_per_device"),
-        ({"limits": Limits(8, None), "mode": "padding", **STEPS["tokens"]}, "batch.tokens_per_device"),
+        ({"limits": MicroBatchLimits(8, 1000)}, "batch.tokens_per_device"),
+        ({"limits": MicroBatchLimits(8, None)}, "batch.tokens_per_device"),
+        ({"limits": MicroBatchLimits(8, None), "mode": "padding", **STEPS["tokens"]}, "batch.tokens_per_device"),
         ({"examples_per_step": None}, "batch.examples_per_step"),
         ({"tokens_per_step": 2048}, "batch.examples_per_step"),
         ({"examples_per_step": None, "tokens_per_step": 3000}, "batch.tokens_per_step"),
@@ -234,7 +234,9 @@ def test_the_summary_adds_up_over_an_epoch_that_is_looked_at_in_full():
 
 def test_the_summary_of_rows_planned_over_an_epoch_shows_them_full_and_balanced():
     lengths = np.clip(np.random.default_rng(0).lognormal(5.5, 1, 20_000), 16, 4096).astype(np.int32)
-    plan = schedule(lengths, limits=Limits(None, 4096), **{**STEPS["tokens"], "tokens_per_step": 64 * 4096}, epochs=1)
+    plan = schedule(
+        lengths, limits=MicroBatchLimits(None, 4096), **{**STEPS["tokens"], "tokens_per_step": 64 * 4096}, epochs=1
+    )
     summary = plan.summary(8)
     assert summary.fill > 0.98 and summary.imbalance < 0.05
     assert 1 <= summary.micro_batches_min <= summary.micro_batches_max == 8  # the last step is smaller

@@ -179,14 +179,19 @@ def test_the_predicted_accumulation_is_the_one_that_the_batches_get(
 ) -> None:
     import numpy as np
 
-    from packtrain.packing.balance import Limits, lay_out
+    from packtrain.packing.balance import MicroBatchLimits, lay_out
 
     predicted = plan(
         {"gpus_per_node": processes}, {"examples_per_step": examples, "examples_per_device": per_device}, mode
     ).batch.micro_batches_per_device
     lengths = np.random.default_rng(examples).integers(1, 500, examples)
     layout = lay_out(
-        lengths, mode=mode, world_size=processes, limits=Limits(per_device, None), attention_cost=1e-3, keep_order=False
+        lengths,
+        mode=mode,
+        world_size=processes,
+        limits=MicroBatchLimits(per_device, None),
+        attention_cost=1e-3,
+        keep_order=False,
     )
     assert {len(micro_batches) for micro_batches in layout} == {predicted}
 

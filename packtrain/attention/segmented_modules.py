@@ -6,9 +6,9 @@ once per segment with its arguments cut to the segment, segments of equal length
 together again. Scores, biases and probabilities then exist per document only; all other layers run on the flattened
 row.
 
-An argument is cut by its role, which its name and its number of dimensions tell, never by looking for a size that happens
-to be T: so what the isolation proof shows at one length holds at all, also where T equals the width of the model. What has
-no known role is refused, and so is a shared prefix.
+An argument is cut by its role, which follows from its name and its number of dimensions, never from a size that happens
+to be T: so what the isolation proof shows at one length holds at all, also where T equals the width of the model. An
+argument without a known role is refused, and so is a shared prefix.
 
 The price: such a model still builds the mask of the whole row, T×T once per forward pass (falcon with ALiBi: one per head),
 and the projections inside the module run on one segment at a time. Where weights are gathered from other processes module by
@@ -87,7 +87,7 @@ class _Current:
 
 
 def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The outermost modules whose class says that they attend, such as GPTNeoAttention and not the GPTNeoSelfAttention in it."""
+    """The outermost modules whose class is named for attention, such as GPTNeoAttention and not the GPTNeoSelfAttention in it."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         attends = any(word in type(module).__name__.lower() for word in ("attention", "attn"))
@@ -126,7 +126,7 @@ def _forward_of_model(model: PreTrainedModel, current: _Current) -> Callable[...
             kwargs = {name: value for name, value in kwargs.items() if name not in _FOR_KERNELS}
             if "position_ids" not in takes:
                 kwargs.pop("position_ids", None)
-            # no token is padding, whatever its id, and a model that takes restarting positions for borders shall not
+            # no token is padding, whatever its id; and restarting positions are not taken for borders by the model itself
             kwargs["attention_mask"] = torch.ones(1, segments.tokens, dtype=torch.int64, device=self.device)
         with current.being(segments), _known_when_recomputed(model, current, segments):
             return inner(*args, **kwargs)
@@ -171,20 +171,20 @@ def _forward_of_module(module: nn.Module, current: _Current) -> Callable[..., An
             )
         if row is None or len(row.lengths) == 1:
             return inner(*args, **kwargs)
-        runs = _runs(row)
+        batches = _batches(row)
         arguments = signature.bind(*args, **kwargs)
-        pieces = _cut_all(arguments.arguments, runs, name)
+        pieces = _cut_all(arguments.arguments, batches, name)
         outputs = []
         for piece in pieces:
             one = inspect.BoundArguments(signature, piece)
             outputs.append(inner(*one.args, **one.kwargs))
-        return _joined(outputs, runs, name)
+        return _joined(outputs, batches, name)
 
     return forward
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Batch:
     """Segments of `length` tokens each: their `numbers` in the row, and the tokens at which they start."""
 
     length: int
@@ -197,34 +197,35 @@ class _Run:
 
 
 @lru_cache(maxsize=64)  # the same for every layer
-def _runs(segments: Segments) -> tuple[_Run, ...]:
+def _batches(segments: Segments) -> tuple[_Batch, ...]:
     numbers: dict[int, list[int]] = defaultdict(list)
     for number, length in enumerate(segments.lengths):
         numbers[length].append(number)
     return tuple(
-        _Run(length, tuple(same), tuple(segments.starts[number] for number in same)) for length, same in numbers.items()
+        _Batch(length, tuple(same), tuple(segments.starts[number] for number in same))
+        for length, same in numbers.items()
     )
 
 
-def _cut_all(arguments: dict[str, Any], runs: tuple[_Run, ...], module: str) -> list[dict[str, Any]]:
-    """`arguments` by name for each run."""
-    cut = {name: _cut(name, value, runs, module) for name, value in arguments.items()}
-    return [{name: pieces[number] for name, pieces in cut.items()} for number in range(len(runs))]
+def _cut_all(arguments: dict[str, Any], batches: tuple[_Batch, ...], module: str) -> list[dict[str, Any]]:
+    """`arguments` by name for each batch."""
+    cut = {name: _cut(name, value, batches, module) for name, value in arguments.items()}
+    return [{name: pieces[number] for name, pieces in cut.items()} for number in range(len(batches))]
 
 
-def _cut(name: str, value: Any, runs: tuple[_Run, ...], module: str) -> list[Any]:
-    """The argument `name` of `module` for each run, with `count` in place of a batch of one row."""
+def _cut(name: str, value: Any, batches: tuple[_Batch, ...], module: str) -> list[Any]:
+    """The argument `name` of `module` for each batch, with `count` in place of the one row of the flattened call."""
     if value is None or isinstance(value, (bool, int, float, str)):
-        return [value] * len(runs)
+        return [value] * len(batches)
     if isinstance(value, Cache) and value.get_seq_length() == 0:
-        return [None] * len(runs)  # nothing is generated from such a row, and a cache would join its documents again
+        return [None] * len(batches)  # nothing is generated from such a row, and a cache would join its documents again
     if isinstance(value, dict):
-        return _cut_all(value, runs, module)
+        return _cut_all(value, batches, module)
     if isinstance(value, (tuple, list)):
-        columns = [_cut(name, one, runs, module) for one in value]
-        return [type(value)(column[number] for column in columns) for number in range(len(runs))]
+        columns = [_cut(name, one, batches, module) for one in value]
+        return [type(value)(column[number] for column in columns) for number in range(len(batches))]
     if isinstance(value, torch.Tensor):
-        pieces = _cut_tensor(name, value, runs)
+        pieces = _cut_tensor(name, value, batches)
         if pieces is not None:
             return pieces
         what = f"of shape {list(value.shape)}"
@@ -233,32 +234,34 @@ def _cut(name: str, value: Any, runs: tuple[_Run, ...], module: str) -> list[Any
     raise CheckFailed(f"{module} takes {name!r}, {what}, which cannot be cut by document", fix=_FIX)
 
 
-def _cut_tensor(name: str, value: torch.Tensor, runs: tuple[_Run, ...]) -> list[torch.Tensor] | None:
-    """The parts of `value` for each run, or None where it has no known role."""
-    tokens = sum(run.length * run.count for run in runs)
+def _cut_tensor(name: str, value: torch.Tensor, batches: tuple[_Batch, ...]) -> list[torch.Tensor] | None:
+    """The parts of `value` for each batch, or None where it has no known role."""
+    tokens = sum(batch.length * batch.count for batch in batches)
     shape, rank = value.shape, value.dim()
     role = _BY_POSITION.get(name)
     if role == "whole":
-        return [value] * len(runs) if rank == 3 and shape[1] == 1 else None
+        return [value] * len(batches) if rank == 3 and shape[1] == 1 else None
     if role == "first" and name == "alibi":
         known = rank in (3, 4) and shape[-2:] == (1, tokens)
-        return [value[..., : run.length].repeat(run.count, *[1] * (rank - 1)) for run in runs] if known else None
+        return (
+            [value[..., : batch.length].repeat(batch.count, *[1] * (rank - 1)) for batch in batches] if known else None
+        )
     if rank not in (2, 3, 4) or shape[0] != 1:
         return None
     if "mask" in name and rank > 2:
-        return _blocks(value, runs) if shape[-1] == tokens and shape[-2] in (1, tokens) else None
+        return _blocks(value, batches) if shape[-1] == tokens and shape[-2] in (1, tokens) else None
     along = 2 if rank == 4 else 1  # [1, T], [1, T, d], [1, 1, T, d]
     if shape[along] != tokens or (rank == 4 and shape[1] != 1):
         return None
     if role == "first":
-        return [value.narrow(along, 0, run.length) for run in runs]
-    lengths = {number: run.length for run in runs for number in run.numbers}
+        return [value.narrow(along, 0, batch.length) for batch in batches]
+    lengths = {number: batch.length for batch in batches for number in batch.numbers}
     # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
     parts = value.split([lengths[number] for number in range(len(lengths))], dim=along)
-    return [torch.cat([parts[number] for number in run.numbers]) for run in runs]  # [count, …, length, …]
+    return [torch.cat([parts[number] for number in batch.numbers]) for batch in batches]  # [count, …, length, …]
 
 
-def _blocks(mask: torch.Tensor, runs: tuple[_Run, ...]) -> list[torch.Tensor]:
+def _blocks(mask: torch.Tensor, batches: tuple[_Batch, ...]) -> list[torch.Tensor]:
     """The blocks [count, …, length or 1, length] on the diagonal of a mask [1, …, T or 1, T].
 
     A mask with a plane for each head has a bias by position added to it (falcon's ALiBi): there the first block is the one
@@ -271,22 +274,22 @@ def _blocks(mask: torch.Tensor, runs: tuple[_Run, ...]) -> list[torch.Tensor]:
         return mask[..., inside if mask.shape[-2] > 1 else slice(None), inside]
 
     return [
-        block(0, run.length).expand(run.count, -1, -1, -1)
+        block(0, batch.length).expand(batch.count, -1, -1, -1)
         if first
-        else torch.cat([block(start, run.length) for start in run.starts])
-        for run in runs
+        else torch.cat([block(start, batch.length) for start in batch.starts])
+        for batch in batches
     ]
 
 
-def _joined(outputs: list[Any], runs: tuple[_Run, ...], module: str) -> Any:
-    """The output for the row [1, T, …]. Of several the first is taken; of the others (attention weights) what all runs share."""
+def _joined(outputs: list[Any], batches: tuple[_Batch, ...], module: str) -> Any:
+    """The output for the row [1, T, …]. Of several the first is taken; of the others (attention weights) what all batches share."""
     if isinstance(outputs[0], (tuple, list)):
         first, *others = zip(*outputs, strict=True)
         shared = [other[0] if all(one is other[0] for one in other) else None for other in others]
-        return type(outputs[0])([_joined(list(first), runs, module), *shared])
+        return type(outputs[0])([_joined(list(first), batches, module), *shared])
     segments: dict[int, torch.Tensor] = {}
-    for output, run in zip(outputs, runs, strict=True):
-        if not isinstance(output, torch.Tensor) or output.shape[:2] != (run.count, run.length):
+    for output, batch in zip(outputs, batches, strict=True):
+        if not isinstance(output, torch.Tensor) or output.shape[:2] != (batch.count, batch.length):
             raise CheckFailed(f"{module} does not return its tokens one by one", fix=_FIX)
-        segments |= zip(run.numbers, output.unbind(0), strict=True)
+        segments |= zip(batch.numbers, output.unbind(0), strict=True)
     return torch.cat([segments[number] for number in range(len(segments))])[None]

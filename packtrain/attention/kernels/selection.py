@@ -25,7 +25,7 @@ _KV_HEADS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class LayerFeatures:
     """What a layer asks of a kernel. `group`: query heads per key head; `softcap`: its value, kernels compile it in."""
 
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """The kernel that was taken, None where none is right, and (name, reason) for every better candidate."""
 
     kernel: Kernel | None
@@ -65,19 +65,19 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 @lru_cache(maxsize=256)
-def choose_kernel(needs: Needs, device: torch.device) -> Choice:
-    """The first kernel of CANDIDATES that is right for `needs` on `device`."""
+def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
+    """The first kernel of CANDIDATES that is right for `layer` on `device`."""
     lacks: list[tuple[str, str]] = []
     for name, load in CANDIDATES:
-        kernel, lack = _tried(name, load, needs, device)
+        kernel, lack = _tried(name, load, layer, device)
         if kernel is not None:
-            return Choice(kernel, tuple(lacks))
+            return KernelChoice(kernel, tuple(lacks))
         lacks.append((name, lack))
-    return Choice(None, tuple(lacks))
+    return KernelChoice(None, tuple(lacks))
 
 
-def _tried(name: str, load, needs: Needs, device: torch.device) -> tuple[Kernel | None, str]:
-    """The kernel if it is right for `needs`, else None and what it lacks."""
+def _tried(name: str, load, layer: LayerFeatures, device: torch.device) -> tuple[Kernel | None, str]:
+    """The kernel if it is right for `layer`, else None and what it lacks."""
     try:
         attend: Attend = load()
     except Lacks as error:
@@ -85,33 +85,33 @@ def _tried(name: str, load, needs: Needs, device: torch.device) -> tuple[Kernel 
     except Exception as error:
         return None, f"cannot be loaded: {_first_line(error)}"
     kernel = Kernel(name, attend)
-    lack = _lack_of(kernel, needs, device)
-    if lack and needs.value_dim != needs.head_dim:  # most kernels want values as wide as queries
+    lack = _lack_of(kernel, layer, device)
+    if lack and layer.value_dim != layer.head_dim:  # most kernels want values as wide as queries
         kernel = replace(kernel, wide_values=True)
-        lack = _lack_of(kernel, needs, device)
+        lack = _lack_of(kernel, layer, device)
     return (None, lack) if lack else (kernel, "")
 
 
-def _lack_of(kernel: Kernel, needs: Needs, device: torch.device) -> str:
+def _lack_of(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> str:
     """ "" where `kernel` is right, else why it is not. What a kernel raises is of every type; running out of memory is
     no lack."""
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            error = kernel_error(kernel, needs, device)
-            if needs.dropout:
-                _run_with_dropout(kernel, needs, device)
+            error = kernel_error(kernel, layer, device)
+            if layer.dropout:
+                _run_with_dropout(kernel, layer, device)
     except Lacks as lack:
         return str(lack)
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
         return _first_line(failure)
-    return "" if error <= tolerance_of(needs.dtype) else f"wrong by {error:.2g}"
+    return "" if error <= tolerance_of(layer.dtype) else f"wrong by {error:.2g}"
 
 
-def kernel_error(kernel: Kernel, needs: Needs, device: torch.device) -> float:
+def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> float:
     """The largest error of `kernel` on a small row, outputs and gradients (see `tolerance_of`); nan where it gives nan."""
-    segments, scoring, inputs = probe_row(needs, device)
+    segments, scoring, inputs = probe_row(layer, device)
     exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in inputs]
     query, key, value, sinks = inputs
     assert query is not None and key is not None and value is not None
@@ -127,22 +127,22 @@ def kernel_error(kernel: Kernel, needs: Needs, device: torch.device) -> float:
 
 
 def probe_row(
-    needs: Needs, device: torch.device
+    layer: LayerFeatures, device: torch.device
 ) -> tuple[Segments, Scoring, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """The small row that kernels are tried on: its segments, scoring, and query, key, value [T, heads, d] and sinks."""
     segments = Segments(_LENGTHS, _PREFIXES)
-    scale = needs.head_dim**-0.5 * max(1.0, (needs.softcap or 0.0) / 6)  # scores that feel the cap
-    scoring = Scoring(scale, _WINDOW if needs.window else None, needs.softcap)
+    scale = layer.head_dim**-0.5 * max(1.0, (layer.softcap or 0.0) / 6)  # scores that feel the cap
+    scoring = Scoring(scale, _WINDOW if layer.window else None, layer.softcap)
     random = torch.Generator().manual_seed(0)
-    heads = needs.group * _KV_HEADS
+    heads = layer.group * _KV_HEADS
 
     def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random).to(device, needs.dtype).requires_grad_()
+        return torch.randn(shape, generator=random).to(device, layer.dtype).requires_grad_()
 
-    query = drawn(segments.tokens, heads, needs.head_dim)
-    key = drawn(segments.tokens, _KV_HEADS, needs.head_dim)
-    value = drawn(segments.tokens, _KV_HEADS, needs.value_dim)
-    return segments, scoring, (query, key, value, drawn(heads) if needs.sinks else None)
+    query = drawn(segments.tokens, heads, layer.head_dim)
+    key = drawn(segments.tokens, _KV_HEADS, layer.head_dim)
+    value = drawn(segments.tokens, _KV_HEADS, layer.value_dim)
+    return segments, scoring, (query, key, value, drawn(heads) if layer.sinks else None)
 
 
 def dense_attention(
@@ -173,9 +173,9 @@ def _row_error(ours: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     return (error / norm.clamp(min=norm.square().mean().sqrt())).max()
 
 
-def _run_with_dropout(kernel: Kernel, needs: Needs, device: torch.device) -> None:
+def _run_with_dropout(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> None:
     """Raises what the kernel raises where it cannot drop scores; what it draws cannot be compared with anything."""
-    segments, scoring, (query, key, value, sinks) = probe_row(needs, device)
+    segments, scoring, (query, key, value, sinks) = probe_row(layer, device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         output = attend_by_segments(kernel, query, key, value, segments, replace(scoring, dropout=0.1), sinks)
         torch.autograd.grad(output.sum(), query)

@@ -1,6 +1,6 @@
-"""Where documents come from: files, folders, the hub, or packtrain's own quickstart data, all as streams of chunks.
+"""What data.train and data.eval name: files, folders, the hub, or the quickstart, all as streams of chunks.
 
-A source also knows its `identity`: a hash of its content, so that tokenised data is found again when a file was moved
+A source also has an `identity`: a hash of its content, so that tokenised data is found again when a file was moved
 or touched, and never reused when a byte of it changed.
 """
 
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Literal, cast
 import pyarrow as pa
 
 from packtrain.config.schema import DataSource
-from packtrain.data.formats.conversations import Objective
-from packtrain.data.sources import quickstart, quickstart_pairs
+from packtrain.data.formats.columns import Objective
+from packtrain.data.sources import quickstart
+from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, ParsedChunk, RawRow, TableChunk
+from packtrain.data.sources.files import SUFFIXES, read_file, suffix_of
 from packtrain.data.sources.hub import OFFLINE_ADVICE, offline_unless_reachable
-from packtrain.data.sources.readers import SUFFIXES, read_file, suffix_of
-from packtrain.data.sources.rows import CHUNK_ROWS, Chunk, ParsedChunk, Row, TableChunk
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -97,15 +97,14 @@ class Quickstart:
 
     def identity(self, hash_file: HashFile) -> str:
         """Hash of the program that makes them."""
-        made_by = [quickstart, quickstart_pairs][: 2 if self.objective == "dpo" else 1]
         return _digest(
-            "quickstart", *(hash_file(Path(str(part.__file__))) for part in made_by), self.split, str(self.seed)
+            "quickstart", hash_file(Path(str(quickstart.__file__))), self.objective, self.split, str(self.seed)
         )
 
     def chunks(self) -> Iterator[Chunk]:
         """All rows."""
-        make = quickstart.conversations if self.objective == "sft" else quickstart_pairs.preferences
-        rows: list[Row] = list(make(self.split, self.seed, None))
+        make = quickstart.conversations if self.objective == "sft" else quickstart.preferences
+        rows: list[RawRow] = list(make(self.split, self.seed, None))
         for start in range(0, len(rows), CHUNK_ROWS):
             part = rows[start : start + CHUNK_ROWS]
             yield ParsedChunk(self.name, list(range(start + 1, start + 1 + len(part))), part, len(part))
@@ -118,14 +117,14 @@ def _digest(*parts: str) -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def wanted(value: str | DataSource | list[str | DataSource], role: Role) -> list[DataSource]:
+def sources_in(value: str | DataSource | list[str | DataSource], role: Role) -> list[DataSource]:
     """A value of data.train or data.eval as a list of sources; `quickstart` alone stands for its split of that name."""
+    splits = {"quickstart": role}
     values = value if isinstance(value, list) else [value]
-    named = {"quickstart": role}
-    return [DataSource(path=one, split=named.get(one, "train")) if isinstance(one, str) else one for one in values]
+    return [DataSource(path=one, split=splits.get(one, "train")) if isinstance(one, str) else one for one in values]
 
 
-def resolve(source: DataSource, role: Role, seed: int, objective: Objective = "sft") -> Source:
+def locate(source: DataSource, role: Role, seed: int, objective: Objective = "sft") -> Source:
     """Find what `source.path` names: quickstart (for the objective), a file, a glob, a folder, else a hub data set.
 
     Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.

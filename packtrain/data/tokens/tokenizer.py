@@ -1,6 +1,6 @@
-"""Text to token ids with the place of every token in the text, and the knowledge of which tokens end a turn.
+"""Text to token ids with the place of every token in the text.
 
-A Codec is what a tokenising process needs of a transformers tokenizer: it pickles as JSON, calls the Rust tokenizer
+A PlainTokenizer is what a tokenising process needs of a transformers tokenizer: it pickles as JSON, calls the Rust tokenizer
 directly (transformers' wrapper costs more than tokenising a short text), and never truncates or pads. A slow (Python)
 tokenizer works too, but has no offsets, so that no mask can be derived from text with it.
 """
@@ -36,7 +36,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Codec:
+class PlainTokenizer:
     """A tokenizer as a plain value. `special_ids` are the ids of control tokens, `special_tokens` go to templates."""
 
     backend: str | None
@@ -51,6 +51,7 @@ class Codec:
 
     @property
     def has_offsets(self) -> bool:
+        """Whether the place of a token in the text is known."""
         return self.backend is not None
 
     @cached_property
@@ -100,12 +101,12 @@ class Codec:
         return digest.hexdigest()
 
 
-def codec_of(tokenizer: PreTrainedTokenizerBase) -> Codec:
-    """The Codec of a transformers tokenizer, fast or slow."""
+def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PlainTokenizer:
+    """The PlainTokenizer of a transformers tokenizer, fast or slow."""
     rust = getattr(tokenizer, "backend_tokenizer", None)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
-    return Codec(
+    return PlainTokenizer(
         backend=_json(rust) if rust is not None else None,
         slow=tokenizer if rust is None else None,
         special_tokens=dict(tokenizer.special_tokens_map),

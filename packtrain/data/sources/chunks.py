@@ -37,7 +37,7 @@ class NoPair(BadRow):
     """A row with nothing wrong in it that no preference pair can be made of: it is counted, and never an error."""
 
 
-Row = dict[str, Any] | BadRow
+RawRow = dict[str, Any] | BadRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class LineChunk:
     def __len__(self) -> int:
         return len(self.lines)
 
-    def rows(self) -> Iterator[tuple[str, Row]]:
+    def rows(self) -> Iterator[tuple[str, RawRow]]:
         """Each row with its place; blank lines are not rows."""
         for number, line in enumerate(self.lines, self.first):
             if not line.isspace():
@@ -65,13 +65,13 @@ class ParsedChunk:
 
     origin: str
     numbers: list[int]
-    values: list[Row]
+    values: list[RawRow]
     size: int
 
     def __len__(self) -> int:
         return len(self.values)
 
-    def rows(self) -> Iterator[tuple[str, Row]]:
+    def rows(self) -> Iterator[tuple[str, RawRow]]:
         """Each row with its place."""
         for number, row in zip(self.numbers, self.values, strict=True):
             yield f"{self.origin}:{number}", row
@@ -93,10 +93,10 @@ class TableChunk:
     def __len__(self) -> int:
         return self.batch.num_rows
 
-    def rows(self) -> Iterator[tuple[str, Row]]:
+    def rows(self) -> Iterator[tuple[str, RawRow]]:
         """Each row with its place."""
         try:
-            rows: list[Row] = self.batch.to_pylist()
+            rows: list[RawRow] = self.batch.to_pylist()
         except (ValueError, OverflowError):
             rows = [_row_of_table(self.batch.slice(number, 1)) for number in range(len(self))]
         for number, row in enumerate(rows, self.first):
@@ -108,7 +108,7 @@ class TableChunk:
 Chunk = LineChunk | ParsedChunk | TableChunk
 
 
-def _row_of_table(one: pa.RecordBatch) -> Row:
+def _row_of_table(one: pa.RecordBatch) -> RawRow:
     """The row of a table of one row; text that is not UTF-8 and dates beyond Python's are found only by reading them."""
     try:
         return one.to_pylist()[0]
@@ -126,43 +126,45 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _parse_line(line: bytes) -> Row:
+def _parse_line(line: bytes) -> RawRow:
     if b"\0" in line:
         fix = "The file is UTF-16 (iconv -f utf-16 -t utf-8), or damaged by a crash or a bad copy: get it anew."
         return BadRow("NUL bytes", "the line holds NUL bytes", fix=fix)
     try:
-        text = line.decode("utf-8").rstrip("\r\n")
+        row = json.loads(line.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         return not_utf8(f"byte {error.start + 1} of the line is 0x{line[error.start]:02x}")
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        return BadRow("broken JSON", f"broken JSON at column {error.colno}: {error.msg}")
     except (ValueError, RecursionError) as error:
-        return BadRow("broken JSON", f"broken JSON: {too_much(error)}")
+        place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        return BadRow("broken JSON", f"broken JSON{place}: {json_fault(error)}")
     return checked_object(row)
 
 
-def too_much(error: ValueError | RecursionError) -> str:
-    """What Python's JSON parser cannot take though its grammar is right, or its own words."""
+def json_fault(error: ValueError | RecursionError) -> str:
+    """Why Python's JSON parser refused a text: it also refuses some whose grammar is right."""
     if isinstance(error, json.JSONDecodeError):
         return error.msg
     return "nested too deeply" if isinstance(error, RecursionError) else "a number has thousands of digits"
 
 
-def not_utf8(found: str) -> BadRow:
+def not_utf8(found: str, field: str = "") -> BadRow:
     """The fault of text in another encoding."""
-    return BadRow("not UTF-8", f"not UTF-8: {found}", fix="Convert the file (iconv -f latin1 -t utf-8).")
+    return BadRow("not UTF-8", f"not UTF-8: {found}", field, "Convert the file (iconv -f latin1 -t utf-8).")
 
 
-def checked_object(row: Any) -> Row:
+def checked_object(row: Any) -> RawRow:
     """`row` if it is a JSON object."""
     if isinstance(row, dict):
         return row
-    return BadRow("not an object", f"expected an object ({{...}}), found {kind_of(row)}")
+    return BadRow("not an object", f"expected an object ({{...}}), found {json_type(row)}")
 
 
-def kind_of(value: Any) -> str:
+def wrong_type(expected: str, value: Any, where: str) -> BadRow:
+    """The fault of a field that should be `expected`."""
+    return BadRow("wrong type", f"expected {expected}, found {json_type(value)}", where)
+
+
+def json_type(value: Any) -> str:
     """A value's type in the words of JSON, with the value itself where it is short."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     name = names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)

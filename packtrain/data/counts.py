@@ -29,9 +29,9 @@ FATES = np.dtype(
 
 
 class Fate(NamedTuple):
-    """What became of one row: `documents` of them, or `dropped` for a reason; see Counts for the rest.
+    """What became of one row: `documents` of them, or `dropped` for a reason; see RowCounts for the rest.
 
-    `content` is a hash of the row's own words (identity.py), whatever template, tokenizer and length make of them.
+    `content` is a hash of the row's own words (formats/columns.py), whatever template, tokenizer and length make of them.
     """
 
     content: int
@@ -44,12 +44,13 @@ class Fate(NamedTuple):
     cut_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Counts of one pass over rows. `kept` rows gave at least one document; `cut_tokens` were lost to data.max_length.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCounts:
+    """RowCounts of one pass over rows. `kept` rows gave at least one document; `cut_tokens` were lost to data.max_length.
 
     `dropped` counts rows by reason; `dropped_chunks` counts parts of split documents that hold no trained token.
-    `pairs_apart` are prompts of kept rows whose own tokens are not those that they have before their completion (see tokenise.py).
+    `pairs_apart` are prompts of kept rows whose own tokens are not those that they have before their completion (see
+    tokens/encode.py).
     """
 
     rows: int = 0
@@ -62,10 +63,10 @@ class Counts:
     pairs_apart: int = 0
 
 
-def count(fates: np.ndarray, reasons: Sequence[str]) -> Counts:
+def count(fates: np.ndarray, reasons: Sequence[str]) -> RowCounts:
     """The counts of some rows; `fates` FATES[rows], whose `dropped` are numbers of `reasons`."""
     times = np.bincount(fates["dropped"], minlength=1).tolist()
-    return Counts(
+    return RowCounts(
         rows=len(fates),
         kept=times[0],
         dropped={reasons[number]: rows for number, rows in enumerate(times) if number and rows},
@@ -77,7 +78,7 @@ def count(fates: np.ndarray, reasons: Sequence[str]) -> Counts:
     )
 
 
-def add(counts: Iterable[Counts]) -> Counts:
+def add(counts: Iterable[RowCounts]) -> RowCounts:
     """The sum of several counts, reasons merged."""
     total: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
@@ -85,7 +86,7 @@ def add(counts: Iterable[Counts]) -> Counts:
         figures = asdict(one)
         dropped.update(figures.pop("dropped"))
         total.update(figures)
-    return Counts(dropped=dict(dropped), **total)
+    return RowCounts(dropped=dict(dropped), **total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,26 +105,16 @@ class PairFigures:
     shareable: int
 
 
-@dataclass(frozen=True, slots=True)
-class DataReport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport(RowCounts):
     """What a data set is made of.
 
-    `rows`, `kept`, `dropped`, `truncated`, `split`, `dropped_chunks`, `cut_tokens` and `pairs_apart` describe the
-    reading of its rows (see Counts): all of the sources', or the part that a fraction of data.train left on this side.
-    `documents`, `tokens` and `trained_tokens` describe one epoch, with weights; `held_out` documents are on the other
-    side.
-    `seconds` is the time that tokenising took (0 when it all came from the cache). Of preference pairs each makes two
-    documents, and `pairs` describes them.
+    The RowCounts are those of reading its rows: all of the sources', or the part that a fraction of data.train left on this
+    side. `documents`, `tokens` and `trained_tokens` describe one epoch, with weights; `held_out` documents are on the
+    other side. `seconds` is the time that tokenising took (0 when it all came from the cache). Preference pairs, two
+    documents each, are described by `pairs`.
     """
 
-    rows: int
-    kept: int
-    dropped: dict[str, int]
-    truncated: int
-    split: int
-    dropped_chunks: int
-    cut_tokens: int
-    pairs_apart: int
     documents: int
     tokens: int
     trained_tokens: int

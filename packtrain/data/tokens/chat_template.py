@@ -2,7 +2,7 @@
 
 TRL ships the templates of many model families (`trl/chat_templates/NAME.jinja`) and, beside most, NAME_training.jinja:
 the same template with `{% generation %}` marks around what the model writes. They are read as files, without importing
-TRL. A template that equals one of TRL's gets the twin as `marked`; chat.py uses it only for conversations that both
+TRL. A template that equals one of TRL's gets the twin as `marked`; loss_mask.py uses it only for conversations that both
 render alike, for some twins change the text.
 """
 
@@ -18,7 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packtrain.data.formats.roles import words_of
+from packtrain.config.rules.missing import as_name, template_names
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ CHATML = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+"""The generation mark covers an answer and its end token, and not the header in front of it."""
 OWN = "the tokenizer's own"
 ADVICE = "Set data.chat_template to a .jinja file or a name (chatml, llama3, qwen3 …)."
 
@@ -49,11 +50,12 @@ class Template:
 
     @property
     def words(self) -> frozenset[str]:
-        """The quoted words of the texts, the roles that they name among them."""
-        return words_of(self.text) | words_of(self.tools_text or "")
+        """The quoted words of the texts. The roles that they name are among them; the others do no harm."""
+        return frozenset(re.findall(r"""['"](\w+)['"]""", self.text + (self.tools_text or "")))
 
     @property
     def has_marks(self) -> bool:
+        """Whether the template itself marks what the model writes."""
         return has_marks(self.text)
 
     def for_tools(self) -> Template:
@@ -68,12 +70,12 @@ class Template:
 
 @lru_cache
 def has_marks(text: str) -> bool:
-    """Whether the template says itself what the model writes."""
+    """Whether the text of a template has generation marks."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
 
 
-def choose(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | None:
-    """The template that `name` (a .jinja file, or a name of `names()`) stands for; the tokenizer's own if None.
+def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | None:
+    """The template that `name` (a .jinja file, or one of `template_names()`) stands for; the tokenizer's own if None.
 
     None when the tokenizer has none either: only conversations need one. Raises UserError for an unknown name, a
     missing or a broken file.
@@ -89,26 +91,15 @@ def choose(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | N
         try:
             return _checked(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"cannot read the chat template: {error}", where="data.chat_template", fix=ADVICE
-            ) from error
-    key = re.sub(r"[-.\s]", "_", name.lower())
+            what = f"cannot read the chat template: {error}"
+            raise UserError(what, where="data.chat_template", fix=ADVICE) from error
+    key, known = as_name(name), template_names()
     if key == "chatml":
-        return Template(CHATML, None, name="chatml")
-    if key in (known := names()):
+        return Template(CHATML, None, name=key)
+    if key in known:
         return _checked(_shipped(key), key)
-    near = difflib.get_close_matches(key, known, n=3) or known
-    raise UserError(
-        f"no chat template is called {name!r}",
-        where="data.chat_template",
-        fix=f"Known: {', '.join(near)}; or give a file.",
-    )
-
-
-def names() -> list[str]:
-    """Names that data.chat_template understands."""
-    folder = files("trl") / "chat_templates"
-    return sorted(["chatml", *(entry.name[:-6] for entry in folder.iterdir() if entry.name.endswith(".jinja"))])
+    fix = f"Known: {', '.join(difflib.get_close_matches(key, known, n=3) or known)}; or give a file."
+    raise UserError(f"no chat template is called {name!r}", where="data.chat_template", fix=fix)
 
 
 def _shipped(name: str) -> str:
@@ -118,7 +109,7 @@ def _shipped(name: str) -> str:
 def _twin(text: str) -> str | None:
     if has_marks(text):
         return None
-    known = names()
+    known = template_names()
     for name in known:
         if f"{name}_training" in known and _shipped(name).strip() == text.strip():
             return _shipped(f"{name}_training")

@@ -27,9 +27,9 @@ import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from packtrain.data.formats.conversations import Conversation
-from packtrain.data.sources.rows import BadRow
-from packtrain.data.tokens.codec import Codec, Encoded
-from packtrain.data.tokens.templates import Template, has_marks
+from packtrain.data.sources.chunks import BadRow
+from packtrain.data.tokens.chat_template import Template, has_marks
+from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 
 Span = tuple[int, int]
 REFUSED = "loss mask cannot be verified"
@@ -40,7 +40,7 @@ ADVICE = "Set data.chat_template to a template with {% generation %} marks, or d
 class ChatEncoder:
     """Encodes conversations with one template; made once per process."""
 
-    codec: Codec
+    tokenizer: PlainTokenizer
     template: Template
 
     def encode(
@@ -55,7 +55,7 @@ class ChatEncoder:
         text, marks = self._render(template.text, conversation, conversation.messages)
         if conversation.tools:
             self._check_tools(template, conversation, text)
-        encoded = self.codec.encode(text)
+        encoded = self.tokenizer.encode(text)
         mask = np.zeros(len(encoded.ids), dtype=bool)
         if loss_on == "all":
             mask[:] = True
@@ -73,7 +73,7 @@ class ChatEncoder:
         spoken = "\n".join(text[start:end] for start, end in spans)
         _check_content(conversation, wanted, spoken if whole else text)
         _check_calls(conversation, wanted, text if template.has_marks else spoken)
-        special = self.codec.special_ids
+        special = self.tokenizer.special_ids
         parts = [_tokens_between(encoded, text, start, end, special) for start, end in spans]
         parts = [self._without_tail(part, encoded, text) for part in parts]
         for part, following in zip(parts, [*parts[1:], None], strict=True):
@@ -81,7 +81,7 @@ class ChatEncoder:
             mask[self._end_after(part, following, encoded, text, whole)] = True
         return encoded.ids, mask
 
-    def encode_choice(self, chosen: Conversation, rejected: Conversation) -> list[np.ndarray]:
+    def encode_pair(self, chosen: Conversation, rejected: Conversation) -> list[np.ndarray]:
         """ids int32[n] of the prompt with the generation prompt, of the chosen and of the rejected conversation.
 
         Both have the same messages before `answer_from`. Raises BadRow when the template refuses or leaves out a part.
@@ -98,7 +98,7 @@ class ChatEncoder:
             _check_content(side, spoken, text)
             _check_calls(side, spoken, text)
             texts.append(text)
-        return [self.codec.encode(text).ids for text in texts]
+        return [self.tokenizer.encode(text).ids for text in texts]
 
     def _spans(
         self,
@@ -150,7 +150,7 @@ class ChatEncoder:
         for kept in range(len(part), 0, -1):
             at = part[kept - 1]
             if text[encoded.starts[at] : encoded.ends[at]].strip():
-                return part[:kept] if int(encoded.ids[at]) in self.codec.special_ids else part
+                return part[:kept] if int(encoded.ids[at]) in self.tokenizer.special_ids else part
         return part
 
     @cached_property
@@ -170,14 +170,16 @@ class ChatEncoder:
     @cached_property
     def _end_ids(self) -> frozenset[int]:
         """Tokens that end a turn: EOS, and the control token that this template writes after a last answer."""
-        ends = set() if self.codec.eos_id is None else {self.codec.eos_id}
+        ends = set() if self.tokenizer.eos_id is None else {self.tokenizer.eos_id}
         probe = Conversation([{"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"}])
         try:
             text, _ = self._render(self.template.text, probe, probe.messages)
         except BadRow:
             return frozenset(ends)
-        tail = self.codec.encode(text[text.rfind("ANSWER") + len("ANSWER") :].lstrip()).ids if "ANSWER" in text else []
-        if len(tail) and int(tail[0]) in self.codec.special_ids:
+        tail = (
+            self.tokenizer.encode(text[text.rfind("ANSWER") + len("ANSWER") :].lstrip()).ids if "ANSWER" in text else []
+        )
+        if len(tail) and int(tail[0]) in self.tokenizer.special_ids:
             ends.add(int(tail[0]))
         return frozenset(ends)
 
@@ -200,7 +202,7 @@ class ChatEncoder:
         after = int(part[-1]) + 1 if len(part) else 0
         for at in part[::-1]:
             if text[encoded.starts[at] : encoded.ends[at]].strip():
-                if int(encoded.ids[at]) in self.codec.special_ids:
+                if int(encoded.ids[at]) in self.tokenizer.special_ids:
                     return slice(after, after)
                 break
         if len(part) and not whole:
@@ -232,7 +234,7 @@ class ChatEncoder:
                 chat_template=template,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=generation_prompt,
-                **{**self.codec.special_tokens, **conversation.variables},
+                **{**self.tokenizer.special_tokens, **conversation.variables},
             )
         except Exception as error:  # a template is a program: it may fail by any error there is
             what = f"the chat template refuses the conversation: {error}"

@@ -1,0 +1,160 @@
+"""Rows under our column names: which columns each format has, which format a source has, and what makes rows equal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from packtrain.data.sources.chunks import BadRow, RawRow, json_fault, wrong_type
+from packtrain.errors import UserError
+
+Objective = Literal["sft", "dpo"]
+Format = Literal["messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "tokenised"]
+
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+    "preference": ("chosen", "rejected"),
+    "ranked": ("answers",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "tokenised": ("input_ids",),
+}
+PROMPTS = ("prompt", "conversations", "instruction")
+"""Columns that may hold the prompt of a preference."""
+READ_TOO = {"preference": PROMPTS, "ranked": (*PROMPTS, "scores", "ranks")}
+"""Columns beside the required ones and OPTIONAL that only this format reads."""
+MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
+OPTIONAL = ("tools", "system", "input", "attention_mask", "chat_template_kwargs", *MASKS)
+LISTS = ("answers", "responses", "completions", "candidates")
+"""Columns that hold all answers to a prompt."""
+OF_PAIRS = ("preference", "ranked")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row under our column names; `columns` maps ours to the file's, `named` are roles of the chat template."""
+
+    values: Mapping[str, Any]
+    columns: Mapping[str, str]
+    named: frozenset[str]
+
+    def name(self, ours: str) -> str:
+        """What the file calls our column."""
+        return self.columns.get(ours, ours)
+
+    def has(self, ours: str) -> bool:
+        """Whether the row has the column."""
+        return self.name(ours) in self.values
+
+    def optional(self, ours: str) -> Any:
+        """The value, None where there is none."""
+        return self.values.get(self.name(ours))
+
+    def take(self, ours: str) -> Any:
+        """The value; raises BadRow where there is no such column."""
+        name = self.name(ours)
+        if name not in self.values:
+            found = ", ".join(map(repr, self.values)) or "none"
+            raise BadRow("missing column", f"no column {name!r}; found: {found}", name)
+        return self.values[name]
+
+    def text(self, ours: str, *, may_be_empty: bool = False) -> str:
+        """The value, which must be a string."""
+        value = self.take(ours)
+        if not isinstance(value, str):
+            raise wrong_type("a string", value, self.name(ours))
+        if not may_be_empty and not value.strip():
+            raise BadRow("empty", "the text is empty", self.name(ours))
+        return value
+
+
+def list_of(value: Any, where: str) -> list[Any]:
+    """A list, or the list in a JSON string (csv and parquet files often hold nested columns that way)."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            what = f"expected a list, found a string that is not JSON ({json_fault(error)})"
+            raise BadRow("wrong type", what, where) from None
+    if not isinstance(value, list):
+        raise wrong_type("a list", value, where)
+    return value
+
+
+def list_column(names: Sequence[str], columns: Mapping[str, str]) -> str | None:
+    """Which of the columns `names` holds ranked answers; `columns` maps our name to the file's."""
+    return next((name for name in (columns.get("answers"), *LISTS) if name in names), None)
+
+
+def detect_format(
+    first: list[str], names: list[str], wanted: str, columns: Mapping[str, str], where: str, objective: Objective
+) -> Format:
+    """The format of a source; raises UserError unless exactly one fits, and it is one for the objective.
+
+    `auto` goes by the columns of the `first` row, so that a stray row is a bad row and not another format; `names` are
+    the columns of all rows seen.
+    """
+    known = {*OPTIONAL, *(name for kind in (REQUIRED, READ_TOO) for needed in kind.values() for name in needed)}
+    if strange := sorted(set(columns) - known):
+        fix = f"Ours: {', '.join(sorted(known))}."
+        raise UserError(f"{strange[0]!r} is not a column of ours", where="data.columns", fix=fix)
+    found = f"found: {', '.join(names)}"
+    if absent := sorted(set(columns.values()) - set(names)):
+        raise UserError(f"data.columns names the column {absent[0]!r}, which is not there; {found}", where=where)
+    fits = _fitting(first, columns, objective) if wanted == "auto" else [wanted]
+    shown = OF_PAIRS if objective == "dpo" else [name for name in REQUIRED if name not in OF_PAIRS]
+    needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in shown)
+    if objective == "dpo" and not set(fits) & set(OF_PAIRS):
+        seen = f"these are {' or '.join(fits)}" if fits else "the columns are not those of preference pairs"
+        fix = f"Rename with data.columns, or train on them with packtrain sft. Needed are {needs}; prompt if any."
+        raise UserError(f"{seen}; {found}", where=where, fix=fix)
+    if len(fits) != 1:
+        what = f"the columns fit {' and '.join(fits)}" if fits else "the columns fit no known format"
+        fix = f"Set data.format to {' or '.join(fits)}." if fits else f"Rename with data.columns. Needed are {needs}."
+        raise UserError(f"{what}; {found}", where=where, fix=fix)
+    if fits[0] in OF_PAIRS and objective == "sft":
+        raise UserError("these are preference pairs", where=where, fix="Train on them with packtrain dpo.")
+    if missing := _missing(fits[0], names, columns):
+        what = f"data.format={fits[0]} needs the column {missing[0]!r}; {found}"
+        raise UserError(what, where=where, fix=f"Rename with data.columns, or set data.format. Needed are {needs}.")
+    return cast(Format, fits[0])
+
+
+def _fitting(first: list[str], columns: Mapping[str, str], objective: Objective) -> list[str]:
+    """The formats whose columns are all there. Pairs go before what else their rows could be, and before lists."""
+    fits = [name for name in REQUIRED if name != "ranked" and not _missing(name, first, columns)]
+    if objective == "dpo" and "preference" in fits:
+        return ["preference"]  # other columns may hold the prompt, or the chosen answer once more
+    # without dpo, a column `answers` is no list to rank: it is in many other data sets
+    return ["ranked"] if objective == "dpo" and not _missing("ranked", first, columns) else fits
+
+
+def _missing(format: str, names: list[str], columns: Mapping[str, str]) -> list[str]:
+    """The columns that rows of the format need and that are not there, by the file's names."""
+    if format == "ranked":
+        return [] if list_column(names, columns) else [columns.get("answers", " or ".join(LISTS))]
+    return [columns.get(need, need) for need in REQUIRED[format] if columns.get(need, need) not in names]
+
+
+def content_of(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
+    """A hash of 64 bits that is equal for equal rows, whatever template, tokenizer and data.max_length make of them.
+
+    Only the columns that the format reads count (not an id, not a score), so copies of a conversation are known as such,
+    and what is held out by it stays held out. Rows that cannot be read are told apart by their fault.
+    """
+    if isinstance(row, BadRow):
+        return number_of([row.reason, row.what])
+    read = (*REQUIRED[format], *READ_TOO.get(format, ()), *OPTIONAL)
+    ours = {name: row.get(columns.get(name, name)) for name in read}
+    return number_of({name: value for name, value in ours.items() if value is not None})
+
+
+def number_of(content: object) -> int:
+    """A hash of 64 bits of what JSON makes of `content`."""
+    text = json.dumps(content, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

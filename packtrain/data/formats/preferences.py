@@ -1,0 +1,249 @@
+"""Rows of preference pairs become one thing: two examples that begin with the same prompt.
+
+Known are, as in TRL (https://huggingface.co/docs/trl/dataset_formats#preference) and LLaMA-Factory:
+
+    prompt, chosen, rejected          strings, lists of messages, or a string and two conversations
+    chosen, rejected                  the prompt is what both begin with: messages, or the characters of two strings
+    conversations, chosen, rejected   ShareGPT's turns, then a turn each
+    instruction, chosen, rejected     what a user asks, followed by `input` where there is one (Alpaca's columns)
+
+and beside messages `tools`, `system` and chat_template_kwargs; and lists of answers, beside a prompt in any of these ways,
+
+    responses, scores                         strings, and a number for each: the highest is the best
+    responses, ranks                          strings, and the place of each: the lowest is the best
+    completions: [{response, overall_score}]  as UltraFeedback writes them
+    answers: [{answer, rank}]                 as Nectar does
+
+and the other names of these that are in use. A list makes one pair, its best answer against its worst, so that a prompt
+does not weigh more for having more answers, and the pair is the one whose order is surest: what judges say of neighbours
+is mostly noise. Whoever wants other pairs writes them as rows of their own. A list that ranks nothing (one answer, or all
+equal) is counted as identical answers are.
+
+The prompt of two strings is found as TRL finds it. That would take the words that two answers happen to begin with for
+the prompt where the prompt is in a column of another name, so rows with such a column are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from packtrain.data.formats.columns import LISTS, PROMPTS, Format, Row, list_column, list_of
+from packtrain.data.formats.conversations import (
+    Conversation,
+    Messages,
+    PromptCompletion,
+    message_of,
+    messages_of,
+    system_of,
+    tools_of,
+    variables_of,
+)
+from packtrain.data.sources.chunks import BadRow, NoPair, wrong_type
+
+ASKED = ("question", "query", "problem")
+"""Columns that hold the prompt in many data sets."""
+ASKING = ("system", "developer", "user")
+"""Roles that no answer begins with."""
+TEXTS = ("response", "answer", "text", "content", "completion", "output", "value")
+"""Where an answer that is an object has its text; its score or rank is beside it."""
+SCORES = ("overall_score", "scores", "score", "ratings", "rating", "rewards", "reward", "pm_score")
+RANKS = ("ranks", "rank", "rankings", "ranking")
+ONE, TIED = "fewer than two answers", "answers ranked equal"
+INSTEAD = "Or write a row for each pair: prompt, chosen (the better answer), rejected (the worse)."
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceExample:
+    """The same prompt twice, with the better and with the worse answer."""
+
+    chosen: Conversation | PromptCompletion
+    rejected: Conversation | PromptCompletion
+
+
+def read_preference(row: Row, format: Format) -> PreferenceExample:
+    """A row as a PreferenceExample; raises BadRow naming the field, and NoPair where no answer of a list is better than another."""
+    row = _best_and_worst(row) if format == "ranked" else row
+    parts = [row.take("chosen"), row.take("rejected"), *([row.take("prompt")] if row.has("prompt") else [])]
+    turns = row.has("conversations") or _has_instruction(row)
+    plain = not turns and all(isinstance(part, str) for part in parts)
+    return _of_strings(row) if plain else _of_messages(row)
+
+
+def prompt_of(row: Row, format: Format) -> str | Messages:
+    """The prompt of a row, equal in all rows that ask the same; raises BadRow as `read_preference`.
+
+    Where it is what two strings begin with, without its last line, which may hold words that the two answers share.
+    """
+    chosen = read_preference(row, format).chosen
+    if isinstance(chosen, Conversation):
+        return chosen.messages[: chosen.answer_from]
+    before, line, _ = chosen.prompt.rpartition("\n")
+    return before if line and not row.has("prompt") else chosen.prompt
+
+
+def _of_strings(row: Row) -> PreferenceExample:
+    chosen, rejected = row.text("chosen"), row.text("rejected")
+    if row.has("prompt"):
+        prompt = row.text("prompt", may_be_empty=True)
+        return PreferenceExample(PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected))
+    if asked := next((name for name in ASKED if name in row.values), None):
+        what = f"there is no prompt; the column {asked!r} looks like one"
+        raise BadRow("no prompt", what, asked, f"Set data.columns={{prompt: {asked}}}, or rename the column.")
+    border = _border(chosen, rejected)
+    if border and chosen[border] != rejected[border] and chosen[border - 1] == " ":
+        border -= 1  # most tokenizers keep a space with the word behind it
+    if not chosen[:border].strip():
+        what = f"there is no prompt: no column {row.name('prompt')!r}, and the answers begin differently"
+        raise BadRow("no common prompt", what, row.name("chosen"), "Name the prompt's column with data.columns.")
+    return PreferenceExample(
+        PromptCompletion(chosen[:border], chosen[border:]), PromptCompletion(chosen[:border], rejected[border:])
+    )
+
+
+def _of_messages(row: Row) -> PreferenceExample:
+    chosen, rejected = _answer(row, "chosen"), _answer(row, "rejected")
+    prompt = _prompt(row)
+    whole = chosen[0]["role"] in ASKING and rejected[0]["role"] in ASKING
+    if prompt is None or (whole and _repeats(row, prompt, chosen, rejected)):
+        border = _border(chosen, rejected)
+        prompt, chosen, rejected = chosen[:border], chosen[border:], rejected[border:]
+    if not prompt:
+        what = "there is no prompt: chosen and rejected begin with different messages"
+        raise BadRow("no common prompt", what, row.name("chosen"), "Put the prompt into a column of its own.")
+    if prompt[0]["role"] != "system":
+        prompt = [*system_of(row), *prompt]
+    for ours, answer in (("chosen", chosen), ("rejected", rejected)):
+        if answer[0]["role"] in ASKING:
+            what = f"the answer begins with what the {answer[0]['role']} says"
+            raise BadRow("not an answer", what, row.name(ours), "Both answers must follow the same prompt.")
+    tools, variables = tools_of(row), variables_of(row)
+    first, second = (Conversation([*prompt, *side], tools, variables, len(prompt)) for side in (chosen, rejected))
+    return PreferenceExample(first, second)
+
+
+def _has_instruction(row: Row) -> bool:
+    """Whether the prompt is Alpaca's."""
+    return row.has("instruction") and not row.has("prompt") and not row.has("conversations")
+
+
+def _prompt(row: Row) -> Messages | None:
+    """The messages before the answers, None where only the answers hold them."""
+    if _has_instruction(row):
+        more = row.text("input", may_be_empty=True) if row.optional("input") is not None else ""
+        asked = row.text("instruction")
+        return [{"role": "user", "content": f"{asked}\n{more}" if more.strip() else asked}]
+    if row.has("conversations"):
+        return messages_of(row, "conversations")
+    if not row.has("prompt"):
+        return None
+    if isinstance(row.take("prompt"), str):
+        return [{"role": "user", "content": row.text("prompt")}]
+    return _turns(row, "prompt")
+
+
+def _answer(row: Row, ours: str) -> Messages:
+    """The messages of `chosen` or `rejected`; a string is what the assistant says, an object the only message."""
+    value = row.take(ours)
+    if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
+        return [{"role": "assistant", "content": row.text(ours)}]
+    return [message_of(value, row.name(ours), row)] if isinstance(value, dict) else _turns(row, ours)
+
+
+def _turns(row: Row, ours: str) -> Messages:
+    if not isinstance(row.take(ours), (str, list)):
+        raise wrong_type("a string or a list of messages", row.take(ours), row.name(ours))
+    return messages_of(row, ours)
+
+
+def _repeats(row: Row, prompt: Messages, chosen: Messages, rejected: Messages) -> bool:
+    """Whether the answers are whole conversations, which hold the prompt once more."""
+    asked = isinstance(row.optional("prompt"), str) or _has_instruction(row)
+    return asked or chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
+
+
+def _border(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """Where the two part; before the last thing that they share where one of them holds nothing else."""
+    shortest = min(len(chosen), len(rejected))
+    return next((at for at in range(shortest) if chosen[at] != rejected[at]), shortest - 1)
+
+
+def _best_and_worst(row: Row) -> Row:
+    """The row with its best answer in the column `chosen` and its worst in `rejected`; the first of equals each."""
+    column = list_column(list(row.values), row.columns)
+    found = ", ".join(map(repr, row.values)) or "none"
+    if column is None:
+        raise BadRow("missing column", f"no column {' or '.join(map(repr, LISTS))}; found: {found}")
+    answers = list_of(row.values[column], column)
+    if not any(row.has(ours) for ours in PROMPTS):  # what two answers of a list begin with is no prompt
+        asked = next((name for name in ASKED if name in row.values), "…")
+        fix = f"Set data.columns={{prompt: {asked}}}, or rename the column."
+        raise BadRow("no prompt", f"there is no prompt; found: {found}", fix=fix)
+    if len(answers) < 2:
+        raise NoPair(ONE, f"there is {'one answer' if answers else 'no answer'}", column)
+    worth = _worth(row, column, answers)
+    best, worst = (worth.index(most) for most in (max(worth), min(worth)))
+    if best == worst:
+        raise NoPair(TIED, "all answers are ranked equal", column)
+    values = dict(row.values)
+    for ours, at in (("chosen", best), ("rejected", worst)):
+        values[row.name(ours)] = _text_of(answers[at], f"{column}[{at}]")
+    return replace(row, values=values)
+
+
+def _worth(row: Row, column: str, answers: list[Any]) -> list[float]:
+    """A number for each answer, more for the better."""
+    found = [
+        (place, numbers, sign)
+        for ours, names, sign in (("scores", SCORES, 1), ("ranks", RANKS, -1))
+        for place, numbers in (_beside(row, ours, names) or _within(column, answers, names),)
+        if place
+    ]
+    if not found:
+        lists = f"no list of {SCORES[1]} or {RANKS[0]}, nor one of them in each answer"
+        fix = f"Name their column with data.columns={{scores: …}}. {INSTEAD}"
+        raise BadRow("not ranked", f"nothing says which answer is better: {lists}", column, fix)
+    if len(found) > 1:
+        what = f"both {found[0][0]} and {found[1][0]} say which answer is better"
+        raise BadRow("ambiguous", what, column, "Keep one.")
+    ((place, numbers, sign),) = found
+    if len(numbers) != len(answers):
+        raise BadRow("lengths differ", f"{len(numbers)} {place} for {len(answers)} answers", place)
+    for at, number in enumerate(numbers, 1):
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or not math.isfinite(number):
+            raise wrong_type("a number", number, f"{place}, answer {at}")
+    return [sign * number for number in numbers]
+
+
+def _beside(row: Row, ours: str, names: Sequence[str]) -> tuple[str, list[Any]] | None:
+    """The column of numbers, one for each answer, and what is in it."""
+    for name in (row.columns.get(ours), *names):
+        value = row.values.get(name) if name else None
+        if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
+            return str(name), list_of(value, str(name))
+    return None
+
+
+def _within(column: str, answers: list[Any], names: Sequence[str]) -> tuple[str, list[Any]]:
+    """The same of numbers inside the answers, by what the first one has; ("", []) where it has none."""
+    first = answers[0] if isinstance(answers[0], dict) else {}
+    name = next((name for name in names if name in first), None)
+    if name is None:
+        return "", []
+    return f"{column}[…].{name}", [answer.get(name) if isinstance(answer, dict) else None for answer in answers]
+
+
+def _text_of(answer: Any, where: str) -> str:
+    if isinstance(answer, dict):
+        name = next((name for name in TEXTS if name in answer), None)
+        if name is None:
+            what = f"no text of the answer ({', '.join(TEXTS)}); found: {', '.join(map(repr, answer)) or 'nothing'}"
+            raise BadRow("missing field", what, where)
+        answer, where = answer[name], f"{where}.{name}"
+    if not isinstance(answer, str):
+        raise wrong_type("a string", answer, where)
+    if not answer.strip():
+        raise BadRow("empty", "the answer is empty", where)
+    return answer

@@ -1,0 +1,316 @@
+"""Rows to documents: read, tokenise, mask, and fit to data.max_length. Pure; runs in every tokenising process.
+
+A document's mask says which tokens are trained TARGETS, so its first token is never trained. A text ends in EOS, and
+starts with BOS where the tokenizer adds one; rendered conversations bring their own.
+
+Prompt and completion as strings are tokenised together, and the border is where the prompt's own tokens end (what TRL
+does). Where the first tokens of the whole are not the prompt's (a token would reach over the border), both are
+tokenised alone and put together, because that is what the model reads when it answers: these are counted.
+
+A document that is cut keeps its first tokens; `split` gives consecutive parts of data.max_length, without overlap.
+
+A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's
+DPOTrainer: prompt with answer is tokenised as one text, and the answer starts where the tokenised prompt and this part, in
+either document. That is the prompt's end, unless tokens reach over the border or the template renders the prompt
+differently alone: such rows are counted. Every token after the prompt is a target, also what a user says inside an answer
+of several turns. So both documents begin with the same tokens, and their first targets are at the same place; for plain
+text EOS is the last. A pair that is too long keeps the first tokens of each document (TRL's `keep_start`), or loses the
+beginning of the prompt (`keep_end`), as much in both documents, so that both answers still follow the same words. TRL's
+keep_end cuts each alone, and compares answers to different prompts.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from packtrain.data.counts import Fate
+from packtrain.data.formats.columns import Format, Row, content_of, number_of
+from packtrain.data.formats.conversations import Conversation, PromptCompletion, Text, Tokens, read_row
+from packtrain.data.formats.preferences import PreferenceExample, prompt_of, read_preference
+from packtrain.data.sources.chunks import BadRow, Chunk, NoPair, RawRow
+from packtrain.data.tokens.chat_template import ADVICE, Template
+from packtrain.data.tokens.loss_mask import ChatEncoder
+from packtrain.data.tokens.tokenizer import PlainTokenizer
+from packtrain.errors import Problem, UserError
+
+MOST_PROBLEMS = 5
+UNTRAINED = "no trained token"
+UNTRAINED_ONCE_CUT = "no trained token within data.max_length"
+TOO_LONG = "longer than data.max_length"
+SAME = "identical answers"
+SAME_ONCE_CUT = "identical answers within data.max_length"
+NO_ROOM = "an answer leaves no room for its prompt within data.max_length"
+NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
+LossOn = Literal["auto", "assistant", "completion", "all"]
+Tokenised = tuple[np.ndarray, np.ndarray]
+"""Ids int32[n] of a document and its trained targets bool[n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The keys of `data` that decide which tokens a row becomes."""
+
+    loss_on: LossOn
+    max_length: int | None
+    overlong: Literal["truncate", "keep_end", "drop", "split", "error"]
+    bad_rows: Literal["error", "skip"]
+    columns: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Some documents end to end: ids int32[T], mask bool[T] and lengths int32[n]."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    lengths: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """What became of a chunk, row by row; `problems` mean that the whole must stop.
+
+    They are the first of `bad` rows, at most MOST_PROBLEMS.
+    """
+
+    documents: Documents
+    fates: list[Fate]
+    problems: list[Problem]
+    bad: int
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns chunks of rows into documents."""
+
+    tokenizer: PlainTokenizer
+    template: Template | None
+    settings: Settings
+
+    def encode(self, chunk: Chunk, format: Format) -> EncodedChunk:
+        """Every row of the chunk, in order."""
+        kept: list[Tokenised] = []
+        fates: list[Fate] = []
+        problems: list[Problem] = []
+        for where, row in chunk.rows():
+            content = self._content(row, format)
+            try:
+                documents, apart = self._tokens(row, format)
+            except BadRow as bad:
+                fates.append(Fate(content, dropped=bad.reason))
+                if self.settings.bad_rows == "error" and not isinstance(bad, NoPair):
+                    problems.append(bad.problem(where))
+                continue
+            longest = max(len(ids) for ids, _ in documents)
+            if self.settings.overlong == "error" and self.settings.max_length and longest > self.settings.max_length:
+                problems.append(self._overlong_problem(where, longest))
+            parts, fate = self._fitted(documents, Fate(content, apart=apart))
+            kept.extend(parts)
+            fates.append(fate)
+        joined = Documents(
+            ids=np.concatenate([ids for ids, _ in kept] or [np.empty(0, np.int32)]).astype(np.int32, copy=False),
+            mask=np.concatenate([mask for _, mask in kept] or [np.empty(0, bool)]),
+            lengths=np.array([len(ids) for ids, _ in kept], dtype=np.int32),
+        )
+        return EncodedChunk(joined, fates, problems[:MOST_PROBLEMS], len(problems))
+
+    def check(self, format: Format, where: str) -> None:
+        """Raise UserError if this tokenizer, template and data.loss_on cannot serve rows of the format at all."""
+        tokenizer, loss_on = self.tokenizer, self.settings.loss_on
+        chat = format in ("messages", "sharegpt", "alpaca")
+        if chat and self.template is None:
+            raise UserError(f"{format} needs a chat template, and {tokenizer.name} has none", where=where, fix=ADVICE)
+        if format == "text" and loss_on in ("assistant", "completion"):
+            what = f"data.loss_on={loss_on}, but running text has no {loss_on}"
+            raise UserError(what, where=where, fix="Set data.loss_on to all or auto.")
+        if format in ("text", "prompt_completion") and tokenizer.eos_id is None:
+            raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS)
+        if chat and loss_on != "all" and not tokenizer.has_offsets:
+            what = (
+                f"{tokenizer.name} is a slow tokenizer that does not say where its tokens lie in the text, which "
+                f"data.loss_on={loss_on} needs"
+            )
+            fix = "Use a fast tokenizer (a tokenizer.json), or data.loss_on=all."
+            raise UserError(what, where=where, fix=fix)
+
+    def _content(self, row: RawRow, format: Format) -> int:
+        """A number that is equal for equal rows."""
+        return content_of(row, format, dict(self.settings.columns))
+
+    def _row(self, values: dict[str, Any]) -> Row:
+        return Row(values, dict(self.settings.columns), self._named_roles)
+
+    @cached_property
+    def _named_roles(self) -> frozenset[str]:
+        return frozenset() if self.template is None else self.template.words
+
+    @cached_property
+    def _chat(self) -> ChatEncoder:
+        """Raises BadRow where there is no chat template."""
+        if self.template is None:
+            what = f"messages need a chat template, and {self.tokenizer.name} has none"
+            raise BadRow("no chat template", what, fix=ADVICE)
+        return ChatEncoder(self.tokenizer, self.template)
+
+    def _tokens(self, row: RawRow, format: Format) -> tuple[list[Tokenised], bool]:
+        """The row's documents, and whether prompt and completion do not meet at a token's border."""
+        if isinstance(row, BadRow):
+            raise row
+        try:
+            documents, apart = self._documents(self._row(row), format)
+        except UnicodeEncodeError as error:
+            what = f"not UTF-8: a lone surrogate \\u{ord(error.object[error.start]):04x} in the text"
+            fix = "Write it anew with the two halves of the character together."
+            raise BadRow("not UTF-8", what, fix=fix) from None
+        for _, mask in documents:
+            mask[:1] = False
+        return documents, apart
+
+    def _documents(self, row: Row, format: Format) -> tuple[list[Tokenised], bool]:
+        example, loss_on, apart = read_row(row, format), self.settings.loss_on, False
+        if isinstance(example, Conversation):
+            default = "assistant" if example.answer_from is None else "completion"
+            ids, mask = self._chat.encode(example, default if loss_on == "auto" else loss_on)
+        elif isinstance(example, PromptCompletion):
+            ids, prompt_tokens, apart = self._pair(example)
+            mask = np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens)
+        elif isinstance(example, Text):
+            ids = self._ended(self._whole(example.text))
+            mask = np.ones(len(ids), dtype=bool)
+        else:
+            ids, mask = self._given(example)
+        return [(ids, mask)], apart
+
+    def _given(self, tokens: Tokens) -> Tokenised:
+        ids, mask, loss_on = tokens.input_ids, tokens.mask, self.settings.loss_on
+        if len(outside := np.flatnonzero((ids < 0) | (ids >= self.tokenizer.vocabulary))):
+            what = f"token {ids[outside[0]]} is not in the vocabulary of {self.tokenizer.vocabulary}"
+            where, fix = f"input_ids[{outside[0]}]", "Use the model's own tokenizer."
+            raise BadRow("token outside the vocabulary", what, where, fix)
+        if loss_on in ("assistant", "completion") and mask is None:
+            what = f"data.loss_on={loss_on}, but the row has neither labels nor a mask"
+            raise BadRow("no mask", what, "input_ids", "Add labels or a mask, or set data.loss_on to all or auto.")
+        return ids, np.ones(len(ids), dtype=bool) if mask is None or loss_on == "all" else mask
+
+    def _prompt(self, text: str) -> np.ndarray:
+        """Ids of a prompt alone, without the EOS of tokenizers that end every text."""
+        ids = self._whole(text)
+        return ids[:-1] if len(ids) and ids[-1] == self.tokenizer.eos_id else ids
+
+    def _whole(self, text: str) -> np.ndarray:
+        return self.tokenizer.encode(text, special=True).ids
+
+    def _ended(self, ids: np.ndarray) -> np.ndarray:
+        """`ids` with EOS after them, unless it is there."""
+        eos = self.tokenizer.eos_id
+        return ids if eos is None or (len(ids) and ids[-1] == eos) else np.append(ids, np.int32(eos))
+
+    def _pair(self, pair: PromptCompletion) -> tuple[np.ndarray, int, bool]:
+        """Ids of prompt, completion and EOS, the number of tokens of the prompt, and whether they were made apart."""
+        prompt = self._prompt(pair.prompt)
+        whole = self._whole(pair.prompt + pair.completion)
+        if len(whole) > len(prompt) and np.array_equal(whole[: len(prompt)], prompt):
+            return self._ended(whole), len(prompt), False
+        completion = self.tokenizer.encode(pair.completion).ids
+        return self._ended(np.concatenate([prompt, completion])), len(prompt), True
+
+    def _overlong_problem(self, where: str, length: int) -> Problem:
+        what = f"{length} tokens, but data.max_length={self.settings.max_length}"
+        return Problem(what, where, "Raise data.max_length, or set data.overlong to truncate, split or drop.")
+
+    def _fitted(self, documents: list[Tokenised], fate: Fate) -> tuple[list[Tokenised], Fate]:
+        """The document's parts that are kept, each with a trained token (or none), and `fate` with what that means."""
+        ((ids, mask),) = documents
+        limit = self.settings.max_length or len(ids)
+        if not mask.any():
+            return [], fate._replace(dropped=UNTRAINED)
+        if len(ids) <= limit:
+            return documents, fate._replace(documents=1)
+        if self.settings.overlong == "drop":
+            return [], fate._replace(dropped=TOO_LONG)
+        if self.settings.overlong != "split":
+            if not mask[:limit].any():
+                return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
+            cut = fate._replace(documents=1, truncated=True, cut_tokens=len(ids) - limit)
+            return [(ids[:limit], mask[:limit])], cut
+        mask[::limit] = False  # the first token of a part has nothing that predicts it
+        starts = range(0, len(ids), limit)
+        parts = [(ids[at : at + limit], mask[at : at + limit]) for at in starts if mask[at : at + limit].any()]
+        if not parts:
+            return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
+        lost = len(ids) - sum(len(part) for part, _ in parts)
+        dropped = len(starts) - len(parts)
+        return parts, fate._replace(documents=len(parts), split=True, dropped_chunks=dropped, cut_tokens=lost)
+
+
+@dataclass(frozen=True)
+class PairEncoder(Encoder):
+    """Turns chunks of preference pairs into documents, two for each row that is kept."""
+
+    def _content(self, row: RawRow, format: Format) -> int:
+        """The prompt's alone: all answers to it are trained, or all are held out."""
+        if isinstance(row, dict):
+            with suppress(BadRow):
+                return number_of(prompt_of(self._row(row), format))
+        return super()._content(row, format)
+
+    def _documents(self, row: Row, format: Format) -> tuple[list[Tokenised], bool]:
+        prompt, *answered = self._encoded(read_preference(row, format))
+        border = min(_common(prompt, ids) for ids in answered)
+        return [(ids, np.arange(len(ids)) >= border) for ids in answered], border < len(prompt)
+
+    def _encoded(self, choice: PreferenceExample) -> list[np.ndarray]:
+        """Ids of the prompt, of prompt + chosen and of prompt + rejected."""
+        chosen, rejected = choice.chosen, choice.rejected
+        if isinstance(chosen, Conversation) and isinstance(rejected, Conversation):
+            return self._chat.encode_pair(chosen, rejected)
+        assert isinstance(chosen, PromptCompletion) and isinstance(rejected, PromptCompletion)
+        if self.tokenizer.eos_id is None:
+            raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
+        texts = (chosen.prompt + chosen.completion, rejected.prompt + rejected.completion)
+        return [self._prompt(chosen.prompt), *(self._ended(self._whole(text)) for text in texts)]
+
+    def _overlong_problem(self, where: str, length: int) -> Problem:
+        fix = "Raise data.max_length, or set data.overlong to truncate, keep_end or drop."
+        return replace(super()._overlong_problem(where, length), fix=fix)
+
+    def _fitted(self, documents: list[Tokenised], fate: Fate) -> tuple[list[Tokenised], Fate]:
+        """Both documents or none, and `fate` with what that means."""
+        kept, limit = documents, self.settings.max_length
+        if _same(documents):
+            return [], fate._replace(dropped=SAME)
+        if not all(mask.any() for _, mask in documents):
+            return [], fate._replace(dropped=UNTRAINED)
+        excess = 0 if limit is None else max(len(ids) for ids, _ in documents) - limit
+        if excess <= 0:
+            return documents, fate._replace(documents=2)
+        if self.settings.overlong == "drop":
+            return [], fate._replace(dropped=TOO_LONG)
+        if self.settings.overlong == "keep_end":
+            if excess >= int(np.argmax(documents[0][1])):
+                return [], fate._replace(dropped=NO_ROOM)
+            kept = [(ids[excess:], mask[excess:]) for ids, mask in documents]
+        else:
+            kept = [(ids[:limit], mask[:limit]) for ids, mask in documents]
+            if not all(mask.any() for _, mask in kept):
+                return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
+            if _same(kept):
+                return [], fate._replace(dropped=SAME_ONCE_CUT)
+        lost = sum(len(ids) for ids, _ in documents) - sum(len(ids) for ids, _ in kept)
+        return kept, fate._replace(documents=2, truncated=True, cut_tokens=lost)
+
+
+def _common(first: np.ndarray, second: np.ndarray) -> int:
+    """Number of leading tokens that both share."""
+    shortest = min(len(first), len(second))
+    differs = first[:shortest] != second[:shortest]
+    return int(np.argmax(differs)) if differs.any() else shortest
+
+
+def _same(documents: list[Tokenised]) -> bool:
+    return np.array_equal(documents[0][0], documents[1][0])
