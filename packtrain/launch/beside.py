@@ -36,7 +36,7 @@ from packtrain.launch.worker import exit_codes, losses, report_loss
 from packtrain.monitor.old.diagnosis import ABORTED
 from packtrain.monitor.old.heartbeat import HEARTBEAT_DIR, own_pulse, read_beats
 from packtrain.monitor.old.watchdog import DIAGNOSIS, Watchdog
-from packtrain.plan.other_launchers import BY_HAND, launch_of
+from packtrain.plan.surroundings import BY_HAND, launch_of
 from packtrain.run_folder import in_time, write_json
 from packtrain.wording import numbered, ranks_in_words
 

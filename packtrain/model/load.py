@@ -22,7 +22,7 @@ from packtrain.config.schema import Model, Peft
 from packtrain.data.sources.hub import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, continue_adapters
-from packtrain.plan.reference import base_of
+from packtrain.plan.dpo_reference import base_of
 from packtrain.proof.isolation import positions_of
 
 QUICKSTART = "quickstart"

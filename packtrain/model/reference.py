@@ -26,7 +26,7 @@ from packtrain.errors import UserError
 from packtrain.model.load import load_model, weights_hash
 from packtrain.model.spread import spread
 from packtrain.monitor.heartbeat import waiting
-from packtrain.plan.reference import kind_of
+from packtrain.plan.dpo_reference import kind_of
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.loader import PairSteps
 

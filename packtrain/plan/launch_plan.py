@@ -10,9 +10,8 @@ from packtrain.config.schema import RunConfig
 from packtrain.errors import Problem
 from packtrain.plan.accelerate import WORKER, deepspeed_config, launch_argv, launch_config
 from packtrain.plan.batch import BatchPlan, plan_batch
-from packtrain.plan.network.choice import Setting, choose_network
-from packtrain.plan.other_launchers import DEFAULT_PORT
-from packtrain.plan.surroundings import Surroundings, visible_gpus
+from packtrain.plan.network import Setting, choose_network
+from packtrain.plan.surroundings import DEFAULT_PORT, Surroundings, visible_gpus
 from packtrain.plan.topology import GPUS_PER_NODE, Processes, Role, choose_processes
 from packtrain.run_folder import RunFolder
 

@@ -14,10 +14,19 @@ from typing import Literal
 
 from packtrain.config.schema import Topology
 from packtrain.errors import CheckFailed, Problem, UserError
-from packtrain.plan.network.interfaces import is_loopback
-from packtrain.plan.other_launchers import DEFAULT_PORT, Joined, Machine, incomplete, joined, machine_of
-from packtrain.plan.slurm import Allocation, allocation_of, check_told
-from packtrain.plan.surroundings import Surroundings
+from packtrain.plan.network import is_loopback
+from packtrain.plan.surroundings import (
+    DEFAULT_PORT,
+    Allocation,
+    Joined,
+    Machine,
+    Surroundings,
+    allocation_of,
+    check_told,
+    incomplete,
+    joined,
+    machine_of,
+)
 
 Role = Literal["train", "launch", "spread"]
 GPUS_PER_NODE = "topology.gpus_per_node"

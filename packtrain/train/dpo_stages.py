@@ -22,7 +22,7 @@ from packtrain.model.load import base_model, weights_hash
 from packtrain.model.reference import load_reference, precompute
 from packtrain.model.spread import open_proofs, spread
 from packtrain.packing.collate import PairRows
-from packtrain.plan.reference import adapters_of_reference, kind_of, starts_at_reference
+from packtrain.plan.dpo_reference import adapters_of_reference, kind_of, starts_at_reference
 from packtrain.proof.choice import Decision, examine_pairs
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.train import console

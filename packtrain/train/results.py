@@ -28,7 +28,7 @@ from packtrain.data.prepare import PreparedData
 from packtrain.model.load import load_model
 from packtrain.model.spread import loading_whole
 from packtrain.monitor.heartbeat import progress
-from packtrain.plan.reference import base_of
+from packtrain.plan.dpo_reference import base_of
 from packtrain.proof.choice import Decision
 from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint import tidy

@@ -18,9 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
-from packtrain.plan.memory.activations import Numbers, Slots, of_the_layers
-from packtrain.plan.memory.estimate import Memory, estimate
-from packtrain.plan.memory.shapes import Layers, layers_of
+from packtrain.plan.memory import Memory, Numbers, Slots, estimate, of_the_layers
+from packtrain.plan.shapes import Layers, layers_of
 
 SIZES = {
     "hidden_size": 128,

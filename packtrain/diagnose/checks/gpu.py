@@ -10,7 +10,7 @@ from packtrain.diagnose.checks.check import GIB, Check, first_or, passed, size
 from packtrain.diagnose.checks.needs import Needs
 from packtrain.diagnose.checks.software import VISIBLE, hidden, shown
 from packtrain.diagnose.facts.facts import Facts, Gpu, KernelEvent
-from packtrain.plan.memory.estimate import OUTSIDE, Memory
+from packtrain.plan.memory import OUTSIDE, Memory
 
 _DAY_S = 86400
 _OF_PROGRAMS = (8, 13, 31, 32, 38, 43, 44, 45, 66, 68, 69, 137)

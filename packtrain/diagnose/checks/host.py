@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from packtrain.diagnose.checks.check import GIB, MIB, Check, first_or, passed, size
 from packtrain.diagnose.checks.needs import Needs
 from packtrain.diagnose.facts.facts import Facts, Folder
-from packtrain.plan.memory.estimate import Memory
+from packtrain.plan.memory import Memory
 
 _DAY_S = 86400
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay", "squashfs", "apfs")

@@ -12,9 +12,9 @@ from packtrain.config.schema import RunConfig
 from packtrain.diagnose.facts.torch_side import Layer
 from packtrain.errors import PacktrainError, Problem
 from packtrain.plan.launch_plan import plan_launch
-from packtrain.plan.memory.estimate import ADAPTER_BYTES, BYTES, Memory, estimate
-from packtrain.plan.memory.shapes import weights_of
-from packtrain.plan.network.choice import Setting
+from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
+from packtrain.plan.network import Setting
+from packtrain.plan.shapes import weights_of
 from packtrain.plan.surroundings import Surroundings
 
 

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from packtrain.diagnose.checks.check import Check, Status, first_or, passed, size
 from packtrain.diagnose.checks.needs import Needs
 from packtrain.diagnose.facts.facts import Facts
-from packtrain.plan.network.choice import SOCKETS, hcas, matching
-from packtrain.plan.network.interfaces import Port, is_loopback
-from packtrain.plan.network.name_server import FIX
+from packtrain.plan.network import FIX, SOCKETS, Port, hcas, is_loopback, matching
 
 
 def check_host_name(facts: Facts, needs: Needs) -> Iterator[Check]:

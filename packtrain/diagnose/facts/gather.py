@@ -20,10 +20,9 @@ from packtrain.diagnose.facts import host, links, software
 from packtrain.diagnose.facts.ask import NoAnswer, Question, command, end_commands, first_line
 from packtrain.diagnose.facts.facts import Clock, Facts, Folder, Gpus, Host, Limits, Name, Network, Software, Torch
 from packtrain.diagnose.facts.torch_side import Layer, read_facts
-from packtrain.plan.hub_folder import hub_home
+from packtrain.plan.network import LOOPBACK, read_network, silence_for
 from packtrain.plan.network import interfaces as launch_network
-from packtrain.plan.network.interfaces import read_network
-from packtrain.plan.network.name_server import LOOPBACK, silence_for
+from packtrain.plan.shapes import hub_home
 from packtrain.plan.surroundings import Surroundings, look_around
 
 BUDGET_S = 8.5  # from the start of this process to the last answer

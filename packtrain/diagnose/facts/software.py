@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.diagnose.facts.facts import Conflict, Software, Torch
-from packtrain.plan.hub_folder import hub_home
+from packtrain.plan.shapes import hub_home
 
 PACKAGES = (
     "packtrain",

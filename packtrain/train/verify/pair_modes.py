@@ -25,7 +25,7 @@ from packtrain.model.load import base_model
 from packtrain.packing.balance import MicroBatchLimits
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
-from packtrain.plan.reference import kind_of
+from packtrain.plan.dpo_reference import kind_of
 from packtrain.proof.isolation import evaluating, joined, vocabulary_of
 from packtrain.train.dpo import PackedDPOTrainer, objective_arguments
 from packtrain.train.dpo_start import check_pair_forward

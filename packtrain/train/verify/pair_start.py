@@ -19,7 +19,7 @@ from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model
 from packtrain.model.reference import load_reference
 from packtrain.packing.collate import PairRows
-from packtrain.plan.reference import adapters_of_reference, kind_of, starts_at_reference
+from packtrain.plan.dpo_reference import adapters_of_reference, kind_of, starts_at_reference
 from packtrain.train.dpo import PackedDPOTrainer, check_routers
 from packtrain.train.dpo_start import Start, start_of
 from packtrain.train.loader import PairSteps

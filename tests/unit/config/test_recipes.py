@@ -12,7 +12,7 @@ import pytest
 
 from packtrain.config.compose import load_config
 from packtrain.config.files import shipped
-from packtrain.plan.memory.estimate import Memory, estimate
+from packtrain.plan.memory import Memory, estimate
 
 RECIPES = sorted(file.stem for file in shipped("recipes").glob("*.yaml"))
 PROCESSES = {"sft-1x8": 8, "dpo-1x8": 8, "sft-4x8": 32, "sft-16x8": 128}  # all others: 1

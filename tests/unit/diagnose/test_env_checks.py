@@ -34,9 +34,8 @@ from packtrain.diagnose.facts.facts import (
 )
 from packtrain.diagnose.facts.torch_side import Layer
 from packtrain.diagnose.redact import Redactor
-from packtrain.plan.memory.estimate import Memory
-from packtrain.plan.network.choice import Setting, hcas, matching
-from packtrain.plan.network.interfaces import Interface, Port
+from packtrain.plan.memory import Memory
+from packtrain.plan.network import Interface, Port, Setting, hcas, matching
 from packtrain.plan.surroundings import Surroundings
 
 GIB = 2**30

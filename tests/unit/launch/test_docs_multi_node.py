@@ -19,9 +19,8 @@ from packtrain.launch.link import LinkWatch
 from packtrain.launch.members import Member, differences, twice
 from packtrain.launch.place import Place
 from packtrain.launch.verdict import Outcome, judge
-from packtrain.plan.network import name_server as names
-from packtrain.plan.network.choice import choose_network
-from packtrain.plan.network.interfaces import Interface, Network
+from packtrain.plan import network as names
+from packtrain.plan.network import Interface, Network, choose_network
 from tests.unit.launch.test_line import info
 from tests.unit.launchers import free_place, member, together
 

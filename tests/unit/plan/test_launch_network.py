@@ -12,11 +12,11 @@ from packtrain.config.schema import Batch, RunConfig, Topology
 from packtrain.errors import CheckFailed
 from packtrain.launch.place import own_addresses
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.network.choice import choose_network
-from packtrain.plan.network.interfaces import (
+from packtrain.plan.network import (
     Interface,
     Network,
     Port,
+    choose_network,
     default_interface,
     own_address_towards,
     read_network,

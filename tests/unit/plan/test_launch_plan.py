@@ -12,8 +12,8 @@ from packtrain.config.schema import Batch, Data, DataSource, Objective, Packing,
 from packtrain.errors import UserError
 from packtrain.plan.batch import plan_batch
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.length import length_in_words
 from packtrain.plan.surroundings import Surroundings, look_around, visible_gpus
+from packtrain.plan.view import length_in_words
 
 TORCHRUN = {
     "RANK": "1",

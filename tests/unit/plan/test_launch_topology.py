@@ -11,9 +11,7 @@ from packtrain.config.schema import Batch, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.other_launchers import launch_of
-from packtrain.plan.slurm import allocation_of, expand, repeated
-from packtrain.plan.surroundings import Surroundings
+from packtrain.plan.surroundings import Surroundings, allocation_of, expand, launch_of, repeated
 from packtrain.plan.view import print_plan
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_ON_NODE": "64"}

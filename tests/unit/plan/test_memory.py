@@ -11,7 +11,7 @@ import pytest
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Strategy
-from packtrain.plan.memory.estimate import GIB, OUTSIDE, Memory, estimate
+from packtrain.plan.memory import GIB, OUTSIDE, Memory, estimate
 
 SIZES = {
     "hidden_size": 64,

@@ -1,18 +1,191 @@
-"""What NCCL and gloo are told of the network, only where they would choose otherwise than they must; each with its reason.
+"""The network of a machine, and what NCCL and gloo are told of it, only where they would choose otherwise than they must.
 
-gloo takes the address that the machine's own name resolves to, often 127.0.0.1, and then nobody reaches it. NCCL takes an
-interface called ib*, else the first that the system lists (docker* and lo only where there is no other), wherever it leads,
-and all RDMA ports that are active, those of storage among them. Both are told the interface on the way to the first machine,
-which is known to lead there. What a user has set is read as NCCL reads it, checked and left alone. Pure.
+Interfaces, the default route and RDMA ports are read where the kernel keeps them (/sys/class/net, /sys/class/infiniband,
+/proc/net), which needs no rights and is what NCCL looks at, too. gloo takes the address that the machine's own name resolves to,
+often 127.0.0.1, and then nobody reaches it. NCCL takes an interface called ib*, else the first that the system lists, wherever it
+leads, and all RDMA ports that are active, those of storage among them. Both are told the interface on the way to the first
+machine, which is known to lead there. What a user has set is read as NCCL reads it, checked and left alone.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from packtrain.errors import CheckFailed, Problem
-from packtrain.plan.network.interfaces import Interface, Network, Port, is_loopback
+
+_RATE = re.compile(r"([\d.]+)\s*Gb/sec")
+_VIRTUAL = re.compile(
+    r"(docker|podman|veth|virbr|br-|cni|flannel|cali|cilium|kube|nodelocaldns|lxc|lxd|vmnet|vboxnet|tunl|dummy|ifb)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A network interface. `speed` is in Mbit/s, None where it has none; `virtual` where it leads to containers only."""
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    up: bool = True
+    speed: int | None = None
+    mtu: int | None = None
+    default_route: bool = False
+
+    @property
+    def loopback(self) -> bool:
+        """Whether it leads to this machine only."""
+        return self.name == "lo" or (bool(self.addresses) and all(is_loopback(one) for one in self.addresses))
+
+    @property
+    def virtual(self) -> bool:
+        """Whether it is made for containers and virtual machines, by its name."""
+        return _VIRTUAL.match(self.name) is not None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is up and has an address that others could reach."""
+        return self.up and not self.loopback and any(not one.startswith("fe80:") for one in self.addresses)
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A port of an RDMA device. `layer`: InfiniBand, or Ethernet (RoCE); `rate` in Gbit/s; `interfaces` of the same card."""
+
+    device: str
+    number: int = 1
+    active: bool = True
+    rate: float | None = None
+    layer: str = "InfiniBand"
+    interfaces: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What this machine has. `own_address` is the one that it has towards the first machine, None where no way is known."""
+
+    interfaces: tuple[Interface, ...] = ()
+    ports: tuple[Port, ...] = ()
+    own_address: str | None = None
+
+
+def read_network(
+    main_address: str | None, *, root: Path = Path("/"), addresses: Mapping[str, tuple[str, ...]] | None = None
+) -> Network:
+    """The network of this machine, and its own address towards `main_address`.
+
+    Takes a few milliseconds, and the name server's time. `root` and `addresses` (by interface) stand in for the system.
+    """
+    addresses = addresses_by_interface() if addresses is None else addresses
+    default = default_interface(kernel_text(root / "proc/net/route"), kernel_text(root / "proc/net/ipv6_route"))
+    folders = root / "sys/class/net"
+    names = dict.fromkeys([*(one.name for one in _listed(folders) if one.is_dir()), *(addresses or ())])
+    return Network(
+        interfaces=tuple(
+            _interface(folders / name, tuple(addresses.get(name, ())), default=name == default) for name in names
+        )
+        if addresses is not None
+        else (),
+        ports=tuple(
+            _port(device, port)
+            for device in _listed(root / "sys/class/infiniband")
+            for port in _listed(device / "ports")
+        ),
+        own_address=own_address_towards(main_address) if main_address else None,
+    )
+
+
+def own_address_towards(main_address: str) -> str | None:
+    """The address that packets to `main_address` leave from; nothing is sent. None where the name or the way is unknown."""
+    with suppress(OSError, UnicodeError):
+        for family, kind, protocol, _, place in socket.getaddrinfo(main_address, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(place)
+                return str(probe.getsockname()[0]).partition("%")[0]
+    return None
+
+
+def default_interface(route: str, ipv6_route: str) -> str | None:
+    """The interface of the preferred default route, by the texts of /proc/net/route and /proc/net/ipv6_route."""
+    found: list[tuple[int, str]] = []
+    for line in route.splitlines()[1:]:
+        parts = line.split()  # Iface Destination Gateway Flags RefCnt Use Metric Mask …
+        if len(parts) >= 8 and parts[1] == parts[7] == "00000000" and int(parts[3], 16) & 1:
+            found.append((int(parts[6]), parts[0]))
+    if not found:
+        for line in ipv6_route.splitlines():
+            parts = line.split()
+            if len(parts) == 10 and set(parts[0]) == {"0"} and parts[1] == "00" and parts[9] != "lo":
+                found.append((int(parts[5], 16), parts[9]))
+    return min(found)[1] if found else None
+
+
+def addresses_by_interface() -> dict[str, tuple[str, ...]] | None:
+    """This machine's IP addresses; None where the system does not tell, as in some sandboxes."""
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    try:
+        listed_by_name = psutil.net_if_addrs()
+    except (OSError, RuntimeError, psutil.Error):
+        return None
+    return {
+        name: tuple(one.address.partition("%")[0] for one in listed if one.family in families)
+        for name, listed in listed_by_name.items()
+    }
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach the address, or the name stands for such a one."""
+    return address.startswith("127.") or address in ("::1", "localhost")
+
+
+def _interface(folder: Path, addresses: tuple[str, ...], *, default: bool) -> Interface:
+    speed, mtu = whole(kernel_text(folder / "speed")), whole(kernel_text(folder / "mtu"))
+    up = kernel_text(folder / "operstate") != "down"  # "unknown" is what loopback and tunnels say
+    return Interface(folder.name, addresses, up, speed if speed and speed > 0 else None, mtu, default)
+
+
+def _port(device: Path, port: Path) -> Port:
+    rate = _RATE.match(kernel_text(port / "rate"))
+    return Port(
+        device=device.name,
+        number=int(port.name) if port.name.isdigit() else 1,
+        active=kernel_text(port / "state").endswith("ACTIVE"),  # "4: ACTIVE"
+        rate=float(rate[1]) if rate else None,
+        layer=kernel_text(port / "link_layer") or "InfiniBand",
+        interfaces=tuple(one.name for one in _listed(device / "device/net")),
+    )
+
+
+def _listed(folder: Path) -> list[Path]:
+    with suppress(OSError):
+        return sorted(folder.iterdir(), key=_natural)
+    return []
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """mlx5_2 before mlx5_10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+
+def kernel_text(path: Path) -> str:
+    """A short file of the kernel's, "" where it cannot be read."""
+    with suppress(OSError):
+        return path.read_text(errors="replace").strip()
+    return ""
+
+
+def whole(text: str) -> int | None:
+    """The whole number that a text is, None where it is something else."""
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
 
 SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 _MUCH_FASTER = 2
@@ -114,7 +287,7 @@ def _rdma(ports: Sequence[Port], given: Mapping[str, str], asked: Mapping[str, s
     if given.get(name):
         return [_given(name, given[name], asked)]
     if not active:
-        return [Setting(name, None, f"no port of {_listed(ports)} is active: NCCL talks by TCP")]
+        return [Setting(name, None, f"no port of {_devices(ports)} is active: NCCL talks by TCP")]
     fabric = [one for one in active if one.layer == "InfiniBand"]
     rate = max((one.rate or 0 for one in fabric), default=0)
     best = [one for one in fabric if (one.rate or 0) == rate]
@@ -203,9 +376,45 @@ def _count(ports: Sequence[Port], layer: str) -> str:
     return f"{len(ports)} active {layer} port{'s' if len(ports) > 1 else ''}"
 
 
-def _listed(ports: Sequence[Port]) -> str:
+def _devices(ports: Sequence[Port]) -> str:
     return ", ".join(one.device for one in ports)
 
 
 def _names(interfaces: Sequence[Interface]) -> str:
     return ", ".join(one.name for one in interfaces)
+
+
+LOOPBACK = "127.0.0.1"
+LIMIT_S = 1.0
+"""Seconds within which any name server of use has answered."""
+FIX = "mend the servers in /etc/resolv.conf, or give the addresses names in /etc/hosts as torch asks for them: ::ffff:10.0.0.1 n1"
+_OPTIONS, _SHORT = "RES_OPTIONS", "timeout:1 attempts:1"
+
+
+def silence_for(address: str) -> str:
+    """What holds up every connection to or from `address` (or a name of it), in words; "" where it is looked up in no time."""
+    thread = threading.Thread(target=_look_up, args=(address,), name="look-up", daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    return f"the name server does not answer for {address}" if thread.is_alive() else ""
+
+
+def short_waits(address: str) -> dict[str, str]:
+    """Variables with which processes that connect to `address` wait for a silent name server 1 s instead of 10; {} where none
+    is silent. Says so; the user's own RES_OPTIONS stay."""
+    silent = silence_for(address)
+    if not silent:
+        return {}
+    own = os.environ.get(_OPTIONS)
+    waits = f"as long as RES_OPTIONS={own!r} says" if own else f"only 1 s from now on (RES_OPTIONS={_SHORT!r})"
+    print(f"{silent}, and torch asks it at each connection: it waits {waits}\n    → {FIX}", file=sys.stderr, flush=True)
+    return {} if own else {_OPTIONS: _SHORT}
+
+
+def _look_up(address: str) -> None:
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
+        mapped = str(found) if ":" in str(found) else f"::ffff:{found}"  # torch's sockets speak IPv6
+        socket.gethostbyaddr(mapped)  # not getnameinfo, which holds all threads up in Python 3.11.2
+    except OSError:  # no such name: that is known at once, and told elsewhere
+        pass

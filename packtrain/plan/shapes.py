@@ -18,8 +18,7 @@ from typing import Any
 
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError
-from packtrain.plan.hub_folder import hub_cache
-from packtrain.plan.reference import base_of
+from packtrain.plan.dpo_reference import base_of
 
 LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -197,3 +196,13 @@ def _adapters(shapes: Shapes, peft: Peft) -> Iterator[tuple[int, ...]]:
 
 def _ends_with(layer: str, name: str) -> bool:
     return layer == name or layer.endswith(f".{name}")
+
+
+def hub_home(env: Mapping[str, str]) -> str:
+    """Their folder, which may begin with ~: HF_HOME, else one in the user's cache."""
+    return env.get("HF_HOME") or os.path.join(env.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+
+
+def hub_cache(env: Mapping[str, str]) -> str:
+    """The folder of what was loaded from the hub, which may begin with ~: HF_HUB_CACHE, else one in their folder."""
+    return env.get("HF_HUB_CACHE") or os.path.join(hub_home(env), "hub")

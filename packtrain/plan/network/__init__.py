@@ -1,1 +1,0 @@
-"""The network of a machine, and what NCCL and gloo are told of it."""
