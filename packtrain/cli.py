@@ -142,10 +142,15 @@ def verify(
     """Prove on the loaded model that packed rows train as the documents alone: outputs, losses, gradients."""
 
     def work() -> int:
-        from packtrain.launch.verification import run_verification
+        from packtrain.launch.execute import execute
+        from packtrain.train.verify.command import run_verification
 
         run, _, _ = _config_and_plan(config, overrides)
-        return run_verification(run, lambda aside: _train("verify", aside), as_json=as_json)
+
+        def prove(launch: LaunchPlan, aside: RunConfig) -> int:
+            return execute(launch, aside, lambda: _train("verify", aside))
+
+        return run_verification(run, prove, as_json=as_json)
 
     _end(work)
 

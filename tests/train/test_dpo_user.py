@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Packing, Peft, RunConfig, Trainer, Verify
 from packtrain.data.prepare import prepare_pairs
 from packtrain.errors import CheckFailed, UserError
-from packtrain.launch.verification import show
 from packtrain.model import reference
 from packtrain.model.load import load_model, load_tokenizer, weights_hash
 from packtrain.run_folder import RunFolder
 from packtrain.train.console import _documents
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.dpo_stages import identity_of_reference
+from packtrain.train.verify.command import show
 from packtrain.train.verify.report import verify
 
 LN2 = 0.6931472

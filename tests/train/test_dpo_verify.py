@@ -15,9 +15,9 @@ from test_dpo_user import LN2, against
 
 from packtrain.attention import segmented
 from packtrain.config.schema import Objective, Packing, Peft, RunConfig, Trainer
-from packtrain.launch.verification import show
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
+from packtrain.train.verify.command import show
 from packtrain.train.verify.modes import MODES
 from packtrain.train.verify.report import verify
 

@@ -21,7 +21,6 @@ from packtrain.attention import segmented
 from packtrain.config.schema import Batch, Data, Model, Objective, Packing, Peft, RunConfig, Strategy, Trainer
 from packtrain.data.sources.hub import OFFLINE_ADVICE
 from packtrain.errors import CheckFailed, UserError
-from packtrain.launch.verification import show
 from packtrain.model import load as loading
 from packtrain.model.forward import add_loss_sum
 from packtrain.model.load import check_positions, load_model, load_tokenizer
@@ -29,6 +28,7 @@ from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
 from packtrain.train.run import Process
 from packtrain.train.verify import report as verifying
+from packtrain.train.verify.command import show
 from packtrain.train.verify.modes import MODES, Comparison, compare_modes, lengths_for
 from packtrain.train.verify.report import verify, worst_of
 

@@ -6,7 +6,7 @@ those of the objective (modes.py, pair_modes.py); of preference pairs (4) also t
 config (pair_start.py). Where the strategy spreads weights over processes the model is proved as it
 is spread, by all of them together; (3) and (4) are measured on a whole model in each under ZeRO-3, whose weights have no
 gradients before there is an optimizer. The main process writes the report of the process with the worst verdict
-into the folder that it is given, for the command line to show (launch/verification.py). Data is not looked at: the documents
+into the folder that it is given, for the command line to show (verify/command.py). Data is not looked at: the documents
 are random tokens.
 
 Verdicts: `exact`; `leaks`, something differs by more than rounding; `unsupported`, packed rows cannot be run, or the

@@ -1,6 +1,6 @@
-"""`packtrain verify` from outside: starts the processes of the run on a folder that nobody keeps, and shows their report.
+"""`packtrain verify` from outside: starts the processes of the run on a temporary folder, and shows their report.
 
-The proof has stdout for itself: whatever libraries print meanwhile goes to stderr. This file imports no torch.
+The report has stdout for itself: whatever libraries print meanwhile goes to stderr. This file imports no torch.
 """
 
 from __future__ import annotations
@@ -22,31 +22,30 @@ from rich.table import Table
 
 from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig, Topology
 from packtrain.errors import CheckFailed, PeerFailed
-from packtrain.launch.execute import execute
-from packtrain.plan.launch_plan import plan_launch
+from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import look_around
 from packtrain.run_folder import RunFolder
 
 _COLOURS = {"exact": "green", "leaks": "red", "unsupported": "yellow"}
 
 
-def run_verification(config: RunConfig, prove: Callable[[RunConfig], int], *, as_json: bool) -> int:
+def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int], *, as_json: bool) -> int:
     """Proves in as many processes as `config` trains in on this machine, and shows the report; returns the exit code.
 
-    `prove` does it in this process, where there is only one. trainer.output_dir is left alone.
+    `execute` carries out the plan, in this process where there is only one. trainer.output_dir is left alone.
     """
     folder = tempfile.mkdtemp(prefix="packtrain-verify-")
     aside = replace(config, trainer=replace(config.trainer, output_dir=folder))
     error_names_a_log = False
+    surroundings = look_around()
+    launch = plan_launch(aside, surroundings, "verify")
+    if launch.nodes > 1 and not launch.in_process:  # each machine would prove the same: this one is enough
+        here = Topology(kind="local" if surroundings.gpus else "single")
+        own = {name: value for name, value in surroundings.env.items() if name.startswith(("CUDA_", "OMP_"))}
+        launch = plan_launch(replace(aside, topology=here), replace(surroundings, env=own), "verify")
     try:
-        surroundings = look_around()
-        launch = plan_launch(aside, surroundings, "verify")
-        if launch.nodes > 1 and not launch.in_process:  # each machine would prove the same: this one is enough
-            here = Topology(kind="local" if surroundings.gpus else "single")
-            own = {name: value for name, value in surroundings.env.items() if name.startswith(("CUDA_", "OMP_"))}
-            launch = plan_launch(replace(aside, topology=here), replace(surroundings, env=own), "verify")
         with _stdout_on_stderr():
-            code = execute(launch, aside, lambda: prove(aside))
+            code = execute(launch, aside)
         error_names_a_log = code not in (0, CheckFailed.exit_code)
         report = RunFolder.of(aside).verification
         if report.exists():  # where another launcher started us, only the first process has it
@@ -61,7 +60,7 @@ def run_verification(config: RunConfig, prove: Callable[[RunConfig], int], *, as
 
 
 def show(report: dict[str, Any], *, as_json: bool) -> None:
-    """The report of train/verify.py on stdout: as one JSON document, or for people."""
+    """The report (train/verify/report.py) on stdout: as one JSON document, or for people."""
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -69,46 +68,36 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
     for name, text in _head(report):
         console.print(f"[bold]{name:<11}[/]{escape(text)}")
     console.print(_table(report))
-    verdict = report["verdict"]
+    verdict, several = report["verdict"], report["processes"] > 1
     if verdict == "exact" and not report["controls_see"]:
         console.print(
             "Controls are weak in a model that shows little of what it sees; documents that run apart need none."
         )
-    where = (
-        f" (rank {report['rank']} of {report['processes']})" if report["processes"] > 1 and verdict != "exact" else ""
-    )
-    console.print(
-        f"[bold {_COLOURS[verdict]}]{verdict}[/]{where}"
-        + (f": {escape(report['problem'])}" if report["problem"] else "")
-    )
+    where = f" (rank {report['rank']} of {report['processes']})" if several and verdict != "exact" else ""
+    problem = f": {escape(report['problem'])}" if report["problem"] else ""
+    console.print(f"[bold {_COLOURS[verdict]}]{verdict}[/]{where}{problem}")
     if report["fix"]:
         console.print(f"  → {escape(report['fix'])}")
 
 
-def _head(report: dict[str, Any]) -> list[tuple[str, str]]:
+def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and text of the lines above the table."""
-    precision = report["dtype"] + (
-        f", computed in {report['mixed_precision']}" if report["mixed_precision"] != "no" else ""
-    )
+    mixed = report["mixed_precision"]
+    precision = report["dtype"] + (f", computed in {mixed}" if mixed != "no" else "")
     adapters = "" if report["peft"] == "none" else f", {report['peft']}"
     on = f"{report['processes']} processes, this one on " if report["processes"] > 1 else ""
-    lines = [
-        ("model", f"{report['model']} ({report['architecture']}, {precision}{adapters}) on {on}{report['device']}"),
-        ("attention", f"{report['backend'] or 'none'}: {report['why']}"),
-    ]
+    yield "model", f"{report['model']} ({report['architecture']}, {precision}{adapters}) on {on}{report['device']}"
+    yield "attention", f"{report['backend'] or 'none'}: {report['why']}"
     if report["pairs"]:
         why = report["pairs"]["why"]
-        lines.append(("prompts", f"computed for each answer ({why})" if why else "computed once for both answers"))
+        yield "prompts", f"computed for each answer ({why})" if why else "computed once for both answers"
     if report["strategy"] in SHARDED_WEIGHTS:
         apart = ", but for losses and gradients: those are of the whole model" if report["modes_on"] == "whole" else ""
-        lines.append(("strategy", f"on the model as {report['strategy']} spreads it over processes{apart}"))
+        yield "strategy", f"on the model as {report['strategy']} spreads it over processes{apart}"
     if report["objective"] == "dpo" and not report["start"]:
-        lines.append(("first loss", "any: the model is held to another than the one that it starts as"))
+        yield "first loss", "any: the model is held to another than the one that it starts as"
     lengths = report["reference"]["documents"]
-    lines.append(
-        ("documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s")
-    )
-    return lines
+    yield "documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s"
 
 
 def _table(report: dict[str, Any]) -> Table:
@@ -122,19 +111,22 @@ def _table(report: dict[str, Any]) -> Table:
         mark = "[green]ok[/]" if fine else "[yellow]weak[/]" if least else "[red]no[/]"
         table.add_row(what, _number(figure), (">= " if least else "<= ") + _number(limit), mark)
 
-    isolation, tolerances = report["isolation"], report["tolerances"]
-    for what, name in (
-        ("documents before a changed one move by", "max_abs_diff_before"),
-        ("documents after a changed one move by", "max_abs_diff_after"),
-        ("a document in a row and alone differ by", "max_abs_diff_alone"),
-    ):
-        add(what, isolation[name], isolation["tolerance"])
+    def add_control(proof: dict[str, Any]) -> None:
+        least = proof["tolerance"] and 5 * proof["tolerance"]
+        add("control: the same without borders", proof["control"], least, least=True)
+
+    proof, pairs, tolerances = report["isolation"], report["pairs"], report["tolerances"]
+    add("documents before a changed one move by", proof["max_abs_diff_before"], proof["tolerance"])
+    add("documents after a changed one move by", proof["max_abs_diff_after"], proof["tolerance"])
+    add("a document in a row and alone differ by", proof["max_abs_diff_alone"], proof["tolerance"])
     if long_row := report["long_row"]:
         add(f"the same in a row of {sum(long_row['documents'])} tokens", long_row["off"], long_row["tolerance"])
-    least = isolation["tolerance"] and 5 * isolation["tolerance"]
-    add("control: the same without borders", isolation["control"], least, least=True)
-    if report["pairs"] and report["pairs"]["prompts_shared"]:
-        _add_pairs(add, report["pairs"])
+    add_control(proof)
+    if pairs and pairs["prompts_shared"]:
+        moved = max(pairs["max_abs_diff_before"], pairs["max_abs_diff_after"])
+        add("pairs: beside a changed one, answers move by", moved, pairs["tolerance"])
+        add("pairs: an answer in a row and alone differ by", pairs["max_abs_diff_alone"], pairs["tolerance"])
+        add_control(pairs)
     if start := report["start"]:
         table.add_section()
         right = "ln 2" if abs(start["zero_margin"] - math.log(2)) < 1e-6 else _number(start["zero_margin"], 7)
@@ -147,14 +139,6 @@ def _table(report: dict[str, Any]) -> Table:
         add(f"{mode}: gradients", figures["grad_rel_diff"], tolerances["grad_rel_diff"])
     add("control: gradients without borders", report["control"]["grad_rel_diff"], tolerances["control"], least=True)
     return table
-
-
-def _add_pairs(add: Callable[..., None], pairs: dict[str, Any]) -> None:
-    """The rows of preference pairs that share their prompt."""
-    moved = max(pairs["max_abs_diff_before"], pairs["max_abs_diff_after"])
-    add("pairs: beside a changed one, answers move by", moved, pairs["tolerance"])
-    add("pairs: an answer in a row and alone differ by", pairs["max_abs_diff_alone"], pairs["tolerance"])
-    add("control: the same without borders", pairs["control"], 5 * pairs["tolerance"], least=True)
 
 
 def _number(value: float | None, digits: int = 2) -> str:
