@@ -36,10 +36,10 @@ TOLERANCE = 0.01  # how far above the smallest possible the largest cost of cons
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLimits:
-    """What one device takes at once: at most `examples` documents and `tokens` token slots; None for no limit."""
+    """What one device takes at once: at most `examples` documents and `tokens` token slots."""
 
-    examples: int | None
-    tokens: int | None
+    examples: float = math.inf
+    tokens: float = math.inf
 
 
 def costs(lengths: np.ndarray, attention_cost: float) -> np.ndarray:
@@ -67,8 +67,8 @@ def lay_out(
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if mode == "packed":
-        limits = MicroBatchLimits(None, limits.tokens)
-    if limits.tokens is not None and len(lengths) and lengths.max() > limits.tokens:
+        limits = MicroBatchLimits(tokens=limits.tokens)
+    if lengths.max(initial=0) > limits.tokens:
         raise ValueError(f"a document has {lengths.max()} tokens, a micro-batch takes {limits.tokens}")
     if keep_order or mode == "padding":
         parts = _consecutive(lengths, mode == "padding", keep_order, world_size, limits, attention_cost)
@@ -111,35 +111,25 @@ def imbalance(layout: Layout, lengths: np.ndarray, attention_cost: float, mode: 
 
 def loads(parts: list[np.ndarray], lengths: np.ndarray, mode: Mode, attention_cost: float) -> np.ndarray:
     """The cost of each part, padding included: float64[parts]."""
-    sizes = np.array([len(part) for part in parts], dtype=np.int64)
-    cost = np.zeros(len(parts))
-    filled = np.flatnonzero(sizes)
-    if len(filled):
-        members = np.concatenate(parts)
-        starts = np.cumsum(sizes[filled]) - sizes[filled]
-        if mode == "padding":
-            cost[filled] = costs(np.maximum.reduceat(lengths[members], starts), attention_cost) * sizes[filled]
-        else:
-            cost[filled] = np.add.reduceat(costs(lengths[members], attention_cost), starts)
-    return cost
+    if mode == "padding":
+        longest = np.array([lengths[part].max(initial=0) for part in parts])
+        return costs(longest, attention_cost) * [len(part) for part in parts]
+    cost = costs(lengths, attention_cost)
+    return np.array([cost[part].sum() for part in parts])
 
 
 def _spread(lengths: np.ndarray, world_size: int, limits: MicroBatchLimits, attention_cost: float) -> list[np.ndarray]:
     """Parts of similar cost within `limits`, as many as the fewest micro-batches for `world_size` ranks have room for."""
-    cost = costs(lengths, attention_cost)
-    order = np.argsort(-lengths, kind="stable").tolist()
-    fewest = 1 if len(lengths) else 0
-    if limits.tokens is not None:
-        fewest = max(fewest, math.ceil(int(lengths.sum()) / limits.tokens))
-    if limits.examples is not None:
-        fewest = max(fewest, math.ceil(len(lengths) / limits.examples))
+    order, sizes = np.argsort(-lengths, kind="stable").tolist(), lengths.tolist()
+    cost = costs(lengths, attention_cost).tolist()
+    fewest = max(min(1, len(sizes)), math.ceil(sum(sizes) / limits.tokens), math.ceil(len(sizes) / limits.examples))
     slots = _rounded_up(fewest, world_size)
-    parts = _longest_first(order, lengths.tolist(), cost.tolist(), slots, limits)
+    parts = _longest_first(order, sizes, cost, slots, limits)
     if parts is None:
-        fullest = _best_fit(order, lengths.tolist(), limits)
+        fullest = _best_fit(order, sizes, limits)
         if len(fullest) > slots:
             slots = _rounded_up(len(fullest), world_size)
-            parts = _longest_first(order, lengths.tolist(), cost.tolist(), slots, limits)
+            parts = _longest_first(order, sizes, cost, slots, limits)
         if parts is None:
             parts = fullest + [[] for _ in range(slots - len(fullest))]
     return [np.array(part, dtype=np.int64) for part in parts]
@@ -158,7 +148,7 @@ def _longest_first(
     is looked at once, and every part is parked at most once per document that it takes.
     """
     parts: list[list[int]] = [[] for _ in range(slots)]
-    room = [math.inf if limits.tokens is None else limits.tokens] * slots
+    room = [limits.tokens] * slots
     load = [0.0] * slots
     cheapest = [(0.0, part) for part in range(slots)]
     parked: list[tuple[float, int]] = []  # (-room, part)
@@ -186,14 +176,13 @@ def _longest_first(
 def _best_fit(order: list[int], lengths: list[int], limits: MicroBatchLimits) -> list[list[int]]:
     """Best-fit-decreasing: each document of `order` (longest first) into the fullest part with room, else a new one."""
     parts: list[list[int]] = []
-    capacity = math.inf if limits.tokens is None else limits.tokens
     rooms: list[tuple[float, int]] = []  # (room, part), ascending, of parts that take more documents
     for document in order:
         at = bisect_left(rooms, (lengths[document], -1))
         if at < len(rooms):
             room, part = rooms.pop(at)
         else:
-            room, part = capacity, len(parts)
+            room, part = limits.tokens, len(parts)
             parts.append([])
         parts[part].append(document)
         if len(parts[part]) != limits.examples:
@@ -234,17 +223,15 @@ def _cut(
     lengths: list[int], cost: list[float], padded: bool, limits: MicroBatchLimits, most: float, slots: int
 ) -> list[int] | None:
     """Ends of the fewest consecutive parts within `limits` that cost at most `most`; None if these are above `slots`."""
-    examples = math.inf if limits.examples is None else limits.examples
-    tokens = math.inf if limits.tokens is None else limits.tokens
     ends: list[int] = []
-    start, size, work = 0, 0, 0.0  # size and cost: in padding of the longest document, otherwise of all together
+    start, size, work = 0, 0, 0.0  # in padding those of the longest document, otherwise of all together
     for index, (length, one) in enumerate(zip(lengths, cost, strict=True)):
         count = index - start + 1
         if padded:
             size, work, copies = max(size, length), max(work, one), count
         else:
             size, work, copies = size + length, work + one, 1
-        if count > 1 and (count > examples or size * copies > tokens or work * copies > most):
+        if count > 1 and (count > limits.examples or size * copies > limits.tokens or work * copies > most):
             ends.append(index)
             if len(ends) == slots:
                 return None

@@ -19,36 +19,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from packtrain.config.schema import Batch, Packing
 from packtrain.errors import UserError
-from packtrain.packing.balance import Layout, MicroBatchLimits, Mode, deal, imbalance, lay_out, loads
+from packtrain.packing.balance import Layout, MicroBatchLimits, deal, imbalance, lay_out, loads
 from packtrain.packing.bins import Rows, best_fit, best_fit_count, in_order
-
-Strategy = Literal["best_fit", "in_order"]
 
 KEPT_EPOCHS = 2  # plans kept: the current epoch, and the next one when batches are prepared ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """How well steps fill the devices, as means over the `steps` that were looked at.
+    """How well steps fill the devices, as means over the steps that were looked at.
 
     `fill`: tokens / slots (packed: rows of `limits.tokens`, empty ones too; padding: as padded; padding_free: 1).
     `padding_fraction`: computed slots that are padding. `imbalance`: cost of the busiest rank / mean - 1.
     `micro_batches_*`: micro-batches of a rank in a step.
     """
 
-    steps: int
     documents_per_step: float
     tokens_per_step: float
     fill: float
     padding_fraction: float
     imbalance: float
     micro_batches_min: int
-    micro_batches_mean: float
     micro_batches_max: int
 
 
@@ -58,8 +55,7 @@ class Schedule:
 
     lengths: np.ndarray
     limits: MicroBatchLimits
-    mode: Mode
-    strategy: Strategy
+    packing: Packing
     examples_per_step: int | None
     rows_per_step: int | None
     seed: int
@@ -83,22 +79,18 @@ class Schedule:
         rows, first, end = self._rows_of(step)
         return rows.documents[rows.offsets[first] : rows.offsets[end]]
 
-    def tokens(self, step: int) -> int:
-        """Tokens of a step over all ranks, without padding."""
-        return int(self.lengths[self.documents(step)].sum(dtype=np.int64))
-
     def layout(self, step: int, world_size: int) -> Layout:
         """`[rank][micro_batch]` arrays int64[documents] of a step; every rank has the same number of micro-batches."""
-        keep_order = self.strategy == "in_order"
-        if self.mode == "packed" and self.examples_per_step is None:
+        keep_order = self.packing.strategy == "in_order"
+        if self.packing.mode == "packed" and self.examples_per_step is None:
             rows, first, end = self._rows_of(step)
             planned = [rows[row] for row in range(first, end)]
-            cost = loads(planned, self.lengths, self.mode, self.attention_cost)
+            cost = loads(planned, self.lengths, self.packing.mode, self.attention_cost)
             return deal(planned, cost, world_size, keep_order)
         documents = self.documents(step)
         layout = lay_out(
             self.lengths[documents],
-            mode=self.mode,
+            mode=self.packing.mode,
             world_size=world_size,
             limits=self.limits,
             attention_cost=self.attention_cost,
@@ -137,20 +129,18 @@ class Schedule:
             padded = sum(len(part) * int(part.max(initial=0)) for part in lengths)
             tokens += step_tokens
             documents += sum(len(part) for part in lengths)
-            computed += padded if self.mode == "padding" else step_tokens
-            if self.mode == "packed":
-                slots += len(lengths) * (self.limits.tokens or 0)
+            computed += padded if self.packing.mode == "padding" else step_tokens
+            if self.packing.mode == "packed":
+                slots += len(lengths) * self.limits.tokens
             micro_batches.append(len(layout[0]))
-            imbalances.append(imbalance(layout, self.lengths, self.attention_cost, self.mode))
+            imbalances.append(imbalance(layout, self.lengths, self.attention_cost, self.packing.mode))
         return Utilisation(
-            steps=len(sample),
             documents_per_step=documents / len(sample),
             tokens_per_step=tokens / len(sample),
             fill=tokens / max(slots or computed, 1),
             padding_fraction=1 - tokens / max(computed, 1) if computed else 0.0,
             imbalance=float(np.mean(imbalances)),
             micro_batches_min=min(micro_batches),
-            micro_batches_mean=float(np.mean(micro_batches)),
             micro_batches_max=max(micro_batches),
         )
 
@@ -161,7 +151,7 @@ class Schedule:
 
     @property
     def _epochs_differ_in_size(self) -> bool:
-        return self.examples_per_step is None and self.strategy == "in_order" and self.shuffle
+        return self.examples_per_step is None and self.packing.strategy == "in_order" and self.shuffle
 
     def _rows_of(self, step: int) -> tuple[Rows, int, int]:
         """The plan that a step is in, and its first and end row there."""
@@ -184,15 +174,10 @@ class Schedule:
     def _row_count(self, epoch: int) -> int:
         epoch = epoch if self._epochs_differ_in_size else 0
         if epoch not in self._row_counts:
-            fits = self.strategy == "best_fit"
-            rows = best_fit_count(self.lengths, self._row_length) if fits else len(self._plan(epoch))
+            fits = self.packing.strategy == "best_fit"
+            rows = best_fit_count(self.lengths, int(self.limits.tokens)) if fits else len(self._plan(epoch))
             self._row_counts[epoch] = rows
         return self._row_counts[epoch]
-
-    @property
-    def _row_length(self) -> int:
-        assert self.limits.tokens is not None  # checked by make_schedule
-        return self.limits.tokens
 
     def _plan(self, epoch: int) -> Rows:
         epoch = epoch if self.shuffle else 0
@@ -204,45 +189,40 @@ class Schedule:
 
     def _make_plan(self, rng: np.random.Generator) -> Rows:
         count = len(self.lengths)
-        if self.examples_per_step is None and self.strategy == "best_fit":
-            return best_fit(self.lengths, self._row_length, rng)
+        if self.examples_per_step is None and self.packing.strategy == "best_fit":
+            return best_fit(self.lengths, int(self.limits.tokens), rng)
         order = rng.permutation(count) if self.shuffle else np.arange(count)
         if self.examples_per_step is not None:
             return Rows(order, np.append(np.arange(0, count, self.examples_per_step), count))
-        rows = in_order(self.lengths[order], self._row_length)
+        rows = in_order(self.lengths[order], int(self.limits.tokens))
         return Rows(order[rows.documents], rows.offsets)
 
 
 def make_schedule(
     lengths: np.ndarray,
+    packing: Packing,
+    batch: Batch,
     *,
-    limits: MicroBatchLimits,
-    mode: Mode,
-    strategy: Strategy,
-    examples_per_step: int | None,
-    tokens_per_step: int | None,
-    max_steps: int | None,
-    epochs: float,
-    seed: int,
-    shuffle: bool,
-    attention_cost: float,
+    max_steps: int | None = None,
+    epochs: float = 1.0,
+    seed: int = 0,
+    shuffle: bool = False,
+    attention_cost: float = 0.0,
 ) -> Schedule:
-    """The steps of a run over documents of `lengths` int[n] tokens.
+    """The steps of a run over documents of `lengths` int[n] tokens; by default one pass over them.
 
-    `limits` are those of a micro-batch; `limits.tokens` is the length of a row where rows are planned. `max_steps`
-    counts before `epochs`; 1.5 epochs are all steps of epoch 0 and half of those of epoch 1, rounded up. Without
-    `shuffle` every epoch is the same: in the order of the data, except for best_fit over an epoch. UserError where the
-    config asks for the impossible.
+    `max_steps` counts before `epochs`; 1.5 epochs are all steps of epoch 0 and half of those of epoch 1, rounded up.
+    Without `shuffle` every epoch is the same: in the order of the data, except for best_fit over an epoch. A document of
+    l tokens costs l + attention_cost · l². UserError where the config asks for the impossible.
     """
     lengths = np.asarray(lengths)
-    rows_per_step = _checked_rows_per_step(lengths, limits, mode, examples_per_step, tokens_per_step)
+    limits = MicroBatchLimits(*(math.inf if most is None else most for most in batch.limits(packing.mode)))
     schedule = Schedule(
         lengths=lengths,
         limits=limits,
-        mode=mode,
-        strategy=strategy,
-        examples_per_step=examples_per_step,
-        rows_per_step=rows_per_step,
+        packing=packing,
+        examples_per_step=batch.examples_per_step,
+        rows_per_step=_checked_rows_per_step(lengths, limits, batch),
         seed=seed,
         shuffle=shuffle,
         attention_cost=attention_cost,
@@ -258,42 +238,27 @@ def make_schedule(
     return replace(schedule, total_steps=max(total, 1))
 
 
-def _checked_rows_per_step(
-    lengths: np.ndarray,
-    limits: MicroBatchLimits,
-    mode: Mode,
-    examples_per_step: int | None,
-    tokens_per_step: int | None,
-) -> int | None:
+def _checked_rows_per_step(lengths: np.ndarray, limits: MicroBatchLimits, batch: Batch) -> int | None:
     """Rows of a step with `tokens_per_step`, None with `examples_per_step`; UserError where they do not go together."""
     if len(lengths) == 0:
-        raise UserError(
-            "there are no documents to make steps of", where="data", fix="check the sources and the filters"
-        )
-    if (examples_per_step is None) == (tokens_per_step is None):
-        raise UserError(
-            "a step needs a number of documents or of tokens, one of the two",
-            where="batch.examples_per_step, batch.tokens_per_step",
-            fix="set one, and the other to null",
-        )
-    if limits.tokens is None and (tokens_per_step is not None or mode == "packed"):
-        raise UserError("the length of a row is not set", where="batch.tokens_per_device", fix="set it, e.g. to 8192")
-    longest = int(lengths.max())
-    if limits.tokens is not None and longest > limits.tokens:
-        raise UserError(
-            f"the longest document has {longest} tokens, a micro-batch takes {limits.tokens}",
-            where="batch.tokens_per_device",
-            fix=f"set batch.tokens_per_device to at least {longest}, or data.max_length to {limits.tokens}",
-        )
-    if tokens_per_step is None:
+        what = "there are no documents to make steps of"
+        raise UserError(what, where="data", fix="check the sources and the filters")
+    if (batch.examples_per_step is None) == (batch.tokens_per_step is None):
+        what = "a step needs a number of documents or of tokens, one of the two"
+        where = "batch.examples_per_step, batch.tokens_per_step"
+        raise UserError(what, where=where, fix="set one, and the other to null")
+    row, longest = limits.tokens, int(lengths.max())
+    if longest > row:
+        what = f"the longest document has {longest} tokens, a micro-batch takes {row}"
+        fix = f"set batch.tokens_per_device to at least {longest}, or data.max_length to {row}"
+        raise UserError(what, where="batch.tokens_per_device", fix=fix)
+    if batch.tokens_per_step is None:
         return None
-    assert limits.tokens is not None
-    rows, rest = divmod(tokens_per_step, limits.tokens)
+    if row == math.inf:
+        raise UserError("the length of a row is not set", where="batch.tokens_per_device", fix="set it, e.g. to 8192")
+    rows, rest = divmod(batch.tokens_per_step, int(row))
     if rest:
-        nearest = " or ".join(str(n * limits.tokens) for n in (rows, rows + 1) if n)
-        raise UserError(
-            f"{tokens_per_step} tokens are not a whole number of rows of {limits.tokens} (batch.tokens_per_device)",
-            where="batch.tokens_per_step",
-            fix=f"set batch.tokens_per_step to {nearest}",
-        )
+        nearest = " or ".join(str(n * row) for n in (rows, rows + 1) if n)
+        what = f"{batch.tokens_per_step} tokens are not a whole number of rows of {row} (batch.tokens_per_device)"
+        raise UserError(what, where="batch.tokens_per_step", fix=f"set batch.tokens_per_step to {nearest}")
     return rows

@@ -14,7 +14,6 @@ from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.monitor.heartbeat import TimeLimits
-from packtrain.packing.balance import MicroBatchLimits
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.accelerate import STAGES
 from packtrain.train.checkpoint import step_of
@@ -63,15 +62,11 @@ def callbacks_of(setting: Setting) -> list[TrainerCallback]:
 
 def schedule_of(config: RunConfig, lengths: np.ndarray, model: PreTrainedModel, *, whole_set: bool) -> Schedule:
     """The optimizer steps over documents (or pairs) of `lengths`, or, with `whole_set`, one pass over them in order."""
-    batch, packing, trainer = config.batch, config.packing, config.trainer
-    examples, tokens = config.batch.limits(config.packing.mode)
+    trainer = config.trainer
     return make_schedule(
         lengths,
-        limits=MicroBatchLimits(examples=examples, tokens=tokens),
-        mode=packing.mode,
-        strategy=packing.strategy,
-        examples_per_step=batch.examples_per_step,
-        tokens_per_step=batch.tokens_per_step,
+        config.packing,
+        config.batch,
         max_steps=None if whole_set else trainer.max_steps,
         epochs=1.0 if whole_set else trainer.epochs,
         seed=trainer.seed,

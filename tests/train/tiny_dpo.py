@@ -12,10 +12,9 @@ from tiny_models import tiny_model
 from trl import DPOConfig
 
 from packtrain.attention.backends import attend_by
-from packtrain.config.schema import Model
+from packtrain.config.schema import Batch, Model, Packing
 from packtrain.data.dataset import PairDataset, Preference
 from packtrain.model.load import base_model, load_tokenizer
-from packtrain.packing.balance import MicroBatchLimits
 from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.dpo import PackedDPOTrainer
@@ -69,19 +68,9 @@ def steps_of(
     layout: PairRows, tokens: int | None = None, *, a_step: int = len(PAIRS), rank: int = 0, world_size: int = 1
 ) -> PairSteps:
     """An epoch of all pairs, so many a step (all of them), in rows of so many `tokens` (all in one)."""
-    schedule = make_schedule(
-        PAIRS.lengths,
-        limits=MicroBatchLimits(examples=None if tokens else len(PAIRS), tokens=tokens),
-        mode="padding_free" if tokens is None else "packed",
-        strategy="best_fit",
-        examples_per_step=a_step,
-        tokens_per_step=None,
-        max_steps=None,
-        epochs=1.0,
-        seed=0,
-        shuffle=False,
-        attention_cost=0.0,
-    )
+    packing = Packing(mode="padding_free" if tokens is None else "packed")
+    batch = Batch(examples_per_step=a_step, examples_per_device=len(PAIRS), tokens_per_device=tokens)
+    schedule = make_schedule(PAIRS.lengths, packing, batch)
     return PairSteps(cast(PairDataset, PAIRS), schedule, layout, 0, rank, world_size)
 
 

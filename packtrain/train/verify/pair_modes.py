@@ -19,10 +19,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from packtrain.attention.backends import own_attention
-from packtrain.config.schema import RunConfig, Strategy
+from packtrain.config.schema import Batch, Packing, RunConfig, Strategy
 from packtrain.data.dataset import Document, PairDataset, Preference
 from packtrain.model.load import base_model
-from packtrain.packing.balance import MicroBatchLimits
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
 from packtrain.plan.dpo_reference import kind_of
@@ -127,19 +126,8 @@ def trainer_on_random_pairs(
     `model` has no forward of packtrain's yet.
     """
     pairs, on_cpu = _Pairs(random_pairs(model)), base_model(model).device.type == "cpu"
-    schedule = make_schedule(
-        pairs.lengths,
-        limits=MicroBatchLimits(examples=len(pairs), tokens=None),
-        mode="padding_free",
-        strategy="best_fit",
-        examples_per_step=len(pairs),
-        tokens_per_step=None,
-        max_steps=1,
-        epochs=1.0,
-        seed=0,
-        shuffle=False,
-        attention_cost=0.0,
-    )
+    batch = Batch(examples_per_step=len(pairs), examples_per_device=len(pairs))
+    schedule = make_schedule(pairs.lengths, Packing(mode="padding_free"), batch, max_steps=1)
     pad = int(cast(Any, tokenizer.pad_token_id) or 0)
     steps = PairSteps(cast(PairDataset, pairs), schedule, "padding", pad)
     arguments = training_arguments(

@@ -40,7 +40,8 @@ def steps(draw: st.DrawFn) -> dict:
         "mode": mode,
         "world_size": draw(st.sampled_from(WORLD_SIZES)),
         "limits": MicroBatchLimits(
-            draw(st.none() | st.integers(1, 9)), tokens if mode == "packed" else draw(st.sampled_from([None, tokens]))
+            draw(st.just(math.inf) | st.integers(1, 9)),
+            tokens if mode == "packed" else draw(st.sampled_from([math.inf, tokens])),
         ),
         "attention_cost": draw(st.sampled_from([0.0, 1e-3, 0.5])),
         "keep_order": draw(st.booleans()),
@@ -57,9 +58,8 @@ def test_every_document_is_laid_out_once_within_the_limits_and_ranks_have_equall
     parts = in_reading_order(layout)
     assert sorted(chain.from_iterable(part.tolist() for part in parts)) == list(range(len(lengths)))
     assert all(part.dtype == np.int64 for part in parts)
-    if limits.tokens is not None:
-        assert max((slots(part, lengths, mode) for part in parts), default=0) <= limits.tokens
-    if limits.examples is not None and mode != "packed":
+    assert max((slots(part, lengths, mode) for part in parts), default=0) <= limits.tokens
+    if mode != "packed":
         assert max((len(part) for part in parts), default=0) <= limits.examples
 
 
@@ -81,8 +81,8 @@ def fewest_padded_parts(lengths: np.ndarray, limits: MicroBatchLimits) -> int:
     """By hand: longest first, as many as go beside it."""
     left, parts = sorted(lengths.tolist(), reverse=True), 0
     while left:
-        beside = len(left) if limits.tokens is None or left[0] == 0 else limits.tokens // left[0]
-        left, parts = left[min(limits.examples or len(left), beside) :], parts + 1
+        beside = len(left) if left[0] == 0 else limits.tokens // left[0]
+        left, parts = left[int(min(limits.examples, beside, len(left))) :], parts + 1
     return parts
 
 
@@ -93,8 +93,8 @@ def test_micro_batches_are_as_few_as_the_limits_allow(step: dict):
     micro_batches = len(lay_out(**{**step, "keep_order": False})[0])
     if step["mode"] == "padding":
         assert micro_batches == math.ceil(fewest_padded_parts(lengths, limits) / world_size)
-    elif limits.tokens is None:
-        assert micro_batches == math.ceil(math.ceil(len(lengths) / (limits.examples or 99)) / world_size)
+    elif limits.tokens == math.inf:
+        assert micro_batches == math.ceil(math.ceil(len(lengths) / min(limits.examples, 99)) / world_size)
     elif step["mode"] == "packed":
         fewest = math.ceil(max(int(lengths.sum()) / limits.tokens, min(len(lengths), 1)) / world_size)
         assert fewest <= micro_batches <= math.ceil(best_fit_count(lengths, limits.tokens) / world_size)
@@ -103,7 +103,7 @@ def test_micro_batches_are_as_few_as_the_limits_allow(step: dict):
 def test_rows_that_only_best_fit_can_fill_are_still_filled():
     """Longest-first by cost fails here; 4 rows of exactly 10 exist."""
     lengths = np.array([8, 7, 6, 5, 5, 4, 3, 2])
-    layout = lay_out(lengths, mode="packed", world_size=2, limits=MicroBatchLimits(None, 10), attention_cost=1.0)
+    layout = lay_out(lengths, mode="packed", world_size=2, limits=MicroBatchLimits(tokens=10), attention_cost=1.0)
     assert [[int(lengths[part].sum()) for part in parts] for parts in layout] == [[10, 10], [10, 10]]
 
 
@@ -141,7 +141,7 @@ def test_a_document_above_the_token_limit_is_refused(mode: Mode, keep_order: boo
 @pytest.mark.parametrize("attention_cost", [0.0, 1e-5, 1e-4])
 def test_ranks_with_many_lognormal_documents_work_equally_long(mode: Mode, world_size: int, attention_cost: float):
     lengths = lognormal(100 * world_size)
-    limits = MicroBatchLimits(32, 16384) if mode == "padding_free" else MicroBatchLimits(None, 8192)
+    limits = MicroBatchLimits(32, 16384) if mode == "padding_free" else MicroBatchLimits(tokens=8192)
     layout = lay_out(lengths, mode=mode, world_size=world_size, limits=limits, attention_cost=attention_cost)
     assert imbalance(layout, lengths, attention_cost, mode) < 0.02
     work = np.array([loads(parts, lengths, mode, attention_cost) for parts in layout])
@@ -152,7 +152,7 @@ def test_ranks_with_many_lognormal_documents_work_equally_long(mode: Mode, world
 def test_padded_ranks_work_equally_long_and_waste_little_when_limited_by_tokens(attention_cost: float):
     lengths = lognormal(1024)
     layout = lay_out(
-        lengths, mode="padding", world_size=8, limits=MicroBatchLimits(None, 8192), attention_cost=attention_cost
+        lengths, mode="padding", world_size=8, limits=MicroBatchLimits(tokens=8192), attention_cost=attention_cost
     )
     parts = in_reading_order(layout)
     assert imbalance(layout, lengths, attention_cost, "padding") < 0.03
@@ -161,7 +161,7 @@ def test_padded_ranks_work_equally_long_and_waste_little_when_limited_by_tokens(
 
 def test_one_huge_document_is_alone_on_its_rank():
     lengths = np.array([4000] + [100] * 30)
-    layout = lay_out(lengths, mode="packed", world_size=2, limits=MicroBatchLimits(None, 8192), attention_cost=1e-3)
+    layout = lay_out(lengths, mode="packed", world_size=2, limits=MicroBatchLimits(tokens=8192), attention_cost=1e-3)
     assert sorted(len(parts[0]) for parts in layout) == [1, 30]
 
 

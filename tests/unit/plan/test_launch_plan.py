@@ -189,7 +189,7 @@ def test_the_predicted_accumulation_is_the_one_that_the_batches_get(
         lengths,
         mode=mode,
         world_size=processes,
-        limits=MicroBatchLimits(per_device, None),
+        limits=MicroBatchLimits(per_device),
         attention_cost=1e-3,
         keep_order=False,
     )
