@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import Trainer
 
 DISK_S = 3
 _STALLED = "stalled disk"
@@ -46,9 +46,9 @@ class RunFolder:
     root: Path
 
     @classmethod
-    def of(cls, config: RunConfig) -> RunFolder:
+    def of(cls, trainer: Trainer) -> RunFolder:
         """The run folder that a config names."""
-        return cls(Path(config.trainer.output_dir).expanduser())
+        return cls(Path(trainer.output_dir).expanduser())
 
     @property
     def config(self) -> Path:

@@ -1,1 +1,1 @@
-"""What the user writes, from YAML and command line to a typed and checked `RunConfig`; nothing here imports torch."""
+"""What the user writes, from YAML and command line to a typed and checked config; nothing here imports torch."""

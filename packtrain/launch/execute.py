@@ -64,7 +64,7 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
         raise UserError(list(plan.obstacles))
     if plan.role == "spread":
         return _spread(plan)
-    folder = RunFolder.of(config)
+    folder = RunFolder.of(config.trainer)
     with ExitStack() as stack:
         if _is_first(plan):
             stack.enter_context(claimed(folder.root))

@@ -60,7 +60,7 @@ class Job:
 
     def run_folder(self, point: Point) -> RunFolder:
         """The run folder of a point, by its absolute path."""
-        return RunFolder(self.folder / RunFolder.of(point.config).root)
+        return RunFolder(self.folder / RunFolder.of(point.config.trainer).root)
 
     def log(self, job: str) -> Path:
         """Slurm's log of `job`: its number, or a pattern of Slurm's."""

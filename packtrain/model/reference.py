@@ -26,7 +26,7 @@ from packtrain.errors import UserError
 from packtrain.model.load import load_model, weights_hash
 from packtrain.model.spread import spread
 from packtrain.monitor.heartbeat import waiting
-from packtrain.plan.dpo_reference import kind_of
+from packtrain.plan.dpo_reference import reference_of
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.loader import PairSteps
 
@@ -41,7 +41,7 @@ def load_reference(
 
     Raises UserError where it cannot be loaded.
     """
-    kind = kind_of(config)
+    kind = reference_of(config.model, config.peft, config.objective, config.strategy).kind
     if kind in ("adapters_off", "adapters", "precomputed"):
         return None, ""
     model = (

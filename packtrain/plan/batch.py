@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from packtrain.config.rules.combinations import nearest_multiples
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import Batch, Objective, Trainer
 from packtrain.errors import UserError
 from packtrain.wording import counted
 
@@ -86,14 +86,13 @@ class BatchPlan:
         return f". Processes wait {self.idle:.0%} of their time: batch.examples_per_step={better} would divide"
 
 
-def plan_batch(config: RunConfig, processes: int) -> BatchPlan:
-    """The batch arithmetic of `config` on `processes` devices.
+def plan_batch(batch: Batch, mode: str, objective: Objective, trainer: Trainer, *, processes: int) -> BatchPlan:
+    """The batch arithmetic of a run in packing.mode `mode` on `processes` devices.
 
     Raises UserError where the rows of batch.tokens_per_step cannot be shared out evenly, or a step would be split that a
     loss has to see as a whole.
     """
-    batch, mode = config.batch, config.packing.mode
-    examples, tokens = config.batch.limits(config.packing.mode)
+    examples, tokens = batch.limits(mode)
     rows = micro_batches = None
     if batch.tokens_per_step is not None and tokens is not None:
         rows = batch.tokens_per_step // tokens
@@ -106,7 +105,7 @@ def plan_batch(config: RunConfig, processes: int) -> BatchPlan:
         micro_batches = rows // processes if mode == "packed" else None
     elif batch.examples_per_step is not None and examples is not None and tokens is None:
         micro_batches = math.ceil(math.ceil(batch.examples_per_step / examples) / processes)
-    _check_whole(config, processes, micro_batches)
+    _check_whole(objective, batch, processes, micro_batches)
     return BatchPlan(
         mode=mode,
         processes=processes,
@@ -116,19 +115,19 @@ def plan_batch(config: RunConfig, processes: int) -> BatchPlan:
         tokens_per_device=tokens,
         rows_per_step=rows,
         micro_batches_per_device=micro_batches,
-        unit="documents" if config.objective.kind == "sft" else "pairs",
+        unit="documents" if objective.kind == "sft" else "pairs",
         idle=_idle(batch.examples_per_step, processes),
-        steps=config.trainer.max_steps,
+        steps=trainer.max_steps,
     )
 
 
-def _check_whole(config: RunConfig, processes: int, micro_batches: int | None) -> None:
+def _check_whole(objective: Objective, batch: Batch, processes: int, micro_batches: int | None) -> None:
     """Raises UserError where a step is certain to be split, and a loss sorts its pairs; micro-batches by tokens are for later."""
-    sorting = config.objective.sorting_losses
+    sorting = objective.sorting_losses
     if processes > 1:
         where, fix = f"{processes} processes", "Use one process (topology=single)"
     else:
-        where, fix = f"{micro_batches} micro-batches", f"Set batch.examples_per_device={config.batch.examples_per_step}"
+        where, fix = f"{micro_batches} micro-batches", f"Set batch.examples_per_device={batch.examples_per_step}"
     if sorting and (processes > 1 or (micro_batches or 1) > 1):
         what = f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {where}"
         raise UserError(what, where="objective.loss_type", fix=f"{fix}, or choose another loss.")

@@ -1,20 +1,34 @@
-"""Folders of adapters in the place of a model, and which reference DPO holds the model to: known before anything is loaded.
+"""Which reference DPO holds the model to, and folders of adapters in the place of a model: known before anything is loaded.
 
-A folder of adapters (what a LoRA run leaves in final/) names its base model. No torch: the memory of a run hangs on this
-(memory.py), and training makes what is said here (train/reference.py, train/adapters.py).
+A folder of adapters (what a LoRA run leaves in final/) names its base model. The memory of a run hangs on this (memory.py), and
+training makes what is decided here (model/reference.py, model/adapters.py).
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
+from packtrain.config.schema import SHARDED_WEIGHTS, Model, Objective, Peft, Strategy
 from packtrain.errors import UserError
 
 Kind = Literal["model", "adapters_off", "adapters", "precomputed", "path"]
 _CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DpoReference:
+    """What the model is held to: `kind` says how it is made.
+
+    `adapters` is the folder of its adapters, where there are any; `at_start` whether the model is its own reference before
+    step 1.
+    """
+
+    kind: Kind
+    adapters: str
+    at_start: bool
 
 
 def base_of(path: str | None) -> str | None:
@@ -37,34 +51,20 @@ def same_base(one: str | None, other: str | None) -> bool:
     return None not in bases and len({str(Path(cast(str, base)).expanduser().resolve()) for base in bases}) == 1
 
 
-def kind_of(config: RunConfig) -> Kind:
+def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strategy) -> DpoReference:
     """What objective.reference means in this run."""
-    wanted, lora = config.objective.reference, config.peft.kind == "lora"
-    if wanted == "auto" and not (lora and starts_from_adapters(config)):
-        return "adapters_off" if lora else "model"
-    if wanted in ("model", "adapters_off", "precomputed"):
-        return cast(Kind, wanted)
-    folder = adapters_of_reference(config)
-    # spread weights take no adapters afterwards
-    fits = lora and base_of(folder) is not None and same_base(folder, config.model.path)
-    beside = fits and config.strategy.name not in SHARDED_WEIGHTS
-    return "adapters" if beside else "model" if wanted == "auto" else "path"
-
-
-def starts_from_adapters(config: RunConfig) -> bool:
-    """Whether model.path is a folder of adapters."""
-    return config.model.init == "pretrained" and base_of(config.model.path) is not None
-
-
-def adapters_of_reference(config: RunConfig) -> str:
-    """The folder of adapters that is the reference where its kind is `adapters`."""
-    named = config.objective.reference
-    return str(config.model.path) if named == "auto" else named
-
-
-def starts_at_reference(config: RunConfig) -> bool:
-    """Whether the model is its own reference before step 1."""
-    kind = kind_of(config)
+    wanted, lora = objective.reference, peft.kind == "lora"
+    continued = model.init == "pretrained" and base_of(model.path) is not None  # from a folder of adapters
+    adapters = str(model.path) if wanted == "auto" else wanted
+    kind: Kind
+    if wanted == "auto" and not (lora and continued):
+        kind = "adapters_off" if lora else "model"
+    elif wanted in ("model", "adapters_off", "precomputed"):
+        kind = cast(Kind, wanted)
+    else:
+        fits = lora and base_of(adapters) is not None and same_base(adapters, model.path)
+        beside = fits and strategy.name not in SHARDED_WEIGHTS  # spread weights take no adapters afterwards
+        kind = "adapters" if beside else "model" if wanted == "auto" else "path"
     if kind == "adapters":
-        return config.objective.reference == "auto"
-    return kind in ("model", "precomputed") or (kind == "adapters_off" and not starts_from_adapters(config))
+        return DpoReference(kind, adapters, wanted == "auto")
+    return DpoReference(kind, "", kind in ("model", "precomputed") or (kind == "adapters_off" and not continued))

@@ -120,7 +120,9 @@ def plan_launch(
         deepspeed=deepspeed_config(
             config.strategy.name, dtype=config.model.dtype, max_grad_norm=config.optim.max_grad_norm
         ),
-        batch=plan_batch(config, processes.total),
+        batch=plan_batch(
+            config.batch, config.packing.mode, config.objective, config.trainer, processes=processes.total
+        ),
         role=processes.role,
         node=own,
         host=surroundings.host,
@@ -146,14 +148,14 @@ def _with_asked_gpus(config: RunConfig, surroundings: Surroundings) -> Surroundi
 
 def _settings(config: RunConfig, processes: Processes, node: int, surroundings: Surroundings) -> dict[str, Any]:
     port = processes.main_port or (surroundings.free_port if processes.nodes == 1 else DEFAULT_PORT)
-    file, name = str(RunFolder.of(config).deepspeed), config.strategy.name
+    file, name = str(RunFolder.of(config.trainer).deepspeed), config.strategy.name
     return launch_config(processes, node, name, deepspeed_file=file, port=port, gpus=surroundings.gpus > 0)
 
 
 def _argv(
     config: RunConfig, processes: Processes, settings: dict[str, Any], surroundings: Surroundings, verb: str
 ) -> tuple[str, ...]:
-    folder = RunFolder.of(config)
+    folder = RunFolder.of(config.trainer)
     worker = [verb, str(folder.config)]
     if processes.total == 1 or processes.joins:
         return (surroundings.python, "-m", WORKER, *worker)

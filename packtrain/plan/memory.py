@@ -24,7 +24,7 @@ from packtrain.config.rules.combinations import check_strategy
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
 from packtrain.plan.accelerate import BUCKET, STAGES
-from packtrain.plan.dpo_reference import kind_of
+from packtrain.plan.dpo_reference import reference_of
 from packtrain.plan.shapes import Layers, Weights, adapter_shapes, is_adapted, layers_of, weights_of
 
 GIB = 2**30
@@ -248,7 +248,11 @@ def _states(config: RunConfig, model: _Model, trained_width: int) -> int:
 
 def _reference(config: RunConfig, model: _Model) -> int:
     """Bytes of the model or the adapters that DPO keeps for its reference."""
-    kind = kind_of(config) if config.objective.kind == "dpo" else ""
+    kind = (
+        reference_of(config.model, config.peft, config.objective, config.strategy).kind
+        if config.objective.kind == "dpo"
+        else ""
+    )
     if kind == "adapters":
         return model.trained * ADAPTER_BYTES
     return model.all * model.width if kind in ("model", "path") else 0

@@ -99,7 +99,7 @@ def _lines(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence
         *([("length", length)] if (length := length_in_words(config)) else []),
         ("memory", memory if isinstance(memory, str) else memory.sentence()),
         *(("network", f"{one.name}{f'={one.value}' if one.value else ''}: {one.reason}") for one in launch.network),
-        ("folder", str(RunFolder.of(config).root)),
+        ("folder", str(RunFolder.of(config.trainer).root)),
         *_run(config, launch, verb, arguments),
     ]
     if launch.spread:
@@ -113,7 +113,7 @@ def _lines(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence
         settings = [f"{name}={value}" for name, value in command.env.items()]
         host = f" ({launch.hosts[command.node]})" if launch.hosts else ""
         where = f"on machine {command.node}{host}, " if launch.nodes > 1 else ""
-        lines.append(("starts", f"{where}once {RunFolder.of(config).config} is written:"))
+        lines.append(("starts", f"{where}once {RunFolder.of(config.trainer).config} is written:"))
         lines.append(("", shlex.join([*settings, *command.argv])))
     return lines
 

@@ -22,7 +22,7 @@ from packtrain.model.load import base_model, weights_hash
 from packtrain.model.reference import load_reference, precompute
 from packtrain.model.spread import open_proofs, spread
 from packtrain.packing.collate import PairRows
-from packtrain.plan.dpo_reference import adapters_of_reference, kind_of, starts_at_reference
+from packtrain.plan.dpo_reference import reference_of
 from packtrain.proof.choice import Decision, examine_pairs
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.train import console
@@ -55,8 +55,9 @@ def build(
     config, device, base = setting.config, setting.process.device, base_model(model)
     check_routers(base)
     as_it_came = own_attention(base)
-    if kind_of(config) == "adapters":
-        add_reference(model, adapters_of_reference(config))
+    reference = reference_of(config.model, config.peft, config.objective, config.strategy)
+    if reference.kind == "adapters":
+        add_reference(model, reference.adapters)
     reference, weights = load_reference(config, tokenizer, device)
     identity = identity_of_reference(config, model, weights := weights or weights_hash(model))  # before they are spread
     held_to = {"objective.reference": f"one of weights with hash {weights[:12]}"}
@@ -87,18 +88,24 @@ def build(
     )
     trainer.close_proofs = close_proofs
     console.attention(setting.log, base, decision)
-    console.pairs(setting.log, config, layout, unshared, kind_of(config))
+    console.pairs(
+        setting.log,
+        config,
+        layout,
+        unshared,
+        reference.kind,
+    )
     if config.verify.preflight:
         check_as_it_comes(base, padding=decision is None, autocast=autocast_of(config))
     if decision is not None:
         attend_by(base, decision.backend.name)
         if trainer.ref_model is not None:
             attend_by(cast(Any, trainer.accelerator.unwrap_model(trainer.ref_model)), decision.backend.name)
-    if kind_of(config) == "precomputed":
+    if reference.kind == "precomputed":
         _take_precomputed(setting, trainer, data, model, tokenizer, layout, identity)
     if config.verify.preflight:
         check_pair_forward(trainer, as_it_came)
-        if starts_at_reference(config):
+        if reference.at_start:
             check_start(trainer)
     return trainer, decision
 
@@ -180,7 +187,10 @@ def _arguments(
         has_eval=evaluation is not None,
         starts_anew=starts_anew,
         **objective_arguments(setting.config.objective),
-        precompute_ref_log_probs=kind_of(setting.config) == "precomputed",
+        precompute_ref_log_probs=reference_of(
+            setting.config.model, setting.config.peft, setting.config.objective, setting.config.strategy
+        ).kind
+        == "precomputed",
     )
 
 

@@ -27,7 +27,7 @@ def explained(error: Exception, process: Process, config: RunConfig) -> Packtrai
     NCCL and the store have an error type of their own; gloo's errors are known by the source file they name. So are
     those of torch.save; safetensors says the system's words. The CPU has no type for too little memory.
     """
-    folder = RunFolder.of(config)
+    folder = RunFolder.of(config.trainer)
     said = str(error).strip().partition("\n")[0]
     if process.world_size > 1 and (isinstance(error, torch.distributed.DistError) or "gloo/" in said):
         fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"

@@ -61,7 +61,7 @@ def train(verb: str, config: RunConfig) -> int:
         own_heartbeat().progress()  # who has waited for others that are gone does not keep anybody waiting
         if known := explained(error, process, config):
             if isinstance(known, LostPeers):
-                keep_in_full(RunFolder.of(config).log(process.rank), error)
+                keep_in_full(RunFolder.of(config.trainer).log(process.rank), error)
             raise known from error
         raise
     finally:
@@ -74,7 +74,7 @@ def train_in(config: RunConfig, process: Process) -> int:
     """The run in `process`, in order: data, model, steps and proofs, training, results."""
     started = time.perf_counter()
     stages = STAGES[config.objective.kind]
-    folder = RunFolder.of(config)
+    folder = RunFolder.of(config.trainer)
     log = Log(folder.log(process.rank), main=process.main)
     warnings_to(log)
     setting = Setting(config, process, folder, log, StopRequest())

@@ -19,7 +19,7 @@ ALONE = Process(0, 1, torch.device("cpu"))
 def train_here(config: RunConfig, folder: Path) -> Run:
     """Trains by `config` into `folder`; raises what the command would print."""
     config = replace(config, trainer=replace(config.trainer, output_dir=str(folder)))
-    prepared = RunFolder.of(config)
+    prepared = RunFolder.of(config.trainer)
     prepared.open_attempt("auto")
     prepared.attempt.config.write_text(to_yaml(config))
     assert train_in(config, ALONE) == 0

@@ -261,7 +261,7 @@ def test_earlier_adapters_are_a_reference_beside_new_ones(
     assert abs(named.losses[0] - LN2) > 1e-3
     np.testing.assert_allclose(named.losses, merged.losses, rtol=1e-5)
     assert verify(replace(earlier, objective=against(str(before / "final"))), ALONE) == 0
-    report = json.loads(RunFolder.of(earlier).verification.read_text())
+    report = json.loads(RunFolder.of(earlier.trainer).verification.read_text())
     assert report["start"] is None
     show(report, as_json=False)
     assert "first loss any: the model is held to another than" in capsys.readouterr().out
@@ -283,7 +283,7 @@ def test_training_goes_on_from_adapters_and_is_held_to_them(
         same = trained(config, "same", objective=against(way))
         np.testing.assert_allclose(same.losses, on.losses, rtol=1e-5)
     assert verify(config, ALONE) == 0  # of adapters that are not new
-    begins = json.loads(RunFolder.of(config).verification.read_text())["start"]
+    begins = json.loads(RunFolder.of(config.trainer).verification.read_text())["start"]
     assert begins["loss"] == pytest.approx(LN2, abs=1e-6)
     base = trained(config, "base-as-reference", objective=against("adapters_off"))
     assert abs(base.losses[0] - LN2) > 1e-3

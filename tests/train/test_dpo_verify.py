@@ -31,7 +31,7 @@ def test_verify_proves_that_no_answer_sees_the_other_one_nor_another_pair(
         packing, model = Packing(share_prefix=insists), replace(start.model, attention=attention)
         config = replace(start, packing=packing, model=model)
         assert verify(config, ALONE) == code
-        report = json.loads(RunFolder.of(config).verification.read_text())
+        report = json.loads(RunFolder.of(config.trainer).verification.read_text())
         assert report["start"]["loss"] == pytest.approx(LN2, abs=1e-6) and not report["start"]["problems"]
         proof = report["pairs"]
         assert proof["prompts_shared"] == (attention == "auto")
@@ -56,7 +56,7 @@ def test_verify_says_why_the_first_loss_is_not_that_of_a_zero_margin(
 ) -> None:
     dropping = replace(start.model, config={**LLAMA, "attention_dropout": 0.2})
     assert verify(replace(start, model=dropping, objective=against(way)), ALONE) == 3
-    report = json.loads(RunFolder.of(start).verification.read_text())
+    report = json.loads(RunFolder.of(start.trainer).verification.read_text())
     assert report["verdict"] == "unsupported" and report["isolation"]["max_abs_diff_after"] == 0
     assert report["problem"].startswith("the first loss is 0.69") and "dropout is on in the model" in report["problem"]
     assert report["fix"] == "set model.config.attention_dropout=0"
@@ -86,7 +86,7 @@ def test_verify_compares_the_modes_by_the_losses_and_gradients_of_dpo(
     config = replace(start, objective=objective, **groups)
     config = replace(config, trainer=replace(config.trainer, output_dir=str(tmp_path / "run")))
     assert verify(config, ALONE) == 0
-    report = json.loads(RunFolder.of(config).verification.read_text())
+    report = json.loads(RunFolder.of(config.trainer).verification.read_text())
     assert (report["verdict"], report["objective"], tuple(report["modes"])) == ("exact", "dpo", MODES)
     tolerances, begins = report["tolerances"], report["start"]
     assert abs(begins["loss"] - begins["zero_margin"]) <= begins["tolerance"] and not begins["problems"]
@@ -111,7 +111,7 @@ def test_verify_sees_an_answer_that_sees_the_other_one_where_only_long_rows_show
 
     monkeypatch.setattr(segmented, "_runs", joined)
     assert verify(start, ALONE) == 3
-    report = json.loads(RunFolder.of(start).verification.read_text())
+    report = json.loads(RunFolder.of(start.trainer).verification.read_text())
     assert report["verdict"] == "leaks" and report["problem"].startswith(
         "isolation is exact, but packed with shared prompts"
     )

@@ -54,7 +54,7 @@ def held_in_a_run(arguments: list[str]) -> dict[str, int]:
 
     StepTrainer.training_step = step  # type: ignore[method-assign]
     config = load_config(None, arguments)
-    RunFolder.of(config).open_attempt("never")
+    RunFolder.of(config.trainer).open_attempt("never")
     train("sft", config)
     return held
 

@@ -47,7 +47,7 @@ def proved(folder: Path, model: dict[str, Any], **groups: Any) -> tuple[int, dic
     )
     config = replace(config, trainer=replace(config.trainer, output_dir=str(folder)))
     code = verify(config, Process(0, 1, torch.device("cpu")))
-    return code, json.loads(RunFolder.of(config).verification.read_text())
+    return code, json.loads(RunFolder.of(config.trainer).verification.read_text())
 
 
 def compared(model: Any, backend: str = "segmented") -> Comparison:

@@ -16,5 +16,5 @@ def check(config: RunConfig, given: Set[str]) -> list[Finding]:
         *combinations.check(config, given),
         *slurm.check(config.topology, config.trainer.resume, given),
         *secrets.check(asdict(config)),
-        *missing.check(config),
+        *missing.check(config.model, config.data, config.objective, config.trainer, config.optim, config.tracking),
     ]

@@ -260,7 +260,7 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
             what = "only preference pairs share a prompt; packtrain sft has none"
             yield Finding(("packing.share_prefix",), what, "Take the key away.")
         return
-    yield from dpo_rules(config, given)
+    yield from dpo_rules(objective, config.data, config.packing, config.peft, given)
 
 
 def _groups(config: RunConfig, given: Set[str]) -> Iterator[Finding]:

@@ -6,21 +6,21 @@ import math
 from collections.abc import Iterator, Sequence, Set
 
 from packtrain.config.keys import Finding
-from packtrain.config.schema import LossType, Objective, RunConfig
+from packtrain.config.schema import Data, LossType, Objective, Packing, Peft
 
 
-def dpo_rules(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
+def dpo_rules(objective: Objective, data: Data, packing: Packing, peft: Peft, given: Set[str]) -> Iterator[Finding]:
     """Findings on a run of packtrain dpo; `given` are the keys that the user set."""
-    objective, losses = config.objective, config.objective.losses
+    losses = objective.losses
     if "data.loss_on" in given:
         yield Finding(("data.loss_on",), "of preference pairs the answers are trained", "Take the key away.")
-    if config.data.format not in ("auto", "preference", "ranked"):
-        what = f"rows of {config.data.format} hold no preference pairs"
+    if data.format not in ("auto", "preference", "ranked"):
+        what = f"rows of {data.format} hold no preference pairs"
         yield Finding(("data.format",), what, "Choose auto, preference or ranked, or use packtrain sft.")
-    if config.data.overlong == "split":
+    if data.overlong == "split":
         what = "a preference pair cannot be split: the later parts would have no prompt"
         yield Finding(("data.overlong",), what, "Choose truncate, keep_end, drop or error.")
-    if config.packing.share_prefix and config.packing.mode == "padding":
+    if packing.share_prefix and packing.mode == "padding":
         what = "padded batches have a prompt for every answer"
         yield Finding(("packing.share_prefix", "packing.mode"), what, "Choose packing.mode=packed or padding_free.")
     if not losses:
@@ -28,7 +28,7 @@ def dpo_rules(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     yield from _weights(objective, losses)
     yield from _losses(objective, losses)
     yield from _without_effect(objective, losses, given)
-    if objective.reference == "adapters_off" and config.peft.kind == "none":
+    if objective.reference == "adapters_off" and peft.kind == "none":
         what = "there are no adapters to switch off"
         yield Finding(("objective.reference",), what, "Choose peft=lora, or objective.reference=model.")
     if not objective.reference.strip():

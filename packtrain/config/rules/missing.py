@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from packtrain.config.keys import Finding, near
-from packtrain.config.schema import REFERENCES, RunConfig, sources
+from packtrain.config.schema import REFERENCES, Data, Model, Objective, Optim, Tracking, Trainer, sources
 
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".csv", ".parquet", ".arrow")
@@ -24,9 +24,17 @@ _OPTIMIZER_PACKAGES = {
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 
 
-def check(config: RunConfig) -> list[Finding]:
+def check(
+    model: Model, data: Data, objective: Objective, trainer: Trainer, optim: Optim, tracking: Tracking
+) -> list[Finding]:
     """One finding for each package that is not installed and each path that is certainly local and does not exist."""
-    return [*_data(config), *_model(config), *_trainer(config), *_packages(config)]
+    folders = {"trainer.output_dir": trainer.output_dir, "data.cache_dir": data.cache_dir or ""}
+    return [
+        *_data(data),
+        *_models({"model.path": model.path, "model.tokenizer": model.tokenizer}, objective.reference),
+        *_folders(folders, trainer.resume),
+        *_packages(optim, tracking),
+    ]
 
 
 @cache
@@ -42,11 +50,11 @@ def as_name(text: str) -> str:
     return re.sub(r"[-.\s]", "_", text.lower())
 
 
-def _packages(config: RunConfig) -> Iterator[Finding]:
+def _packages(optim: Optim, tracking: Tracking) -> Iterator[Finding]:
     """What transformers would find lacking only when it makes the optimizer or the tracker."""
-    if package := _OPTIMIZER_PACKAGES.get(config.optim.name):
-        yield from _not_installed("optim.name", config.optim.name, package, package)
-    for tracker in config.tracking.report_to:
+    if package := _OPTIMIZER_PACKAGES.get(optim.name):
+        yield from _not_installed("optim.name", optim.name, package, package)
+    for tracker in tracking.report_to:
         yield from _not_installed("tracking.report_to", tracker, tracker, f"'packtrain[{tracker}]'")
 
 
@@ -55,8 +63,8 @@ def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterato
         yield Finding((key,), f"{wanted} needs the package {package}, which is not installed", f"pip install {install}")
 
 
-def _data(config: RunConfig) -> Iterator[Finding]:
-    for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+def _data(data: Data) -> Iterator[Finding]:
+    for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         for at, source in enumerate(sources(value)):
             place = f"{key}[{at}]" if isinstance(value, list) else key
             if not any(sign in source.path for sign in "*?["):
@@ -64,7 +72,7 @@ def _data(config: RunConfig) -> Iterator[Finding]:
             elif not _there(source.path) and not glob.glob(os.path.expanduser(source.path), recursive=True):
                 fix = f"Relative paths start at {Path.cwd()}."
                 yield Finding((place,), f"there is no file that matches {source.path}", fix)
-    template = config.data.chat_template or ""
+    template = data.chat_template or ""
     if "{{" in template or "{%" in template:
         yield Finding(("data.chat_template",), "found a template's text", "Write it into a .jinja file and name that.")
     elif template.lower().endswith(TEMPLATE_SUFFIXES):
@@ -76,30 +84,25 @@ def _data(config: RunConfig) -> Iterator[Finding]:
         yield Finding(("data.chat_template",), f"there is no chat template {template!r}", fix)
 
 
-def _model(config: RunConfig) -> Iterator[Finding]:
-    reference = None if config.objective.reference in REFERENCES else config.objective.reference
-    paths = {
-        "model.path": config.model.path,
-        "model.tokenizer": config.model.tokenizer,
-        "objective.reference": reference,
-    }
+def _models(paths: dict[str, str | None], reference: str) -> Iterator[Finding]:
     for key, path in paths.items():
-        if path and key == "objective.reference" and not _there(path) and "/" not in path:
-            meant = near(path, REFERENCES, 1)
-            hint = f"Did you mean {meant[0]}?" if meant else f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id."
-            yield Finding((key,), f"there is no reference {path!r}", hint)
-        elif path:
+        if path:
             yield from _missing(key, path, MODEL_SUFFIXES, "A hub id has the form owner/name.")
+    if reference in REFERENCES:
+        return
+    if "/" in reference or _there(reference):
+        yield from _missing("objective.reference", reference, MODEL_SUFFIXES, "A hub id has the form owner/name.")
+    elif reference:
+        meant = near(reference, REFERENCES, 1)
+        hint = f"Did you mean {meant[0]}?" if meant else f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id."
+        yield Finding(("objective.reference",), f"there is no reference {reference!r}", hint)
 
 
-def _trainer(config: RunConfig) -> Iterator[Finding]:
-    trainer = config.trainer
-    if trainer.resume not in ("auto", "never") and not os.path.isdir(os.path.expanduser(trainer.resume)):
-        what = f"there is no checkpoint folder {trainer.resume}"
-        yield Finding(
-            ("trainer.resume",), what, f"Allowed: auto, never, or a folder. {_nearest(trainer.resume)}".strip()
-        )
-    for key, folder in (("trainer.output_dir", trainer.output_dir), ("data.cache_dir", config.data.cache_dir or "")):
+def _folders(folders: dict[str, str], resume: str) -> Iterator[Finding]:
+    if resume not in ("auto", "never") and not os.path.isdir(os.path.expanduser(resume)):
+        fix = f"Allowed: auto, never, or a folder. {_nearest(resume)}"
+        yield Finding(("trainer.resume",), f"there is no checkpoint folder {resume}", fix)
+    for key, folder in folders.items():
         if os.path.expanduser(folder).startswith("~"):
             yield Finding((key,), f"there is no home folder {Path(folder).parts[0]}", "Write the whole path.")
         elif _there(folder) and not os.path.isdir(os.path.expanduser(folder)):

@@ -47,7 +47,7 @@ def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
         with _stdout_on_stderr():
             code = execute(launch, aside)
         error_names_a_log = code not in (0, CheckFailed.exit_code)
-        report = RunFolder.of(aside).verification
+        report = RunFolder.of(aside.trainer).verification
         if report.exists():  # where another launcher started us, only the first process has it
             show(json.loads(report.read_text()), as_json=as_json)
         return code

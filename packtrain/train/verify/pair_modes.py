@@ -24,7 +24,7 @@ from packtrain.data.dataset import Document, PairDataset, Preference
 from packtrain.model.load import base_model
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
-from packtrain.plan.dpo_reference import kind_of
+from packtrain.plan.dpo_reference import reference_of
 from packtrain.proof.isolation import evaluating, joined, vocabulary_of
 from packtrain.train.dpo import PackedDPOTrainer, objective_arguments
 from packtrain.train.dpo_start import check_pair_forward
@@ -139,7 +139,8 @@ def trainer_on_random_pairs(
         has_eval=False,
         starts_anew=True,
         **objective_arguments(config.objective),
-        precompute_ref_log_probs=kind_of(config) == "precomputed",
+        precompute_ref_log_probs=reference_of(config.model, config.peft, config.objective, config.strategy).kind
+        == "precomputed",
     )
     folder = Path(config.trainer.output_dir)
     settings = LoopSettings(steps, None, StopRequest(), folder, {}, computed_in=autocast_of(config))

@@ -19,7 +19,7 @@ from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model
 from packtrain.model.reference import load_reference
 from packtrain.packing.collate import PairRows
-from packtrain.plan.dpo_reference import adapters_of_reference, kind_of, starts_at_reference
+from packtrain.plan.dpo_reference import reference_of
 from packtrain.train.dpo import PackedDPOTrainer, check_routers
 from packtrain.train.dpo_start import Start, start_of
 from packtrain.train.loader import PairSteps
@@ -31,8 +31,9 @@ def trainer_at_start(config: RunConfig, model: PreTrainedModel, tokenizer: PreTr
     cannot be loaded, or the routers of the model want a loss of their own."""
     check_routers(base_model(model))
     reference, _ = load_reference(config, tokenizer, model.device)
-    if kind_of(config) == "adapters":
-        add_reference(model, adapters_of_reference(config))
+    reference = reference_of(config.model, config.peft, config.objective, config.strategy)
+    if reference.kind == "adapters":
+        add_reference(model, reference.adapters)
     return trainer_on_random_pairs(config, model, tokenizer, reference)
 
 
@@ -41,11 +42,12 @@ def prove_start(config: RunConfig, trainer: PackedDPOTrainer, backend: str | Non
 
     Padded where `backend` is None or packing.mode says so.
     """
-    if not starts_at_reference(config):
+    reference = reference_of(config.model, config.peft, config.objective, config.strategy)
+    if not reference.at_start:
         return None
     packed = backend is not None and config.packing.mode != "padding"
     layout: PairRows = "padding" if not packed else "shared" if shares else "flat"
-    known = said_of_each(trainer) if kind_of(config) == "precomputed" else None
+    known = said_of_each(trainer) if reference.kind == "precomputed" else None
     padded = cast(PairSteps, trainer.steps)
     trainer.steps = replace(padded, layout=layout, reference=known)
     with ExitStack() as attending:

@@ -89,7 +89,7 @@ def verify(config: RunConfig, process: Process) -> int:
             raise one if len(outcomes) == 1 else CheckFailed([replace(p, where=f"rank {rank}") for p in one.problems])
     report = worst_of(outcomes)
     if process.main:
-        write_json(RunFolder.of(config).verification, _finite(report))
+        write_json(RunFolder.of(config.trainer).verification, _finite(report))
     return 0 if report["verdict"] == "exact" else CheckFailed.exit_code
 
 

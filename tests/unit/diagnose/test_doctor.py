@@ -126,7 +126,7 @@ def test_a_run_of_one_process_that_failed_is_shown_with_its_exit_code_and_last_w
 
     with pytest.raises(CheckFailed):
         execute(plan_launch(config, replace(look_around([]), gpus=0)), config, train)
-    found = examine(RunFolder.of(config))
+    found = examine(RunFolder.of(config.trainer))
     assert found.status == "failed" and found.lines[0].startswith("rank 0 failed (exit code 3)")
     assert [line.strip() for line in found.lines[1:-1]] == [
         "error:",
