@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -88,7 +88,7 @@ class _Composition:
 
     def __init__(self, file: Path | None, chosen: dict[str, Argument]) -> None:
         OmegaConf.register_new_resolver("now", _now, use_cache=True, replace=True)  # as in Hydra
-        self.values = OmegaConf.create({})
+        self.values: DictConfig = OmegaConf.create({})
         self.problems: list[Problem] = []
         self.spoilt: list[str] = []
         self._file, self._beside = file, file.parent if file else None
@@ -173,7 +173,7 @@ class _Composition:
                 del own[name]
                 self._choose(str(name), choice, where)
         try:
-            self.values = OmegaConf.merge(self.values, {group: own} if group else own)  # type: ignore[assignment]
+            self.values = cast(DictConfig, OmegaConf.merge(self.values, {group: own} if group else own))
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise UserError(str(error).split("\n")[0], where=shown(file.path)) from error
         for key in file.lines:

@@ -112,7 +112,8 @@ def read_config(path: Path) -> ConfigFile:
     except RecursionError as error:
         raise UserError(_too_deep(shown(path))) from error
     assert isinstance(values, DictConfig)
-    defaults = OmegaConf.to_container(OmegaConf.create({"": values.pop("defaults", [])}))[""]
+    listed = values.pop("defaults", [])
+    defaults = OmegaConf.to_container(listed) if OmegaConf.is_config(listed) else listed
     return ConfigFile(path, defaults, values, lines, re.match(r"#\s*@package\s+_global_\b", text) is not None)
 
 

@@ -55,9 +55,9 @@ def build(
     config, device, base = setting.config, setting.process.device, base_model(model)
     check_routers(base)
     as_it_came = own_attention(base)
-    reference = reference_of(config.model, config.peft, config.objective, config.strategy)
-    if reference.kind == "adapters":
-        add_reference(model, reference.adapters)
+    decided = reference_of(config.model, config.peft, config.objective, config.strategy)
+    if decided.kind == "adapters":
+        add_reference(model, decided.adapters)
     reference, weights = load_reference(config, tokenizer, device)
     identity = identity_of_reference(config, model, weights := weights or weights_hash(model))  # before they are spread
     held_to = {"objective.reference": f"one of weights with hash {weights[:12]}"}
@@ -88,24 +88,18 @@ def build(
     )
     trainer.close_proofs = close_proofs
     console.attention(setting.log, base, decision)
-    console.pairs(
-        setting.log,
-        config,
-        layout,
-        unshared,
-        reference.kind,
-    )
+    console.pairs(setting.log, config, layout, unshared, decided.kind)
     if config.verify.preflight:
         check_as_it_comes(base, padding=decision is None, autocast=autocast_of(config))
     if decision is not None:
         attend_by(base, decision.backend.name)
         if trainer.ref_model is not None:
             attend_by(cast(Any, trainer.accelerator.unwrap_model(trainer.ref_model)), decision.backend.name)
-    if reference.kind == "precomputed":
+    if decided.kind == "precomputed":
         _take_precomputed(setting, trainer, data, model, tokenizer, layout, identity)
     if config.verify.preflight:
         check_pair_forward(trainer, as_it_came)
-        if reference.at_start:
+        if decided.at_start:
             check_start(trainer)
     return trainer, decision
 

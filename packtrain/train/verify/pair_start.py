@@ -31,9 +31,9 @@ def trainer_at_start(config: RunConfig, model: PreTrainedModel, tokenizer: PreTr
     cannot be loaded, or the routers of the model want a loss of their own."""
     check_routers(base_model(model))
     reference, _ = load_reference(config, tokenizer, model.device)
-    reference = reference_of(config.model, config.peft, config.objective, config.strategy)
-    if reference.kind == "adapters":
-        add_reference(model, reference.adapters)
+    decided = reference_of(config.model, config.peft, config.objective, config.strategy)
+    if decided.kind == "adapters":
+        add_reference(model, decided.adapters)
     return trainer_on_random_pairs(config, model, tokenizer, reference)
 
 
