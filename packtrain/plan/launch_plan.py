@@ -10,7 +10,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.errors import Problem
 from packtrain.plan.accelerate import WORKER, deepspeed_config, launch_argv, launch_config
 from packtrain.plan.batch import BatchPlan, plan_batch
-from packtrain.plan.network import Setting, choose_network
+from packtrain.plan.network import NetworkSetting, choose_network
 from packtrain.plan.surroundings import DEFAULT_PORT, Surroundings, visible_gpus
 from packtrain.plan.topology import GPUS_PER_NODE, Processes, Role, choose_processes
 from packtrain.run_folder import RunFolder
@@ -50,7 +50,7 @@ class LaunchPlan:
     gpus: int
     hosts: tuple[str, ...]
     spread: tuple[str, ...]
-    network: tuple[Setting, ...]
+    network: tuple[NetworkSetting, ...]
     obstacles: tuple[Problem, ...]
     reason: str
     gpu_memory: int | None = None
@@ -175,7 +175,7 @@ def _spread(processes: Processes, surroundings: Surroundings, verb: str, argumen
     return ("srun", *flags, surroundings.python, "-m", "packtrain", verb, *arguments)
 
 
-def _network(config: RunConfig, processes: Processes, surroundings: Surroundings) -> tuple[Setting, ...]:
+def _network(config: RunConfig, processes: Processes, surroundings: Surroundings) -> tuple[NetworkSetting, ...]:
     """What the processes of this machine are told of its network, where it is one of several and about to start them.
 
     Raises CheckFailed where the user's own settings name what is not there.

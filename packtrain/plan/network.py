@@ -21,6 +21,12 @@ from pathlib import Path
 
 from packtrain.errors import CheckFailed, Problem
 
+SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+LOOPBACK = "127.0.0.1"
+LIMIT_S = 1.0
+"""Seconds within which any name server of use has answered."""
+FIX = "mend the servers in /etc/resolv.conf, or give the addresses names in /etc/hosts as torch asks for them: ::ffff:10.0.0.1 n1"
+_SHORT = "timeout:1 attempts:1"
 _RATE = re.compile(r"([\d.]+)\s*Gb/sec")
 _VIRTUAL = re.compile(
     r"(docker|podman|veth|virbr|br-|cni|flannel|cali|cilium|kube|nodelocaldns|lxc|lxd|vmnet|vboxnet|tunl|dummy|ifb)"
@@ -67,7 +73,7 @@ class Port:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class HostNetwork:
     """What this machine has. `own_address` is the one that it has towards the first machine, None where no way is known."""
 
     interfaces: tuple[Interface, ...] = ()
@@ -75,9 +81,18 @@ class Network:
     own_address: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class NetworkSetting:
+    """An environment variable and why it is set to `value`, or, where that is None, is left as it is."""
+
+    name: str
+    value: str | None
+    reason: str
+
+
 def read_network(
     main_address: str | None, *, root: Path = Path("/"), addresses: Mapping[str, tuple[str, ...]] | None = None
-) -> Network:
+) -> HostNetwork:
     """The network of this machine, and its own address towards `main_address`.
 
     Takes a few milliseconds, and the name server's time. `root` and `addresses` (by interface) stand in for the system.
@@ -86,7 +101,7 @@ def read_network(
     default = default_interface(kernel_text(root / "proc/net/route"), kernel_text(root / "proc/net/ipv6_route"))
     folders = root / "sys/class/net"
     names = dict.fromkeys([*(one.name for one in _listed(folders) if one.is_dir()), *(addresses or ())])
-    return Network(
+    return HostNetwork(
         interfaces=tuple(
             _interface(folders / name, tuple(addresses.get(name, ())), default=name == default) for name in names
         )
@@ -187,28 +202,15 @@ def whole(text: str) -> int | None:
     return int(text) if re.fullmatch(r"-?\d+", text) else None
 
 
-SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-_MUCH_FASTER = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """An environment variable and why it is set to `value`, or, where that is None, is left as it is."""
-
-    name: str
-    value: str | None
-    reason: str
-
-
 def choose_network(
-    network: Network,
+    network: HostNetwork,
     env: Mapping[str, str],
     *,
     main_address: str | None,
     nodes: int,
     asked: Mapping[str, str] | None = None,
     gpus: bool = True,
-) -> list[Setting]:
+) -> list[NetworkSetting]:
     """The network settings of this machine's processes, one of `nodes`; none where it is the only one.
 
     `env` is what the user has exported, `asked` (topology.environment) wins over it; without `gpus` NCCL is not told
@@ -216,24 +218,24 @@ def choose_network(
     """
     if nodes == 1:
         return []
-    given = {**env, **(asked or {})}
-    if problems := list(_impossible(network, given, asked or {}, gpus=gpus)):
+    asked = asked or {}
+    given = {**env, **asked}
+    if problems := list(_impossible(network, given, asked, gpus=gpus)):
         raise CheckFailed(problems)
-    wanted = [name for name in SOCKETS if gpus or name.startswith("GLOO")]
-    settings = [_given(name, given[name], asked or {}) for name in wanted if given.get(name)]
-    free = [name for name in wanted if not given.get(name)]
+    settings = []
     interface, reason = _way(network, main_address)
-    if interface is None:
-        settings += [Setting(name, None, reason) for name in free]
-    else:
-        for name in free:
-            nccl = name.startswith("NCCL")
-            value = f"={interface.name}" if nccl else interface.name  # = is NCCL's word for exactly this one
-            settings.append(Setting(name, value, reason + (_faster(network, interface) if nccl else "")))
-    return settings + (_rdma(network.ports, given, asked or {}) if gpus else [])
+    for name in SOCKETS if gpus else SOCKETS[1:]:
+        if given.get(name):
+            settings.append(_given(name, given[name], asked))
+        elif interface is None:
+            settings.append(NetworkSetting(name, None, reason))
+        else:  # = is NCCL's word for exactly this one
+            value = f"={interface.name}" if name.startswith("NCCL") else interface.name
+            settings.append(NetworkSetting(name, value, reason))
+    return settings + (_rdma(network.ports, given, asked) if gpus else [])
 
 
-def _way(network: Network, main_address: str | None) -> tuple[Interface | None, str]:
+def _way(network: HostNetwork, main_address: str | None) -> tuple[Interface | None, str]:
     """The interface on the way to the first machine, and the reason in words; or None, and why none is chosen."""
     if main_address is None:
         return None, "the first machine is not known"
@@ -243,103 +245,80 @@ def _way(network: Network, main_address: str | None) -> tuple[Interface | None, 
     if own is None:
         return None, f"no way to {main_address} is known here"
     if not is_loopback(own):
-        for one in network.interfaces:
-            if own in one.addresses:
-                return one, f"leads to {main_address}, with the address {own}"
+        leading = [one for one in network.interfaces if own in one.addresses]
+        if leading:
+            return leading[0], f"leads to {main_address}, with the address {own}"
         return None, f"the way to {main_address} leaves from {own}, which no interface has"
-    here = f"{main_address} is 127.0.0.1 on this machine, which no other reaches"
-    if not own.startswith("127."):
-        here = here.replace("127.0.0.1", own)
-    for one in network.interfaces:
-        if one.default_route and one.usable:
-            return one, f"has the default route ({here})"
-    usable = [one for one in network.interfaces if one.usable and not one.virtual]
-    if len(usable) == 1:
-        return usable[0], f"is the only one that leads anywhere ({here})"
-    return None, f"{here}, and which of {_names(usable) or 'no interfaces'} leads to the others is not known"
+    here = f"{main_address} is {own} on this machine, which no other reaches"
+    usable = [one for one in network.interfaces if one.usable]
+    if default := [one for one in usable if one.default_route]:
+        return default[0], f"has the default route ({here})"
+    real = [one for one in usable if not one.virtual]
+    if len(real) == 1:
+        return real[0], f"is the only one that leads anywhere ({here})"
+    names = ", ".join(one.name for one in real) or "no interfaces"
+    return None, f"{here}, and which of {names} leads to the others is not known"
 
 
-def _faster(network: Network, chosen: Interface) -> str:
-    """A remark on interfaces that are much faster: whether they lead to the other machines cannot be seen from here."""
-    if any(port.active for port in network.ports) or not chosen.speed:
-        return ""
-    faster = [
-        one
-        for one in network.interfaces
-        if one.usable and not one.virtual and (one.speed or 0) >= _MUCH_FASTER * chosen.speed
-    ]
-    if not faster:
-        return ""
-    best = max(faster, key=lambda one: one.speed or 0)
-    return (
-        f"; {best.name} is faster ({best.speed} Mbit/s in place of {chosen.speed}): if all machines are on its network, "
-        "use that address as topology.main_address"
-    )
-
-
-def _rdma(ports: Sequence[Port], given: Mapping[str, str], asked: Mapping[str, str]) -> list[Setting]:
+def _rdma(ports: Sequence[Port], given: Mapping[str, str], asked: Mapping[str, str]) -> list[NetworkSetting]:
     """NCCL_IB_HCA, where not all ports that there are should carry the training."""
     name = "NCCL_IB_HCA"
     ports = [one for one in ports if one.layer in ("InfiniBand", "Ethernet")]  # others have plugins of their own
-    active = [one for one in ports if one.active]
     if not ports or given.get("NCCL_IB_DISABLE") == "1":
         return []
     if given.get(name):
         return [_given(name, given[name], asked)]
+    active = [one for one in ports if one.active]
     if not active:
-        return [Setting(name, None, f"no port of {_devices(ports)} is active: NCCL talks by TCP")]
+        devices = ", ".join(one.device for one in ports)
+        return [NetworkSetting(name, None, f"no port of {devices} is active: NCCL talks by TCP")]
     fabric = [one for one in active if one.layer == "InfiniBand"]
     rate = max((one.rate or 0 for one in fabric), default=0)
     best = [one for one in fabric if (one.rate or 0) == rate]
     if not best:
-        rates = {one.rate for one in active}
-        alike = "all alike" if len(rates) == 1 else "of several speeds"
-        return [
-            Setting(name, None, f"{_count(active, 'Ethernet (RoCE)')}, {alike}: NCCL chooses by what is near a GPU")
-        ]
-    speed = f" of {rate:g} Gbit/s" if rate else ""
+        return [NetworkSetting(name, None, f"{len(active)} active RoCE ports: NCCL chooses by what is near a GPU")]
+    found = f"{len(best)} active InfiniBand port{'s' if len(best) > 1 else ''} of {rate:g} Gbit/s"
     if len(best) == len(ports):
-        return [Setting(name, None, f"{_count(best, 'InfiniBand')}{speed}, all alike: NCCL uses all of them")]
-    others = "; ".join(f"{one.device} {_why_not(one, rate)}" for one in ports if one not in best)
-    value = "=" + ",".join(f"{one.device}:{one.number}" for one in best)
-    return [Setting(name, value, f"{_count(best, 'InfiniBand')}{speed}, without {others}")]
+        return [NetworkSetting(name, None, f"{found}, all alike: NCCL uses all of them")]
+    others = ", ".join(f"{one.device} ({_why_not(one)})" for one in ports if one not in best)
+    return [
+        NetworkSetting(name, "=" + ",".join(f"{one.device}:{one.number}" for one in best), f"{found}, without {others}")
+    ]
 
 
-def _why_not(port: Port, rate: float) -> str:
+def _why_not(port: Port) -> str:
     if not port.active:
-        return "(down)"
-    if port.layer != "InfiniBand":
-        return f"(Ethernet{', ' + ', '.join(port.interfaces) if port.interfaces else ''})"
-    return f"({port.rate or 0:g} Gbit/s)" if rate else "(another speed)"
+        return "down"
+    return "Ethernet" if port.layer != "InfiniBand" else f"{port.rate or 0:g} Gbit/s"
 
 
 def _impossible(
-    network: Network, given: Mapping[str, str], asked: Mapping[str, str], *, gpus: bool
+    network: HostNetwork, given: Mapping[str, str], asked: Mapping[str, str], *, gpus: bool
 ) -> Iterator[Problem]:
     """What the user's own values name that is not there."""
     usable = [one.name for one in network.interfaces if one.up and one.addresses]
-    there = ", ".join(f"{one.name} ({one.addresses[0]})" for one in network.interfaces if one.name in usable)
+    there = ", ".join(f"{one.name} ({one.addresses[0]})" for one in network.interfaces if one.name in usable) or "none"
     for name in SOCKETS if network.interfaces else ():
-        value = given.get(name, "")
+        value, where = given.get(name, ""), _where(name, asked)
         gloo = name.startswith("GLOO")
         if not value or (not gloo and (not gpus or matching(value, usable))):
             continue
         if value.startswith("^") and not gloo:
-            what = f"{value} leaves out all that this machine has: {there or 'none'}"
-            yield Problem(what, _where(name, asked), "take it away, and packtrain chooses")
+            what = f"{value} leaves out all that this machine has: {there}"
+            yield Problem(what, where, "take it away, and packtrain chooses")
             continue
         parts = value.split(",") if gloo else _parts(value)  # gloo knows names only
         if lacking := [one for one in parts if not gloo or one not in usable]:
-            down = [one.name for one in network.interfaces if one.name in lacking]
-            what = f"is {'down or has no address' if down else 'not there'}: this machine has {there or 'none'}"
+            down = any(one.name in lacking for one in network.interfaces)
+            what = f"is {'down or has no address' if down else 'not there'}: this machine has {there}"
             fix = "take it away, and packtrain chooses; or name one of these"
-            yield Problem(f"{', '.join(lacking)} {what}", _where(name, asked), fix)
+            yield Problem(f"{', '.join(lacking)} {what}", where, fix)
     value, ports = given.get("NCCL_IB_HCA", ""), network.ports
     if not value or not gpus or given.get("NCCL_IB_DISABLE") == "1" or hcas(value, ports):
         return
     if ports or not value.startswith("^"):  # where there is no port, none is left out
-        there = ", ".join(f"{one.device}:{one.number}" for one in ports)
-        what = f"{value} means none of this machine's RDMA ports ({there or 'there is none'})"
+        there = ", ".join(f"{one.device}:{one.number}" for one in ports) or "there is none"
+        what = f"{value} means none of this machine's RDMA ports ({there})"
         yield Problem(what, _where("NCCL_IB_HCA", asked), "take it away, and NCCL or packtrain chooses")
 
 
@@ -348,10 +327,6 @@ def matching(wanted: str, names: Sequence[str], *, exact: bool = False) -> list[
     exact = exact or wanted.removeprefix("^").startswith("=")
     fits = [name for name in names if any(name == part if exact else name.startswith(part) for part in _parts(wanted))]
     return [name for name in names if name not in fits] if wanted.startswith("^") else fits
-
-
-def _parts(wanted: str) -> list[str]:
-    return [part.strip() for part in wanted.removeprefix("^").removeprefix("=").split(",") if part.strip()]
 
 
 def hcas(wanted: str, ports: Sequence[Port]) -> list[Port]:
@@ -364,35 +339,24 @@ def hcas(wanted: str, ports: Sequence[Port]) -> list[Port]:
     return [one for one in ports if (one in chosen) != wanted.startswith("^")]
 
 
-def _given(name: str, value: str, asked: Mapping[str, str]) -> Setting:
-    return Setting(name, None, f"{value}, by {_where(name, asked)}")
+def _parts(wanted: str) -> list[str]:
+    return [part.strip() for part in wanted.removeprefix("^").removeprefix("=").split(",") if part.strip()]
+
+
+def _given(name: str, value: str, asked: Mapping[str, str]) -> NetworkSetting:
+    return NetworkSetting(name, None, f"{value}, by {_where(name, asked)}")
 
 
 def _where(name: str, asked: Mapping[str, str]) -> str:
     return f"topology.environment.{name}" if name in asked else f"environment variable {name}"
 
 
-def _count(ports: Sequence[Port], layer: str) -> str:
-    return f"{len(ports)} active {layer} port{'s' if len(ports) > 1 else ''}"
-
-
-def _devices(ports: Sequence[Port]) -> str:
-    return ", ".join(one.device for one in ports)
-
-
-def _names(interfaces: Sequence[Interface]) -> str:
-    return ", ".join(one.name for one in interfaces)
-
-
-LOOPBACK = "127.0.0.1"
-LIMIT_S = 1.0
-"""Seconds within which any name server of use has answered."""
-FIX = "mend the servers in /etc/resolv.conf, or give the addresses names in /etc/hosts as torch asks for them: ::ffff:10.0.0.1 n1"
-_OPTIONS, _SHORT = "RES_OPTIONS", "timeout:1 attempts:1"
-
-
 def silence_for(address: str) -> str:
-    """What holds up every connection to or from `address` (or a name of it), in words; "" where it is looked up in no time."""
+    """That no name server answers for `address` (or a name of it), in words; "" where it is looked up in no time.
+
+    torch's store, gloo and torchrun look up the name of each address that they connect to, only to show it in their logs, but
+    they wait for it: with the usual settings of glibc a start takes 20 s longer, in silence.
+    """
     thread = threading.Thread(target=_look_up, args=(address,), name="look-up", daemon=True)
     thread.start()
     thread.join(LIMIT_S)
@@ -401,20 +365,18 @@ def silence_for(address: str) -> str:
 
 def short_waits(address: str) -> dict[str, str]:
     """Variables with which processes that connect to `address` wait for a silent name server 1 s instead of 10; {} where none
-    is silent. Says so; the user's own RES_OPTIONS stay."""
+    is silent. Prints that one is; the user's own RES_OPTIONS stay."""
     silent = silence_for(address)
     if not silent:
         return {}
-    own = os.environ.get(_OPTIONS)
+    own = os.environ.get("RES_OPTIONS")
     waits = f"as long as RES_OPTIONS={own!r} says" if own else f"only 1 s from now on (RES_OPTIONS={_SHORT!r})"
     print(f"{silent}, and torch asks it at each connection: it waits {waits}\n    → {FIX}", file=sys.stderr, flush=True)
-    return {} if own else {_OPTIONS: _SHORT}
+    return {} if own else {"RES_OPTIONS": _SHORT}
 
 
 def _look_up(address: str) -> None:
-    try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
-        mapped = str(found) if ":" in str(found) else f"::ffff:{found}"  # torch's sockets speak IPv6
+    with suppress(OSError):  # no such name: that is known at once, and told elsewhere
+        found = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+        mapped = found if ":" in found else f"::ffff:{found}"  # torch's sockets speak IPv6
         socket.gethostbyaddr(mapped)  # not getnameinfo, which holds all threads up in Python 3.11.2
-    except OSError:  # no such name: that is known at once, and told elsewhere
-        pass

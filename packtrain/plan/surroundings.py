@@ -23,7 +23,7 @@ from typing import Literal
 
 from packtrain.config.schema import Topology
 from packtrain.errors import UserError
-from packtrain.plan.network import Network, read_network
+from packtrain.plan.network import HostNetwork, read_network
 
 _RELEVANT = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "KUBERNETES_SERVICE_HOST")
 _RELEVANT_PREFIXES = (
@@ -53,7 +53,7 @@ class Surroundings:
     accelerate: str = "accelerate"
     python: str = "python"
     free_port: int = 29500
-    network: Callable[[str | None], Network] | None = None
+    network: Callable[[str | None], HostNetwork] | None = None
 
 
 def look_around(gpus_of_machine: Sequence[int] | None = None) -> Surroundings:

@@ -13,7 +13,7 @@ from packtrain.diagnose.facts.torch_side import Layer
 from packtrain.errors import PacktrainError, Problem
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
-from packtrain.plan.network import Setting
+from packtrain.plan.network import NetworkSetting
 from packtrain.plan.shapes import weights_of
 from packtrain.plan.surroundings import Surroundings
 
@@ -38,7 +38,7 @@ class Needs:
     workers: int = 0
     main_address: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    network: tuple[Setting, ...] = ()
+    network: tuple[NetworkSetting, ...] = ()
     memory: Memory | str = "no config"
     final: int = 0
     disk: int = 0

@@ -35,7 +35,7 @@ from packtrain.diagnose.facts.facts import (
 from packtrain.diagnose.facts.torch_side import Layer
 from packtrain.diagnose.redact import Redactor
 from packtrain.plan.memory import Memory
-from packtrain.plan.network import Interface, Port, Setting, hcas, matching
+from packtrain.plan.network import Interface, NetworkSetting, Port, hcas, matching
 from packtrain.plan.surroundings import Surroundings
 
 GIB = 2**30
@@ -241,7 +241,7 @@ def test_each_trouble_is_named_with_its_fix(
 def test_what_only_matters_between_machines_is_no_trouble_for_a_run_on_one() -> None:
     (host,) = named(network(host=Name("n1", ("127.0.1.1",))), ONE_MACHINE, "host-name")
     assert host.status == "ok" and "one machine" in host.found
-    led = replace(TWO_MACHINES, network=(Setting("GLOO_SOCKET_IFNAME", "eth0", "leads to n0"),))
+    led = replace(TWO_MACHINES, network=(NetworkSetting("GLOO_SOCKET_IFNAME", "eth0", "leads to n0"),))
     (host,) = named(network(host=Name("n1", ("127.0.1.1",))), led, "host-name")
     assert host.status == "ok" and "GLOO_SOCKET_IFNAME=eth0" in host.found
     (way,) = named(network(interfaces=(Interface("eth0", ("10.0.0.9",)),)), led, "network-interface")

@@ -20,7 +20,7 @@ from packtrain.launch.members import Member, differences, twice
 from packtrain.launch.place import Place
 from packtrain.launch.verdict import Outcome, judge
 from packtrain.plan import network as names
-from packtrain.plan.network import Interface, Network, choose_network
+from packtrain.plan.network import HostNetwork, Interface, choose_network
 from tests.unit.launch.test_line import info
 from tests.unit.launchers import free_place, member, together
 
@@ -99,7 +99,7 @@ def port_taken() -> PacktrainError:
 
 
 def no_interface() -> PacktrainError:
-    network = Network((Interface("eth0", ("10.0.0.2",), up=True),), (), "10.0.0.2")
+    network = HostNetwork((Interface("eth0", ("10.0.0.2",), up=True),), (), "10.0.0.2")
     return raised(lambda: choose_network(network, {"GLOO_SOCKET_IFNAME": "ib0"}, main_address="n1", nodes=2))
 
 

@@ -13,8 +13,8 @@ from packtrain.errors import CheckFailed
 from packtrain.launch.place import own_addresses
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.network import (
+    HostNetwork,
     Interface,
-    Network,
     Port,
     choose_network,
     default_interface,
@@ -42,7 +42,7 @@ def chosen(
     interfaces: tuple[Interface, ...], own: str | None, main: str | None = "n1", **more
 ) -> dict[str, str | None]:
     ports = more.pop("ports", ())
-    network = Network((LO, *interfaces), ports, own)
+    network = HostNetwork((LO, *interfaces), ports, own)
     settings = choose_network(network, more.pop("env", {}), main_address=main, nodes=more.pop("nodes", 2), **more)
     assert all(one.reason for one in settings)
     return {one.name: one.value for one in settings}
@@ -109,24 +109,23 @@ def test_one_machine_needs_nothing_and_one_without_gpus_only_gloo() -> None:
         (
             (*COMPUTE, *STORAGE),
             "=" + ",".join(f"mlx5_{number}:1" for number in range(8)),
-            "8 active InfiniBand ports of 400 Gbit/s, without mlx5_8 (Ethernet, eth8); mlx5_9 (Ethernet, eth9)",
+            "8 active InfiniBand ports of 400 Gbit/s, without mlx5_8 (Ethernet), mlx5_9 (Ethernet)",
         ),
         (
             (*COMPUTE[:2], Port("mlx5_2", active=False, rate=10), Port("mlx5_3", rate=200)),
             "=mlx5_0:1,mlx5_1:1",
-            "2 active InfiniBand ports of 400 Gbit/s, without mlx5_2 (down); mlx5_3 (200 Gbit/s)",
+            "2 active InfiniBand ports of 400 Gbit/s, without mlx5_2 (down), mlx5_3 (200 Gbit/s)",
         ),
         ((Port("mlx4_0", 1, active=False), Port("mlx4_0", 2, rate=56)), "=mlx4_0:2", "1 active InfiniBand port of 56"),
-        (ROCE, None, "8 active Ethernet (RoCE) ports, all alike"),
-        ((*ROCE, Port("mlx5_8", rate=100, layer="Ethernet")), None, "of several speeds"),
+        (ROCE, None, "8 active RoCE ports: NCCL chooses"),
         ((Port("mlx5_0", active=False),), None, "no port of mlx5_0 is active: NCCL talks by TCP"),
     ],
-    ids=["dgx", "dgx-with-storage", "port-down", "second-port", "roce", "roce-mixed", "all-down"],
+    ids=["dgx", "dgx-with-storage", "port-down", "second-port", "roce", "all-down"],
 )
 def test_nccl_is_told_its_rdma_devices_only_where_some_should_not_carry_the_training(
     ports: tuple[Port, ...], value: str | None, words: str
 ) -> None:
-    network = Network((LO, ETH0), ports, "10.0.0.5")
+    network = HostNetwork((LO, ETH0), ports, "10.0.0.5")
     (setting,) = [one for one in choose_network(network, {}, main_address="n1", nodes=2) if one.name == "NCCL_IB_HCA"]
     assert setting.value == value
     assert setting.reason.startswith(words) or words in setting.reason
@@ -136,15 +135,8 @@ def test_devices_with_a_plugin_of_their_own_are_left_to_it() -> None:
     assert "NCCL_IB_HCA" not in chosen((ETH0,), "10.0.0.5", ports=(Port("rdmap0", rate=100, layer="Unspecified"),))
 
 
-def test_a_much_faster_interface_is_pointed_to() -> None:
-    network = Network((LO, ETH0, IB0), (), "10.0.0.5")
-    nccl, gloo = choose_network(network, {}, main_address="n1", nodes=2)
-    assert "ib0 is faster (400000 Mbit/s in place of 25000)" in nccl.reason
-    assert "faster" not in gloo.reason
-
-
 def test_what_the_user_has_set_wins_and_is_shown_with_where_it_comes_from() -> None:
-    network = Network((LO, ETH0, ETH1), (*COMPUTE, *STORAGE), "10.0.0.5")
+    network = HostNetwork((LO, ETH0, ETH1), (*COMPUTE, *STORAGE), "10.0.0.5")
     env = {"NCCL_SOCKET_IFNAME": "eth", "NCCL_IB_HCA": "^mlx5_8:1,mlx5_9"}
     asked = {"GLOO_SOCKET_IFNAME": "eth1"}
     settings = choose_network(network, env, main_address="n1", nodes=2, asked=asked)
@@ -182,7 +174,7 @@ def test_what_the_user_has_set_wins_and_is_shown_with_where_it_comes_from() -> N
 def test_a_value_that_names_what_is_not_there_is_refused_before_anything_starts(
     env: dict[str, str], where: str, what: str
 ) -> None:
-    network = Network((LO, ETH0, DOWN, NO_ADDRESS), COMPUTE, "10.0.0.5")
+    network = HostNetwork((LO, ETH0, DOWN, NO_ADDRESS), COMPUTE, "10.0.0.5")
     with pytest.raises(CheckFailed) as refused:
         choose_network(network, env, main_address="n1", nodes=2)
     (problem,) = refused.value.problems
@@ -275,7 +267,7 @@ def test_the_default_route_is_the_preferred_one_of_ipv4_else_of_ipv6() -> None:
 
 
 def test_a_machine_that_tells_nothing_has_no_network(tmp_path: Path) -> None:
-    assert read_network(None, root=tmp_path, addresses={}) == Network()
+    assert read_network(None, root=tmp_path, addresses={}) == HostNetwork()
     assert own_address_towards("no-such-host.invalid") is None
 
 
@@ -301,7 +293,7 @@ def test_this_machine_can_be_read() -> None:
 
 
 def planned(topology: Topology, env: dict[str, str] | None = None, gpus: int = 0) -> LaunchPlan:
-    network = Network((LO, ETH0), (), "10.0.0.5")
+    network = HostNetwork((LO, ETH0), (), "10.0.0.5")
     return plan_launch(
         RunConfig(topology=topology, batch=Batch(examples_per_step=8)),
         Surroundings(env=env or {}, gpus=gpus, network=lambda main: network),
