@@ -263,7 +263,7 @@ _LAUNCHES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class LaunchedProcess:
     """This process is `rank` of `total`, of which `per_node` are on its machine; `env` is what torch still has to be told.
 
     `machines` is how many there are, where the launcher says so.
@@ -278,7 +278,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class LaunchedMachine:
     """This process stands for machine `node` of `nodes`; `per_node` where the launcher says how many processes it has."""
 
     node: int
@@ -289,7 +289,7 @@ class Machine:
     by: str
 
 
-def joined(topology: Topology, env: Mapping[str, str], allocation: Allocation | None) -> Joined | None:
+def joined(topology: Topology, env: Mapping[str, str], allocation: Allocation | None) -> LaunchedProcess | None:
     """How another launcher has started one process per device; None where it has not.
 
     Raises UserError where it has said only half of what is needed.
@@ -307,7 +307,7 @@ def joined(topology: Topology, env: Mapping[str, str], allocation: Allocation | 
     return None
 
 
-def machine_of(env: Mapping[str, str]) -> Machine | None:
+def machine_of(env: Mapping[str, str]) -> LaunchedMachine | None:
     """The machine that Kubernetes has started this process for: its training operator (torchrun's PET_ variables, or a pod's)
     or a LeaderWorkerSet. Raises UserError where it has not said which of them it is."""
     if "LOCAL_RANK" in env:  # torchrun has started this process itself
@@ -317,15 +317,15 @@ def machine_of(env: Mapping[str, str]) -> Machine | None:
     if "KUBERNETES_SERVICE_HOST" in env and all(name in env for name in RENDEZVOUS):
         port = int_of(env, "MASTER_PORT", DEFAULT_PORT)
         rank, size = int_of(env, "RANK", 0), int_of(env, "WORLD_SIZE", 1)
-        return Machine(rank, size, None, env["MASTER_ADDR"], port, "the pod's variables RANK and WORLD_SIZE")
+        return LaunchedMachine(rank, size, None, env["MASTER_ADDR"], port, "the pod's variables RANK and WORLD_SIZE")
     if int_of(env, "LWS_GROUP_SIZE", 1) > 1 and "LWS_WORKER_INDEX" in env:
         rank, size = int_of(env, "LWS_WORKER_INDEX", 0), int_of(env, "LWS_GROUP_SIZE", 1)
         by = "LeaderWorkerSet's variables LWS_WORKER_INDEX and LWS_GROUP_SIZE"
-        return Machine(rank, size, None, env.get("LWS_LEADER_ADDRESS", ""), DEFAULT_PORT, by)
+        return LaunchedMachine(rank, size, None, env.get("LWS_LEADER_ADDRESS", ""), DEFAULT_PORT, by)
     return None
 
 
-def _of_operator(env: Mapping[str, str]) -> Machine | None:
+def _of_operator(env: Mapping[str, str]) -> LaunchedMachine | None:
     nodes = int_of({"PET_NNODES": env["PET_NNODES"].split(":")[-1]}, "PET_NNODES", 1)  # MIN:MAX
     if "PET_NODE_RANK" not in env:
         if nodes == 1:
@@ -337,7 +337,7 @@ def _of_operator(env: Mapping[str, str]) -> Machine | None:
             "topology=manual with topology.node_rank.",
         )
     number = env.get("PET_NPROC_PER_NODE", "")
-    return Machine(
+    return LaunchedMachine(
         node=int_of(env, "PET_NODE_RANK", 0),
         nodes=nodes,
         per_node=int(number) if number.isdigit() else None,  # or "auto", "gpu"
@@ -365,7 +365,7 @@ def int_of(env: Mapping[str, str], name: str, otherwise: int) -> int:
     return int(value)
 
 
-def _of_torch(env: Mapping[str, str]) -> Joined:
+def _of_torch(env: Mapping[str, str]) -> LaunchedProcess:
     if any(name not in env for name in ALSO_NEEDED):
         raise incomplete(env)
     local = int_of(env, "LOCAL_RANK", 0)
@@ -379,10 +379,10 @@ def _of_torch(env: Mapping[str, str]) -> Joined:
         what = f"process {local} of {per_node} on this machine"
         raise UserError(what, where="environment variable LOCAL_RANK", fix="It starts at 0 on each machine.")
     machines = int_of(env, "GROUP_WORLD_SIZE", 0) or None  # torchrun's
-    return Joined(rank, total, per_node, "RANK, WORLD_SIZE and MASTER_ADDR are set", {}, machines)
+    return LaunchedProcess(rank, total, per_node, "RANK, WORLD_SIZE and MASTER_ADDR are set", {}, machines)
 
 
-def _of_mpi(topology: Topology, env: Mapping[str, str], names: tuple[str, ...]) -> Joined:
+def _of_mpi(topology: Topology, env: Mapping[str, str], names: tuple[str, ...]) -> LaunchedProcess:
     if missing := [name for name in names if name not in env]:
         raise UserError(
             f"mpirun has started {env[names[1]]} processes, but does not say which of them this is: "
@@ -400,10 +400,10 @@ def _of_mpi(topology: Topology, env: Mapping[str, str], names: tuple[str, ...]) 
         )
     port = topology.main_port or int_of(env, "MASTER_PORT", DEFAULT_PORT)
     told = _torch_variables(rank, total, local, per_node, address, port)
-    return Joined(rank, total, per_node or total, f"mpirun has started it ({names[0]})", told)
+    return LaunchedProcess(rank, total, per_node or total, f"mpirun has started it ({names[0]})", told)
 
 
-def _of_slurm(topology: Topology, allocation: Allocation) -> Joined:
+def _of_slurm(topology: Topology, allocation: Allocation) -> LaunchedProcess:
     if len(set(allocation.tasks)) > 1:
         each = ", ".join(f"{host}: {tasks}" for host, tasks in zip(allocation.hosts, allocation.tasks, strict=False))
         raise UserError(
@@ -414,7 +414,7 @@ def _of_slurm(topology: Topology, allocation: Allocation) -> Joined:
     per_node, total = allocation.tasks[0], sum(allocation.tasks)
     port = topology.main_port or allocation.port
     told = _torch_variables(allocation.rank, total, allocation.local_rank, per_node, allocation.hosts[0], port)
-    return Joined(allocation.rank, total, per_node, f"srun has started {per_node} tasks on each machine", told)
+    return LaunchedProcess(allocation.rank, total, per_node, f"srun has started {per_node} tasks on each machine", told)
 
 
 def _torch_variables(rank: int, total: int, local: int, per_node: int, address: str, port: int) -> dict[str, str]:

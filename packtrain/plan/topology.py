@@ -18,8 +18,8 @@ from packtrain.plan.network import is_loopback
 from packtrain.plan.surroundings import (
     DEFAULT_PORT,
     Allocation,
-    Joined,
-    Machine,
+    LaunchedMachine,
+    LaunchedProcess,
     Surroundings,
     allocation_of,
     check_told,
@@ -27,6 +27,7 @@ from packtrain.plan.surroundings import (
     joined,
     machine_of,
 )
+from packtrain.wording import counted
 
 Role = Literal["train", "launch", "spread"]
 GPUS_PER_NODE = "topology.gpus_per_node"
@@ -34,14 +35,13 @@ GPUS_PER_NODE = "topology.gpus_per_node"
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """`total` processes, `per_node` on each of `nodes` machines, of which this is number `node`; and why.
+    """`per_node` processes on each of `nodes` machines, of which this is number `node`; and why.
 
     `role`: this process trains itself, starts those of its machine, or starts packtrain on all machines of a Slurm job.
     `joins` where another launcher has started all processes; `env` is what torch has to be told of it. `hosts` are the
     machines' names where they are known. `obstacles` keep the plan from being carried out from here.
     """
 
-    total: int
     nodes: int
     per_node: int
     role: Role
@@ -53,6 +53,11 @@ class Processes:
     main_port: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     obstacles: tuple[Problem, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Processes of all machines."""
+        return self.nodes * self.per_node
 
 
 def choose_processes(topology: Topology, surroundings: Surroundings) -> Processes:
@@ -74,7 +79,7 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
     if topology.kind == "env":
         raise incomplete(surroundings.env)
     if topology.kind == "single":
-        return Processes(1, 1, 1, "train", "topology=single: one process")
+        return Processes(1, 1, "train", "topology=single: one process")
     if topology.kind in ("auto", "slurm") and allocation:
         return _in_slurm(topology, surroundings, allocation)
     if topology.kind in ("auto", "slurm"):
@@ -94,7 +99,7 @@ def _each_its_own(number: int, launch: str) -> UserError:
     )
 
 
-def _join(topology: Topology, started: Joined, surroundings: Surroundings) -> Processes:
+def _join(topology: Topology, started: LaunchedProcess, surroundings: Surroundings) -> Processes:
     nodes = started.machines or max(started.total // started.per_node, 1)
     if started.total != nodes * started.per_node:
         raise CheckFailed(
@@ -127,10 +132,10 @@ def _join(topology: Topology, started: Joined, surroundings: Surroundings) -> Pr
     if surroundings.env.get("GROUP_RANK", "").isdigit():  # torchrun's
         _agree("topology.node_rank", topology.node_rank, int(surroundings.env["GROUP_RANK"]), "GROUP_RANK (torchrun)")
     reason = f"joins a running launch as rank {started.rank} of {started.total} ({started.by})"
-    return Processes(started.total, nodes, started.per_node, "train", reason, joins=True, env=env)
+    return Processes(nodes, started.per_node, "train", reason, joins=True, env=env)
 
 
-def _machine(topology: Topology, surroundings: Surroundings, machine: Machine) -> Processes:
+def _machine(topology: Topology, surroundings: Surroundings, machine: LaunchedMachine) -> Processes:
     _agree("topology.nodes", topology.nodes, machine.nodes, machine.by)
     _agree("topology.node_rank", topology.node_rank, machine.node, machine.by)
     if machine.per_node is not None:
@@ -147,10 +152,9 @@ def _machine(topology: Topology, surroundings: Surroundings, machine: Machine) -
     per_node = topology.gpus_per_node or machine.per_node or max(surroundings.gpus, 1)
     _check_gpus(per_node, surroundings, "topology.gpus_per_node")
     return Processes(
-        total=machine.nodes * per_node,
         nodes=machine.nodes,
         per_node=per_node,
-        role="launch" if machine.nodes * per_node > 1 else "train",
+        role=_role(machine.nodes * per_node),
         reason=f"machine {machine.node} of {machine.nodes} ({machine.by}), {per_node} processes each",
         node=machine.node,
         main_address=topology.main_address or machine.main_address,
@@ -184,16 +188,16 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
         )
     if allocation.place != "outside":
         _check_gpus(per_node, surroundings, "SLURM_GPUS_ON_NODE" if allocation.gpus else "topology.gpus_per_node")
-    total = nodes * per_node
     spread = allocation.place == "outside" or (allocation.place == "machine" and nodes > 1)
-    machines = f"{nodes} machines" if nodes > 1 else "1 machine"
-    reason = f"{job}: {machines}, {per_node} process{'es' if per_node > 1 else ''} on each{_idle(per_node, allocation)}"
+    idle = (allocation.gpus or per_node) - per_node
+    reason = f"{job}: {_machines(nodes, per_node)}{f' ({idle} of its GPUs idle)' if idle > 0 else ''}"
+    if allocation.gpus and not surroundings.gpus and not surroundings.driver and allocation.place != "outside":
+        reason += f"; {surroundings.host} has no GPU driver, whatever Slurm says: they run on the CPU"
     return Processes(
-        total=total,
         nodes=nodes,
         per_node=per_node,
-        role="spread" if spread else "launch" if total > 1 else "train",
-        reason=reason + ("" if allocation.place == "outside" else _without_gpus(allocation.gpus, surroundings)),
+        role="spread" if spread else _role(nodes * per_node),
+        reason=reason,
         node=allocation.node if allocation.place == "task" else 0,
         hosts=allocation.hosts,
         main_address=topology.main_address or first,
@@ -216,14 +220,11 @@ def _by_hand(topology: Topology, surroundings: Surroundings) -> Processes:
         what = "the first machine is not known"
         obstacles.append(Problem(what, "topology.main_address", "Set it to its host name or address, on each machine."))
     obstacles += _too_few_gpus(per_node, surroundings)
-    total = nodes * per_node
     return Processes(
-        total=total,
         nodes=nodes,
         per_node=per_node,
-        role="launch" if total > 1 else "train",
-        reason=f"{nodes} machine{'s' if nodes > 1 else ''} started by hand, {per_node} process"
-        f"{'es' if per_node > 1 else ''} on each",
+        role=_role(nodes * per_node),
+        reason=_machines(nodes, per_node, " started by hand"),
         node=node or 0,
         main_address=topology.main_address,
         main_port=topology.main_port or DEFAULT_PORT,
@@ -246,13 +247,11 @@ def _elsewhere(topology: Topology, surroundings: Surroundings) -> Processes:
     if topology.kind != "slurm":
         fix += ", or the same command on every machine with topology=manual and its topology.node_rank"
     where = "topology.kind" if topology.kind == "slurm" else "topology.nodes"
-    machines = f"{nodes} machines" if nodes > 1 else "1 machine"
     return Processes(
-        total=nodes * per_node,
         nodes=nodes,
         per_node=per_node,
         role="launch",
-        reason=f"{machines} with {per_node} process{'es' if per_node > 1 else ''} each",
+        reason=_machines(nodes, per_node),
         main_address=topology.main_address,
         main_port=topology.main_port or DEFAULT_PORT,
         obstacles=(Problem(what, where, fix + "."),),
@@ -283,8 +282,7 @@ def _on_this_machine(topology: Topology, surroundings: Surroundings) -> Processe
         )
     else:
         number, reason = 1, f"no GPU is visible on {surroundings.host}: one process on the CPU{_unseen(surroundings)}"
-    role: Role = "launch" if number > 1 else "train"
-    return Processes(number, 1, number, role, reason, main_port=topology.main_port, obstacles=obstacles)
+    return Processes(1, number, _role(number), reason, main_port=topology.main_port, obstacles=obstacles)
 
 
 def _agree(key: str, wanted: int | None, found: int, source: str) -> None:
@@ -337,12 +335,6 @@ def _too_few_gpus(wanted: int, surroundings: Surroundings) -> list[Problem]:
     return [Problem(f"{wanted} processes, but {surroundings.gpus} visible GPUs", GPUS_PER_NODE, fix)]
 
 
-def _without_gpus(promised: int | None, surroundings: Surroundings) -> str:
-    if not promised or surroundings.gpus or surroundings.driver:
-        return ""
-    return f"; {surroundings.host} has no GPU driver, whatever Slurm says: they run on the CPU"
-
-
 def _unseen(surroundings: Surroundings) -> str:
     """A remark where there should be GPUs, and nobody has hidden them."""
     if surroundings.gpus or not surroundings.driver or "CUDA_VISIBLE_DEVICES" in surroundings.env:
@@ -350,9 +342,13 @@ def _unseen(surroundings: Surroundings) -> str:
     return " (it has an NVIDIA driver: see whether nvidia-smi works)"
 
 
-def _idle(per_node: int, allocation: Allocation) -> str:
-    left = (allocation.gpus or per_node) - per_node
-    return f" ({left} of its GPUs idle)" if left > 0 else ""
+def _role(total: int) -> Role:
+    """What a process of a machine that trains by itself has to do."""
+    return "launch" if total > 1 else "train"
+
+
+def _machines(nodes: int, per_node: int, how: str = "") -> str:
+    return f"{counted(nodes, 'machines')}{how}, {counted(per_node, 'processes')} on each"
 
 
 def _same_host(name: str, host: str) -> bool:
