@@ -20,9 +20,10 @@ from test_dpo_run import preferences
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from packtrain.config.schema import Model, RunConfig, Strategy, Verify
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import spread as strategy
+from packtrain.model.precision import compute_in
+from packtrain.model.spread import Ranks
 from packtrain.train.dpo import FIGURES
 from packtrain.train.preflight import decide_together
 
@@ -229,7 +230,7 @@ def test_mixed_precision_is_autocast_with_float32_outputs_where_accelerate_does_
     ids = torch.arange(7)[None]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = model(input_ids=ids).logits
-    strategy.compute_in(model, torch.bfloat16)
+    compute_in(model, torch.bfloat16)
     found = model(input_ids=ids).logits
     assert (expected.dtype, found.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(found, expected.float())
@@ -242,23 +243,22 @@ def test_mixed_precision_is_autocast_with_float32_outputs_where_accelerate_does_
 def test_rows_that_processes_would_run_differently_often_are_refused(family: str, name: Any, attention: Any) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "n_layer": 1, "n_head": 2, "vocab_size": 50}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
-    config = RunConfig(model=Model(attention=attention), strategy=Strategy(name=name), verify=Verify(preflight=False))
+    ranks = Ranks(0, 1, torch.device("cpu"), name)
     with pytest.raises(CheckFailed, match=name):
-        decide_together(config, model, 1)
+        decide_together(attention, model, ranks, None, prove=False)
     for other in ("ddp", "zero2"):
-        decide_together(replace(config, strategy=Strategy(name=other)), model, 1)
+        decide_together(attention, model, replace(ranks, strategy=other), None, prove=False)
 
 
 def test_what_a_launcher_left_in_the_environment_does_not_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")
-    strategy.open_strategy(RunConfig())
+    strategy.open_strategy("ddp")
     assert not {"ACCELERATE_USE_DEEPSPEED", "FSDP_VERSION"} & os.environ.keys()
 
 
 @NEEDS_DEEPSPEED
 def test_a_missing_compiler_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategy.shutil, "which", lambda _, **__: None)
-    config = RunConfig(strategy=Strategy(name="zero3_offload"))
     with pytest.raises(UserError, match=r"no ninja and no C\+\+ compiler"):
-        strategy.open_strategy(config)
+        strategy.open_strategy("zero3_offload")
