@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from queue import Queue
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.markup import escape
 
 from packtrain.config.schema import RunConfig
-from packtrain.diagnose import gpus, host, network, software
+from packtrain.diagnose import gpus as gpu_checks
+from packtrain.diagnose import host, network, software
 from packtrain.diagnose.devices import ask_driver, ask_torch, has_nvidia
 from packtrain.diagnose.facts import (
     Check,
     Facts,
     Folder,
     Gpu,
+    Gpus,
     Host,
-    HostName,
     Layer,
-    NetworkFacts,
     RunNeeds,
     Status,
     Torch,
@@ -38,26 +37,37 @@ from packtrain.diagnose.facts import (
     needs_of,
     size,
 )
-from packtrain.diagnose.probe import LIMIT_S, Probe, Unanswered, kill_commands
+from packtrain.diagnose.probe import LIMIT_S, Inquiry, Probe, Unanswered, kill_commands
 from packtrain.diagnose.redact import Redactor
 from packtrain.errors import CheckFailed
-from packtrain.plan.network import LOOPBACK, Interface, Network, read_network, silence_for
+from packtrain.plan.network import HostNetwork, Interface, read_network
 from packtrain.plan.shapes import hub_home
 from packtrain.plan.surroundings import look_around
 
 BUDGET_S = 8.5
 """From the start of this process to the last answer."""
-_LEAST_FOR_TORCH_S, _NAME_S = 3.0, 3.0
+_LEAST_FOR_TORCH_S = 3.0
 _COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 CHECKS = (
-    *(host.check_run, software.check_packages, gpus.check_torch, software.check_attention, software.check_deepspeed),
-    *(gpus.check_driver, gpus.check_number, gpus.check_health, gpus.check_use, gpus.check_gpu_memory),
+    *(
+        host.check_run,
+        software.check_packages,
+        gpu_checks.check_torch,
+        software.check_attention,
+        software.check_deepspeed,
+    ),
+    *(
+        gpu_checks.check_driver,
+        gpu_checks.check_number,
+        gpu_checks.check_health,
+        gpu_checks.check_use,
+        gpu_checks.check_gpu_memory,
+    ),
     *(network.check_infiniband, network.check_interfaces, network.check_host_name, network.check_name_server),
     *(network.check_main_address, host.check_limits, host.check_memory, host.check_cores, host.check_clock),
     *(host.check_folders, host.check_variables),
 )
 """In the order in which they are shown: each takes facts and needs, and yields what it has to say."""
-Value = TypeVar("Value")
 
 
 def show_environment(load: Callable[[], RunConfig | None], *, as_json: bool) -> int:
@@ -83,94 +93,50 @@ def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
     Takes until ten seconds after this process started; the machine is asked while the config is loaded. Raises what `load`
     raises.
     """
-    layer: Queue[Layer] = Queue()
-    lacks: list[str] = []
-
-    def answer(what: str, probe: Probe[Value], otherwise: Value) -> Value:
-        try:
-            return probe.answer()
-        except Unanswered as refusal:
-            lacks.append(f"{what}: {refusal}")
-            return otherwise
-
-    def named(name: str) -> Probe[HostName]:
-        return Probe(lambda: network.resolved(name), _NAME_S)
-
-    def name_of(name: str, probe: Probe[HostName]) -> HostName:
-        try:
-            return probe.answer()
-        except Unanswered as refusal:
-            return HostName(name, lack=f"the name server gives {refusal}")
-
-    def layer_after_driver() -> Layer:
-        driver.wait()
-        return layer.get()
-
+    inquiry, layer = Inquiry(), Queue[Layer]()
     try:
-        driver = Probe(lambda: ask_driver(LIMIT_S), LIMIT_S + 0.5)
+        driver = inquiry.ask("GPU driver", lambda: ask_driver(LIMIT_S), LIMIT_S + 0.5)
+
+        def layer_after_driver() -> Layer:
+            driver.wait()
+            return layer.get()
+
         torch_s = max(_LEAST_FOR_TORCH_S, BUDGET_S - age_s())
-        torch = Probe(lambda: ask_torch(torch_s, layer_after_driver), torch_s + 0.3)
-        installed, limits, clock = software.SoftwareProbes(), Probe(host.read_host), Probe(host.clock_kept)
-        own_name, interfaces, verbs = (
-            named(socket.gethostname()),
-            Probe(lambda: read_network(None)),
-            Probe(network.read_verbs),
-        )
-        silence = Probe(lambda: silence_for(LOOPBACK) or silence_for(socket.gethostname()), _NAME_S)
+        inquiry.ask("torch", lambda: ask_torch(torch_s, layer_after_driver), torch_s + 0.3)
+        inquiry.ask("limits", host.read_host)
+        inquiry.ask("timedatectl", host.clock_kept)
+        software.ask_software(inquiry)
+        network.ask_network(inquiry)
         config = load()
         layer.put(Layer() if config is None else layer_of(config))
-        disks = {
-            name: (path, Probe(lambda name=name, path=path: host.read_folder(name, path)))
-            for name, path in _folders(config, os.environ).items()
-        }
-        found_gpus = answer("GPUs", driver, replace(Facts().gpus, present=has_nvidia(), error="no answer"))
-        if found_gpus.error:
-            lacks.append(f"GPU driver: {found_gpus.error}")
-        needs = RunNeeds() if config is None else _needs(config, found_gpus.gpus)
-        main = named(needs.main_address) if needs.main_address else None
-        links = answer("network", interfaces, HostNetwork())
-        facts = Facts(
-            software=installed.answer(lacks),
-            gpus=found_gpus,
-            network=NetworkFacts(
-                host=name_of(socket.gethostname(), own_name),
-                main=main and name_of(str(needs.main_address), main),
-                interfaces=links.interfaces,
-                ports=links.ports,
-                verbs=answer("/dev/infiniband", verbs, ()),
-                environment={key: value for key, value in os.environ.items() if key.startswith(network.PREFIXES)},
-                silence=answer("name server", silence, ""),
-                taken=network.taken(needs.port),
-            ),
-            host=replace(
-                answer("limits", limits, Host()),
-                folders=tuple(_folder(name, path, probe) for name, (path, probe) in disks.items()),
-                clock_kept=answer("timedatectl", clock, None),
-            ),
-            torch=answer("torch", torch, Torch(error="no answer")),
-        )
-        return replace(facts, lacks=tuple(lacks)), needs
+        folders = _folders(config, os.environ)
+        for name, path in folders.items():
+            inquiry.ask(name, lambda name=name, path=path: host.read_folder(name, path))
+        gpus = inquiry.answer("GPU driver", Gpus(present=has_nvidia(), error="no answer"))
+        inquiry.lacks += [f"GPU driver: {gpus.error}"] if gpus.error else []
+        needs = RunNeeds() if config is None else _needs(config, gpus.gpus)
+        found = [
+            inquiry.answer(name, Folder(name, path, lack="no answer within 5 s")) for name, path in folders.items()
+        ]
+        limits, clock = inquiry.answer("limits", Host()), inquiry.answer("timedatectl", None)
+        machine = replace(limits, folders=tuple(found), clock_kept=clock)
+        links, installed = network.network_of(inquiry, needs), software.software_of(inquiry)
+        torch = inquiry.answer("torch", Torch(error="no answer"))
+        return Facts(installed, torch, gpus, links, machine, tuple(inquiry.lacks)), needs
     finally:
         kill_commands()
 
 
-def _needs(config: RunConfig, found: Sequence[Gpu]) -> RunNeeds:
+def _needs(config: RunConfig, gpus: Sequence[Gpu]) -> RunNeeds:
     """As for a launch, without asking for GPUs again, and without waiting for a silent name server."""
 
     def read(main: str | None) -> HostNetwork:
         try:
-            return Probe(lambda: read_network(main), _NAME_S).answer()
+            return Probe(lambda: read_network(main), network.NAME_S).answer()
         except Unanswered:
             return read_network(None)
 
-    return needs_of(config, replace(look_around([gpu.memory or 0 for gpu in found]), network=read))
-
-
-def _folder(name: str, path: str, probe: Probe[Folder]) -> Folder:
-    try:
-        return probe.answer()
-    except Unanswered as refusal:
-        return Folder(name, path, lack=str(refusal))
+    return needs_of(config, replace(look_around([gpu.memory or 0 for gpu in gpus]), network=read))
 
 
 def _folders(config: RunConfig | None, env: Mapping[str, str]) -> dict[str, str]:

@@ -10,12 +10,53 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from packtrain.diagnose.facts import Check, Facts, HostName, RunNeeds, size
+from packtrain.diagnose.facts import Check, Facts, HostName, NetworkFacts, RunNeeds, size
+from packtrain.diagnose.probe import Inquiry
 from packtrain.errors import CheckFailed
-from packtrain.plan.network import FIX, SOCKETS, HostNetwork, Port, choose_network, is_loopback, matching
+from packtrain.plan.network import (
+    FIX,
+    LOOPBACK,
+    SOCKETS,
+    HostNetwork,
+    Port,
+    choose_network,
+    is_loopback,
+    matching,
+    read_network,
+    silence_for,
+)
 
-PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_")
+NAME_S = 3.0
+"""For a name server."""
+_PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_")
 _CONTAINER = "docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1"
+
+
+def ask_network(inquiry: Inquiry) -> None:
+    """Asks for interfaces, RDMA devices and this machine's name."""
+    name = socket.gethostname()
+    inquiry.ask("network", lambda: read_network(None))
+    inquiry.ask("/dev/infiniband", read_verbs)
+    inquiry.ask("host name", lambda: resolved(name), NAME_S)
+    inquiry.ask("name server", lambda: silence_for(LOOPBACK) or silence_for(name), NAME_S)
+
+
+def network_of(inquiry: Inquiry, needs: RunNeeds) -> NetworkFacts:
+    """What was found, and where machine 0 of the run is."""
+    lack, main = "the name server does not answer", needs.main_address
+    if main:
+        inquiry.ask("topology.main_address", lambda: resolved(main), NAME_S)
+    found = inquiry.answer("network", HostNetwork())
+    return NetworkFacts(
+        host=inquiry.answer("host name", HostName(socket.gethostname(), lack=lack)),
+        main=inquiry.answer("topology.main_address", HostName(main, lack=lack)) if main else None,
+        interfaces=found.interfaces,
+        ports=found.ports,
+        verbs=inquiry.answer("/dev/infiniband", ()),
+        environment={name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)},
+        silence=inquiry.answer("name server", ""),
+        taken=taken(needs.port),
+    )
 
 
 def read_verbs(root: Path = Path("/")) -> tuple[str, ...]:

@@ -68,6 +68,27 @@ class Probe(Generic[Value]):
             self._error = error
 
 
+class Inquiry:
+    """Questions by name, all asked at once; `lacks` has a line for each that was not answered."""
+
+    def __init__(self) -> None:
+        self._probes: dict[str, Probe] = {}
+        self.lacks: list[str] = []
+
+    def ask(self, name: str, ask: Callable[[], Value], limit_s: float = LIMIT_S) -> Probe[Value]:
+        """Begins to ask."""
+        self._probes[name] = probe = Probe(ask, limit_s)
+        return probe
+
+    def answer(self, name: str, otherwise: Value) -> Value:
+        """What was found, or `otherwise`."""
+        try:
+            return self._probes[name].answer()
+        except Unanswered as refusal:
+            self.lacks.append(f"{name}: {refusal}")
+            return otherwise
+
+
 def command(
     argv: Sequence[str],
     limit_s: float = LIMIT_S,

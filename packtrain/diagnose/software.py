@@ -15,7 +15,7 @@ from typing import Any
 
 from packtrain.diagnose.facts import Check, Conflict, Facts, RunNeeds, Software, Torch
 from packtrain.diagnose.gpus import major
-from packtrain.diagnose.probe import Probe, Unanswered, command
+from packtrain.diagnose.probe import Inquiry, command
 from packtrain.plan.accelerate import STAGES
 
 PACKAGES = (
@@ -43,31 +43,23 @@ _INSTALL = {"C++ compiler": "apt install g++ (or your system's compiler)", "ninj
 _USUAL_NVCC = "/usr/local/cuda/bin/nvcc"
 
 
-class SoftwareProbes:
-    """Asks every build tool and checkout for its version at once."""
+def ask_software(inquiry: Inquiry) -> None:
+    """Asks every build tool, and git for the commit of each checkout."""
+    for name in _VERSIONS:
+        inquiry.ask(name, lambda name=name: command(tool_command(name, os.environ)))
+    for name, folder in _checkouts():
+        inquiry.ask(f"git {name}", lambda at=str(folder): command(("git", "-C", at, "rev-parse", "--short=7", "HEAD")))
 
-    def __init__(self) -> None:
-        commands = {name: tool_command(name, os.environ) for name in _VERSIONS}
-        self._tools = {name: Probe(lambda argv=argv: command(argv)) for name, argv in commands.items()}
-        self._commits = {name: Probe(lambda name=name: command(_commit_command(name))) for name in ("trl", "packtrain")}
 
-    def answer(self, lacks: list[str]) -> Software:
-        """What is installed; what does not answer is a line of `lacks`."""
-        packages, tools, commits = {name: version_of(name) for name in PACKAGES}, {}, {}
-        for name, probe in self._tools.items():
-            try:
-                found = re.search(_VERSIONS[name], probe.answer())
-                tools[name] = found[1].strip() if found else None
-            except Unanswered as refusal:
-                tools[name] = None
-                lacks.append(f"{name}: {refusal}")
-        for name, probe in self._commits.items():
-            try:
-                commits[name] = probe.answer().strip()
-            except Unanswered:  # installed as usual
-                continue
-        conflicts = tuple(conflict for name in _CHECKED if packages[name] for conflict in conflicts_of(name))
-        return Software(platform.platform(), platform.python_version(), packages, conflicts, tools, commits)
+def software_of(inquiry: Inquiry) -> Software:
+    """What is installed."""
+    packages, tools = {name: version_of(name) for name in PACKAGES}, {}
+    for name, pattern in _VERSIONS.items():
+        found = re.search(pattern, inquiry.answer(name, ""))
+        tools[name] = found[1].strip() if found else None
+    commits = {name: inquiry.answer(f"git {name}", "").strip() for name, _ in _checkouts()}
+    conflicts = tuple(conflict for name in _CHECKED if packages[name] for conflict in conflicts_of(name))
+    return Software(platform.platform(), platform.python_version(), packages, conflicts, tools, commits)
 
 
 def tool_command(name: str, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -83,13 +75,12 @@ def tool_command(name: str, env: Mapping[str, str]) -> tuple[str, ...]:
     return (found or program, "--version")
 
 
-def _commit_command(package: str) -> tuple[str, ...]:
-    """Raises Unanswered for a package that does not run from a checkout."""
-    spec = importlib.util.find_spec(package)
-    folder = Path(spec.origin).parents[1] if spec and spec.origin else Path()
-    if not (folder / ".git").exists():
-        raise Unanswered("no checkout")
-    return ("git", "-C", str(folder), "rev-parse", "--short=7", "HEAD")
+def _checkouts() -> Iterator[tuple[str, Path]]:
+    """The packages that run from a checkout, and where."""
+    for name in ("trl", "packtrain"):
+        spec = importlib.util.find_spec(name)
+        if spec and spec.origin and (Path(spec.origin).parents[1] / ".git").exists():
+            yield name, Path(spec.origin).parents[1]
 
 
 def version_of(package: str) -> str | None:

@@ -14,6 +14,7 @@ import pytest
 import packtrain
 from packtrain.diagnose import devices, software
 from packtrain.diagnose.facts import Torch
+from packtrain.diagnose.probe import Inquiry
 
 CONFIG = "model: {path: owner/model}\ndata: {train: owner/data}\nbatch: {examples_per_step: 32}\n"
 SECRETS = ("pl4nted-token", "pl4nted-pw", "hf_pl4ntedpl4nted", "pl4nted-jwt", "pl4nted-key")
@@ -45,7 +46,8 @@ def get_device_properties(index):
 PATIENT = """
 import sys
 from packtrain.diagnose import env, probe
-probe.Probe.__init__.__defaults__, probe.command.__defaults__ = (100.0,), (100.0, None, None)
+probe.Probe.__init__.__defaults__, probe.Inquiry.ask.__defaults__ = (100.0,), (100.0,)
+probe.command.__defaults__ = (100.0, None, None)
 env.BUDGET_S = env.LIMIT_S = 100.0
 from packtrain.cli import main
 sys.argv[0] = "packtrain"
@@ -206,7 +208,9 @@ def test_nothing_that_trl_env_prints_is_missing(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(accelerate_config, "default_config_file", str(file))
     print_env()
     theirs = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("- ", "  - "))]
-    installed = software.SoftwareProbes().answer([])
+    inquiry = Inquiry()
+    software.ask_software(inquiry)
+    installed = software.software_of(inquiry)
     settings, kind = devices._accelerate(), devices._kind()
     ours = software.trl_lines(installed, Torch(kind=kind, devices=tuple(devices._devices(kind))))
     assert settings is not None and settings["num_processes"] == 8

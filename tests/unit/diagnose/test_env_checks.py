@@ -32,7 +32,7 @@ from packtrain.diagnose.gpus import visible
 from packtrain.diagnose.redact import Redactor
 from packtrain.diagnose.software import attention_json, chosen_backend
 from packtrain.plan.memory import Memory
-from packtrain.plan.network import Interface, Port, NetworkSetting, hcas, matching
+from packtrain.plan.network import Interface, NetworkSetting, Port, hcas, matching
 from packtrain.plan.surroundings import Surroundings
 
 GIB = 2**30
