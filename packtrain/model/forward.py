@@ -1,12 +1,15 @@
-"""The one forward pass of every objective: `model(**batch, loss_sum=True)` → Σ of the trained tokens' losses.
+"""What packtrain puts around `model.forward`, all of it here and in order (`patch_forward`): documents and pairs.
 
-With `token_losses=True` it gives them one by one.
+`model(**batch, loss_sum=True)` gives the Σ of the trained tokens' losses of documents, with `token_losses=True` one by one.
+`model(**padded, layout=…, labels=…, fused_lm_head=True)`, the call of all of TRL's trainers, gives per-token outputs of
+shape [rows, L - 1] where the model ran on the flattened row: they are put back where the padded call would have had
+them, zero where nothing is labelled, which is also what TRL's head gives there. So its loss code runs unmodified.
 
-It sits on TRL's fused LM head (`add_fused_lm_head`: no full logits), which scores every position and recomputes the logits
-in the backward pass where there is no Triton. On a CPU in float32 the head therefore goes through torch's own
+Both sit on TRL's fused LM head (no full logits), which scores every position and recomputes the logits in the backward pass
+where there is no Triton. On a CPU in float32 the loss of documents therefore goes through torch's own
 `linear_cross_entropy`, over the trained positions only, with its gradients made in the forward pass: 1.1 s in place of 2.9 s
 for 1,024 tokens of SmolLM2's vocabulary on 2 cores. Both are compared with the full logits before step 1, which take their
-place in models whose head they do not fit.
+place in models whose head they do not fit. For pairs, TRL's head is given the labelled positions only.
 """
 
 from __future__ import annotations
@@ -26,12 +29,16 @@ from torch import nn
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
+from packtrain.attention.backends import attend_by
+from packtrain.config.schema import Objective
 from packtrain.errors import CheckFailed
+from packtrain.model.precision import compute_in
 from packtrain.packing.collate import IGNORE, PairLayout, on_device, row_arguments
 from packtrain.proof.isolation import refusals_of_a_model
 
 _HEAD_CHUNK = 512  # tokens whose logits exist at once
 _BY_TOKEN = 20  # times the difference of a sum that its terms may have: errors of many tokens cancel in it
+_OF_THE_PADDED_CALL = ("input_ids", "attention_mask", "labels", "fused_lm_head")
 _HEAD_EXTRAS = (
     "final_logit_softcapping",
     "logit_scale",
@@ -49,6 +56,40 @@ class Head:
     fused: bool = True
 
 
+def patch_forward(
+    model: PreTrainedModel,
+    *,
+    documents: Objective | None = None,
+    pairs: tuple[str, ...] = (),
+    autocast: torch.dtype | None = None,
+    backend: str | None = None,
+) -> Head | None:
+    """Puts around the forward of `model`, from the inside out:
+
+    1. TRL's fused LM head: there already, TRL's trainers add it (with the per-token outputs named by `pairs`)
+    2. the objective's own call: `loss_sum=True` for `documents`, `layout=` for `pairs`
+    3. `autocast`, where the trainer's own would not be used (DeepSpeed)
+    4. attention by segments, by the `backend` that was decided on (attention/backends.py); None leaves it as it is
+
+    Routers (model/routers.py) are watched by hooks around single calls. Returns the output head of documents.
+    """
+    head = None
+    if documents is not None:
+        head = add_loss_sum(model, loss=documents.loss, neftune_alpha=documents.neftune_alpha)
+    if pairs:
+        add_pair_layout(model, pairs)
+    if autocast is not None:
+        compute_in(model, autocast)
+    if backend is not None:
+        attend_by(model, backend)
+    return head
+
+
+def _name_backbone(model: PreTrainedModel) -> None:
+    if model.base_model is model and hasattr(model, "model"):  # Llama4ForCausalLM names its backbone by another prefix
+        model.base_model_prefix = "model"
+
+
 def add_loss_sum(
     model: PreTrainedModel, *, loss: Literal["nll", "dft"] = "nll", neftune_alpha: float | None = None
 ) -> Head:
@@ -62,8 +103,7 @@ def add_loss_sum(
 
     With `token_losses=True` the forward returns these losses [rows, T], 0 where the label is IGNORE, for proofs.
     """
-    if model.base_model is model and hasattr(model, "model"):  # Llama4ForCausalLM names its backbone by another prefix
-        model.base_model_prefix = "model"
+    _name_backbone(model)
     inner_forward = model.forward
     head = Head(loss)
     linear = loss == "nll" and _is_linear(model)
@@ -192,19 +232,14 @@ def _embedding_noise(model: PreTrainedModel, alpha: float | None, batch: dict[st
         handle.remove()
 
 
-_OF_THE_PADDED_CALL = ("input_ids", "attention_mask", "labels", "fused_lm_head")
-
-
 def add_pair_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
     """Adds `layout=` to the forward of `model`: a padded call with `labels` and `fused_lm_head=True` that runs on the row.
 
-    `outputs` are the per-token figures that TRL's `add_fused_lm_head` was asked for on this model, before. Whatever serves
-    packed rows (attention/backends.py) goes around it afterwards.
+    `outputs` are the per-token figures that TRL's `add_fused_lm_head` was asked for on this model, before.
     """
-    if model.base_model is model and hasattr(model, "model"):  # Llama4ForCausalLM names its backbone by another prefix
-        model.base_model_prefix = "model"
+    _name_backbone(model)
     inner = model.forward
-    head = _Head(model, outputs)
+    head = _PairHead(model, outputs)
 
     @functools.wraps(type(model).forward)
     def forward(
@@ -222,7 +257,7 @@ def add_pair_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-class _Head:
+class _PairHead:
     """TRL's fused output head of `model`, given hidden states in place of a backbone to run."""
 
     def __init__(self, model: PreTrainedModel, outputs: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
-"""The reference that DPO holds the model to: a model of its own, the model without its adapters or with earlier ones, or
-what it said once. Which one is told by launch/reference.py.
+"""The reference that DPO holds the model to: a model of its own, or log-probabilities that were computed once.
 
-Precomputed log-probabilities lie beside the data cache, named by all that they hang on: the pairs, the weights, the
+(Where it is the model without its adapters, or with earlier ones, nothing has to be loaded; plan/dpo_reference.py decides.)
+Precomputed log-probabilities lie beside the data cache, named by all that they depend on: the pairs, the weights, the
 precision, the model's settings, LD-DPO's alpha. Each process computes its share and writes it down as it goes, so that an
 interrupted run goes on from there; afterwards no reference model is in memory.
 """
@@ -10,93 +10,82 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.config.schema import SHARDED_WEIGHTS, Peft, RunConfig
-from packtrain.data.tokens.cache import cache_folder
+from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError
 from packtrain.model.load import load_model, weights_hash
-from packtrain.model.spread import spread
+from packtrain.model.spread import Ranks, spread
 from packtrain.monitor.heartbeat import waiting
-from packtrain.plan.dpo_reference import reference_of
-from packtrain.train.dpo import PackedDPOTrainer
-from packtrain.train.loader import PairSteps
+from packtrain.packing.schedule import Schedule
+from packtrain.plan.dpo_reference import DpoReference
 
 _WRITE_EVERY = 20  # steps between two writings of a process's share
 
 
 def load_reference(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase, device: torch.device
+    reference: DpoReference, named: str, model: Model, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, *, seed: int
 ) -> tuple[PreTrainedModel | None, str]:
-    """The model that is the reference, frozen, on `device` or spread as the strategy wants, and the hash of its weights;
-    None and "" where it is none of its own.
+    """The model that is the reference, frozen, on its device or spread as the strategy wants, and the hash of its weights;
+    None and "" where it is none of its own. `named` is objective.reference, `model` and `seed` are those
+    of the model that is trained.
 
     Raises UserError where it cannot be loaded.
     """
-    kind = reference_of(config.model, config.peft, config.objective, config.strategy).kind
-    if kind in ("adapters_off", "adapters", "precomputed"):
+    if reference.kind not in ("model", "path"):
         return None, ""
-    model = (
-        config.model if kind == "model" else replace(config.model, path=config.objective.reference, init="pretrained")
-    )
+    source = model if reference.kind == "model" else replace(model, path=named, init="pretrained")
     try:
-        loaded = load_model(model, Peft(), tokenizer, seed=config.trainer.seed)
+        loaded = load_model(source, Peft(), tokenizer, seed=seed)
     except UserError as error:
-        if kind == "model":
+        if reference.kind == "model":
             raise
         raise UserError([replace(one, where="objective.reference") for one in error.problems]) from error
     loaded.requires_grad_(False)
     content = weights_hash(loaded)
-    spread(loaded, config, device)
+    spread(loaded, ranks)
     return loaded.eval(), content
 
 
-def precompute(trainer: PackedDPOTrainer, config: RunConfig, whole: list[PairSteps], identity: str) -> list[np.ndarray]:
-    """float32 [pairs, 2] of reference log-probabilities for each data set of `whole` (one pass over it in order).
+def precompute(
+    place: Path, schedule: Schedule, ranks: Ranks, logps: Callable[[np.ndarray], torch.Tensor]
+) -> np.ndarray:
+    """float32 [pairs, 2]: log-probabilities of both answers of all pairs, read from `place`.npy, or computed and written.
 
-    `trainer` has the model as it is before step 1, which is the reference; `identity` is all that what it says hangs on.
+    `schedule` is one pass over the pairs; `logps` gives float32 [n, 2] of the pairs of these numbers.
     """
-    precision = (config.trainer.mixed_precision, config.model.dtype, trainer.ld_alpha)
-    folder = cache_folder(config.data.cache_dir) / "reference"
-    found = []
-    for steps in whole:
-        key = repr((steps.data.fingerprint, identity, precision)).encode()
-        found.append(_of_data_set(trainer, steps, folder / hashlib.blake2b(key, digest_size=16).hexdigest()))
-    return found
-
-
-def _of_data_set(trainer: PackedDPOTrainer, steps: PairSteps, place: Path) -> np.ndarray:
     done = place.with_suffix(".npy")
     there = [done.exists()]  # for the first process: another run may be about to write it, and all have to do the same
     with waiting("rank 0 to look for the reference"):
         (known,) = broadcast_object_list(there)
     if not known:
-        own = place.with_suffix(f".rank-{steps.rank}-of-{steps.world_size}.npy")
-        values = _begun(place, len(steps.data))
-        for step in range(len(steps)):
-            trainer.clock.enter("proof", micro=step)
-            _fill(trainer, steps, step, values)
+        own, state = place.with_suffix(f".rank-{ranks.rank}-of-{ranks.world_size}.npy"), PartialState()
+        values = _begun(place, len(schedule.lengths))
+        for step in range(schedule.total_steps):
+            _fill(schedule, step, ranks, values, logps)
             if step % _WRITE_EVERY == _WRITE_EVERY - 1:
                 _write(own, values)
         _write(own, values)
         with waiting("all ranks to compute their part of the reference"):
-            trainer.accelerator.wait_for_everyone()
-        if trainer.accelerator.is_main_process:
-            values = _begun(place, len(steps.data))
+            state.wait_for_everyone()
+        if ranks.main:
+            values = _begun(place, len(schedule.lengths))
             if not (np.isnan(values).any() and done.exists()):  # another run was faster, and has taken the parts away
                 _write(done, values)
             for part in place.parent.glob(f"{place.name}.rank-*"):
                 part.unlink(missing_ok=True)
         with waiting("rank 0 to write the reference"):
-            trainer.accelerator.wait_for_everyone()
+            state.wait_for_everyone()
     try:
         return np.load(done)
     except FileNotFoundError as error:
@@ -105,13 +94,20 @@ def _of_data_set(trainer: PackedDPOTrainer, steps: PairSteps, place: Path) -> np
         raise UserError(what, where="data.cache_dir", fix=fix) from error
 
 
-def _fill(trainer: PackedDPOTrainer, steps: PairSteps, step: int, values: np.ndarray) -> None:
-    together = trainer.settings.strategy in SHARDED_WEIGHTS  # then as often as the others, whatever is known already
-    for numbers in steps.schedule.micro_batches(step, steps.rank, steps.world_size):
-        if together or (len(numbers) and np.isnan(values[numbers]).any()):
-            chosen, rejected = trainer.policy_logps(steps.collate(numbers))
+def cache_key(*depends_on: object) -> str:
+    """The name of precomputed log-probabilities, by all that they depend on."""
+    return hashlib.blake2b(repr(depends_on).encode(), digest_size=16).hexdigest()
+
+
+def _fill(
+    schedule: Schedule, step: int, ranks: Ranks, values: np.ndarray, logps: Callable[[np.ndarray], torch.Tensor]
+) -> None:
+    for numbers in schedule.micro_batches(step, ranks.rank, ranks.world_size):
+        # where weights are spread as often as the others, whatever is known already
+        if ranks.sharded or (len(numbers) and np.isnan(values[numbers]).any()):
+            said = logps(numbers)
             if len(numbers):
-                values[numbers] = torch.stack([chosen, rejected], dim=1).float().cpu().numpy()
+                values[numbers] = said.float().cpu().numpy()
 
 
 def _begun(place: Path, pairs: int) -> np.ndarray:

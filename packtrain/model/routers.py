@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
@@ -29,10 +29,18 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.isolation import evaluating, refusals_of_a_model, tolerance_of
-from packtrain.train.loader import MicroBatch
 
 KEY = "objective.router_aux_coef"
 _ITS_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+class Counted(Protocol):
+    """A micro-batch that says how many documents it holds."""
+
+    @property
+    def examples(self) -> int:
+        """0 of a filler."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +94,7 @@ class RouterLoss:
         self._step: Load | None = None
         self._values: list[torch.Tensor] = []
 
-    def open_step(
-        self, batches: Sequence[MicroBatch], run: Callable[[MicroBatch], Any], accelerator: Accelerator
-    ) -> None:
+    def open_step(self, batches: Sequence[Counted], run: Callable[[Any], Any], accelerator: Accelerator) -> None:
         """Counts the load of the step over all its micro-batches and ranks; `run` is the forward pass of one."""
         self._step = None
         if len(batches) == 1 and accelerator.num_processes == 1:

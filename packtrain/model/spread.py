@@ -7,22 +7,24 @@ on all processes together: one that called it once more than the others would wa
 
 FSDP2 is applied here, a group for each layer and one for all the rest, which is whole during a forward pass: the loss reads
 the output head's weights without calling it. transformers' trainer then takes the model for one that was sharded while it
-was loaded, and leaves it as it is (train/whole_steps.py). So it runs on CPUs too, where accelerate would silently give DDP.
+was loaded, and leaves it as it is (train/loop.py). So it runs on CPUs too, where accelerate would silently give DDP.
 
 ZeRO-3 is DeepSpeed's. Until there is an optimizer an inference engine of it serves the proofs; a layer is gathered as a
 whole (a "leaf"), since within one the calls may differ by process, as those of experts do.
+
+On disk FSDP2 leaves torch's distributed checkpoints of weights and optimizer, which another number of processes loads as
+well; transformers' trainer would refuse to resume such a model. DeepSpeed's engine has files of its own.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import shutil
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,37 +44,68 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
-from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
+from packtrain.config.schema import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.accelerate import STAGES, deepspeed_config
 
+SHARDS = "shards"
+"""The folder of a checkpoint with FSDP2's weights and optimizer states."""
+_OPTIONS = StateDictOptions(ignore_frozen_params=True)
 _OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_")
 _ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
-def open_strategy(config: RunConfig) -> None:
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of a run, and which one this process is: decided once, when they have joined.
+
+    `strategy` is strategy.name: what each of them keeps.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    strategy: str = "ddp"
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the process that prints and writes."""
+        return self.rank == 0
+
+    @property
+    def sharded(self) -> bool:
+        """Whether no process has all weights, so that all of them have to call the model together."""
+        return self.strategy in SHARDED_WEIGHTS
+
+    @property
+    def gathers_by_engine(self) -> bool:
+        """Whether DeepSpeed's engine gathers the weights, which has no backward pass without an optimizer (ZeRO-3)."""
+        return self.sharded and self.strategy in STAGES
+
+
+def open_strategy(strategy: str) -> None:
     """Called before the processes join: the strategy is that of the config, not what a launcher left in the environment.
 
     One process alone becomes a group of its own where the strategy needs one. Raises UserError where DeepSpeed is missing.
     """
     for name in [name for name in os.environ if name.startswith(_OF_A_LAUNCHER)]:
         del os.environ[name]
-    if config.strategy.name == "ddp":
+    if strategy == "ddp":
         return
-    if config.strategy.name in STAGES:
-        _check_deepspeed(config)
+    if strategy in STAGES:
+        _check_deepspeed(strategy)
     if "RANK" not in os.environ:
         os.environ.update({**_ONE_PROCESS, "MASTER_PORT": "0"})
 
 
-def _check_deepspeed(config: RunConfig) -> None:
-    where = f"strategy.name ({config.strategy.name})"
+def _check_deepspeed(strategy: str) -> None:
+    where = f"strategy.name ({strategy})"
     if importlib.util.find_spec("deepspeed") is None:
         fix = "pip install 'packtrain[deepspeed]', or use strategy=fsdp2"
         raise UserError("DeepSpeed is not installed", where=where, fix=fix)
-    if config.strategy.name == "zero3_offload" and (lacking := compilers_missing()):
+    if strategy == "zero3_offload" and (lacking := compilers_missing()):
         what = f"DeepSpeed compiles its optimizer for the host here, but there is no {' and no '.join(lacking)}"
         fix = "install it (pip install ninja; g++ from your system), or use strategy=zero3"
         raise UserError(what, where=where, fix=fix)
@@ -87,47 +120,31 @@ def compilers_missing() -> list[str]:
     return [what for what, names in needed.items() if not any(map(shutil.which, names))]
 
 
-def arguments_of(config: RunConfig, model: nn.Module) -> dict[str, Any]:
-    """The arguments of transformers' trainers that set the strategy and the precision, for the loaded `model`."""
-    bf16_weights = base_model(model).dtype == torch.bfloat16
-    dtype = "bfloat16" if bf16_weights else "float32"
-    settings = deepspeed_config(config.strategy.name, dtype=dtype, max_grad_norm=config.optim.max_grad_norm)
-    if settings is None:
-        return {"bf16": config.trainer.mixed_precision == "bf16"}
-    # DeepSpeed's bf16 would round the weights; `compute_in` is what mixed precision means under every strategy
-    return {"deepspeed": settings, "bf16": bf16_weights}
-
-
-def spread(model: PreTrainedModel, config: RunConfig, device: torch.device) -> None:
+def spread(model: PreTrainedModel, ranks: Ranks) -> None:
     """Puts `model` (adapters included) where the strategy wants it, in place."""
-    if config.strategy.name in STAGES:
+    if ranks.strategy in STAGES:
         import deepspeed.ops
 
         # shared memory for inference on CPUs, which it would compile here for a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if config.strategy.name == "fsdp2":
-        _fully_shard(model, device)
-    elif config.strategy.name in SHARDED_WEIGHTS:
-        _partition(model, config, device)
+    if ranks.gathers_by_engine:
+        _partition(model, ranks)
+    elif ranks.sharded:
+        _fully_shard(model, ranks.device)
     else:
-        cast(Any, model).to(device)
+        cast(Any, model).to(ranks.device)
 
 
-def gathers_by_engine(config: RunConfig) -> bool:
-    """Whether the weights of a spread model are gathered by an engine, which has no backward pass without an optimizer."""
-    return config.strategy.name in STAGES and config.strategy.name in SHARDED_WEIGHTS
-
-
-def open_proofs(model: PreTrainedModel, config: RunConfig) -> Callable[[], None]:
+def open_proofs(model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:
     """Makes a model that was `spread` ready to be called before there is an optimizer.
 
     Returns what has to be called before one is made: ZeRO-3's weights stay spread, but its engine for proofs ends.
     """
-    if not gathers_by_engine(config):
-        return _nothing
+    if not ranks.gathers_by_engine:
+        return lambda: None
     import deepspeed
 
-    engine, *_ = deepspeed.initialize(model=model, config=_settings(model, config))
+    engine, *_ = deepspeed.initialize(model=model, config=_without_optimizer(model, ranks))
 
     def end() -> None:
         engine.destroy()
@@ -138,8 +155,12 @@ def open_proofs(model: PreTrainedModel, config: RunConfig) -> Callable[[], None]
     return end
 
 
-def _nothing() -> None:
-    """What a strategy without an engine for proofs has to end."""
+def _without_optimizer(model: PreTrainedModel, ranks: Ranks) -> dict[str, Any]:
+    """DeepSpeed's settings of a model that has no optimizer."""
+    dtype = str(base_model(model).dtype).removeprefix("torch.")
+    settings: Any = deepspeed_config(ranks.strategy, dtype=dtype, max_grad_norm=0.0)
+    settings["zero_optimization"].pop("offload_optimizer", None)
+    return settings
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -162,14 +183,10 @@ def _fully_shard(model: PreTrainedModel, device: torch.device) -> None:
     base._is_fsdp_managed_module = True  # so transformers generates on all processes together
     if base is not model:
         # peft calls its model's forward by name, past the hooks that gather the weights
-        cast(Any, model).base_model.forward = functools.partial(_call, base)
+        cast(Any, model).base_model.forward = lambda *args, **kwargs: base(*args, **kwargs)
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)
-
-
-def _partition(model: PreTrainedModel, config: RunConfig, device: torch.device) -> None:
+def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
     import deepspeed
     from deepspeed.utils import set_z3_leaf_modules
 
@@ -182,17 +199,12 @@ def _partition(model: PreTrainedModel, config: RunConfig, device: torch.device) 
     for weight in model.parameters():  # adapters on bfloat16 are float32; DeepSpeed's optimizer keeps such copies
         weight.data = weight.data.to(dtype)
     # one weight after the other: the engine would put the whole model on the device first
-    remote = "cpu" if config.strategy.name == "zero3_offload" else None
-    deepspeed.zero.Init(module=model, config_dict_or_path=_settings(model, config), remote_device=remote, dtype=dtype)
+    remote = "cpu" if ranks.strategy == "zero3_offload" else None
+    deepspeed.zero.Init(
+        module=model, config_dict_or_path=_without_optimizer(model, ranks), remote_device=remote, dtype=dtype
+    )
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
-
-
-def _settings(model: PreTrainedModel, config: RunConfig) -> dict[str, Any]:
-    """DeepSpeed's of a model without an optimizer."""
-    settings: dict[str, Any] = arguments_of(config, model)["deepspeed"]
-    settings["zero_optimization"].pop("offload_optimizer", None)
-    return settings
+        buffer.data = buffer.data.to(ranks.device)
 
 
 @contextmanager
@@ -204,21 +216,6 @@ def loading_whole() -> Iterator[None]:
         yield
     finally:
         hf_deepspeed._hf_deepspeed_config_weak_ref = known
-
-
-def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Has every forward pass of `model` run under autocast, with float32 outputs, as accelerate does it for DDP."""
-    from accelerate.utils.operations import convert_outputs_to_fp32
-
-    base: Any = base_model(model)
-    inner = base.forward
-
-    @functools.wraps(inner)
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self.device.type, dtype=dtype):
-            return inner(*args, **kwargs)
-
-    base.forward = types.MethodType(convert_outputs_to_fp32(forward), base)
 
 
 def elements(parameter: torch.Tensor) -> int:
@@ -264,22 +261,18 @@ def _found(wrapped: Any, model: nn.Module) -> str:
     return "one process" if not dist.is_initialized() or dist.get_world_size() == 1 else "copies of their own"
 
 
-FOLDER = "shards"
-_OPTIONS = StateDictOptions(ignore_frozen_params=True)
-
-
 def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
     """Writes the trained weights and the optimizer's state; every process its share."""
     weights, states = get_state_dict(model, optimizer, options=_OPTIONS)
     with _own_errors():
-        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=checkpoint / FOLDER)
+        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=checkpoint / SHARDS)
 
 
 def load_shards(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
     """Puts what `save_shards` wrote back in place."""
     weights, states = get_state_dict(model, optimizer, options=_OPTIONS)
     with _own_errors():
-        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=checkpoint / FOLDER)
+        dcp.load({"model": weights, "optimizer": states}, checkpoint_id=checkpoint / SHARDS)
     options = StateDictOptions(ignore_frozen_params=True, strict=False)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=options)
 
@@ -288,7 +281,7 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
     """Puts the weights alone back in place."""
     weights = get_model_state_dict(model, options=_OPTIONS)
     with _own_errors():
-        dcp.load({"model": weights}, checkpoint_id=checkpoint / FOLDER)
+        dcp.load({"model": weights}, checkpoint_id=checkpoint / SHARDS)
     set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
 
 
@@ -296,7 +289,7 @@ def whole_weights(model: nn.Module, *, keep: bool, trained_only: bool) -> dict[s
     """The state dict of a model under FSDP2, one weight after the other gathered from all processes, on the CPU.
 
     Only where `keep` they are kept: one process then has one whole copy, and no device has more than a weight. Called by
-    all processes.
+    all ranks.
     """
     weights = dict(model.named_parameters(remove_duplicate=False))
     whole: dict[str, Any] = {}

@@ -2,7 +2,8 @@
 
 A checkpoint is written into a hidden folder beside its place, listed in a manifest (size and BLAKE2 hash of every file),
 synced to disk and renamed. A folder `step-…` is therefore whole, whatever killed the writer; one that was damaged later
-fails against its manifest and the newest good one is taken instead.
+fails against its manifest and the newest good one is taken instead. `CheckpointHooks` writes and reads them for
+transformers' Trainer: FSDP2's by torch's distributed checkpoints (model/spread.py), all others by its own methods.
 """
 
 from __future__ import annotations
@@ -13,13 +14,28 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 
 from packtrain.errors import Problem, UserError
+from packtrain.model.load import base_model
+from packtrain.model.spread import load_shards, load_weights, save_shards, whole_weights
+from packtrain.monitor.heartbeat import waiting
+from packtrain.run_folder import write_json
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+
+    from packtrain.train.loop import LoopSettings
+    from packtrain.train.rank_times import StepClock
+else:
+    _Trainer = object  # the trainer of TRL that StepTrainer stands in front of
 
 MANIFEST = "manifest.json"
 ORIGIN = "origin.json"
-STATE = "trainer_state.json"  # transformers' name
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -35,7 +51,7 @@ def staging_of(checkpoints: Path, step: int) -> Path:
 
 def step_of(checkpoint: Path) -> int:
     """The step that a complete checkpoint was written after, whatever its folder is called."""
-    return int(json.loads((checkpoint / STATE).read_text())["global_step"])
+    return int(json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["global_step"])
 
 
 def tidy(folder: Path) -> None:
@@ -177,3 +193,90 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class CheckpointHooks(_Trainer):
+    """The hooks of a step that write and read checkpoints."""
+
+    if TYPE_CHECKING:
+        model: Any
+        state: Any
+        settings: LoopSettings
+        clock: StepClock
+        last_loss: torch.Tensor
+
+        def refuse_nan(self, loss: float) -> None: ...
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Writes the checkpoint of this step aside and renames it when all ranks have written."""
+        self.clock.enter("checkpoint", step=self.state.global_step)
+        with waiting("the loss of all ranks"):
+            last = cast(torch.Tensor, self.accelerator.reduce(self.last_loss, reduction="sum")).item()
+        self.refuse_nan(last)
+        step, main, folder = self.state.global_step, self.accelerator.is_main_process, self.settings.checkpoints
+        staging = staging_of(folder, step)
+        if main:
+            shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe of more ranks than these
+            staging.mkdir(parents=True)
+        self._meet("rank 0 to make the folder of the checkpoint")
+        if not self.settings.sharded:  # else they would have to be gathered for it
+            self.save_model(str(staging), _internal_call=True)
+        self._save_optimizer_and_scheduler(str(staging))
+        self._save_rng_state(str(staging))
+        if main:
+            for callback in (*self.callback_handler.callbacks, self.control):
+                if isinstance(callback, ExportableState):
+                    self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+            self.state.save_to_json(str(staging / TRAINER_STATE_NAME))
+            write_json(staging / ORIGIN, self.settings.origin)
+        self._meet("all ranks to write their parts of the checkpoint")
+        if main:
+            complete(staging, folder_of(folder, step))
+            best = self.state.best_global_step
+            prune(folder, self.settings.keep_checkpoints, folder_of(folder, best) if best else None)
+        self._meet("rank 0 to complete the checkpoint")
+
+    def _meet(self, what: str) -> None:
+        with waiting(what):
+            self.accelerator.wait_for_everyone()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes a folder that from_pretrained loads; called by all processes, written by the main one."""
+        main, adapters = self.accelerator.is_main_process, base_model(self.model) is not self.model
+        if self.settings.strategy == "fsdp2":
+            weights = whole_weights(self.model, keep=main, trained_only=adapters)
+            if main:
+                self._save(output_dir, state_dict=weights)
+        elif self.settings.sharded:
+            super().save_model(output_dir, _internal_call)
+        elif main:
+            self._save(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.settings.strategy != "fsdp2":
+            return super()._save_optimizer_and_scheduler(output_dir)
+        save_shards(self.model, cast(Any, self.optimizer).optimizer, Path(output_dir))
+        if self.accelerator.is_main_process:
+            torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.settings.strategy != "fsdp2":
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        load_shards(self.model, cast(Any, self.optimizer).optimizer, Path(checkpoint))
+        cast(Any, self.lr_scheduler).load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.settings.strategy != "fsdp2":  # whose weights come with the optimizer's state
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def load_best_weights(self) -> None:
+        """Puts the weights of the evaluation with the lowest loss back into the model."""
+        best = self.state.best_global_step
+        if not best or best == self.state.global_step:
+            return
+        folder = folder_of(self.settings.checkpoints, best)
+        self.state.best_model_checkpoint = str(folder)
+        if self.settings.strategy == "fsdp2":
+            load_weights(self.model, folder)
+        else:
+            self._load_best_model()

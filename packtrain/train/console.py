@@ -1,4 +1,7 @@
-"""What a run tells: its decisions and their reasons first, its results last, and summary.json."""
+"""What a run prints: to the terminal where this is the main process, to its own plain log file always.
+
+What libraries say goes to the log file, or is not said at all.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 from rich.console import Console
 from rich.markup import escape, render
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import Batch, Model, Objective, Optim, Packing, Peft
 from packtrain.data.counts import DataReport
 from packtrain.data.prepare import PreparedData
 from packtrain.model.forward import Head
 from packtrain.model.load import base_model
-from packtrain.model.spread import elements
+from packtrain.model.precision import Precision
+from packtrain.model.spread import Ranks, elements
+from packtrain.plan.dpo_reference import DpoReference
 from packtrain.proof.choice import Decision
 from packtrain.train.loader import PairSteps, Steps
 from packtrain.wording import counted
@@ -35,177 +41,6 @@ _SPREAD = {
     "zero3_offload": "weights, gradients and optimizer are shared out and kept by the host",
     "fsdp2": "each process keeps a share of weights, gradients and optimizer",
 }
-
-
-def decisions(
-    log: Log,
-    config: RunConfig,
-    model: PreTrainedModel,
-    data: PreparedData,
-    steps: Steps | PairSteps,
-    evaluation: Steps | PairSteps | None,
-    world_size: int,
-) -> None:
-    """The first lines of a run: what was decided, and why."""
-    base = base_model(model)
-    trainable = sum(elements(p) for p in model.parameters() if p.requires_grad)
-    name = config.model.path or "new weights"
-    if config.model.path and config.model.init == "random":
-        name += ", new weights"
-    log.say(
-        f"[bold]model[/]      {escape(name)} ({type(base).__name__}, {_count(sum(map(elements, base.parameters())))} parameters,"
-        f" {_count(trainable)} trained)"
-    )
-    if config.peft.kind == "lora":
-        log.say(f"[bold]adapters[/]   {escape(_adapters(config))}")
-    log.say(f"[bold]precision[/]  {_precision(config, base)}")
-    log.say(f"[bold]optimizer[/]  {_optimizer(config, steps.schedule.total_steps)}")
-    if config.strategy.name != "ddp":
-        log.say(f"[bold]strategy[/]   {config.strategy.name}: {_SPREAD[config.strategy.name]}")
-    for title, part in (("data", data.train), ("held out", data.eval)):
-        if part is not None:
-            log.say(f"[bold]{title:<10}[/] {escape(_documents(part.report))}")
-    log.say(f"[bold]packing[/]    {config.packing.mode}: {_layout(steps, world_size)}")
-    log.say(
-        f"[bold]steps[/]      {steps.schedule.total_steps:,}, each of {_global_batch(config, _thing(steps))}, on {world_size} process"
-        f"{'es' if world_size > 1 else ''}"
-        + (
-            f", {len(evaluation):,} evaluation step{'' if len(evaluation) == 1 else 's'}"
-            if evaluation is not None
-            else ""
-        )
-    )
-
-
-def attention(log: Log, model: PreTrainedModel, decision: Decision | None) -> None:
-    """Which attention serves the rows and why, and the isolation proof's figures; `decision` is None for padded batches."""
-    if decision is None:
-        log.say(f"[bold]attention[/]  {model.config._attn_implementation} on padded batches, as the model comes")
-        return
-    log.say(f"[bold]attention[/]  {decision.backend.name} ({escape(decision.backend.why)})")
-    if (proof := decision.proof) is None:
-        log.say(
-            "[bold]isolation[/]  [yellow]not proved (verify.preflight=false): documents of a row may see each other[/]"
-        )
-    else:
-        log.say(
-            f"[bold]isolation[/]  {proof.verdict}: a changed document moves the others by"
-            f" {max(proof.moved_before, proof.moved_after):.1g}, each equals itself alone within {proof.alone:.1g}"
-            f" (tolerance {proof.tolerance:.0g}; without isolation {proof.control:.1g})"
-        )
-
-
-def head(log: Log, model: PreTrainedModel, head: Head, off: float) -> None:
-    """Says so where the model's head needs its full logits, which take memory."""
-    if not head.fused:
-        log.say(
-            f"[bold]head[/]       full logits: the fused one does not fit {type(model).__name__} (its loss is off by {off:.1g})"
-        )
-
-
-def pairs(log: Log, config: RunConfig, layout: str, unshared: str, reference: str) -> None:
-    """How pairs run, the losses, and what they are held to: `reference` by its kind (train/reference.py)."""
-    objective = config.objective
-    runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
-    if layout in runs:
-        log.say(f"[bold]prompts[/]    {escape(runs[layout])}")
-    said = {
-        "model": "a second copy of the model",
-        "adapters_off": "the model with its adapters off",
-        "adapters": f"the model with the adapters of {config.model.path if objective.reference == 'auto' else objective.reference}",
-        "precomputed": "log-probabilities of the model before training, computed once",
-        "path": objective.reference,
-    }
-    weights = objective.loss_weights or [1.0] * len(objective.losses)
-    losses = [
-        name if weight == 1 else f"{weight:g} × {name}" for name, weight in zip(objective.losses, weights, strict=True)
-    ]
-    log.say(
-        f"[bold]loss[/]       {escape(' + '.join(losses))}, beta {objective.beta:g}, against {escape(said[reference])}"
-    )
-    if config.peft.dropout:  # TRL turns it off
-        log.say(
-            f"[bold]dropout[/]    off, peft.dropout={config.peft.dropout:g} too: a preference is not to be a draw of it"
-        )
-
-
-def first_step(log: Log, seconds: float, checkpoint: Path | None) -> None:
-    """Where training starts, and how long it took to get there."""
-    start = f"resuming from {checkpoint.name}" if checkpoint else "training"
-    log.say(f"[bold]ready[/]      {start} after {seconds:.1f} s")
-
-
-def _documents(report: DataReport) -> str:
-    dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.dropped.items()) or "none"
-    cut = f" ({report.cut_tokens:,} tokens cut)" if report.cut_tokens else ""
-    shortened = f"split {report.split:,}{cut}" if report.split else f"truncated {report.truncated:,}{cut}"
-    made = counted(report.documents, "documents")
-    if (pairs := report.pairs) is not None:
-        made = counted(pairs.pairs, "pairs")
-        if "ranked" in report.format:
-            made += " (of ranked lists, the best answer with the worst)"
-        shortened += f"; prompts are {pairs.prompt_share:.0%} of the tokens"
-        if apart := pairs.pairs - pairs.shareable:
-            shortened += f", {apart:,} {_are(apart)} of fewer than two tokens and not shared"
-        if report.pairs_apart:
-            have = "has" if report.pairs_apart == 1 else "have"
-            shortened += f", {report.pairs_apart:,} {have} other tokens before an answer than alone"
-    return (
-        f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"
-        f" {report.trained_tokens:,} trained; {shortened}; dropped: {dropped}"
-    )
-
-
-def _layout(steps: Steps | PairSteps, world_size: int) -> str:
-    figures = steps.schedule.summary(world_size)
-    low, high = figures.micro_batches_min, figures.micro_batches_max
-    return (
-        f"{figures.documents_per_step:,.1f} {_thing(steps)} and {figures.tokens_per_step:,.0f} tokens a step,"
-        f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
-        f" {figures.padding_fraction:.1%} padding, {figures.imbalance:.1%} imbalance over processes"
-    )
-
-
-def _are(number: int) -> str:
-    return "is" if number == 1 else "are"
-
-
-def _thing(steps: Steps | PairSteps) -> str:
-    """What a step is made of."""
-    return "pairs" if isinstance(steps, PairSteps) else "documents"
-
-
-def _global_batch(config: RunConfig, thing: str) -> str:
-    if config.batch.examples_per_step is not None:
-        return counted(config.batch.examples_per_step, thing)
-    return f"{config.batch.tokens_per_step:,} tokens"
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
-
-
-def _adapters(config: RunConfig) -> str:
-    peft = config.peft
-    targets = peft.target_modules if isinstance(peft.target_modules, str) else ", ".join(peft.target_modules)
-    also = f"; in full: {', '.join(peft.modules_to_save)}" if peft.modules_to_save else ""
-    return f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}, on {targets}{also}"
-
-
-def _precision(config: RunConfig, model: PreTrainedModel) -> str:
-    weights = str(model.dtype).removeprefix("torch.")
-    computed = ", computed in bfloat16" if config.trainer.mixed_precision == "bf16" else ""
-    return f"{weights} weights{computed}"
-
-
-def _optimizer(config: RunConfig, steps: int) -> str:
-    optim = config.optim
-    warmup = optim.warmup_steps if optim.warmup_steps >= 1 else math.ceil(optim.warmup_steps * steps)
-    decay = f", weight decay {optim.weight_decay:g}" if optim.weight_decay else ""
-    return (
-        f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}"
-        f"{f' after {warmup:g} warm-up steps' if warmup else ''}{decay}"
-    )
 
 
 class Log:
@@ -251,3 +86,152 @@ def without_future_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
+
+
+def about_model(log: Log, settings: Model, peft: Peft, model: PreTrainedModel, precision: Precision) -> None:
+    """What is trained, and how precisely."""
+    base = base_model(model)
+    trainable = sum(elements(p) for p in model.parameters() if p.requires_grad)
+    name = settings.path or "new weights"
+    if settings.path and settings.init == "random":
+        name += ", new weights"
+    log.say(
+        f"[bold]model[/]      {escape(name)} ({type(base).__name__}, {_count(sum(map(elements, base.parameters())))} parameters,"
+        f" {_count(trainable)} trained)"
+    )
+    if peft.kind == "lora":
+        log.say(f"[bold]adapters[/]   {escape(_adapters(peft))}")
+    computed = f", computed in {_dtype(precision.autocast)}" if precision.autocast else ""
+    log.say(f"[bold]precision[/]  {_dtype(precision.weights)} weights{computed}")
+
+
+def about_steps(
+    log: Log,
+    optim: Optim,
+    packing: Packing,
+    batch: Batch,
+    data: PreparedData,
+    steps: Steps | PairSteps,
+    evaluation: Steps | PairSteps | None,
+    ranks: Ranks,
+) -> None:
+    """What a step is made of, how many there are, and what follows each."""
+    total, thing = steps.schedule.total_steps, "pairs" if isinstance(steps, PairSteps) else "documents"
+    log.say(f"[bold]optimizer[/]  {_optimizer(optim, total)}")
+    if ranks.strategy != "ddp":
+        log.say(f"[bold]strategy[/]   {ranks.strategy}: {_SPREAD[ranks.strategy]}")
+    for title, part in (("data", data.train), ("held out", data.eval)):
+        if part is not None:
+            log.say(f"[bold]{title:<10}[/] {escape(_documents(part.report))}")
+    log.say(f"[bold]packing[/]    {packing.mode}: {_layout(steps, thing, ranks.world_size)}")
+    each = counted(batch.examples_per_step, thing) if batch.examples_per_step else f"{batch.tokens_per_step:,} tokens"
+    evaluated = "" if evaluation is None else f", {counted(len(evaluation), 'evaluation steps')}"
+    log.say(f"[bold]steps[/]      {total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
+
+
+def attention(log: Log, model: PreTrainedModel, decision: Decision | None) -> None:
+    """Which attention serves the rows and why, and the isolation proof's figures; `decision` is None for padded batches."""
+    if decision is None:
+        log.say(f"[bold]attention[/]  {model.config._attn_implementation} on padded batches, as the model comes")
+        return
+    log.say(f"[bold]attention[/]  {decision.backend.name} ({escape(decision.backend.why)})")
+    if (proof := decision.proof) is None:
+        log.say(
+            "[bold]isolation[/]  [yellow]not proved (verify.preflight=false): documents of a row may see each other[/]"
+        )
+    else:
+        log.say(
+            f"[bold]isolation[/]  {proof.verdict}: a changed document moves the others by"
+            f" {max(proof.moved_before, proof.moved_after):.1g}, each equals itself alone within {proof.alone:.1g}"
+            f" (tolerance {proof.tolerance:.0g}; without isolation {proof.control:.1g})"
+        )
+
+
+def head(log: Log, model: PreTrainedModel, head: Head, off: float) -> None:
+    """Says so where the model's head needs its full logits, which take memory."""
+    if not head.fused:
+        log.say(
+            f"[bold]head[/]       full logits: the fused one does not fit {type(model).__name__} (its loss is off by {off:.1g})"
+        )
+
+
+def pairs(log: Log, objective: Objective, layout: str, unshared: str, reference: DpoReference, dropout: float) -> None:
+    """How pairs run, the losses, and what they are held to; `dropout` is that of adapters."""
+    runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
+    if layout in runs:
+        log.say(f"[bold]prompts[/]    {escape(runs[layout])}")
+    said = {
+        "model": "a second copy of the model",
+        "adapters_off": "the model with its adapters off",
+        "adapters": f"the model with the adapters of {reference.adapters}",
+        "precomputed": "log-probabilities of the model before training, computed once",
+        "path": objective.reference,
+    }
+    weights = objective.loss_weights or [1.0] * len(objective.losses)
+    losses = [
+        name if weight == 1 else f"{weight:g} × {name}" for name, weight in zip(objective.losses, weights, strict=True)
+    ]
+    held_to = escape(said[reference.kind])
+    log.say(f"[bold]loss[/]       {escape(' + '.join(losses))}, beta {objective.beta:g}, against {held_to}")
+    if dropout:  # TRL turns it off
+        log.say(f"[bold]dropout[/]    off, peft.dropout={dropout:g} too: a preference is not to be a draw of it")
+
+
+def first_step(log: Log, seconds: float, checkpoint: Path | None) -> None:
+    """Where training starts, and how long it took to get there."""
+    start = f"resuming from {checkpoint.name}" if checkpoint else "training"
+    log.say(f"[bold]ready[/]      {start} after {seconds:.1f} s")
+
+
+def _documents(report: DataReport) -> str:
+    dropped = ", ".join(f"{count:,} {reason}" for reason, count in report.dropped.items()) or "none"
+    cut = f" ({report.cut_tokens:,} tokens cut)" if report.cut_tokens else ""
+    shortened = f"split {report.split:,}{cut}" if report.split else f"truncated {report.truncated:,}{cut}"
+    made = counted(report.documents, "documents")
+    if (pairs := report.pairs) is not None:
+        made = counted(pairs.pairs, "pairs")
+        if "ranked" in report.format:
+            made += " (of ranked lists, the best answer with the worst)"
+        shortened += f"; prompts are {pairs.prompt_share:.0%} of the tokens"
+        if apart := pairs.pairs - pairs.shareable:
+            shortened += f", {apart:,} {'is' if apart == 1 else 'are'} of fewer than two tokens and not shared"
+        if report.pairs_apart:
+            have = "has" if report.pairs_apart == 1 else "have"
+            shortened += f", {report.pairs_apart:,} {have} other tokens before an answer than alone"
+    return (
+        f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"
+        f" {report.trained_tokens:,} trained; {shortened}; dropped: {dropped}"
+    )
+
+
+def _layout(steps: Steps | PairSteps, thing: str, world_size: int) -> str:
+    figures = steps.schedule.summary(world_size)
+    low, high = figures.micro_batches_min, figures.micro_batches_max
+    return (
+        f"{figures.documents_per_step:,.1f} {thing} and {figures.tokens_per_step:,.0f} tokens a step,"
+        f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
+        f" {figures.padding_fraction:.1%} padding, {figures.imbalance:.1%} imbalance over processes"
+    )
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _adapters(peft: Peft) -> str:
+    targets = peft.target_modules if isinstance(peft.target_modules, str) else ", ".join(peft.target_modules)
+    also = f"; in full: {', '.join(peft.modules_to_save)}" if peft.modules_to_save else ""
+    return f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}, on {targets}{also}"
+
+
+def _optimizer(optim: Optim, steps: int) -> str:
+    warmup = optim.warmup_steps if optim.warmup_steps >= 1 else math.ceil(optim.warmup_steps * steps)
+    decay = f", weight decay {optim.weight_decay:g}" if optim.weight_decay else ""
+    return (
+        f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}"
+        f"{f' after {warmup:g} warm-up steps' if warmup else ''}{decay}"
+    )

@@ -58,7 +58,7 @@ def check_pair_forward(trainer: PackedDPOTrainer, attention: str) -> None:
     theirs = logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0].masked_fill(target == IGNORE, 0)
     theirs = theirs.sum(dim=1)
     off = ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-8)).item()
-    if not off <= loss_tolerance_of(trainer.precision):  # NaN fails too
+    if not off <= loss_tolerance_of(trainer.compute_dtype):  # NaN fails too
         worst = int((ours - theirs).abs().argmax())
         raise CheckFailed(
             f"an answer of the first pairs has log-probability {ours[worst]:.6g}, but {theirs[worst]:.6g} from padded batches "
@@ -116,11 +116,11 @@ def _rounding(trainer: PackedDPOTrainer, batch: MicroBatch, longest: float) -> f
     row by the same weights, only what one call of the model differs from the next.
     """
     rounding = 4 * torch.finfo(torch.float32).eps * longest
-    if trainer.precision.itemsize > 2:
+    if trainer.compute_dtype.itemsize > 2:
         return rounding
     if "ref_chosen_logps" in batch.inputs or (trainer.ref_model is not None and hasattr(trainer.model, "peft_config")):
         tokens = int(batch.inputs["completion_mask"].sum(dim=1).max())
-        return rounding + 16 * torch.finfo(trainer.precision).eps * math.sqrt(tokens)
+        return rounding + 16 * torch.finfo(trainer.compute_dtype).eps * math.sqrt(tokens)
     with evaluating(trainer.model):
         return rounding + 4 * _apart(trainer.policy_logps(batch), trainer.policy_logps(batch))[0]
 

@@ -6,37 +6,45 @@ import errno
 import re
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import Batch, Trainer
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError
+from packtrain.model.spread import Ranks
 from packtrain.run_folder import RunFolder
 
-if TYPE_CHECKING:
-    from packtrain.train.setting import Process
-
+_OF_NCCL = re.compile(r" in: /\S+?:\d+,")  # NCCL error in: /…/NCCLUtils.cpp:77, remote process exited
+_OF_GLOO = re.compile(r"\[\S+\.(?:cc|cpp|h|hpp|cu):\d+\] ?")
+_ADVICE = re.compile(r"[.,;]? *(?:This is typically|Check the logs|GLHF)")
 _GO_ON = "start the same command again: complete checkpoints are kept"
 _OF_OURS = "device-side assert"  # an index out of range: of the GPU's errors the one that is in what it was given
 
 
-def explained(error: Exception, process: Process, config: RunConfig) -> PacktrainError | None:
+def explained(
+    error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch, trainer: Trainer
+) -> PacktrainError | None:
     """What the user is told of `error`; None where it may be a bug of ours.
 
     NCCL and the store have an error type of their own; gloo's errors are known by the source file they name. So are
     those of torch.save; safetensors says the system's words. The CPU has no type for too little memory.
     """
-    folder = RunFolder.of(config.trainer)
     said = str(error).strip().partition("\n")[0]
-    if process.world_size > 1 and (isinstance(error, torch.distributed.DistError) or "gloo/" in said):
+    if ranks.world_size > 1 and (isinstance(error, torch.distributed.DistError) or "gloo/" in said):
         fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
-        return LostPeers(f"rank {process.rank} lost the other processes: {shortly(error)}", fix=fix)
+        return LostPeers(f"rank {ranks.rank} lost the other processes: {shortly(error)}", fix=fix)
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
-        return UserError(f"out of memory on {process.device}: {said}", where=_size_of(config), fix=_smaller(config))
+        where = "batch.examples_per_device" if batch.tokens_per_device is None else "batch.tokens_per_device"
+        ways = ["set it lower"]
+        if not trainer.gradient_checkpointing:
+            ways.append("trainer.gradient_checkpointing=true")
+        if not ranks.sharded:
+            ways.append("strategy=fsdp2 or zero3 on several devices")
+        fix = f"{', '.join(ways)}: each trains the same. packtrain plan shows what takes how much. Then {_GO_ON}"
+        return UserError(f"out of memory on {ranks.device}: {said}", where=where, fix=fix)
     if "CUDA error" in said and _OF_OURS not in said:
         fix = f"packtrain env shows what its driver says (Xid, ECC), CUDA_LAUNCH_BLOCKING=1 where it happens; then {_GO_ON}"
-        return PeerFailed(f"{process.device} of rank {process.rank} failed: {said}", fix=fix)
+        return PeerFailed(f"{ranks.device} of rank {ranks.rank} failed: {said}", fix=fix)
     if "DataLoader worker (pid" in said:
         fix = "the system kills for want of memory: set it lower, or to 0"
         return PeerFailed(said, where="trainer.loader_workers", fix=fix)
@@ -45,25 +53,6 @@ def explained(error: Exception, process: Process, config: RunConfig) -> Packtrai
         fix = f"make room and {_GO_ON}"
         return UserError(f"cannot write: {said}", where=f"trainer.output_dir ({folder.root})", fix=fix)
     return None
-
-
-def _size_of(config: RunConfig) -> str:
-    return "batch.examples_per_device" if config.batch.tokens_per_device is None else "batch.tokens_per_device"
-
-
-def _smaller(config: RunConfig) -> str:
-    """What takes less memory and trains the same; `plan` knows how much each part of it is."""
-    ways = ["set it lower"]
-    if not config.trainer.gradient_checkpointing:
-        ways.append("trainer.gradient_checkpointing=true")
-    if config.strategy.name in ("ddp", "zero1", "zero2"):
-        ways.append("strategy=fsdp2 or zero3 on several devices")
-    return f"{', '.join(ways)}: each trains the same. packtrain plan shows what takes how much. Then {_GO_ON}"
-
-
-_OF_NCCL = re.compile(r" in: /\S+?:\d+,")  # NCCL error in: /…/NCCLUtils.cpp:77, remote process exited
-_OF_GLOO = re.compile(r"\[\S+\.(?:cc|cpp|h|hpp|cu):\d+\] ?")
-_ADVICE = re.compile(r"[.,;]? *(?:This is typically|Check the logs|GLHF)")
 
 
 def shortly(error: BaseException) -> str:

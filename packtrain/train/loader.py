@@ -16,9 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
+from transformers import PreTrainedModel
 
 from packtrain.data.dataset import Document, PairDataset, TokenDataset
 from packtrain.launch.worker import end_with_parent
+from packtrain.model.load import base_model
+from packtrain.model.spread import elements
 from packtrain.monitor.old.heartbeat import listen_in_loader
 from packtrain.packing.collate import IGNORE, PairRows, collate_flat, collate_padded, collate_pairs
 from packtrain.packing.schedule import Schedule
@@ -152,3 +155,18 @@ def step_loader(steps: Steps | PairSteps, *, first: int = 0, workers: int = 0) -
         # its own generator: drawing the loader's base seed from the global one would part a resumed run from an unbroken one
         generator=torch.Generator().manual_seed(0),
     )
+
+
+def attention_cost(model: PreTrainedModel) -> float:
+    """Cost of a document of l tokens is l + attention_cost · l², in units of one token's linear layers.
+
+    Forward and backward take 6 · parameters operations a token, and 6 · layers · heads · head_dim · l for causal attention.
+    """
+    config = base_model(model).config.get_text_config()
+    try:
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        parameters = sum(elements(parameter) for parameter in base_model(model).parameters())
+        return config.num_hidden_layers * heads * width / max(parameters, 1)
+    except (AttributeError, RuntimeError, TypeError):  # no attention, or heads that differ by layer: tokens alone count
+        return 0.0

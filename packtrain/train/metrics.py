@@ -1,18 +1,165 @@
-"""What watches the loop: when to log, metrics.jsonl, the terminal, and early stopping. Nothing here changes the weights."""
+"""What is measured and logged: the figures of the steps, evaluation, metrics.jsonl, the terminal's line, early stopping.
+
+Nothing here changes the weights. `LoggingHooks` has the hooks of transformers' Trainer for it, in front of StepTrainer.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 
+from packtrain.errors import CheckFailed
+from packtrain.monitor.heartbeat import waiting
 from packtrain.train.checkpoint import folder_of
 from packtrain.train.console import Log
+from packtrain.train.loader import MicroBatch, PairSteps, Steps, step_loader
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+
+    from packtrain.train.loop import LoopSettings
+    from packtrain.train.rank_times import RankTimes, StepClock
+else:
+    _Trainer = object  # the trainer of TRL that StepTrainer stands in front of
 
 _OURS = {"learning_rate": "lr"}  # transformers' name: ours
+
+
+class StepFigures:
+    """Exact counts and the time of the steps since the last logged line, and what follows from them."""
+
+    def __init__(
+        self, accelerator: Accelerator, model: PreTrainedModel, dtype: torch.dtype, steps: Steps | PairSteps
+    ) -> None:
+        self.last = torch.zeros(6, dtype=torch.int64)
+        self._sum = torch.zeros(6, dtype=torch.int64)
+        self._since: float | None = None
+        self._flops_share = _flops_share_of_a_token(accelerator, model, dtype, steps)
+
+    def open(self, counts: torch.Tensor) -> None:
+        """A step begins that has these counts: trained targets, tokens, slots, examples, and two of signals."""
+        self.last = counts
+        self._sum = self._sum.to(counts.device) + counts
+        self._since = time.perf_counter() if self._since is None else self._since
+
+    def leave_out(self, seconds: float) -> None:
+        """So many seconds were not training's."""
+        self._since = None if self._since is None else self._since + seconds
+
+    def close(self) -> dict[str, Any]:
+        """The figures of a logged line; the next ones start anew."""
+        _, tokens, slots, examples, _, _ = self._sum.tolist()
+        seconds = time.perf_counter() - (self._since or time.perf_counter())
+        self._sum, self._since = torch.zeros_like(self._sum), None
+        rate = tokens / max(seconds, 1e-9)
+        return {
+            "tokens_per_second": rate,
+            "padding_fraction": 1 - tokens / max(slots, 1),
+            "examples": examples,
+            "mfu": rate * self._flops_share if self._flops_share else None,
+        }
+
+
+def _flops_share_of_a_token(
+    accelerator: Accelerator, model: PreTrainedModel, dtype: torch.dtype, steps: Steps | PairSteps
+) -> float | None:
+    """Model FLOPs of a token at the mean document length / peak FLOPs of all devices in a second, by TRL's tables.
+
+    None where TRL knows neither the device nor the architecture.
+    """
+    if accelerator.device.type != "cuda":
+        return None
+    peak = get_peak_flops_per_device(accelerator, str(dtype).removeprefix("torch."))
+    try:
+        flops = compute_flops_per_token(model.config, int(steps.data.lengths.mean()))
+    except (AttributeError, RuntimeError, TypeError):  # its formula asks for fields that not every config has
+        return None
+    return flops / (peak * accelerator.num_processes) if peak else None
+
+
+class LoggingHooks(_Trainer):
+    """The hooks of a step that report: logging and evaluation."""
+
+    if TYPE_CHECKING:
+        model: Any
+        state: Any
+        settings: LoopSettings
+        steps: Steps | PairSteps
+        clock: StepClock
+        times: RankTimes
+        step_figures: StepFigures
+
+    def figures(self) -> dict[str, Any]:
+        """What the objective adds to a logged training line; called on every rank."""
+        return {}
+
+    def evaluated(self) -> dict[str, float]:
+        """Figures over the evaluation set by name, `loss` among them; called in eval mode, on every rank."""
+        raise NotImplementedError
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Adds the exact counts of the steps since the last line to a training line."""
+        self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
+        if "loss" in logs:
+            self.clock.enter("step end")
+            self.refuse_nan(logs["loss"])
+            logs |= {"tokens": self.state.num_input_tokens_seen, **self.step_figures.close()}
+            logs |= self.figures() | self.times.figures()
+        super().log(logs, start_time)
+
+    def refuse_nan(self, loss: float) -> None:
+        """Raises CheckFailed on every process for a loss that is no number: nothing after it is worth its time."""
+        if not math.isfinite(loss):
+            raise CheckFailed(
+                f"the loss is {loss:g} at step {self.state.global_step}",
+                where="optim.learning_rate",
+                fix="lower it, warm up, or clip (optim.max_grad_norm); the checkpoints before this step are kept",
+            )
+
+    @torch.no_grad()
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The objective's figures over the whole evaluation set, whatever the layout and the number of ranks."""
+        started = time.perf_counter()
+        self.clock.enter("eval", step=self.state.global_step)
+        self.model.eval()
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluated().items()}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.model.train()
+        self.step_figures.leave_out(time.perf_counter() - started)
+        return metrics
+
+    def evaluation_batches(self) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the evaluation set. The ranks meet after each of its steps, as in training: so the
+        faster ones wait for one step of the slower ones at a time, whatever time the whole takes."""
+        assert self.settings.evaluation is not None
+        for number, batches in enumerate(step_loader(self.settings.evaluation, workers=self.settings.loader_workers)):
+            for batch in batches:
+                self.clock.enter("eval", micro=number)
+                yield batch
+            with waiting("the others' part of the evaluation"):
+                self.accelerator.reduce(torch.zeros((), device=self.args.device))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base class; the live bar is taken down also when training ends by an error."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, TerminalProgress):
+                    callback.close()
 
 
 class Intervals(TrainerCallback):

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from packtrain.attention.backends import PER_DOCUMENT, attention_of
 from packtrain.attention.rotary import rotates_by_length
 from packtrain.attention.segmented_modules import uses_attention_interface
-from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
+from packtrain.config.schema import SHARDED_WEIGHTS
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.model.forward import Head, choose_head
 from packtrain.model.load import base_model
-from packtrain.model.spread import most_of_all
+from packtrain.model.spread import Ranks, most_of_all
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device
 from packtrain.plan.accelerate import STAGES
@@ -27,21 +27,23 @@ from packtrain.proof.choice import Decision, decide
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 
 
-def decide_together(config: RunConfig, model: PreTrainedModel, processes: int, *, pairs: bool = False) -> Decision:
-    """Decides by proof which attention serves packed rows, the same on all processes; `pairs` as in `decide`.
+def decide_together(
+    wanted: str,
+    model: PreTrainedModel,
+    ranks: Ranks,
+    autocast: torch.dtype | None,
+    *,
+    prove: bool,
+    pairs: bool = False,
+) -> Decision:
+    """Decides by proof which attention serves packed rows, the same on all processes; `wanted` is model.attention, and
+    `pairs` as in `decide`.
 
     Raises UserError or CheckFailed where what is asked for is not there or not exact, or where processes would differ.
     """
-    decision = decide(
-        config.model.attention,
-        model,
-        model.device,
-        autocast=autocast_of(config),
-        prove=config.verify.preflight,
-        pairs=pairs,
-    )
-    same_everywhere(decision.backend.name, "attention", "model.attention", processes)
-    check_together(config.strategy.name, decision.backend.name, model)
+    decision = decide(wanted, model, model.device, autocast=autocast, prove=prove, pairs=pairs)
+    same_everywhere(decision.backend.name, "attention", "model.attention", ranks.world_size)
+    check_together(ranks.strategy, decision.backend.name, model)
     return decision
 
 
@@ -75,16 +77,10 @@ def same_everywhere(choice: str, what: str, where: str, processes: int) -> None:
         )
 
 
-def fit_head(config: RunConfig, model: PreTrainedModel, head: Head, probe: dict[str, Any]) -> float:
+def fit_head(model: PreTrainedModel, head: Head, probe: dict[str, Any], autocast: torch.dtype | None) -> float:
     """Has the model's full logits made where the fused output head does not fit; returns how far that one is off."""
-    autocast = autocast_of(config)
     with evaluating(model, autocast), torch.no_grad():
         return choose_head(model, head, probe, tolerance=loss_tolerance_of(autocast or model.dtype))
-
-
-def autocast_of(config: RunConfig) -> torch.dtype | None:
-    """What the model computes in where that is not the format of its weights."""
-    return torch.bfloat16 if config.trainer.mixed_precision == "bf16" else None
 
 
 WATCHED_STEPS = 3

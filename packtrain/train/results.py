@@ -1,4 +1,4 @@
-"""What a run leaves for use: final/, which from_pretrained loads wherever it is copied to.
+"""What a run leaves for use and says at its end: final/, summary.json, answers of the model, and commands to go on with.
 
 Adapters alone are of use where their base model can be named: a hub id or a folder. A .gguf file, or weights that were new
 at the start, cannot be, so final/ then holds the merged model and final-adapters/ the adapters.
@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import attention_of
-from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
+from packtrain.config.schema import Model, Peft, Trainer
 from packtrain.data.prepare import PreparedData
 from packtrain.model.load import load_model
 from packtrain.model.spread import loading_whole
@@ -37,53 +38,45 @@ from packtrain.train.loop import StepTrainer
 
 
 def save_final(
-    config: RunConfig,
     folder: RunFolder,
     trainer: StepTrainer,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    settings: Model,
+    peft: Peft,
 ) -> list[str]:
     """Writes final/ and what belongs beside it; called by all processes. Returns a line for each folder: what it holds."""
     saved = {folder.final: "the trained model"}
     merged: list[Path] = []
     adapters = folder.final
-    if config.peft.kind == "lora":
-        saved = {folder.final: f"the adapters of {base_of(config.model.path) or config.model.path}"}
-        if _base_has_no_name(config):
+    if peft.kind == "lora":
+        saved = {folder.final: f"the adapters of {base_of(settings.path) or settings.path}"}
+        if settings.init == "random" or str(settings.path).endswith(".gguf"):
             adapters = folder.final.with_name("final-adapters")
-            base = "a .gguf file" if config.model.init == "pretrained" else "new weights"
+            base = "a .gguf file" if settings.init == "pretrained" else "new weights"
             saved = {
                 folder.final: f"the merged model: adapters do not load by themselves on {base}",
                 adapters: "the adapters",
             }
             merged.append(folder.final)
-        if config.peft.merge:
+        if peft.merge:
             merged.append(folder.final.with_name("final-merged"))
             saved[merged[-1]] = "the merged model"
     trainer.save_model(str(adapters))
     if not trainer.accelerator.is_main_process:
         return []
     if merged:
-        whole = _loaded_again(config, tokenizer, adapters) if config.strategy.name in SHARDED_WEIGHTS else model
-        whole = cast(Any, whole).merge_and_unload()
+        if trainer.settings.sharded:  # the trainer's model has only this process's share of its weights
+            with loading_whole():
+                model = load_model(settings, peft, tokenizer, seed=trainer.args.seed)
+            set_peft_model_state_dict(cast(Any, model), load_file(adapters / "adapter_model.safetensors"))
+        whole = cast(Any, model).merge_and_unload()
         for place in merged:
             whole.save_pretrained(place)
             tokenizer.save_pretrained(place)
     for place in saved:
         tidy(place)
     return [f"{place.name}/ holds {what}" for place, what in saved.items()]
-
-
-def _loaded_again(config: RunConfig, tokenizer: PreTrainedTokenizerBase, adapters: Path) -> PreTrainedModel:
-    """The model with the trained adapters, whole on the CPU: the trainer's has only this process's share of its weights."""
-    with loading_whole():
-        model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
-    set_peft_model_state_dict(cast(Any, model), load_file(adapters / "adapter_model.safetensors"))
-    return model
-
-
-def _base_has_no_name(config: RunConfig) -> bool:
-    return config.model.init == "random" or str(config.model.path).endswith(".gguf")
 
 
 @torch.no_grad()
@@ -130,13 +123,14 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> l
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What summary.json is made of; `started` is the run's start by time.perf_counter."""
+    """What summary.json is made of; `started` is the run's start by time.perf_counter, `early` whether it may stop early: its
+    weights are then those of the best evaluation."""
 
-    config: RunConfig
     trainer: StepTrainer
     data: PreparedData
     decision: Decision | None
     started: float
+    early: bool
 
     def to_json(self, status: str) -> dict[str, Any]:
         """DESIGN's summary.json: `status, steps, train_loss, tokens, examples, truncated, dropped, verify …`."""
@@ -145,7 +139,7 @@ class Summary:
         evals = {int(line["step"]): line["eval_loss"] for line in state.log_history if "eval_loss" in line}
         best = min((step for step in evals if step > 0), key=lambda step: evals[step], default=None)
         schedule = self.trainer.steps.schedule
-        stopping_early = status == "done" and self.config.trainer.early_stop_patience and state.best_metric is not None
+        stopping_early = status == "done" and self.early and state.best_metric is not None
         kept = state.best_metric if stopping_early else next(reversed(evals.values()), None)  # of the weights in final/
         return {
             "status": status,
@@ -177,10 +171,17 @@ def stopped(log: Log, signal: int, step: int) -> None:
     log.say(f"stopped by signal {signal} after step {step}; the same command goes on from there")
 
 
-def show(log: Log, summary: Summary, before: list[str], after: list[str], saved: list[str], folder: RunFolder) -> None:
-    """The last lines of a run: answers before and after, losses, what is where (`saved`), and what to do with it."""
-    config, figures = summary.config, summary.to_json("done")
-    for prompt, old, new in zip(config.trainer.samples, before, after, strict=False):
+def show(
+    log: Log,
+    summary: Summary,
+    answers: Sequence[tuple[str, str, str]],
+    folder: RunFolder,
+    saved: list[str],
+    commands: list[str],
+) -> None:
+    """The last lines of a run: `answers` (prompt, before, after), losses, what is where (`saved`), and what to do with it."""
+    figures = summary.to_json("done")
+    for prompt, old, new in answers:
         log.say(
             f"\n[bold]{escape(prompt)}[/]\n  [dim]before[/] {escape(_short(old, 80))}\n"
             f"  [green]after[/]  {escape(_short(new, 300))}"
@@ -190,9 +191,7 @@ def show(log: Log, summary: Summary, before: list[str], after: list[str], saved:
     for line in saved:
         log.say(f"  {escape(line)}")
     log.say("next:")
-    for command in following(
-        config, folder, chat=bool(getattr(summary.trainer.processing_class, "chat_template", None))
-    ):
+    for command in commands:
         log.say(f"  {escape(command)}")
 
 
@@ -208,7 +207,7 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
     if figures["eval_loss"] is not None:
         said.append(f"held-out loss {figures['first_eval_loss']:.4f} → {figures['eval_loss']:.4f}")
         said += _rewards(summary)
-        if figures["best_step"] is not None and summary.config.trainer.early_stop_patience:
+        if figures["best_step"] is not None and summary.early:
             said.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
         if figures["eval_loss"] > figures["first_eval_loss"]:
             said.append("it is higher than before training")
@@ -225,7 +224,7 @@ def _rewards(summary: Summary) -> list[str]:
     if not lines:
         return []
     kept = lines[-1]
-    if summary.config.trainer.early_stop_patience:
+    if summary.early:
         kept = next((line for line in lines if line["step"] == state.best_global_step), kept)
     first, last = (line["eval_rewards/margins"] for line in (lines[0], kept))
     accuracy = kept["eval_rewards/accuracies"]
@@ -234,12 +233,12 @@ def _rewards(summary: Summary) -> list[str]:
     ]
 
 
-def following(config: RunConfig, folder: RunFolder, *, chat: bool) -> list[str]:
+def following(folder: RunFolder, trainer: Trainer, *, verb: str, mode: str, tensorboard: bool, chat: bool) -> list[str]:
     """Commands to go on with, which run as they are printed: the model's use, its curves or the proof, another mode.
 
-    `chat` says whether the tokenizer has a chat template.
+    `chat` says whether the tokenizer has a chat template, `mode` is packing.mode.
     """
-    prompt = config.trainer.samples[0] if config.trainer.samples else "Hello"
+    prompt = trainer.samples[0] if trainer.samples else "Hello"
     asked = json.dumps([{"role": "user", "content": prompt}] if chat else prompt, ensure_ascii=False)
     final = json.dumps(str(folder.final), ensure_ascii=False)
     answer = '["generated_text"][-1]["content"]' if chat else '["generated_text"]'
@@ -248,19 +247,14 @@ def following(config: RunConfig, folder: RunFolder, *, chat: bool) -> list[str]:
         f" print(generate({asked}, do_sample=False)[0]{answer})"
     )
     commands = [f"{_program('python')} -c {shlex.quote(code)}"]
-    if "tensorboard" in config.tracking.report_to:
+    if tensorboard:
         commands.append(f"{_program('tensorboard')} --logdir {shlex.quote(str(folder.root))}")
     else:
         proof = shlex.join(["verify", str(folder.config)])
         commands.append(f"{_program('packtrain')} {proof}  # proves on the model that the modes train the same")
-    mode = "padding_free" if config.packing.mode == "padding" else "padding"
-    words = [
-        config.objective.kind,
-        str(folder.config),
-        f"packing.mode={mode}",
-        f"trainer.output_dir={folder.root}-{mode}",
-    ]
-    if config.trainer.resume != "auto":
+    other = "padding_free" if mode == "padding" else "padding"
+    words = [verb, str(folder.config), f"packing.mode={other}", f"trainer.output_dir={folder.root}-{other}"]
+    if trainer.resume != "auto":
         words.append("trainer.resume=auto")
     commands.append(f"{_program('packtrain')} {shlex.join(words)}  # the same losses, at another speed")
     return commands

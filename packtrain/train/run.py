@@ -1,4 +1,9 @@
-"""One training run of one process, from the resolved config to the trained model: read `train_in` top to bottom."""
+"""The conductor of a training run in one process: from the resolved config to the trained model, in order (`train_in`).
+
+Only this file (and verify's conductor) sees the whole config: everything below takes its own group of it, and values that
+are decided here once. An objective is a file with a trainer and a class like SFT (sft.py) or DPO (dpo.py): its data, what
+it is held to, its attention, its steps, its trainer and its proofs. A new one gets a line in `_objective`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import gc
 import os
 import sys
 import time
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -15,26 +21,36 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import own_attention
-from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig
+from packtrain.config.schema import RunConfig
+from packtrain.data.dataset import PairDataset, TokenDataset
+from packtrain.data.prepare import PreparedData
+from packtrain.data.tokens.cache import cache_folder
 from packtrain.errors import CheckFailed, LostPeers, UserError
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
-from packtrain.model.spread import open_strategy
-from packtrain.monitor.heartbeat import own_heartbeat, waiting
+from packtrain.model.precision import precision_of
+from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread
+from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.monitor.inside import beat_to_rank_0
+from packtrain.packing.schedule import make_schedule
+from packtrain.plan.accelerate import STAGES
 from packtrain.plan.agreement import shared_values
+from packtrain.plan.dpo_reference import reference_of
+from packtrain.proof.choice import Decision
+from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
-from packtrain.train import console, dpo_stages, results, sft_stages
+from packtrain.train import console, results
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
 from packtrain.train.console import Log, quiet_libraries, warnings_to
-from packtrain.train.course import origin_of, trained_by
+from packtrain.train.dpo import DPO
 from packtrain.train.library_errors import explained, keep_in_full
-from packtrain.train.loop import StopRequest
-from packtrain.train.results import answer, save_final
-from packtrain.train.setting import Process, Setting
+from packtrain.train.loader import PairSteps, Steps, attention_cost
+from packtrain.train.loop import LoopSettings, StepTrainer, StopCallback, StopRequest, training_arguments
+from packtrain.train.metrics import EarlyStop, Intervals, MetricsFile, TerminalProgress
+from packtrain.train.sft import SFT
 from packtrain.train.sync.checks import (
     agree_on_data,
     agree_on_model,
@@ -43,25 +59,36 @@ from packtrain.train.sync.checks import (
     connect,
     limit_collectives,
 )
-from packtrain.train.sync.store import join, preparing_s
+from packtrain.train.sync.store import Peers, join, preparing_s
 from packtrain.train.verify.report import verify
 
-STAGES = {"sft": sft_stages, "dpo": dpo_stages}
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the functions of this file share."""
+
+    config: RunConfig
+    ranks: Ranks
+    peers: Peers | None
+    folder: RunFolder
+    log: Log
+    stop: StopRequest
 
 
 def train(verb: str, config: RunConfig) -> int:
     """Runs `verb` in this process (of one or of many). Returns the exit code; raises PacktrainError for the user."""
     quiet_libraries(on_cpu=not torch.cuda.is_available())
     own_heartbeat().enter("join")
-    process = _join(verb, config)
+    ranks, peers = _join(verb, config)
     own_heartbeat().enter("proof")
     try:
-        return verify(config, process) if verb == "verify" else train_in(config, process)
+        return verify(config, ranks, peers) if verb == "verify" else train_in(config, ranks, peers)
     except (RuntimeError, OSError, SafetensorError) as error:
-        own_heartbeat().progress()  # who has waited for others that are gone does not keep anybody waiting
-        if known := explained(error, process, config):
+        own_heartbeat().progress()  # a rank that has lost the others does not keep anybody waiting
+        folder = RunFolder.of(config.trainer)
+        if known := explained(error, ranks, folder, config.batch, config.trainer):
             if isinstance(known, LostPeers):
-                keep_in_full(RunFolder.of(config.trainer).log(process.rank), error)
+                keep_in_full(folder.log(ranks.rank), error)
             raise known from error
         raise
     finally:
@@ -70,66 +97,179 @@ def train(verb: str, config: RunConfig) -> int:
             torch.distributed.destroy_process_group()
 
 
-def train_in(config: RunConfig, process: Process) -> int:
-    """The run in `process`, in order: data, model, steps and proofs, training, results."""
+def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
+    """The run in this process, in order: data, model, steps and proofs, training, results."""
     started = time.perf_counter()
-    stages = STAGES[config.objective.kind]
     folder = RunFolder.of(config.trainer)
-    log = Log(folder.log(process.rank), main=process.main)
+    log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    setting = Setting(config, process, folder, log, StopRequest())
-    checkpoint = _checkpoint_to_resume(setting)
+    run, objective = Run(config, ranks, peers, folder, log, StopRequest()), _objective(config)
+    checkpoint = _checkpoint_to_resume(run)
     needed = checkpoint is not None or config.trainer.checkpoint_every is not None
-    if process.world_size > 1 and (remark := check_run_folder(folder.logs, main=process.main, needed=needed)):
+    if ranks.world_size > 1 and (remark := check_run_folder(folder.logs, main=ranks.main, needed=needed)):
         log.say(f"[yellow]{escape(remark)}[/]")
 
     own_heartbeat().enter("prepare")
     tokenizer = load_tokenizer(config.model)
-    show = process.main and sys.stderr.isatty()
-    data: Any = stages.prepare_data(config.data, tokenizer, seed=config.trainer.seed, progress=show)
+    show = ranks.main and sys.stderr.isatty()
+    data: Any = objective.prepare_data(config.data, tokenizer, seed=config.trainer.seed, progress=show)
     preparing = preparing_s(config.topology.step_timeout)
-    agree_on_data(process.peers, data, timeout_s=preparing)
+    agree_on_data(peers, data, timeout_s=preparing)
+    origin = origin_of(config, data.train)
     if checkpoint is not None:
-        check_origin(checkpoint, origin_of(config, data.train))
+        check_origin(checkpoint, origin)
+
     own_heartbeat().enter("load")
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
-    agree_on_model(process.peers, model, timeout_s=preparing)
+    agree_on_model(peers, model, timeout_s=preparing)
+    origin |= trained_by(config, model, ranks.world_size)
     if checkpoint is not None:
-        check_origin(checkpoint, trained_by(config, model, process.world_size))
+        check_origin(checkpoint, origin)
     check_trainable(model)
-    longest = max(stages.longest_document(part) for part in (data.train, data.eval) if part)
+    longest = max(objective.longest_document(part) for part in (data.train, data.eval) if part)
     check_positions(model, longest, padded=config.packing.mode == "padding")
-    as_it_came = own_attention(base_model(model))
+
     own_heartbeat().enter("proof")
-    trainer, decision = stages.build(setting, data, model, tokenizer, checkpoint)
-    before = _answers(setting, model, tokenizer, as_it_came)
+    attention = own_attention(base_model(model))  # as the model comes
+    trainer, decision = _build(run, objective, data, model, tokenizer, origin, checkpoint)
+    before = _answers(run, model, tokenizer, attention)
     console.first_step(log, time.perf_counter() - started, checkpoint)
-    _clear_the_way(setting, checkpoint)
+    _clear_the_way(run, checkpoint)
     if checkpoint is not None:
         limit_collectives(config.topology.checkpoint_timeout)  # until the first step: some have read it before others
-    setting.stop.listen()  # until here a signal ends the process as usual: there is nothing to save
+    run.stop.listen()  # until here a signal ends the process as usual: there is nothing to save
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
-    summary = results.Summary(config, trainer, data, decision, started)
-    if setting.stop.agreed:
-        _write(setting, summary.to_json("stopped"))
-        results.stopped(log, setting.stop.agreed, trainer.state.global_step)
-        return 128 + setting.stop.agreed
-    if data.eval and results.last_evaluated(trainer) != trainer.state.global_step:
-        trainer.evaluate()
-    trainer.clock.enter("final")
-    if config.trainer.early_stop_patience:
-        trainer.load_best_weights()
-    saved = save_final(config, folder, trainer, model, tokenizer)
-    if config.strategy.name in SHARDED_WEIGHTS:
-        _meet(setting, "results")  # the answers take all of them, and the main process has been writing alone
-    after = _answers(setting, model, tokenizer, as_it_came)
-    _write(setting, summary.to_json("done"))
-    results.show(log, summary, before, after, saved, folder)
+    early = config.trainer.early_stop_patience is not None
+    summary = results.Summary(trainer, data, decision, started, early)
+    if run.stop.agreed:
+        _write_summary(run, summary.to_json("stopped"))
+        results.stopped(log, run.stop.agreed, trainer.state.global_step)
+        return 128 + run.stop.agreed
+    _finish(run, trainer, summary, model, tokenizer, attention, before)
     return 0
 
 
-def _join(verb: str, config: RunConfig) -> Process:
+def _objective(config: RunConfig) -> SFT | DPO:
+    """What the objective of the run adds to it, given its groups of the config."""
+    objective, packing = config.objective, config.packing
+    if objective.kind == "sft":
+        return SFT(objective, packing)
+    reference = reference_of(config.model, config.peft, objective, config.strategy)
+    cache = cache_folder(config.data.cache_dir) / "reference"
+    return DPO(objective, packing, config.batch, config.model, config.peft, reference, cache)
+
+
+def _build(
+    run: Run,
+    objective: Any,
+    data: PreparedData,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    origin: dict[str, Any],
+    checkpoint: Path | None,
+) -> tuple[StepTrainer, Decision | None]:
+    """The trainer, ready for step 1, and which attention was decided on for packed rows (None: batches are padded)."""
+    config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
+    base, attention = base_model(model), own_attention(base_model(model))
+    held_to = objective.take_reference(model, tokenizer, ranks, seed=config.trainer.seed)
+    if checkpoint is not None:
+        check_origin(checkpoint, held_to)
+    spread(model, ranks)
+    close_proofs = open_proofs(model, ranks)
+    precision = precision_of(model, config.trainer.mixed_precision)
+    decision = None
+    if config.packing.mode != "padding":
+        decision = objective.decide_attention(config.model.attention, base, ranks, precision, prove=prove)
+
+    cost, pad = attention_cost(model), int(cast(Any, tokenizer.pad_token_id) or 0)
+    length: Any = {name: getattr(config.trainer, name) for name in ("max_steps", "epochs")}
+    length["shuffle"] = config.data.shuffle
+
+    def steps_over(part: Any, **length: Any) -> Steps | PairSteps:
+        """The steps over a data set; one pass over it in order, unless told otherwise."""
+        slots, seed = objective.slots(part), config.trainer.seed
+        schedule = make_schedule(slots, config.packing, config.batch, seed=seed, attention_cost=cost, **length)
+        return objective.steps(part, schedule, pad, ranks)
+
+    steps = steps_over(data.train, **length)
+    evaluation = steps_over(data.eval) if data.eval else None
+    console.about_model(log, config.model, config.peft, model, precision)
+    console.about_steps(log, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
+    console.attention(log, base, decision)
+    if prove:
+        check_as_it_comes(base, padding=decision is None, autocast=precision.autocast)
+    arguments = training_arguments(
+        config.trainer,
+        config.optim,
+        config.tracking,
+        precision,
+        strategy=ranks.strategy,
+        step_timeout=config.topology.step_timeout,
+        total_steps=len(steps),
+        on_cpu=ranks.device.type == "cpu",
+        evaluates=evaluation is not None,
+        starts_anew=checkpoint is None,
+    )
+    settings = LoopSettings(
+        steps=steps,
+        evaluation=evaluation,
+        stop=run.stop,
+        checkpoints=run.folder.checkpoints,
+        origin=origin | held_to,
+        keep_checkpoints=config.trainer.keep_checkpoints,
+        first_step=step_of(checkpoint) if checkpoint else 0,
+        loader_workers=config.trainer.loader_workers,
+        machines=run.peers.machines() if run.peers and ranks.main else (),
+        say=lambda text: log.say(f"[yellow]{text}[/]"),
+        strategy=ranks.strategy,
+        autocast=precision.autocast,
+        backend=decision.backend.name if decision else None,
+        limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
+    )
+    trainer = objective.trainer(model, arguments, tokenizer, settings, _callbacks(run))
+    trainer.close_proofs = close_proofs
+    objective.prove(trainer, log, attention, preflight=prove, ranks=ranks, precision=precision, one_pass=steps_over)
+    return trainer, decision
+
+
+def _callbacks(run: Run) -> list[TrainerCallback]:
+    """What watches, logs and stops a run."""
+    callbacks = [Intervals(), StopCallback(run.stop), MetricsFile(run.folder.metrics), TerminalProgress(run.log)]
+    if patience := run.config.trainer.early_stop_patience:
+        callbacks.append(EarlyStop(patience, run.folder.checkpoints, run.log))
+    return callbacks
+
+
+def origin_of(config: RunConfig, data: TokenDataset | PairDataset) -> dict[str, Any]:
+    """What the documents of every step depend on: a resumed run must agree with its checkpoint on all of it."""
+    batch = config.batch
+    return {
+        "data.train": f"{len(data):,} documents, {data.lengths.sum():,} tokens (fingerprint {data.fingerprint[:12]})",
+        "data.shuffle": config.data.shuffle,
+        "trainer.seed": config.trainer.seed,
+        "batch.examples_per_step": batch.examples_per_step,
+        "batch.tokens_per_step": batch.tokens_per_step,
+        # with tokens_per_step the rows of an epoch decide which documents make a step
+        "packing.strategy": config.packing.strategy if batch.tokens_per_step else None,
+        "batch.tokens_per_device": batch.tokens_per_device if batch.tokens_per_step else None,
+    }
+
+
+def trained_by(config: RunConfig, model: PreTrainedModel, processes: int) -> dict[str, Any]:
+    """What the weights and the state of the optimizer in a checkpoint have to fit."""
+    trained = sum(elements(p) for p in model.parameters() if p.requires_grad)
+    return {
+        "model": f"{type(base_model(model)).__name__} with {trained:,} trained weights",
+        # the scheduler and the optimizer go on with what the checkpoint holds: another value would do nothing, silently
+        **{f"optim.{key.name}": getattr(config.optim, key.name) for key in fields(config.optim)},
+        "strategy.name": config.strategy.name,
+        # DeepSpeed's files are the shards of that many processes
+        "the number of processes": processes if config.strategy.name in STAGES else None,
+    }
+
+
+def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
     """Joins the other processes of the launch, after checking that they are alike; their first sum must be right."""
     on_cpu, limit_s = not torch.cuda.is_available(), config.topology.join_timeout
     peers = join(timeout_s=limit_s)
@@ -140,7 +280,7 @@ def _join(verb: str, config: RunConfig) -> Process:
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     if peers is not None:
         beat_to_rank_0(lambda said: peers.share("channel", said, timeout_s=limit_s))
-    open_strategy(config)
+    open_strategy(config.strategy.name)
     heartbeat.enter("join")
     connect(peers, lambda: _open_group(limit_s, on_cpu=on_cpu), "gloo" if on_cpu else "nccl", timeout_s=limit_s)
     state = PartialState()
@@ -154,64 +294,96 @@ def _join(verb: str, config: RunConfig) -> Process:
             f"{expected} processes were launched, but this one sees {state.num_processes}",
             fix=f"start them by packtrain {config.objective.kind} CONFIG topology.gpus_per_node=N, or by torchrun",
         )
-    return Process(state.process_index, state.num_processes, device, peers)
+    return Ranks(state.process_index, state.num_processes, device, config.strategy.name), peers
 
 
 def _open_group(limit_s: float, *, on_cpu: bool) -> torch.device:
     return cast(torch.device, PartialState(cpu=on_cpu, timeout=timedelta(seconds=limit_s)).device)
 
 
-def _checkpoint_to_resume(setting: Setting) -> Path | None:
+def _checkpoint_to_resume(run: Run) -> Path | None:
     """The checkpoint to go on from; decided by the main process, for all."""
-    resume, folder = setting.config.trainer.resume, setting.folder
+    resume, folder = run.config.trainer.resume, run.folder
     if resume == "auto" and folder.gives_way(resume):
         resume = "never"
-    found = [find_resume(resume, folder.checkpoints) if setting.process.main else None]
-    _meet(setting, "checkpoint")  # it reads whole ones, for longer than a collective operation may take
+    found = [find_resume(resume, folder.checkpoints) if run.ranks.main else None]
+    _meet(run, "checkpoint")  # it reads whole ones, for longer than a collective operation may take
     with waiting("rank 0 to find the checkpoint"):
         checkpoint, remarks = cast(list, broadcast_object_list(found))[0]
     for remark in remarks:
-        setting.log.say(f"[yellow]{remark}[/]")
+        run.log.say(f"[yellow]{remark}[/]")
     return checkpoint
 
 
-def _meet(setting: Setting, stage: str) -> None:
+def _meet(run: Run, stage: str) -> None:
     """Waits for the others, as long as one of them is at work, without a collective operation, which would have a limit."""
-    if peers := setting.process.peers:
-        peers.meet_again(stage, timeout_s=preparing_s(setting.config.topology.checkpoint_timeout))
+    if run.peers:
+        run.peers.meet_again(stage, timeout_s=preparing_s(run.config.topology.checkpoint_timeout))
 
 
-def _clear_the_way(setting: Setting, checkpoint: Path | None) -> None:
+def _clear_the_way(run: Run, checkpoint: Path | None) -> None:
     """Makes the run folder this run's, now that every process is ready to train.
 
-    An earlier run moves out of the way, or what an earlier course of this run left and this one will not make true again.
+    An earlier run moves out of the way, or what an earlier attempt of this run left and this one will not make true again.
     """
     with waiting("all ranks to be ready to train"):
         PartialState().wait_for_everyone()
-    if not setting.process.main:
+    if not run.ranks.main:
         return
-    folder = setting.folder
+    folder = run.folder
     try:
-        if moved := folder.begin(setting.config.trainer.resume):
-            setting.log.say(escape(f"{folder.root} held another run: it is in {moved} now"))
+        if moved := folder.begin(run.config.trainer.resume):
+            run.log.say(escape(f"{folder.root} held another run: it is in {moved} now"))
     except OSError as error:
         raise UserError(f"cannot begin: {error}", where=f"trainer.output_dir ({folder.root})") from error
     folder.summary.unlink(missing_ok=True)
     for remark in set_aside(folder.checkpoints, step_of(checkpoint) if checkpoint else 0):
-        setting.log.say(f"[yellow]{remark}[/]")
+        run.log.say(f"[yellow]{remark}[/]")
 
 
-def _answers(setting: Setting, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, attention: str) -> list[str]:
+def _finish(
+    run: Run,
+    trainer: StepTrainer,
+    summary: results.Summary,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    attention: str,
+    before: list[str],
+) -> None:
+    """What a run that came to its end leaves: the last evaluation, final/, summary.json, and its last lines."""
+    config, folder = run.config, run.folder
+    if trainer.settings.evaluation and results.last_evaluated(trainer) != trainer.state.global_step:
+        trainer.evaluate()
+    trainer.clock.enter("final")
+    if summary.early:
+        trainer.load_best_weights()
+    saved = results.save_final(folder, trainer, model, tokenizer, config.model, config.peft)
+    if run.ranks.sharded:
+        _meet(run, "results")  # the answers take all of them, and the main process has been writing alone
+    after = _answers(run, model, tokenizer, attention)
+    _write_summary(run, summary.to_json("done"))
+    commands = results.following(
+        folder,
+        config.trainer,
+        verb=config.objective.kind,
+        mode=config.packing.mode,
+        tensorboard="tensorboard" in config.tracking.report_to,
+        chat=bool(getattr(trainer.processing_class, "chat_template", None)),
+    )
+    answers = list(zip(config.trainer.samples, before, after, strict=False))
+    results.show(run.log, summary, answers, folder, saved, commands)
+
+
+def _answers(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, attention: str) -> list[str]:
     """Answers to trainer.samples, without touching the random state; made by the main process alone where it has the model."""
-    settings = setting.config.trainer
-    together = setting.config.strategy.name in SHARDED_WEIGHTS
-    if not (settings.samples and (setting.process.main or together)):
+    settings = run.config.trainer
+    if not (settings.samples and (run.ranks.main or run.ranks.sharded)):
         return []
     with torch.random.fork_rng():
         prompts, most = list(settings.samples), settings.sample_tokens
-        return answer(base_model(model), tokenizer, prompts, attention=attention, max_tokens=most)
+        return results.answer(base_model(model), tokenizer, prompts, attention=attention, max_tokens=most)
 
 
-def _write(setting: Setting, summary: dict) -> None:
-    if setting.process.main:
-        write_json(setting.folder.summary, summary)
+def _write_summary(run: Run, summary: dict) -> None:
+    if run.ranks.main:
+        write_json(run.folder.summary, summary)

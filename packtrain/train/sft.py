@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: TRL's SFTTrainer over whole steps, with exact normalisation.
+"""Supervised fine-tuning: TRL's SFTTrainer over whole steps, with exact normalisation, and what is proved of it.
 
 The loss is Σ of token losses over the global batch / Σ of its trained tokens, plus the weighted loss of routers where one is
 asked for; evaluation is exact over the set, and of the tokens alone.
@@ -6,6 +6,7 @@ asked for; evaluation is exact over the set, and of the tokens alone.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -14,21 +15,29 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from packtrain.config.schema import Objective
-from packtrain.data.dataset import Document
-from packtrain.model.forward import add_loss_sum
+from packtrain.config.schema import Data, Objective, Packing
+from packtrain.data.dataset import Document, TokenDataset
+from packtrain.data.prepare import PreparedData, prepare
+from packtrain.model.forward import Head, patch_forward
 from packtrain.model.load import base_model
+from packtrain.model.precision import Precision
 from packtrain.model.routers import router_loss, without_labels
+from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
+from packtrain.packing.schedule import Schedule
+from packtrain.proof.choice import Decision
+from packtrain.proof.isolation import tolerance_of
+from packtrain.train import console
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.loop import LoopSettings, StepTrainer, placeholder
+from packtrain.train.preflight import FirstStepWatch, decide_together, fit_head
 
 _PROBE_TOKENS = 64
 _COLUMNS: dict[str, list[Any]] = {"input_ids": [[0]], "labels": [[0]]}
 
 
 class PackedSFTTrainer(StepTrainer, SFTTrainer):
-    """Trains `model` along `settings`. See the module's docstring for what differs from TRL's."""
+    """Trains `model` by `settings`. See the module's docstring for what differs from TRL's."""
 
     def __init__(
         self,
@@ -53,9 +62,11 @@ class PackedSFTTrainer(StepTrainer, SFTTrainer):
         )
         if routers is not None:  # TRL turns them on for its auxiliary loss; ours asks for them itself
             text_config.output_router_logits = routers
-        self.routers = router_loss(base_model(self.model), objective.router_aux_coef)
         base = base_model(self.model)
-        self.head = add_loss_sum(base, loss=objective.loss, neftune_alpha=objective.neftune_alpha)
+        self.routers = router_loss(base, objective.router_aux_coef)
+        autocast = self.autocast_of_forward(settings)
+        head = patch_forward(base, documents=objective, autocast=autocast, backend=settings.backend)
+        self.head = cast(Head, head)
         self.open_loop(settings)
 
     def open_step(self, batches: list[MicroBatch]) -> None:
@@ -99,3 +110,66 @@ class PackedSFTTrainer(StepTrainer, SFTTrainer):
 
     def _run_without_labels(self, batch: MicroBatch) -> None:
         self.model(**self._prepare_inputs(without_labels(batch.inputs)), loss_sum=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SFT:
+    """What of a run is supervised fine-tuning's own: its data, its steps, its trainer, its proofs (see train/run.py)."""
+
+    objective: Objective
+    packing: Packing
+
+    def prepare_data(
+        self, data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool
+    ) -> PreparedData[TokenDataset]:
+        """Documents as tokens, with their loss mask."""
+        return prepare(data, tokenizer, seed=seed, progress=progress)
+
+    def longest_document(self, data: TokenDataset) -> int:
+        """Tokens of the longest document."""
+        return int(data.lengths.max())
+
+    def take_reference(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Nothing: there is no reference."""
+        return {}
+
+    def decide_attention(
+        self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
+    ) -> Decision:
+        """Which backend serves packed rows of `model`."""
+        return decide_together(wanted, model, ranks, precision.autocast, prove=prove)
+
+    def slots(self, data: TokenDataset) -> np.ndarray:
+        """int [documents]: token slots that each takes in a row."""
+        return data.lengths
+
+    def steps(self, data: TokenDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> Steps:
+        """The optimizer steps over `data`."""
+        return Steps(data, schedule, self.packing.mode == "padding", pad_token_id, ranks.rank, ranks.world_size)
+
+    def trainer(
+        self,
+        model: PreTrainedModel,
+        arguments: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: LoopSettings,
+        callbacks: list[TrainerCallback],
+    ) -> PackedSFTTrainer:
+        """The trainer, before its proofs."""
+        args = SFTConfig(**arguments, dataset_kwargs={"skip_prepare_dataset": True})
+        return PackedSFTTrainer(
+            model, args, tokenizer, settings=settings, objective=self.objective, callbacks=callbacks
+        )
+
+    def prove(self, trainer: PackedSFTTrainer, log: console.Log, attention: str, *, preflight: bool, **_: Any) -> None:
+        """Checks the output head and the routers, and has the first steps watched; `attention` is what the model came with."""
+        model, autocast = base_model(trainer.model), trainer.settings.autocast
+        if preflight and trainer.settings.backend is not None:
+            tolerance = tolerance_of(trainer.compute_dtype)
+            trainer.watch = FirstStepWatch(attention, tolerance, cast(Steps, trainer.steps).pad_token_id)
+        console.head(log, model, trainer.head, fit_head(model, trainer.head, trainer.probe(), autocast))
+        if trainer.routers is not None:
+            weight = trainer.routers.weight
+            log.say(f"[bold]routers[/]    {weight:g} × load-balancing loss over the tokens of a step")
+            if preflight:
+                trainer.routers.check(model, trainer.probe(), autocast=autocast)

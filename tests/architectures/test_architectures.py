@@ -1,24 +1,29 @@
-"""Every causal language model of transformers trains exactly in every mode, or is refused with the reason; the fast part.
-
-test_every_architecture.py does the same for all types.
-"""
+"""Every causal language model of transformers trains exactly in every mode, or is refused with the reason."""
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
+
 import pytest
-from page import PAGE, is_comparable, line
+from page import PAGE, is_comparable, line, page
 from quirks import QUIRKS, UNBUILDABLE
-from sweep import WINDOW, difference, documents, one_by_one, outcome_of
+from sweep import WINDOW, difference, documents, one_by_one, outcome_of, quietly_on_one_thread
+from test_routers import WEIGHT, by_transformers, gradients, micro_batches, relative, step
+from test_routers import documents as documents_for_routers
 from tiny import model_types, tiny_model
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import attending_by
 from packtrain.model.forward import add_loss_sum
+from packtrain.model.routers import router_loss
 from packtrain.packing.collate import collate_flat
 from packtrain.packing.segments import Segments
 
-# of every kind one
+# of every kind one, for `-m "not slow"`
 KINDS = {
     "llama": "grouped queries",
     "gemma2": "soft-cap, local layers",
@@ -40,14 +45,35 @@ KINDS = {
     "cpmant": "not causal",
     "musicgen": "no model of tokens",
 }
+REFUSED_ROUTERS = ("doge",)  # a loss over other logits than its routers', see tests/train/test_routers.py
 
 
-@pytest.mark.parametrize("model_type", KINDS)
-def test_one_architecture_of_every_kind_is_exact_in_every_mode_or_refused(model_type: str) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def on_one_thread():
+    with quietly_on_one_thread():
+        yield
+
+
+def types() -> list:
+    return [one if one in KINDS else pytest.param(one, marks=pytest.mark.slow) for one in model_types()]
+
+
+@pytest.mark.parametrize("model_type", types())
+def test_every_architecture_is_exact_in_every_mode_or_refused(model_type: str) -> None:
     outcome = outcome_of(model_type)
     assert all(difference.exact for difference in outcome.modes.values()), outcome
+    modes = {"refused": 0, "padding only": 1}.get(outcome.path, 3)
+    assert len(outcome.modes) == modes
+    assert outcome.why or outcome.path == "segmented"
     if is_comparable():
         assert line(outcome) in PAGE.read_text().splitlines()
+
+
+@pytest.mark.slow
+def test_the_page_says_what_was_measured() -> None:
+    if not is_comparable():
+        pytest.skip("docs/architectures.md is about another transformers, or other packages")
+    assert PAGE.read_text() == page([outcome_of(model_type) for model_type in model_types()])
 
 
 def test_the_measurement_sees_a_forgotten_border() -> None:
@@ -65,6 +91,33 @@ def test_the_measurement_sees_a_forgotten_border() -> None:
 
 
 def test_no_exception_outlives_its_type() -> None:
-    assert set(UNBUILDABLE) <= set(model_types())
+    assert set(KINDS) | set(UNBUILDABLE) <= set(model_types())
     for model_type, quirk in QUIRKS.items():
         assert quirk.reason and (quirk.small or quirk.full), model_type
+
+
+@pytest.mark.slow
+def test_the_loss_of_routers_is_that_of_transformers_in_every_mode_of_every_family() -> None:
+    """Losses, router losses and gradients of a step in three micro-batches, one of them empty, padded and packed."""
+    known = [one for one in model_types() if CONFIG_MAPPING[one] in MODEL_FOR_CAUSAL_LM_MAPPING]
+    modules = {one: sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[one]].__module__] for one in known}
+    routed = [one for one, module in modules.items() if hasattr(module, "load_balancing_loss_func")]
+    families = [one for one in routed if one not in REFUSED_ROUTERS]
+    assert len(families) >= 25 and {"mixtral", "qwen3_moe", "gpt_oss", "olmoe", "jamba", "qwen3_next"} <= {*families}
+    items = documents_for_routers()[:5]
+    for family in families:
+        model = tiny_model(family)
+        assert isinstance(model, PreTrainedModel), family
+        expected_loss, expected_aux, expected = by_transformers(model, items)
+        add_fused_lm_head(model)
+        add_loss_sum(model)
+        routers = router_loss(model, WEIGHT)
+        assert routers is not None, family
+        for layout in ("padding", outcome_of(family).path):
+            model.zero_grad()
+            batches = micro_batches(items, [2, 0, 3], padded=layout == "padding")
+            with nullcontext() if layout == "padding" else attending_by(model, layout):
+                loss = step(model, routers, batches)
+            assert loss == pytest.approx(expected_loss, rel=1e-5), (family, layout)
+            assert routers.value() == pytest.approx(expected_aux, rel=1e-5), (family, layout)
+            assert relative(gradients(model), expected) < 1e-4, (family, layout)

@@ -10,10 +10,11 @@ from running import Run
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
+from packtrain.model.spread import Ranks
 from packtrain.run_folder import RunFolder
-from packtrain.train.run import Process, train_in
+from packtrain.train.run import train_in
 
-ALONE = Process(0, 1, torch.device("cpu"))
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def train_here(config: RunConfig, folder: Path) -> Run:
@@ -22,5 +23,5 @@ def train_here(config: RunConfig, folder: Path) -> Run:
     prepared = RunFolder.of(config.trainer)
     prepared.open_attempt("auto")
     prepared.attempt.config.write_text(to_yaml(config))
-    assert train_in(config, ALONE) == 0
+    assert train_in(config, replace(ALONE, strategy=config.strategy.name)) == 0
     return Run(folder)

@@ -15,14 +15,15 @@ from tiny_dpo import LAYOUTS, PAIRS, TOKENIZER, another, arguments, gradient, in
 from trl import DPOTrainer
 
 from packtrain.config.rules.combinations import check
-from packtrain.config.schema import SORTING_LOSSES, LossType, Objective, Peft, RunConfig
+from packtrain.config.schema import SORTING_LOSSES, Batch, LossType, Model, Objective, Packing, Peft, RunConfig
 from packtrain.errors import UserError
 from packtrain.model.adapters import add_adapters
 from packtrain.model.load import base_model
+from packtrain.model.spread import Ranks
 from packtrain.packing.collate import PairRows, collate_pairs
+from packtrain.plan.dpo_reference import DpoReference
 from packtrain.train import console
-from packtrain.train.dpo import FIGURES, PackedDPOTrainer
-from packtrain.train.dpo_stages import _check_sorting_losses
+from packtrain.train.dpo import DPO, FIGURES, PackedDPOTrainer
 from packtrain.train.loader import PairSteps
 from packtrain.train.loop import placeholder
 
@@ -219,7 +220,14 @@ def test_settings_of_losses_that_were_chosen_are_taken() -> None:
 def test_losses_are_told_of_with_their_weights() -> None:
     config = RunConfig(objective=Objective(kind="dpo", loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.2]))
     said: list[str] = []
-    console.pairs(cast(Any, SimpleNamespace(say=said.append)), config, "shared", "", "model")
+    console.pairs(
+        cast(Any, SimpleNamespace(say=said.append)),
+        config.objective,
+        "shared",
+        "",
+        DpoReference("model", "", True),
+        0.0,
+    )
     assert "sigmoid + 0.2 × sft, beta 0.1" in said[-1]
 
 
@@ -243,11 +251,16 @@ def test_label_smoothing_that_trl_passes_over_is_refused_by_the_config(tmp_path:
 
 @pytest.mark.parametrize("loss_type", ["aot", ["sigmoid", "aot_unpaired"]])
 def test_losses_that_sort_the_pairs_of_a_step_are_refused_where_it_is_split(loss_type: Any) -> None:
-    config = RunConfig(objective=Objective(kind="dpo", loss_type=loss_type))
-    _check_sorting_losses(config, steps_of("flat"))
+    def steps(objective: Objective, tokens: int | None = None, processes: int = 1) -> PairSteps:
+        reference = DpoReference("model", "", True)
+        dpo = DPO(objective, Packing(), Batch(), Model(), Peft(), reference, Path())
+        of = steps_of("flat", tokens=tokens)
+        return dpo.steps(of.data, of.schedule, 0, Ranks(0, processes, torch.device("cpu")))
+
+    sorting = Objective(kind="dpo", loss_type=loss_type)
+    steps(sorting)
     with pytest.raises(UserError, match=r"sorts all pairs of a step.*micro-batches"):
-        _check_sorting_losses(config, steps_of("flat", tokens=80))
-    two = steps_of("flat")
+        steps(sorting, tokens=80)
     with pytest.raises(UserError, match="2 processes"):
-        _check_sorting_losses(config, PairSteps(two.data, two.schedule, "flat", 0, rank=0, world_size=2))
-    _check_sorting_losses(RunConfig(objective=Objective(kind="dpo")), steps_of("flat", tokens=80))
+        steps(sorting, processes=2)
+    steps(Objective(kind="dpo"), tokens=80)

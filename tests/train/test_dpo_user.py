@@ -7,7 +7,6 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -22,10 +21,10 @@ from packtrain.data.prepare import prepare_pairs
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import reference
 from packtrain.model.load import load_model, load_tokenizer, weights_hash
+from packtrain.model.precision import precision_of
 from packtrain.run_folder import RunFolder
 from packtrain.train.console import _documents
-from packtrain.train.dpo import PackedDPOTrainer
-from packtrain.train.dpo_stages import identity_of_reference
+from packtrain.train.dpo import PackedDPOTrainer, identity_of_reference
 from packtrain.train.verify.command import show
 from packtrain.train.verify.report import verify
 
@@ -122,22 +121,20 @@ def test_a_second_model_its_own_folder_and_what_it_said_once_are_the_same_refere
 
 
 def test_kept_log_probabilities_are_named_by_the_pairs_the_weights_and_the_settings(
-    start: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: RunConfig, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(reference, "_of_data_set", lambda _, __, place: place.name)
     start = replace(start, objective=against("precomputed"))
     tokenizer = load_tokenizer(start.model)
 
     def name(config: RunConfig, *, rows: int = 15, moved: float = 0.0, ld_alpha: float | None = None) -> Any:
         data = replace(config.data, train=str(write_jsonl(tmp_path / f"{rows}.jsonl", pairs(rows))))
-        steps = SimpleNamespace(data=prepare_pairs(data, tokenizer, seed=0).train)
+        prepared = prepare_pairs(data, tokenizer, seed=0).train
         model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
         with torch.no_grad():
             next(model.parameters())[0, 0] += moved
-        identity = identity_of_reference(config, model, weights_hash(model))
-        return reference.precompute(
-            cast(Any, SimpleNamespace(ld_alpha=ld_alpha)), config, [cast(Any, steps)], identity
-        )[0]
+        identity = identity_of_reference(model, config.peft, weights_hash(model))
+        precision = precision_of(model, config.trainer.mixed_precision)
+        return reference.cache_key(prepared.fingerprint, identity, precision, ld_alpha)
 
     def model_as(**keys: Any) -> RunConfig:
         return replace(start, model=replace(start.model, **keys))
@@ -187,7 +184,7 @@ def test_a_precomputation_that_was_killed_goes_on_to_bitwise_the_same(
     once = replace(start, objective=against("precomputed"))
     trained(once, "whole")
     whole = log_probabilities(tmp_path / "cache")
-    write, fill, written = reference._write, reference.PackedDPOTrainer.policy_logps, []
+    write, fill, written = reference._write, PackedDPOTrainer.policy_logps, []
 
     def killed_at_the_second(*args: Any) -> None:
         if written:
@@ -206,7 +203,7 @@ def test_a_precomputation_that_was_killed_goes_on_to_bitwise_the_same(
     computed: list[int] = []
     monkeypatch.setattr(reference, "_write", write)
     monkeypatch.setattr(
-        reference.PackedDPOTrainer, "policy_logps", lambda self, b: [computed.append(b.examples), fill(self, b)][1]
+        PackedDPOTrainer, "policy_logps", lambda self, b: [computed.append(b.examples), fill(self, b)][1]
     )
     trained(again, "resumed", verify=Verify(preflight=False))
     assert np.array_equal(log_probabilities(tmp_path / "again"), whole)
@@ -339,7 +336,7 @@ def test_kept_log_probabilities_that_only_the_first_machine_has_are_an_error(
 ) -> None:
     monkeypatch.setattr(reference, "broadcast_object_list", lambda _: [True])  # what the first process sees
     with pytest.raises(UserError, match=r"which the first process wrote to .* are not on this machine"):
-        reference._of_data_set(cast(Any, None), cast(Any, None), tmp_path / "kept")
+        reference.precompute(tmp_path / "kept", *[cast(Any, None)] * 3)
 
 
 def test_parts_of_log_probabilities_that_another_run_takes_away_are_no_error(tmp_path: Path) -> None:

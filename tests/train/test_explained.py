@@ -14,6 +14,7 @@ from here import ALONE
 from packtrain.config.schema import Batch, RunConfig, Strategy, Trainer
 from packtrain.errors import LostPeers, PeerFailed, UserError
 from packtrain.monitor.heartbeat import Heartbeat
+from packtrain.run_folder import RunFolder
 from packtrain.train import run
 from packtrain.train.library_errors import explained, shortly
 
@@ -35,7 +36,7 @@ GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00
     ],
 )
 def test_what_is_no_bug_is_told_by_what_it_is(error: Exception, kind: Any, words: str) -> None:
-    found = explained(error, ALONE, CONFIG)
+    found = explained(error, ALONE, RunFolder.of(CONFIG.trainer), CONFIG.batch, CONFIG.trainer)
     assert type(found) is (kind or type(None))
     if found is not None:
         assert words in found.problems[0].what and found.problems[0].fix
@@ -43,7 +44,10 @@ def test_what_is_no_bug_is_told_by_what_it_is(error: Exception, kind: Any, words
 
 def test_a_lost_process_is_told_where_there_are_others() -> None:
     error = RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
-    assert isinstance(explained(error, replace(ALONE, world_size=2), CONFIG), LostPeers)
+    assert isinstance(
+        explained(error, replace(ALONE, world_size=2), RunFolder.of(CONFIG.trainer), CONFIG.batch, CONFIG.trainer),
+        LostPeers,
+    )
 
 
 def test_a_rank_that_has_lost_the_others_does_not_stand_still_any_more(
@@ -57,7 +61,7 @@ def test_a_rank_that_has_lost_the_others_does_not_stand_still_any_more(
         raise RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
 
     monkeypatch.setattr(run, "own_heartbeat", lambda: heartbeat)
-    monkeypatch.setattr(run, "_join", lambda *_: replace(ALONE, world_size=2))
+    monkeypatch.setattr(run, "_join", lambda *_: (replace(ALONE, world_size=2), None))
     monkeypatch.setattr(run, "train_in", train_in)
     with pytest.raises(LostPeers):
         run.train("sft", replace(CONFIG, trainer=Trainer(output_dir=str(tmp_path))))
@@ -96,7 +100,7 @@ def test_what_is_told_in_short_is_kept_in_full_in_the_ranks_log(
         raise RuntimeError(GLOO)
 
     monkeypatch.setattr(run, "train_in", train_in)
-    monkeypatch.setattr(run, "_join", lambda *_: replace(ALONE, world_size=2))
+    monkeypatch.setattr(run, "_join", lambda *_: (replace(ALONE, world_size=2), None))
     (tmp_path / "logs").mkdir()
     with pytest.raises(LostPeers, match=r"rank 0 lost the other processes: Connection closed by peer \S+\n"):
         run.train("sft", replace(CONFIG, trainer=replace(CONFIG.trainer, output_dir=str(tmp_path))))
@@ -105,7 +109,9 @@ def test_what_is_told_in_short_is_kept_in_full_in_the_ranks_log(
 
 def test_too_little_memory_names_the_keys_that_take_less_and_are_not_used_yet() -> None:
     def told(**groups: Any) -> tuple[str, str]:
-        found = explained(GPU_MEMORY, ALONE, replace(CONFIG, **groups))
+        config = replace(CONFIG, **groups)
+        ranks = replace(ALONE, strategy=config.strategy.name)
+        found = explained(GPU_MEMORY, ranks, RunFolder.of(config.trainer), config.batch, config.trainer)
         assert found is not None
         return found.problems[0].where, found.problems[0].fix
 

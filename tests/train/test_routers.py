@@ -91,7 +91,7 @@ def run_without_labels(model: PreTrainedModel, batch: MicroBatch) -> None:
 
 
 def test_every_layout_gives_the_loss_and_gradients_of_transformers_on_one_padded_batch() -> None:
-    """As all families do, see tests/architectures/test_router_losses.py."""
+    """As all families do, see tests/architectures/test_architectures.py."""
     items = documents()
     expected_loss, expected_aux, expected = by_transformers(sparse_model("mixtral"), items)
     for layout in LAYOUTS:

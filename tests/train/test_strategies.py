@@ -20,9 +20,10 @@ from test_dpo_run import preferences
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from packtrain.config.schema import Model, RunConfig, Strategy, Verify
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import spread as strategy
+from packtrain.model.precision import compute_in
+from packtrain.model.spread import Ranks
 from packtrain.train.dpo import FIGURES
 from packtrain.train.preflight import decide_together
 
@@ -38,7 +39,9 @@ MODEL_ARGUMENTS = {name: value for name, value in MODEL.items() if name != "mode
 STEPS, CHECKPOINT = 5, 3  # of 7, 7, 7, 1 and 7 documents: in step 4 one process has none
 
 
-LAUNCHED = {"zero3": ["topology=local", "topology.gpus_per_node=2"]}  # by packtrain; the others as torchrun does
+LAUNCHED = {"zero3": ["topology=local", "topology.gpus_per_node=2"]}
+"""By packtrain; fsdp2 is by torchrun itself, the others are by forks that have what torchrun gives its processes."""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "packtrain")
 
 
 def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
@@ -79,14 +82,26 @@ def runs(folder: Path) -> dict[str, Run]:
 
 
 def run_of(runs: dict[str, Run], folder: Path, name: str) -> Run:
-    if name not in runs:
-        runs[name] = train_on_two(folder, config_of(folder), f"strategy={name}", name=name)
+    if name in runs:
+        return runs[name]
+    if name == "fsdp2":
+        runs[name] = by_torchrun(folder, f"strategy={name}", name=name)
+    else:
+        launch = LAUNCHED.get(name, ())
+        processes = 1 if launch else 2
+        runs[name] = train(folder, config_of(folder), f"strategy={name}", *launch, name=name, processes=processes)
     return runs[name]
 
 
-def train_on_two(folder: Path, config: dict[str, Any], strategy: str, *overrides: str, name: str) -> Run:
-    launch = LAUNCHED.get(strategy.removeprefix("strategy="), [])
-    return train(folder, config, strategy, *launch, *overrides, name=name, processes=1 if launch else 2)
+def by_torchrun(folder: Path, strategy: str, *, name: str) -> Run:
+    """Two processes; the strategy is the config's, whoever has started them."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config_of(folder, trainer={"output_dir": str(folder / name)})))
+    done = subprocess.run(
+        [*TORCHRUN, "sft", str(path), strategy], env=ENVIRONMENT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return Run(folder / name)
 
 
 def assert_same_training(found: Run, expected: Run, *, file: str = "final/model.safetensors") -> None:
@@ -114,20 +129,10 @@ def test_each_strategy_trains_as_one_process_does(runs: dict[str, Run], folder: 
     assert said.count("  after  ") == expected.count("  after  ") == 1
 
 
-@pytest.mark.parametrize("name", ["ddp", ZERO1, ZERO2, ZERO3, "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", ZERO3, "fsdp2"])
 def test_four_processes_train_as_one(folder: Path, alone: Run, name: str) -> None:
     run = train(folder, config_of(folder), f"strategy={name}", name=f"{name}-four", processes=4)
     assert_same_training(run, alone)
-
-
-def test_the_strategy_is_the_config_s_when_torchrun_has_started_the_processes(folder: Path, alone: Run) -> None:
-    path = folder / "torchrun.yaml"
-    path.write_text(yaml.safe_dump(config_of(folder, trainer={"output_dir": str(folder / "torchrun")})))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "packtrain"]
-    command = [*torchrun, "sft", str(path), "strategy=fsdp2"]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert_same_training(Run(folder / "torchrun"), alone)
 
 
 @pytest.mark.parametrize("name", [ZERO2, ZERO3, "fsdp2"])
@@ -178,7 +183,7 @@ def adapted(folder: Path) -> Run:
 @pytest.mark.parametrize("name", [ZERO3, "fsdp2"])
 def test_adapters_train_the_same_and_merge(folder: Path, adapted: Run, name: str) -> None:
     overrides = [f"strategy={name}", "peft=lora", f"trainer.gradient_checkpointing={name == 'fsdp2'}"]
-    run = train_on_two(folder, config_of(folder), *overrides, name=f"{name}-adapted")
+    run = train(folder, config_of(folder), *overrides, name=f"{name}-adapted", processes=2)
     assert_same_training(run, adapted)  # merged: the model it started from was new
     assert_same_training(run, adapted, file="final-adapters/adapter_model.safetensors")
 
@@ -199,17 +204,11 @@ def preferred(folder: Path) -> Run:
     return train(folder, pairs_of(folder), name="preferred", command="dpo")
 
 
-@pytest.mark.parametrize("processes", [2, 4])  # on four, some have no pair
 @pytest.mark.parametrize("name", ["ddp", ZERO1, ZERO2, ZERO3, "fsdp2"])
-def test_preferences_train_the_same(folder: Path, preferred: Run, name: str, processes: int) -> None:
-    run = train(
-        folder,
-        pairs_of(folder),
-        f"strategy={name}",
-        name=f"{name}-preferred-{processes}",
-        command="dpo",
-        processes=processes,
-    )
+def test_preferences_train_the_same_on_four_processes_of_which_some_have_no_pair(
+    folder: Path, preferred: Run, name: str
+) -> None:
+    run = train(folder, pairs_of(folder), f"strategy={name}", name=f"{name}-preferred", command="dpo", processes=4)
     assert_same_training(run, preferred)
     for ours, theirs in zip(run.steps, preferred.steps, strict=True):
         for figure in FIGURES:
@@ -229,7 +228,7 @@ def test_mixed_precision_is_autocast_with_float32_outputs_where_accelerate_does_
     ids = torch.arange(7)[None]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = model(input_ids=ids).logits
-    strategy.compute_in(model, torch.bfloat16)
+    compute_in(model, torch.bfloat16)
     found = model(input_ids=ids).logits
     assert (expected.dtype, found.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(found, expected.float())
@@ -242,23 +241,22 @@ def test_mixed_precision_is_autocast_with_float32_outputs_where_accelerate_does_
 def test_rows_that_processes_would_run_differently_often_are_refused(family: str, name: Any, attention: Any) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "n_layer": 1, "n_head": 2, "vocab_size": 50}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
-    config = RunConfig(model=Model(attention=attention), strategy=Strategy(name=name), verify=Verify(preflight=False))
+    ranks = Ranks(0, 1, torch.device("cpu"), name)
     with pytest.raises(CheckFailed, match=name):
-        decide_together(config, model, 1)
+        decide_together(attention, model, ranks, None, prove=False)
     for other in ("ddp", "zero2"):
-        decide_together(replace(config, strategy=Strategy(name=other)), model, 1)
+        decide_together(attention, model, replace(ranks, strategy=other), None, prove=False)
 
 
 def test_what_a_launcher_left_in_the_environment_does_not_choose_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("FSDP_VERSION", "1")
-    strategy.open_strategy(RunConfig())
+    strategy.open_strategy("ddp")
     assert not {"ACCELERATE_USE_DEEPSPEED", "FSDP_VERSION"} & os.environ.keys()
 
 
 @NEEDS_DEEPSPEED
 def test_a_missing_compiler_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategy.shutil, "which", lambda _, **__: None)
-    config = RunConfig(strategy=Strategy(name="zero3_offload"))
     with pytest.raises(UserError, match=r"no ninja and no C\+\+ compiler"):
-        strategy.open_strategy(config)
+        strategy.open_strategy("zero3_offload")

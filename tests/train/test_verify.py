@@ -24,9 +24,9 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.model import load as loading
 from packtrain.model.forward import add_loss_sum
 from packtrain.model.load import check_positions, load_model, load_tokenizer
+from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
-from packtrain.train.run import Process
 from packtrain.train.verify import report as verifying
 from packtrain.train.verify.command import show
 from packtrain.train.verify.modes import MODES, Comparison, compare_modes, lengths_for
@@ -46,7 +46,7 @@ def proved(folder: Path, model: dict[str, Any], **groups: Any) -> tuple[int, dic
         **groups,
     )
     config = replace(config, trainer=replace(config.trainer, output_dir=str(folder)))
-    code = verify(config, Process(0, 1, torch.device("cpu")))
+    code = verify(config, Ranks(0, 1, torch.device("cpu")))
     return code, json.loads(RunFolder.of(config.trainer).verification.read_text())
 
 

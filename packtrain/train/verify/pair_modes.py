@@ -19,9 +19,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from packtrain.attention.backends import own_attention
-from packtrain.config.schema import Batch, Packing, RunConfig, Strategy
+from packtrain.config.schema import Batch, Packing, RunConfig
 from packtrain.data.dataset import Document, PairDataset, Preference
 from packtrain.model.load import base_model
+from packtrain.model.precision import autocast_of, precision_of
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
 from packtrain.plan.dpo_reference import reference_of
@@ -30,7 +31,6 @@ from packtrain.train.dpo import PackedDPOTrainer, objective_arguments
 from packtrain.train.dpo_start import check_pair_forward
 from packtrain.train.loader import MicroBatch, PairSteps
 from packtrain.train.loop import LoopSettings, StopRequest, training_arguments
-from packtrain.train.preflight import autocast_of
 from packtrain.train.verify.modes import Comparison, Layouts, Measure, compare, lengths_for, longest_alone
 
 _SHAPES = ((10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (18, 6, 11))  # tokens of prompt, chosen, rejected
@@ -62,7 +62,7 @@ def compare_pair_modes(
     )
     check_pair_forward(trainer, own_attention(base_model(model)))
     alone = [padded.collate(part) for part in (parts if len(parts) == 1 else [[number] for number in every])]
-    return compare(_PairLosses(model, autocast_of(config), trainer, alone), layouts, backend)
+    return compare(_PairLosses(model, autocast_of(config.trainer.mixed_precision), trainer, alone), layouts, backend)
 
 
 @dataclass(frozen=True)
@@ -131,20 +131,24 @@ def trainer_on_random_pairs(
     pad = int(cast(Any, tokenizer.pad_token_id) or 0)
     steps = PairSteps(cast(PairDataset, pairs), schedule, "padding", pad)
     arguments = training_arguments(
-        replace(config, strategy=Strategy(), trainer=replace(config.trainer, checkpoint_every=None, eval_every=None)),
-        DPOConfig,
-        model,
+        replace(config.trainer, checkpoint_every=None, eval_every=None),
+        config.optim,
+        config.tracking,
+        precision_of(model, config.trainer.mixed_precision),
+        strategy="ddp",
+        step_timeout=config.topology.step_timeout,
         total_steps=1,
         on_cpu=on_cpu,
-        has_eval=False,
+        evaluates=False,
         starts_anew=True,
-        **objective_arguments(config.objective),
-        precompute_ref_log_probs=reference_of(config.model, config.peft, config.objective, config.strategy).kind
-        == "precomputed",
     )
+    kind = reference_of(config.model, config.peft, config.objective, config.strategy).kind
+    own = objective_arguments(config.objective, precomputed=kind == "precomputed")
     folder = Path(config.trainer.output_dir)
-    settings = LoopSettings(steps, None, StopRequest(), folder, {}, computed_in=autocast_of(config))
-    return PackedDPOTrainer(model, arguments, tokenizer, settings=settings, reference=reference)
+    settings = LoopSettings(
+        steps, None, StopRequest(), folder, {}, autocast=autocast_of(config.trainer.mixed_precision)
+    )
+    return PackedDPOTrainer(model, DPOConfig(**arguments, **own), tokenizer, settings=settings, reference=reference)
 
 
 def said_of_each(trainer: PackedDPOTrainer) -> np.ndarray:

@@ -18,6 +18,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model
 from packtrain.model.reference import load_reference
+from packtrain.model.spread import Ranks
 from packtrain.packing.collate import PairRows
 from packtrain.plan.dpo_reference import reference_of
 from packtrain.train.dpo import PackedDPOTrainer, check_routers
@@ -30,10 +31,11 @@ def trainer_at_start(config: RunConfig, model: PreTrainedModel, tokenizer: PreTr
     """A trainer on random pairs, against the reference of `config`. Raises UserError where a run would: that
     cannot be loaded, or the routers of the model want a loss of their own."""
     check_routers(base_model(model))
-    reference, _ = load_reference(config, tokenizer, model.device)
-    decided = reference_of(config.model, config.peft, config.objective, config.strategy)
-    if decided.kind == "adapters":
-        add_reference(model, decided.adapters)
+    held_to = reference_of(config.model, config.peft, config.objective, config.strategy)
+    ranks, named = Ranks(0, 1, model.device, config.strategy.name), config.objective.reference
+    reference, _ = load_reference(held_to, named, config.model, tokenizer, ranks, seed=config.trainer.seed)
+    if held_to.kind == "adapters":
+        add_reference(model, held_to.adapters)
     return trainer_on_random_pairs(config, model, tokenizer, reference)
 
 

@@ -31,7 +31,8 @@ from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig, Strategy
 from packtrain.errors import CheckFailed, Disagreement
 from packtrain.model.forward import Head, add_loss_sum
 from packtrain.model.load import base_model, load_model, load_tokenizer
-from packtrain.model.spread import gathers_by_engine, loading_whole, open_proofs, spread
+from packtrain.model.precision import autocast_of
+from packtrain.model.spread import Ranks, loading_whole, open_proofs, spread
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_padded, on_device
 from packtrain.proof.choice import decide, examine, examine_pairs
@@ -40,7 +41,7 @@ from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.console import without_future_warnings
 from packtrain.train.dpo_start import Start
-from packtrain.train.preflight import autocast_of, check_together, fit_head
+from packtrain.train.preflight import check_together, fit_head
 from packtrain.train.sync.checks import agree_on_model
 from packtrain.train.sync.store import preparing_s
 from packtrain.train.verify.modes import Comparison, compare_modes, random_documents
@@ -48,7 +49,7 @@ from packtrain.train.verify.pair_modes import compare_pair_modes
 from packtrain.train.verify.pair_start import prove_start, trainer_at_start
 
 if TYPE_CHECKING:
-    from packtrain.train.run import Process
+    from packtrain.train.sync.store import Peers
 
 _BADNESS = ("exact", "unsupported", "leaks")
 PADDING_ONLY = "set packing.mode=padding"
@@ -70,14 +71,14 @@ class Isolation:
     fix: str = ""
 
 
-def verify(config: RunConfig, process: Process) -> int:
+def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """Proves, writes the report, and returns the exit code: 0 where the verdict is exact on every process, else 3.
 
     Raises UserError for what cannot be loaded or is not available, CheckFailed where the proof cannot be made.
     """
     try:
         with without_future_warnings():
-            outcome: Any = _report(config, process)
+            outcome: Any = _report(config, ranks, peers)
     except Disagreement:
         raise
     except CheckFailed as refusal:
@@ -88,7 +89,7 @@ def verify(config: RunConfig, process: Process) -> int:
         if isinstance(one, CheckFailed):
             raise one if len(outcomes) == 1 else CheckFailed([replace(p, where=f"rank {rank}") for p in one.problems])
     report = worst_of(outcomes)
-    if process.main:
+    if ranks.main:
         write_json(RunFolder.of(config.trainer).verification, _finite(report))
     return 0 if report["verdict"] == "exact" else CheckFailed.exit_code
 
@@ -133,35 +134,35 @@ class _Found:
         return verdict, problem, fix
 
 
-def _report(config: RunConfig, process: Process) -> dict[str, Any]:
+def _report(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> dict[str, Any]:
     """What this process measures. Raises CheckFailed also where its memory does not suffice."""
     started = time.perf_counter()
     try:
-        model, found = _measure(config, process)
+        model, found = _measure(config, ranks, peers)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise CheckFailed(
-            f"out of memory on {process.device}: {str(error).splitlines()[0]}",
+            f"out of memory on {ranks.device}: {str(error).splitlines()[0]}",
             fix="the proof takes the weights and the trained gradients twice, training more: set peft=lora, or "
             "model.dtype=bfloat16",
         ) from error
-    return {**_told(config, process, base_model(model), found), "seconds": round(time.perf_counter() - started, 1)}
+    return {**_told(config, ranks, base_model(model), found), "seconds": round(time.perf_counter() - started, 1)}
 
 
-def _measure(config: RunConfig, process: Process) -> tuple[PreTrainedModel, _Found]:
-    model, tokenizer = _load(config, process)
-    close_proofs = open_proofs(model, config)
+def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> tuple[PreTrainedModel, _Found]:
+    model, tokenizer = _load(config, ranks, peers)
+    close_proofs = open_proofs(model, ranks)
     isolation = _isolation(config, base_model(model))
     long_row = _long_row(config, base_model(model), isolation)
     pairs = _pairs(config, base_model(model), isolation)
     close_proofs()
-    if whole := gathers_by_engine(config):
-        model, _ = _load(config, process, whole=True)
+    if whole := ranks.gathers_by_engine:
+        model, _ = _load(config, ranks, whole=True)
         config = replace(config, strategy=Strategy())
     head, comparison, start = _modes(config, model, tokenizer, isolation.backend, pairs)
     return model, _Found(isolation, long_row, pairs, head, comparison, start, whole)
 
 
-def _told(config: RunConfig, process: Process, base: PreTrainedModel, found: _Found) -> dict[str, Any]:
+def _told(config: RunConfig, ranks: Ranks, base: PreTrainedModel, found: _Found) -> dict[str, Any]:
     """The report, in plain values."""
     isolation, pairs, comparison = found.isolation, found.pairs, found.comparison
     verdict, problem, fix = found.judged(share_prefix=config.packing.share_prefix)
@@ -171,11 +172,11 @@ def _told(config: RunConfig, process: Process, base: PreTrainedModel, found: _Fo
         "dtype": str(base.dtype).removeprefix("torch."),
         "mixed_precision": config.trainer.mixed_precision,
         "peft": config.peft.kind,
-        "device": str(process.device),
-        "processes": process.world_size,
+        "device": str(ranks.device),
+        "processes": ranks.world_size,
         "strategy": config.strategy.name,
         "modes_on": "whole" if found.whole or config.strategy.name not in SHARDED_WEIGHTS else "spread",
-        "rank": process.rank,
+        "rank": ranks.rank,
         "head": "fused" if found.head.fused else "full logits",
         "backend": isolation.backend,
         "why": isolation.why,
@@ -195,7 +196,7 @@ def _told(config: RunConfig, process: Process, base: PreTrainedModel, found: _Fo
 
 
 def _load(
-    config: RunConfig, process: Process, *, whole: bool = False
+    config: RunConfig, ranks: Ranks, peers: Peers | None = None, *, whole: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model as training has it when its proofs run, spread over the processes as the strategy has it, or `whole` in each;
     and its tokenizer."""
@@ -203,8 +204,8 @@ def _load(
     with loading_whole():
         model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
     if not whole:
-        agree_on_model(process.peers, model, timeout_s=preparing_s(config.topology.step_timeout))
-    spread(model, replace(config, strategy=Strategy()) if whole else config, process.device)
+        agree_on_model(peers, model, timeout_s=preparing_s(config.topology.step_timeout))
+    spread(model, replace(ranks, strategy="ddp") if whole else ranks)
     return model, tokenizer
 
 
@@ -226,9 +227,13 @@ def _modes(
     head = add_loss_sum(base, loss=objective.loss, neftune_alpha=objective.neftune_alpha)
     pad_token_id = int(cast(Any, tokenizer.pad_token_id) or 0)
     probe = collate_padded(random_documents(model)[-1:], pad_token_id)
-    fit_head(config, base, head, on_device(probe, base.device))
+    fit_head(base, head, on_device(probe, base.device), autocast_of(config.trainer.mixed_precision))
     comparison = compare_modes(
-        model, backend, pad_token_id=pad_token_id, loss=objective.loss, autocast=autocast_of(config)
+        model,
+        backend,
+        pad_token_id=pad_token_id,
+        loss=objective.loss,
+        autocast=autocast_of(config.trainer.mixed_precision),
     )
     return head, comparison, None
 
@@ -238,14 +243,14 @@ def _long_row(config: RunConfig, model: PreTrainedModel, isolation: Isolation) -
     if isolation.backend in (None, PER_DOCUMENT) or isolation.problem:
         return None
     try:
-        return try_long_row(model, cast(str, isolation.backend), autocast=autocast_of(config))
+        return try_long_row(model, cast(str, isolation.backend), autocast=autocast_of(config.trainer.mixed_precision))
     except CheckFailed as refusal:
         raise CheckFailed(refusal.problems[0].what, fix="set model.attention=per_document") from refusal
 
 
 def _isolation(config: RunConfig, model: PreTrainedModel) -> Isolation:
     """Decides on the backend as training does, but a named one that is not exact is told of with all that was measured."""
-    wanted, autocast = config.model.attention, autocast_of(config)
+    wanted, autocast = config.model.attention, autocast_of(config.trainer.mixed_precision)
     try:
         check_as_it_comes(model, padding=False, autocast=autocast)
     except CheckFailed as refusal:
@@ -288,7 +293,7 @@ def _pairs(config: RunConfig, model: PreTrainedModel, isolation: Isolation) -> I
     dpo = config.objective.kind == "dpo" and config.packing.mode != "padding"
     if not dpo or config.packing.share_prefix is False or isolation.backend is None or isolation.problem:
         return None
-    lack, proof = examine_pairs(isolation.backend, model, autocast_of(config))
+    lack, proof = examine_pairs(isolation.backend, model, autocast_of(config.trainer.mixed_precision))
     return Isolation(
         isolation.backend, "", proof=proof, problem=lack, fix="set packing.share_prefix=false" if lack else ""
     )

@@ -12,7 +12,21 @@ import pytest
 import yaml
 
 from packtrain.config.files import shipped
-from packtrain.data.sources.quickstart import VOCABULARY, conversations, held_out, tokenizer
+from packtrain.config.schema import Data
+from packtrain.data.prepare import prepare_pairs
+from packtrain.data.sources import quickstart
+from packtrain.data.sources.quickstart import (
+    ANIMALS,
+    COUNTRIES,
+    ITEM,
+    SPELT,
+    VOCABULARY,
+    Split,
+    conversations,
+    held_out,
+    preferences,
+    tokenizer,
+)
 
 END = "<|im_end|>"
 
@@ -49,13 +63,6 @@ def test_another_process_makes_the_same_data_and_the_same_tokenizer():
 def test_fewer_rows_are_the_first_rows_and_another_seed_gives_others():
     assert conversations("train", count=100) == conversations("train")[:100]
     assert conversations("train", seed=1, count=100) != conversations("train", seed=0, count=100)
-
-
-def test_no_question_of_eval_is_asked_in_train():
-    """Follow-up questions ("And the milk?") mean something only after their first question, which counts."""
-    both = texts("train", "user") & texts("eval", "user")
-    assert all(question.startswith("And the ") for question in both)
-    assert len(texts("eval", "user") - both) > 100
 
 
 def test_no_conversation_of_eval_is_in_train():
@@ -138,3 +145,68 @@ def test_the_sample_questions_of_the_recipe_are_held_out(recipe: str):
     assert len(samples) == 3
     assert all(held_out(question) for question in samples)
     assert not set(samples) & texts("train", "user")
+
+
+PAIRS = preferences("train", count=2_000)
+
+
+def answers(row: dict) -> tuple[str, str]:
+    return row["chosen"][0]["content"], row["rejected"][0]["content"]
+
+
+def questions(split: Split) -> set[str]:
+    """All that users say in conversations and pairs of a split, but for questions that refer to an earlier one."""
+    said = [row["messages"] for row in conversations(split)] + [row["prompt"] for row in preferences(split)]
+    texts = {message["content"] for messages in said for message in messages if message["role"] == "user"}
+    return {text for text in texts if not text.startswith("And the ")}
+
+
+def test_a_wrong_answer_differs_from_the_right_one_in_one_item_of_the_same_kind():
+    for row in PAIRS:
+        right, wrong = answers(row)
+        assert right != wrong
+        if SPELT.fullmatch(right):
+            assert sum(a != b for a, b in zip(right, wrong, strict=True)) == 1
+            continue
+        assert ITEM.sub("…", right) == ITEM.sub("…", wrong)
+        changed = [pair for pair in zip(ITEM.findall(right), ITEM.findall(wrong), strict=True) if pair[0] != pair[1]]
+        assert len(changed) == 1 and changed[0][0].isdigit() == changed[0][1].isdigit()
+
+
+def test_a_wrong_answer_is_wrong():
+    for row in PAIRS:
+        question, (right, wrong) = row["prompt"][-1]["content"], answers(row)
+        if right.startswith("A young "):
+            name = right.split()[2]
+            assert wrong != f"A young {name} is called a {ANIMALS[name][0]}."
+        if right.startswith("The capital of "):
+            name = next(name for name in COUNTRIES if name in question)
+            assert wrong != f"The capital of {name} is {COUNTRIES[name][0]}." and COUNTRIES[name][0] in right
+
+
+def test_length_does_not_tell_which_answer_is_right():
+    lengths = np.array([[len(ids) for ids in tokenizer()(list(answers(row)))["input_ids"]] for row in PAIRS])
+    longer, shorter = (lengths[:, 0] > lengths[:, 1]).mean(), (lengths[:, 0] < lengths[:, 1]).mean()
+    assert abs(longer - shorter) < 0.1 and (lengths[:, 0] == lengths[:, 1]).mean() > 0.5
+
+
+def test_the_same_arguments_give_the_same_pairs_and_another_seed_others():
+    assert preferences("train", count=100) == PAIRS[:100]
+    assert preferences("train", seed=1, count=100) != PAIRS[:100]
+
+
+def test_no_question_of_eval_is_asked_in_train():
+    assert not questions("train") & questions("eval")
+
+
+def test_quickstart_names_pairs_where_pairs_are_prepared(tmp_path, monkeypatch):
+    monkeypatch.setitem(quickstart.PAIR_COUNTS, "train", 500)
+    made = prepare_pairs(Data(train="quickstart", eval="quickstart", cache_dir=str(tmp_path)), tokenizer(), seed=0)
+    assert made.eval is not None and (len(made.train), len(made.eval)) == (500, 200)
+    splits: tuple[Split, Split] = ("train", "eval")
+    for side, split in zip((made.train, made.eval), splits, strict=True):
+        assert side.report.dropped == {} and side.report.truncated == side.report.pairs_apart == 0
+        pair, row = side[0], preferences(split, count=1)[0]
+        told = tokenizer().decode(pair.rejected.input_ids[pair.rejected.loss_mask])
+        assert told == answers(row)[1] + "<|im_end|>\n"
+        assert json.dumps(row["prompt"][-1]["content"])[1:-1] in tokenizer().decode(pair.chosen.input_ids)

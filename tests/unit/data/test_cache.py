@@ -22,6 +22,7 @@ import packtrain
 from packtrain.config.schema import Data, DataSource
 from packtrain.data import prepare as module
 from packtrain.data.prepare import PreparedData, prepare
+from packtrain.data.sources import quickstart
 from packtrain.data.tokens import cache
 from packtrain.data.tokens.encode import Encoder
 from packtrain.errors import UserError
@@ -224,23 +225,17 @@ def test_what_a_killed_process_left_is_removed_by_the_next_build(tmp_path):
     assert time.monotonic() - started < 300
 
 
-def test_many_processes_give_the_same_as_one(tmp_path, monkeypatch):
-    path = write(tmp_path / "train.jsonl", 700)
+def test_many_processes_give_the_same_as_one_and_an_error_in_one_arrives_whole(tmp_path, monkeypatch):
+    path, bad = write(tmp_path / "train.jsonl", 700), write(tmp_path / "bad.jsonl", 700)
+    lines = Path(bad).read_text().splitlines()
+    Path(bad).write_text("\n".join([*lines[:650], '{"text": 5}', *lines[650:]]))
     alone = go(tmp_path / "alone", path).train
     monkeypatch.setattr(module, "FEW_ROWS", 100)
-    parallel = go(tmp_path / "parallel", path, workers=2).train
+    with pytest.raises(UserError, match=r"bad.jsonl:651, text: expected a string, found a number: 5"):
+        go(tmp_path / "parallel", [path, bad], workers=2)
+    parallel = go(tmp_path / "parallel", path).train
     assert parallel.fingerprint == alone.fingerprint
-    assert parallel.report.rows == 700
-
-
-def test_an_error_in_another_process_arrives_whole(tmp_path, monkeypatch):
-    path = write(tmp_path / "train.jsonl", 700)
-    lines = Path(path).read_text().splitlines()
-    lines[650] = '{"text": 5}'
-    Path(path).write_text("\n".join(lines))
-    monkeypatch.setattr(module, "FEW_ROWS", 100)
-    with pytest.raises(UserError, match=r"train.jsonl:651, text: expected a string, found a number: 5"):
-        go(tmp_path, path, workers=2)
+    assert (parallel.report.rows, parallel.report.seconds) == (700, 0)  # what the two processes made
 
 
 def test_a_dataset_travels_by_path_and_arrays_agree_with_documents(tmp_path):
@@ -309,7 +304,8 @@ def test_a_weight_that_takes_nothing_or_far_too_much_is_an_error_that_names_its_
             go(tmp_path, [DataSource(path=path, weight=weight), other])
 
 
-def test_quickstart_trains_on_one_split_and_evaluates_on_the_other(tmp_path):
+def test_quickstart_trains_on_one_split_and_evaluates_on_the_other(tmp_path, monkeypatch):
+    monkeypatch.setitem(quickstart.COUNTS, "train", 500)
     prepared = go(tmp_path, "quickstart", eval="quickstart", workers=1, max_length=512)
     assert prepared.eval is not None
     assert prepared.train.report.format == "messages"

@@ -1,0 +1,51 @@
+"""In which number formats a run keeps its weights and computes: decided once, when the model is loaded."""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils.operations import convert_outputs_to_fp32
+from torch import nn
+from transformers import PreTrainedModel
+
+from packtrain.model.load import base_model
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """`weights` is the format of the loaded weights, `autocast` what mixed precision computes in (None: no such thing)."""
+
+    weights: torch.dtype
+    autocast: torch.dtype | None = None
+
+    @property
+    def compute(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.autocast or self.weights
+
+
+def autocast_of(mixed_precision: str) -> torch.dtype | None:
+    """The format of `trainer.mixed_precision` (no | bf16)."""
+    return torch.bfloat16 if mixed_precision == "bf16" else None
+
+
+def precision_of(model: nn.Module, mixed_precision: str) -> Precision:
+    """The formats of the loaded `model`, adapters included."""
+    return Precision(base_model(model).dtype, autocast_of(mixed_precision))
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Has every forward pass of `model` run under autocast, with float32 outputs, as accelerate does it for DDP."""
+    base: Any = base_model(model)
+    inner = base.forward
+
+    @functools.wraps(inner)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device.type, dtype=dtype):
+            return inner(*args, **kwargs)
+
+    base.forward = types.MethodType(convert_outputs_to_fp32(forward), base)
