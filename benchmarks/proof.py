@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from packtrain.proof.choice import decide
+from packtrain.proof.choice import choose_attention
 from packtrain.proof.isolation import check_as_it_comes
 
 
@@ -37,11 +37,11 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
     turns = int(sys.argv[2]) if len(sys.argv) > 2 else 6
     parts: dict[str, Callable[[], Any]] = {
-        "isolation": lambda: decide("auto", model, model.device),
-        "isolation, pairs too": lambda: decide("auto", model, model.device, pairs=True),
+        "isolation": lambda: choose_attention("auto", model, model.device),
+        "isolation, pairs too": lambda: choose_attention("auto", model, model.device, pairs=True),
         "causality": lambda: check_as_it_comes(model, padding=False),
     }
-    print(f"{decide('auto', model, model.device).backend.name}, {torch.get_num_threads()} threads")
+    print(f"{choose_attention('auto', model, model.device).backend.name}, {torch.get_num_threads()} threads")
     for name, work in parts.items():
         print("{}: {:.3f} s, user {:.3f} s a thread".format(name, *least(work, turns)))
 

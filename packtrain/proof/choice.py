@@ -1,7 +1,7 @@
-"""Which backend serves the packed rows of a model: decided once, by measuring, and carried as a value.
+"""Which backend serves the packed rows of a model: chosen once, by measuring, and carried as a value.
 
-`auto` takes the first of flash, segmented and per_document that is there and proves exact on the loaded model, and says
-what each better one lacked. A backend that is asked for by name is never replaced: it is exact, or the run ends.
+`auto` takes the first of flash, segmented and per_document that is available and proves exact on the loaded model, and keeps
+why each better one was rejected. A backend that is asked for by name is never replaced: it is exact, or the run ends.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from packtrain.proof.isolation import PAIRS, Proof, check_as_it_comes, prove_iso
 from packtrain.proof.leak import find_leak
 
 AUTO = ("flash", "segmented", PER_DOCUMENT)
+"""Best first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """The backend, its proof (None where it was not asked for), and what each better candidate lacked, best first.
+class AttentionChoice:
+    """The backend, its proof (None where it was not asked for), and why each better candidate was `rejected`, best first.
 
-    `unshared` is what keeps it from computing the prompt of a preference pair once, "" where nothing does, None where
-    that was not looked at.
+    `unshared` is why it cannot compute the prompt of a preference pair once for both answers, "" where it can, None where
+    that was not tried.
     """
 
     backend: Backend
     proof: Proof | None
-    lacking: tuple[tuple[str, str], ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
     unshared: str | None = None
 
 
-def decide(
+def choose_attention(
     wanted: str,
     model: PreTrainedModel,
     device: torch.device,
@@ -42,84 +43,64 @@ def decide(
     autocast: torch.dtype | None = None,
     prove: bool = True,
     pairs: bool = False,
-) -> Decision:
+) -> AttentionChoice:
     """The backend for packed rows of `model` on `device`; `wanted` is model.attention, `autocast` what training computes in.
 
-    With `pairs` it is also found out whether preference pairs can share their prompt, by the same proof where they can.
-    `auto` always proves, since that is how it decides; without `prove` a named backend is taken as it is. Raises UserError
-    where a named backend is not available here, CheckFailed where it is not exact or nothing is.
+    With `pairs` it is also tried whether preference pairs can share their prompt: a row of pairs, which has a document in it,
+    proves both at once. `auto` always proves, since that is how it chooses; without `prove` a named backend is taken as it
+    is. Raises UserError where a named backend is not available, CheckFailed where it is not exact or nothing is.
     """
+    rejected: list[tuple[str, str]] = []
+    for name in AUTO if wanted == "auto" else (wanted,):
+        why_not, proof, unshared = _why_unavailable(name, model, device, autocast), None, None
+        if why_not and wanted != "auto":
+            fix = "set it to auto"
+            raise UserError(f"{name} attention is not available: {why_not}", where="model.attention", fix=fix)
+        if not prove and wanted != "auto":
+            return AttentionChoice(Backend(name, "asked for"), None)
+        if pairs and not why_not:
+            unshared, proof = prove_pairs(name, model, autocast)
+        if unshared != "" and not why_not:
+            why_not, proof = prove_backend(name, model, autocast)
+        if not why_not:
+            why = "; ".join(f"no {other}: {lack}" for other, lack in rejected)
+            why = why or (flash.available(model, device, autocast)[1] if wanted == "auto" else "asked for")
+            return AttentionChoice(Backend(name, why), proof, tuple(rejected), unshared)
+        rejected.append((name, why_not))
     if wanted != "auto":
-        if lack := _unavailable(wanted, model, device, autocast):
-            raise UserError(
-                f"{wanted} attention is not available: {lack}", where="model.attention", fix="set it to auto"
-            )
-        if not prove:
-            return Decision(Backend(wanted, "asked for"), None)
-        lack, proof, unshared = _examine_both(wanted, model, device, autocast, pairs=pairs)
-        if lack:
-            raise CheckFailed(lack, fix="set model.attention=auto")
-        return Decision(Backend(wanted, "asked for"), proof, unshared=unshared)
-    lacking: list[tuple[str, str]] = []
-    for name in AUTO:
-        lack, proof, unshared = _examine_both(name, model, device, autocast, pairs=pairs)
-        if proof is not None and not lack:
-            why = (
-                "; ".join(f"no {other}: {what}" for other, what in lacking)
-                or flash.available(model, device, autocast)[1]
-            )
-            return Decision(Backend(name, why), proof, tuple(lacking), unshared)
-        lacking.append((name, lack))
+        raise CheckFailed(rejected[0][1], fix="set model.attention=auto")
     raise CheckFailed(
-        f"no way to run packed rows of {type(model).__name__} exactly: {lacking[-1][1]}",
+        f"no way to run packed rows of {type(model).__name__} exactly: {rejected[-1][1]}",
         fix=_instead_of_rows(model, autocast),
     )
 
 
-def examine(
-    name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None
-) -> tuple[str, Proof | None]:
-    """What the backend `name` lacks for this model ("" where it is exact), and its proof; None where it cannot run."""
-    if lack := _unavailable(name, model, device, autocast):
-        return lack, None
+def prove_backend(name: str, model: PreTrainedModel, autocast: torch.dtype | None) -> tuple[str, Proof | None]:
+    """Why the available backend `name` is not exact for this model ("" where it is), and its proof; None where it cannot run."""
     try:
         proof = prove_isolation(model, name, autocast=_precision(name, autocast))
     except CheckFailed as refusal:
         return refusal.problems[0].what, None
-    # documents that run apart are exact by construction, also in a model that shows too little of what it sees
+    # documents that run apart are exact by construction, also in a model whose outputs show too little
     exact = proof.verdict == "exact" or (name == PER_DOCUMENT and proof.verdict != "leaks")
     return ("" if exact else _what_is_wrong(model, proof)), proof
 
 
-def examine_pairs(name: str, model: PreTrainedModel, autocast: torch.dtype | None) -> tuple[str, Proof | None]:
-    """As `examine`, of preference pairs whose prompt is computed once for both answers."""
+def prove_pairs(name: str, model: PreTrainedModel, autocast: torch.dtype | None) -> tuple[str, Proof | None]:
+    """As `prove_backend`, of preference pairs whose prompt is computed once for both answers."""
     if name == PER_DOCUMENT:
         return f"{name} runs every document by itself", None
     try:
         proof = prove_isolation(model, name, autocast=_precision(name, autocast), segments=PAIRS)
     except CheckFailed as refusal:
         return refusal.problems[0].what, None
-    off = max(proof.alone, proof.moved_before, proof.moved_after)
-    return ("" if proof.verdict == "exact" else f"pairs are off by {off:.2g} (tolerance {proof.tolerance:.1g})"), proof
+    exact = proof.verdict == "exact"
+    return ("" if exact else f"pairs are off by {proof.off:.2g} (tolerance {proof.tolerance:.1g})"), proof
 
 
-def _examine_both(
-    name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None, *, pairs: bool
-) -> tuple[str, Proof | None, str | None]:
-    """As `examine`, and, with `pairs`, as `examine_pairs`: a row of pairs, which has a document in it, proves both at once."""
-    unshared = None
-    if pairs and not _unavailable(name, model, device, autocast):
-        unshared, proof = examine_pairs(name, model, autocast)
-        if not unshared:
-            return "", proof, ""
-    return (*examine(name, model, device, autocast), unshared)
-
-
-def _unavailable(name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None) -> str:
+def _why_unavailable(name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None) -> str:
     """Why the backend cannot run here at all; "" where it can."""
-    if name != "flash":
-        return ""
-    kernel, line = flash.available(model, device, autocast)
+    kernel, line = flash.available(model, device, autocast) if name == "flash" else (name, "")
     return "" if kernel else line
 
 
@@ -138,16 +119,15 @@ def _instead_of_rows(model: PreTrainedModel, autocast: torch.dtype | None) -> st
 
 
 def _what_is_wrong(model: PreTrainedModel, proof: Proof) -> str:
-    """A proof that did not come out exact, in words: how far off, and where."""
-    name = type(model).__name__
+    """How far off, and where, in words."""
+    name, tolerance = type(model).__name__, f"(tolerance {proof.tolerance:.1g})"
     if proof.verdict == "unsupported":
-        return f"isolation cannot be shown: without it {name} moves by {proof.control:.2g} only (tolerance {proof.tolerance:.1g})"
+        return f"isolation cannot be shown: without it {name} moves by {proof.control:.2g} only {tolerance}"
     if max(proof.moved_before, proof.moved_after) <= proof.tolerance:
         return (
-            f"documents come out otherwise than alone, off by {proof.alone:.2g} (tolerance {proof.tolerance:.1g}): nothing "
-            "passes between them, so its positions count on along the row, or its attention needs a mask"
+            f"documents come out otherwise than alone, off by {proof.alone:.2g} {tolerance}: nothing passes between them, so "
+            "its positions count on along the row, or its attention needs a mask"
         )
-    off = max(proof.alone, proof.moved_before, proof.moved_after)
     leak = find_leak(model, proof.backend)
     where = f": {leak.sentence()}" if leak else ""
-    return f"documents are not kept apart, off by {off:.2g} (tolerance {proof.tolerance:.1g}){where}"
+    return f"documents are not kept apart, off by {proof.off:.2g} {tolerance}{where}"

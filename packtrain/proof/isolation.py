@@ -1,24 +1,25 @@
 """The proof that documents in a packed row cannot see each other, measured on the loaded model.
 
-Three documents share a row. (1) The first, the middle and the last are replaced by other tokens in turn, and the outputs of
-the other two must not move; in training mode, since some layers run other code there, with the same random numbers each
-time. (2) Every document's outputs must equal those of the document alone under the model's own attention: those of training
-mode, or of eval mode where a model draws noise. (Eval mode is what the first-step watch and the modes of `verify` run in.)
-Preference pairs with a shared prompt are proved the same way, an answer must not move with the other one; a document stands
-between them, so that one proof serves pairs and documents.
+A row is exact when every document in it has the outputs that it has alone. Three documents share a row:
+(1) Isolation: each is replaced by other tokens in turn, and the outputs of the others must not move; in training mode, since
+some layers run other code there, with the same random numbers each time.
+(2) Equality: the outputs of each document must be those of the document alone under the model's own attention, in training
+mode, or in eval mode where a model draws noise.
 (3) A positive control: the same row declared as ONE document, its positions still counted per document (else learned
-positions alone would show), must differ from the documents alone by many times the tolerance, so that the proof cannot
-pass by being blind.
+positions alone would show), must differ from the documents alone by many times the tolerance. So the proof cannot pass
+because it sees nothing.
 
-Weights in float32 are proved in float32 also where training computes in bfloat16, unless the kernel takes nothing else:
-isolation does not depend on the precision, and bfloat16's rounding would hide a small leak.
+Preference pairs with a shared prompt are proved in the same way: an answer must not move with the other one. A document
+stands between two pairs, so that one proof serves pairs and documents. Weights in float32 are proved in float32 also where
+training computes in bfloat16, unless the kernel takes nothing else: isolation does not depend on the precision, and
+bfloat16's rounding would hide a small leak.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,20 +31,18 @@ from transformers import PreTrainedModel
 from packtrain.attention.backends import PER_DOCUMENT, attending_by
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, PacktrainError
-from packtrain.packing.collate import collate_flat, collate_padded, on_device, row_arguments
+from packtrain.packing.collate import collate_padded, on_device, row_arguments
 from packtrain.packing.segments import Segments
 
 LENGTHS = (5, 27, 5)
-"""Documents of the proof: 37 tokens in all, a prime, since few weights have a dimension of that size. The outer ones are
-longer than the filters of convolutions, the middle one is long for those windows that nobody told of."""
+"""Documents of the proof: 37 tokens, a prime, since few weights have a dimension of that size (proof/leak.py looks for it).
+The outer ones are longer than the filters of convolutions, the middle one is longer than small windows."""
 DOCUMENTS = Segments(LENGTHS)
 PAIRS = Segments((4, 2, 4, 8, 3, 5, 3), (None, 0, 0, None, None, 4, 4))
-"""Two preference pairs in a row, each a prompt and the two answers that see it, and a document between them; 29 tokens, since
-one row more is run than of documents. Prompts with an answer have two lengths, one of them the document's: so they run alone
-in two calls."""
-LONG = (150, 90, 40)
-"""Documents of the one row of `verify` that is longer."""
+"""Two preference pairs in a row, each a prompt and the two answers that see it, and a document between them."""
+_LONG = (150, 90, 40)
 CONTROL_FACTOR = 5
+"""How many tolerances the control has to be off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Proof:
     """What was measured; differences are the largest of |a - b| over all outputs, relative to the largest |output|.
 
     `moved_before` / `moved_after`: outputs of documents before / after the perturbed one; `alone`: against the document by
-    itself; `control`: `alone` with isolation switched off on purpose.
+    itself; `control`: `alone` with isolation switched off on purpose (infinite where that was left out).
     """
 
     verdict: str
@@ -61,6 +60,11 @@ class Proof:
     alone: float
     control: float
     tolerance: float
+
+    @property
+    def off(self) -> float:
+        """The largest difference that has to be rounding alone."""
+        return max(self.moved_before, self.moved_after, self.alone)
 
     def to_json(self) -> dict:
         """As plain values, for summary.json."""
@@ -84,42 +88,52 @@ def loss_tolerance_of(dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def prove_isolation(
-    model: PreTrainedModel, backend: str, *, autocast: torch.dtype | None = None, segments: Segments = DOCUMENTS
+    model: PreTrainedModel,
+    backend: str,
+    *,
+    autocast: torch.dtype | None = None,
+    segments: Segments = DOCUMENTS,
+    control: bool = True,
 ) -> Proof:
     """Runs the proof on `model` as it is, by the backend of that name; leaves mode, attention and random state as they were.
 
-    Costs a forward pass of the row of `segments` for each of `_changes` and two more (three where the model draws noise), and
-    one of all documents of equal length alone: 7 calls with DOCUMENTS, 222 tokens in all. Raises CheckFailed where the model cannot run such a row at all.
+    Costs a forward pass of the row for each of `_replacements` and two more (three where the model draws noise), and one of
+    each document: 8 calls with DOCUMENTS. Raises CheckFailed where the model cannot run such a row at all.
     """
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, vocabulary_of(model), (2, segments.tokens))
-    pieces = [np.split(row, segments.starts[1:]) for row in ids]
     tolerance = tolerance_of(autocast or model.dtype)
+    ids = random_ids(model, segments)
+    pieces = [np.split(row, segments.starts[1:]) for row in ids]
     with evaluating(model, autocast):
         alone = _alone(model, ids[0], segments)
         with attending_by(model, backend):
-            control = _difference(_together(model, ids[0], segments, separated=False), alone)
+            seen = _difference(logits_in_row(model, ids[0], segments, separated=False), alone) if control else math.inf
             train_without_dropout(model)
-            unchanged = _together(model, ids[0], segments)
+            unchanged = logits_in_row(model, ids[0], segments)
             before, after = 0.0, 0.0
-            for changing in _changes(segments):
-                row = np.concatenate([pieces[i in changing][i] for i in range(len(segments.lengths))])
-                outputs = _together(model, row, segments)
-                # what continues a changed segment has to move with it
-                still = [i for i, prefix in enumerate(segments.shared) if not changing & {i, prefix}]
+            for replaced in _replacements(segments):
+                row = np.concatenate([pieces[i in replaced][i] for i in range(len(segments.lengths))])
+                outputs = logits_in_row(model, row, segments)
+                # what continues a replaced segment has to move with it
+                still = [i for i, prefix in enumerate(segments.shared) if not replaced & {i, prefix}]
                 moved = {i: _difference([outputs[i]], [unchanged[i]]) for i in still}
-                before = max([before, *(value for i, value in moved.items() if i < max(changing))])
-                after = max([after, *(value for i, value in moved.items() if i > min(changing))])
+                before = max([before, *(value for i, value in moved.items() if i < max(replaced))])
+                after = max([after, *(value for i, value in moved.items() if i > min(replaced))])
             # in 16 bits a router may choose another expert for a token here and there: that is no leak
             typical = (autocast or model.dtype).itemsize < 4
             equality = _difference(unchanged, alone, typical=typical)
             if not equality <= tolerance:  # what is drawn in training mode is no leak either
                 model.eval()
-                equality = _difference(_together(model, ids[0], segments), alone, typical=typical)
-    exact = max(before, after, equality) <= tolerance
-    seeing = control >= CONTROL_FACTOR * tolerance
+                equality = _difference(logits_in_row(model, ids[0], segments), alone, typical=typical)
+    exact, seeing = max(before, after, equality) <= tolerance, seen >= CONTROL_FACTOR * tolerance
     verdict = "exact" if exact and seeing else "leaks" if not exact else "unsupported"
-    return Proof(verdict, backend, before, after, equality, control, tolerance)
+    return Proof(verdict, backend, before, after, equality, seen, tolerance)
+
+
+def long_row(model: PreTrainedModel) -> Segments:
+    """Documents of a longer row, none longer than the model's positions: some layers have chunks or tables of more tokens
+    than the proof's row."""
+    most = positions_of(model) or max(_LONG)
+    return Segments(tuple(min(length, most) for length in _LONG))
 
 
 @torch.no_grad()
@@ -129,8 +143,7 @@ def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.
     Training would be nonsense in the first case (a token sees what it has to predict; BERT and its kin without is_decoder),
     inexact in the second. Call it with the model's own attention in place; with the documents of the proof.
     """
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, vocabulary_of(model), (2, DOCUMENTS.tokens))
+    ids = random_ids(model, DOCUMENTS)
     tolerance, name = tolerance_of(autocast or model.dtype), type(model).__name__
     with evaluating(model, autocast):
         twice = np.tile(ids[0, : max(LENGTHS)], (2, 1))
@@ -151,68 +164,24 @@ def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.
     beside = [padded[number, :length] for number, length in enumerate(LENGTHS)]
     off = _difference(beside, alone, typical=(autocast or model.dtype).itemsize < 4)
     if off > tolerance:
-        raise CheckFailed(
-            f"padded documents of {name} come out otherwise than alone, off by {off:.2g} (tolerance {tolerance:.1g})",
-            where="packing.mode",
-            fix=_instead_of_padding(model, autocast),
-        )
+        what = f"padded documents of {name} come out otherwise than alone, off by {off:.2g} (tolerance {tolerance:.1g})"
+        fix = "take another model"
+        with suppress(CheckFailed):
+            if prove_isolation(model, PER_DOCUMENT, autocast=autocast).verdict != "leaks":
+                fix = f"set it to packed: its backend {PER_DOCUMENT} needs no padding"
+        raise CheckFailed(what, where="packing.mode", fix=fix)
 
 
-def _instead_of_padding(model: PreTrainedModel, autocast: torch.dtype | None) -> str:
-    """What to do where padded batches are not exact: rows whose documents run one at a time, unless the model cannot run them."""
-    try:
-        exact = prove_isolation(model, PER_DOCUMENT, autocast=autocast).verdict != "leaks"
-    except CheckFailed:
-        exact = False
-    return "set it to packed: its backend per_document needs no padding" if exact else "take another model"
+def random_ids(model: PreTrainedModel, segments: Segments) -> np.ndarray:
+    """int64 [2, T]."""
+    return np.random.default_rng(0).integers(0, vocabulary_of(model), (2, segments.tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class LongRow:
-    """How far the `documents` of a row are `off` themselves alone, relative to the largest output; lengths in tokens."""
+def _replacements(segments: Segments) -> list[set[int]]:
+    """Segments to be replaced together, so that each is replaced once while any other stays that must not move with it.
 
-    documents: tuple[int, ...]
-    off: float
-    tolerance: float
-
-    @property
-    def exact(self) -> bool:
-        """Whether rounding explains it."""
-        return self.off <= self.tolerance
-
-
-@torch.no_grad()
-def try_long_row(model: PreTrainedModel, backend: str, *, autocast: torch.dtype | None = None) -> LongRow:
-    """Runs a row of LONG documents (none longer than the model's positions), some layers having chunks or tables of more
-    tokens than the proof's row has; all but the first, which has nothing before it, are compared with themselves alone.
-
-    Costs a forward pass of the row and one of each document compared; where they differ in training mode, two more of the
-    row say whether the model draws noise there. Raises CheckFailed where it cannot run such a row.
-    """
-    most = positions_of(model) or max(LONG)
-    segments = Segments(tuple(min(length, most) for length in LONG))
-    ids = np.random.default_rng(0).integers(0, vocabulary_of(model), segments.tokens)
-    tolerance = tolerance_of(autocast or model.dtype)
-    typical = (autocast or model.dtype).itemsize < 4
-    with evaluating(model, autocast):
-        alone = [_whole(model, piece[None])[0] for piece in np.split(ids, segments.starts[1:])[1:]]
-        with attending_by(model, backend):
-            train_without_dropout(model)
-            outputs = _together(model, ids, segments)[1:]
-            off = _difference(outputs, alone, typical=typical)
-            if not off <= tolerance:
-                ids[: segments.lengths[0]] = ids[: segments.lengths[0]][::-1].copy()
-                moved = _difference(_together(model, ids, segments)[1:], outputs, typical=typical)
-                model.eval()
-                off = max(moved, _difference(_together(model, ids, segments)[1:], alone, typical=typical))
-    return LongRow(segments.lengths, off, tolerance)
-
-
-def _changes(segments: Segments) -> list[set[int]]:
-    """Segments to be changed together, so that each is changed once while any other stays that must not move with it.
-
-    Every document; or every prefix with all that continues it, then the first that continues each prefix, and so on. One
-    document beside such families changes with each of the latter.
+    Every document; or every prefix with all that continues it, then the first that continues each prefix, and so on. A
+    document beside such families is replaced with each of the latter.
     """
     families: dict[int, list[int]] = {}
     for number, prefix in enumerate(segments.shared):
@@ -229,18 +198,13 @@ def _alone(model: PreTrainedModel, ids: np.ndarray, segments: Segments) -> list[
     """float32 [length, vocabulary] of each segment; each document runs by itself, by the model's own attention.
 
     A document is a segment behind its prefix; the outputs of a prefix are those in front of the first that continues it.
-    Those of equal length are the rows of one call.
     """
     pieces = np.split(ids, segments.starts[1:])
-    rows: dict[int, dict[int, np.ndarray]] = defaultdict(dict)
+    alone: dict[int, torch.Tensor] = {}
     for number, prefix in enumerate(segments.shared):
         if number not in segments.shared:
-            row = np.concatenate([*([] if prefix is None else [pieces[prefix]]), pieces[number]])
-            rows[len(row)][number] = row
-    alone: dict[int, torch.Tensor] = {}
-    for together in rows.values():
-        for number, outputs in zip(together, _whole(model, np.stack(list(together.values()))), strict=True):
-            before, prefix = segments.prefix_lengths[number], segments.shared[number]
+            row = pieces[number] if prefix is None else np.concatenate([pieces[prefix], pieces[number]])
+            outputs, before = _whole(model, row[None])[0], segments.prefix_lengths[number]
             alone[number] = outputs[before:]
             if prefix is not None:
                 alone.setdefault(prefix, outputs[:before])
@@ -253,12 +217,12 @@ def _whole(model: PreTrainedModel, ids: np.ndarray) -> torch.Tensor:
     return logits_of(model, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
 
 
-def _together(
+def logits_in_row(
     model: PreTrainedModel, ids: np.ndarray, segments: Segments, *, separated: bool = True
 ) -> list[torch.Tensor]:
     """float32 [length, vocabulary] of each segment in the row; not `separated`: with no border but the positions' restart."""
-    told = row_arguments(segments if separated else Segments((segments.tokens,)))
-    batch = {"input_ids": torch.from_numpy(ids)[None], **told, "position_ids": segments.position_ids()}
+    arguments = row_arguments(segments if separated else Segments((segments.tokens,)))
+    batch = {"input_ids": torch.from_numpy(ids)[None], **arguments, "position_ids": segments.position_ids()}
     torch.manual_seed(0)  # of what is drawn in training mode
     return list(logits_of(model, batch)[0].split(segments.lengths))
 
@@ -299,27 +263,6 @@ def positions_of(model: PreTrainedModel) -> int | None:
     names = ("max_position_embeddings", "max_seq_len")  # the second one is MPT's
     said = (getattr(config, name, None) for name in names)
     return next((number for number in said if type(number) is int and number > 0), None)
-
-
-def unseparated(documents: Sequence[Document], most: int | None) -> dict[str, Any]:
-    """The row of `documents` with no border left in it (see `joined`) but the restart of the positions."""
-    row = collate_flat(documents)
-    pieces = np.split(
-        row["input_ids"][0].numpy().astype(np.int32), np.cumsum(joined(row["segments"].lengths, most))[:-1]
-    )
-    whole = [Document(ids, np.zeros(len(ids), dtype=bool)) for ids in pieces]
-    return {**collate_flat(whole), "position_ids": row["position_ids"], "shift_labels": row["shift_labels"]}
-
-
-def joined(lengths: Sequence[int], most: int | None) -> tuple[int, ...]:
-    """The lengths of neighbouring documents made one, none of more than `most` tokens but where it is alone; None: all one."""
-    whole = [lengths[0]]
-    for length in lengths[1:]:
-        if most is None or whole[-1] + length <= most:
-            whole[-1] += length
-        else:
-            whole.append(length)
-    return tuple(whole)
 
 
 def logits_of(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:

@@ -15,15 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import attending_by
-from packtrain.data.dataset import Document
-from packtrain.packing.collate import collate_flat
 from packtrain.proof.isolation import (
+    DOCUMENTS,
     LENGTHS,
     evaluating,
-    logits_of,
+    logits_in_row,
+    random_ids,
     tolerance_of,
     train_without_dropout,
-    vocabulary_of,
 )
 
 _ROW = sum(LENGTHS)
@@ -47,22 +46,16 @@ class Leak:
 @torch.no_grad()
 def find_leak(model: PreTrainedModel, backend: str) -> Leak | None:
     """The first place where documents of a row meet under `backend`, or None where nothing passes between them."""
-    rng = np.random.default_rng(1)
-    ids = rng.integers(0, vocabulary_of(model), (3, _ROW), dtype=np.int32)
-    rows = [
-        np.concatenate([ids[other, : _MIDDLE.start], ids[0, _MIDDLE], ids[other, _MIDDLE.stop :]]) for other in (1, 2)
-    ]
+    rows = random_ids(model, DOCUMENTS)
+    rows[1, _MIDDLE] = rows[0, _MIDDLE]
     with evaluating(model), attending_by(model, backend):
         train_without_dropout(model)  # as the proof does
         first, second = (_watched(model, row) for row in rows)
     tolerance = tolerance_of(model.dtype)
     for name, (taken, given) in first.items():  # in the order in which the modules ended: the innermost first
-        if name not in second:
-            continue
-        taken_then, given_then = second[name]
+        taken_then, given_then = second.get(name, (taken, given))
         if not _moved(taken, taken_then, tolerance) and _moved(given, given_then, tolerance):
-            module = model.get_submodule(name)
-            return Leak(name or type(model).__name__, _kind(module))
+            return Leak(name or type(model).__name__, _kind(model.get_submodule(name)))
     return None
 
 
@@ -81,11 +74,8 @@ def _watched(model: PreTrainedModel, row: np.ndarray) -> dict[str, tuple[list[fl
 
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
-    pieces = np.split(row, np.cumsum(LENGTHS)[:-1])
-    documents = [Document(piece, np.zeros(len(piece), dtype=bool)) for piece in pieces]
-    torch.manual_seed(0)
     try:
-        logits_of(model, collate_flat(documents))
+        logits_in_row(model, row, DOCUMENTS)
     finally:
         for handle in handles:
             handle.remove()
@@ -99,9 +89,7 @@ def _sums(value: Any) -> list[float]:
         if not value.is_floating_point() or not along:
             return []
         part = value.narrow(along[0], _MIDDLE.start, LENGTHS[1]).double()
-        if (
-            len(along) > 1 and along[1] == value.dim() - 1
-        ):  # a mask or scores [.., T, T]: what the others give is theirs
+        if len(along) > 1 and along[1] == value.dim() - 1:  # a mask or scores [.., T, T]
             part = part.narrow(along[1], _MIDDLE.start, LENGTHS[1])
         part = part.nan_to_num(0, 0, 0)
         weights = torch.arange(1, part.numel() + 1, device=part.device, dtype=part.dtype).reshape(part.shape).sin()

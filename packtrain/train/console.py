@@ -30,7 +30,7 @@ from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, elements
 from packtrain.plan.dpo_reference import DpoReference
-from packtrain.proof.choice import Decision
+from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import PairSteps, Steps
 from packtrain.wording import counted
 
@@ -129,7 +129,7 @@ def about_steps(
     log.say(f"[bold]steps[/]      {total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
 
 
-def attention(log: Log, model: PreTrainedModel, decision: Decision | None) -> None:
+def attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None) -> None:
     """Which attention serves the rows and why, and the isolation proof's figures; `decision` is None for padded batches."""
     if decision is None:
         log.say(f"[bold]attention[/]  {model.config._attn_implementation} on padded batches, as the model comes")

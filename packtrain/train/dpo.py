@@ -39,11 +39,11 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.dpo_reference import DpoReference
-from packtrain.proof.choice import Decision, examine_pairs
+from packtrain.proof.choice import AttentionChoice, prove_pairs
 from packtrain.train import console
 from packtrain.train.loader import MicroBatch, PairSteps
 from packtrain.train.loop import LoopSettings, StepTrainer, placeholder
-from packtrain.train.preflight import decide_together, same_everywhere
+from packtrain.train.preflight import choose_together, same_everywhere
 
 _COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
 TOKEN_LOSSES = ("sft",)
@@ -335,19 +335,19 @@ class DPO:
 
     def decide_attention(
         self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
-    ) -> Decision:
+    ) -> AttentionChoice:
         """Which backend serves packed rows of `model`, and whether prompts are computed once for both answers.
 
         Raises CheckFailed where packing.share_prefix asks for what the backend cannot do.
         """
         share = self._packing.share_prefix
-        decision = decide_together(wanted, model, ranks, precision.autocast, prove=prove, pairs=share is not False)
+        decision = choose_together(wanted, model, ranks, precision.autocast, prove=prove, pairs=share is not False)
         if share is False:
             self.layout, self._unshared = "flat", "packing.share_prefix=false"
             return decision
         lack = decision.unshared
         if lack is None:  # nothing was proved
-            lack, _ = examine_pairs(decision.backend.name, model, precision.autocast)
+            lack, _ = prove_pairs(decision.backend.name, model, precision.autocast)
         layout = "shared" if not lack else "flat"
         same_everywhere(layout, "layout of pairs", "packing.share_prefix", ranks.world_size)
         if lack and share:

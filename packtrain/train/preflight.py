@@ -1,4 +1,4 @@
-"""What is proved on the loaded model before step 1 and at it: the attention of packed rows, the output head, the first loss."""
+"""What is proved on the loaded model before step 1 and at it: the attention of packed rows, the output head, the first rows."""
 
 from __future__ import annotations
 
@@ -14,20 +14,28 @@ from transformers import PreTrainedModel
 from packtrain.attention.backends import PER_DOCUMENT, attention_of
 from packtrain.attention.rotary import rotates_by_length
 from packtrain.attention.segmented_modules import uses_attention_interface
-from packtrain.config.schema import SHARDED_WEIGHTS
 from packtrain.data.dataset import Document
-from packtrain.errors import CheckFailed
+from packtrain.errors import CheckFailed, Problem
 from packtrain.model.forward import Head, choose_head
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, most_of_all
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device
-from packtrain.plan.accelerate import STAGES
-from packtrain.proof.choice import Decision, decide
+from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 
+WATCHED_STEPS = 3
+_FEWEST = 16  # trained tokens whose rounding errors average out
+_BEGINNINGS = (32, 13, 24)  # tokens of the first documents whose gradients are compared
+_OF_GRADIENTS = 5  # times the tolerance of losses: in 16 bits a router may choose another expert, which moves them more
+_NOT_RIGHT = (
+    "packed rows are not computed right: set model.attention=per_document or packing.mode=padding, and please report this "
+    "model"
+)
+_LESS_OF_A_ROW = "set model.attention=per_document: some models have tables by position in the row, which end before it"
 
-def decide_together(
+
+def choose_together(
     wanted: str,
     model: PreTrainedModel,
     ranks: Ranks,
@@ -35,39 +43,41 @@ def decide_together(
     *,
     prove: bool,
     pairs: bool = False,
-) -> Decision:
-    """Decides by proof which attention serves packed rows, the same on all processes; `wanted` is model.attention, and
-    `pairs` as in `decide`.
+) -> AttentionChoice:
+    """Chooses by proof which attention serves packed rows, the same on all ranks; arguments as of `choose_attention`.
 
-    Raises UserError or CheckFailed where what is asked for is not there or not exact, or where processes would differ.
+    Raises UserError or CheckFailed where what is asked for is not available or not exact, or where ranks would differ.
     """
-    decision = decide(wanted, model, model.device, autocast=autocast, prove=prove, pairs=pairs)
-    same_everywhere(decision.backend.name, "attention", "model.attention", ranks.world_size)
-    check_together(ranks.strategy, decision.backend.name, model)
-    return decision
+    choice = choose_attention(wanted, model, model.device, autocast=autocast, prove=prove, pairs=pairs)
+    same_everywhere(choice.backend.name, "attention", "model.attention", ranks.world_size)
+    if problem := why_not_together(ranks, choice.backend.name, model):
+        raise CheckFailed(problem)
+    return choice
 
 
-def check_together(strategy: str, backend: str, model: PreTrainedModel) -> None:
-    """Raises CheckFailed where processes would gather weights a different number of times, each for its own documents."""
-    if strategy in SHARDED_WEIGHTS and backend == PER_DOCUMENT:
-        raise CheckFailed(
+def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Problem | None:
+    """Why ranks would gather weights a different number of times, each for its own documents; None where they do not."""
+    if ranks.sharded and backend == PER_DOCUMENT:
+        return Problem(
             f"packed rows of {type(model).__name__} run one document at a time, so that processes call it a different number "
-            f"of times; under {strategy} all have to call it together",
-            where="strategy.name",
-            fix="set packing.mode=padding, or strategy=zero2",
+            f"of times; under {ranks.strategy} all have to call it together",
+            "strategy.name",
+            "set packing.mode=padding, or strategy=zero2",
         )
-    if strategy in SHARDED_WEIGHTS and strategy in STAGES and not uses_attention_interface(model):
-        raise CheckFailed(
-            f"packed rows of {type(model).__name__} run its own attention code once per document, which {strategy} does not follow",
-            where="strategy.name",
-            fix="set strategy=fsdp2 or zero2, or packing.mode=padding",
+    if ranks.gathers_by_engine and not uses_attention_interface(model):
+        return Problem(
+            f"packed rows of {type(model).__name__} run its own attention code once per document, which {ranks.strategy} does "
+            "not follow",
+            "strategy.name",
+            "set strategy=fsdp2 or zero2, or packing.mode=padding",
         )
+    return None
 
 
-def same_everywhere(choice: str, what: str, where: str, processes: int) -> None:
-    """Raises CheckFailed on all processes where they did not come to the same `choice`."""
+def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None:
+    """Raises CheckFailed on all ranks where they did not come to the same `choice`."""
     with waiting("the choices of all ranks"):
-        choices = gather_object([choice]) if processes > 1 else [choice]
+        choices = gather_object([choice]) if world_size > 1 else [choice]
     if len(set(choices)) > 1:
         ranks = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(choices))
         raise CheckFailed(
@@ -83,30 +93,17 @@ def fit_head(model: PreTrainedModel, head: Head, probe: dict[str, Any], autocast
         return choose_head(model, head, probe, tolerance=loss_tolerance_of(autocast or model.dtype))
 
 
-WATCHED_STEPS = 3
-_FEWEST = 16  # trained tokens whose rounding errors average out
-_BEGINNINGS = (32, 13, 24)  # tokens of the first documents whose gradients are compared
-_OF_GRADIENTS = 5  # times the tolerance of losses: in 16 bits a router may choose another expert, which moves them more
-_NOT_RIGHT = (
-    "packed rows are not computed right: set model.attention=per_document or packing.mode=padding, and please report this "
-    "model"
-)
-_LESS_OF_A_ROW = "set model.attention=per_document: some models have tables by position in the row, which end before it"
-
-
 @dataclass(frozen=True, slots=True)
 class FirstStepWatch:
-    """Compares the loss of each document of a packed row with that of the same document padded, computed as the run does,
-    and their sums: of the first row of each of the first WATCHED_STEPS steps, since what a run keeps from one step to the
-    next may be at fault too.
+    """Compares packed rows with padded batches on real documents, at their real lengths: the first row of each of the first
+    WATCHED_STEPS steps, since what a run keeps from one step to the next may be at fault too.
 
-    `attention` is the implementation that the model came with, which serves the padded batch. The proof before it has made
-    its own short documents; these are the real ones, at their real lengths. Document by document, since a border that is
-    forgotten moves one or two of them, which does not show in the sum of many, and since errors of either sign cancel there.
+    Losses are compared document by document: a forgotten border moves one or two of them, which does not show in the sum of
+    many. Norms of gradients are compared at the first of these steps, over the beginnings of a few documents: a backward
+    pass of the whole padded row would take memory that training does not need. (Not where weights are spread, as that takes
+    hooks which training uses; `packtrain verify` compares them there.)
 
-    Norms of gradients are compared at the first of these steps, over the beginnings of a few documents: a forward pass has
-    none, and a backward pass of the whole padded row would take memory that training does not need. Where weights are
-    spread they are not, as that takes hooks which training uses; `packtrain verify` compares them there.
+    `attention` is the implementation that the model came with, which serves the padded batch.
     """
 
     attention: str
@@ -115,53 +112,49 @@ class FirstStepWatch:
 
     @torch.no_grad()
     def check(self, model: Any, row: dict[str, Any], *, step: int) -> float:
-        """Returns the largest difference, relative to the document's loss or to a nat for each of its trained tokens and for
-        16 at least, whichever is more: rounding errors of few tokens do not average out.
+        """Returns the largest difference of the losses of a document, relative to its loss, or to a nat for each of its trained
+        tokens and for 16 at least, whichever is more: rounding errors of few tokens do not average out.
 
-        `row` is a flattened micro-batch of `step`. Costs one forward pass of it and some of its documents padded, each of no more slots.
-        Raises CheckFailed beyond the tolerance, and where a row this long cannot run.
+        `row` is a flattened micro-batch of `step`. Costs a forward pass of it and of its documents padded, in batches of no
+        more slots. Raises CheckFailed beyond the tolerance, and where a row this long cannot run.
         """
         device, documents, lengths = row["input_ids"].device, _documents(row), row["segments"].lengths
+        base, tokens = base_model(model), row["segments"].tokens
         padded = torch.zeros(len(documents), dtype=torch.float64)
-        name, tokens = type(base_model(model)).__name__, row["segments"].tokens
         # a longer document beside them would change the others in a padded batch
-        slots = 0 if rotates_by_length(base_model(model)) else tokens
+        batches = list(_batches(lengths, 0 if rotates_by_length(base) else tokens))
         with evaluating(model):
-            with refusals_of_a_model(f"{name} cannot run a row of {tokens} tokens", fix=_LESS_OF_A_ROW):
-                packed = _of_documents(model(**row, token_losses=True)[0], lengths)
-            with attention_of(base_model(model), self.attention):
-                batches = list(_batches(lengths, slots))
-                for number in range(
-                    most_of_all(len(batches), device)
-                ):  # as often as the others, where weights are spread
+            with refusals_of_a_model(f"{type(base).__name__} cannot run a row of {tokens} tokens", fix=_LESS_OF_A_ROW):
+                packed = _sums(model(**row, token_losses=True)[0], lengths)
+            with attention_of(base, self.attention):
+                # as often as the other ranks, where weights are spread
+                for number in range(most_of_all(len(batches), device)):
                     these = batches[min(number, len(batches) - 1)]
                     batch = collate_padded([documents[one] for one in these], self.pad_token_id)
                     padded[these] = model(**on_device(batch, device), token_losses=True).sum(dim=1).double().cpu()
-        trained = _of_documents(row["shift_labels"][0] != IGNORE, lengths)
+        trained = _sums(row["shift_labels"][0] != IGNORE, lengths)
         packed, padded, trained = (torch.cat([each, each.sum()[None]]) for each in (packed, padded, trained))
         off = (packed - padded).abs() / padded.maximum(trained).clamp(min=_FEWEST)
         nowhere = ~(packed.isfinite() | padded.isfinite())  # too high a learning rate: no fault of the rows
         off = off.nan_to_num(torch.inf).masked_fill((packed == padded) | nowhere, 0.0)
-        difference, worst = (one.item() for one in off.max(dim=0))
-        if difference > self.tolerance:
-            which = (
-                f"document {int(worst) + 1} of the first row of step {step} has"
-                if worst < len(lengths)
-                else f"the documents of the first row of step {step} have"
-            )
-            ours, theirs = (each[int(worst)] / trained[int(worst)].clamp(min=1) for each in (packed, padded))
+        worst = int(off.argmax())
+        if off[worst] > self.tolerance:
+            of_one = worst < len(lengths)
+            which = f"document {worst + 1}" if of_one else "the documents"
+            ours, theirs = (each[worst] / trained[worst].clamp(min=1) for each in (packed, padded))
             raise CheckFailed(
-                f"{which} loss {ours:.6g} packed and {theirs:.6g} padded",
+                f"{which} of the first row of step {step} {'has' if of_one else 'have'} loss {ours:.6g} packed and "
+                f"{theirs:.6g} padded",
                 fix=_NOT_RIGHT,
             )
-        return difference
+        return off[worst].item()
 
     def check_gradients(self, model: Any, row: dict[str, Any]) -> float:
         """Returns the relative difference of the norms of all trained parameters' gradients, over the beginnings of the first
-        documents of `row`, every token of them trained.
+        documents of `row`, every token of them trained; gradients that are there are left alone.
 
-        Leaves the gradients in the parameters alone, and what waits for them. Costs a forward and a backward pass of 69
-        tokens packed and padded, and the memory of one set of gradients. Raises CheckFailed beyond the tolerance.
+        Costs a forward and a backward pass of 69 tokens packed and padded, and the memory of one set of gradients. Raises
+        CheckFailed beyond the tolerance.
         """
         beginnings = [one.input_ids[:tokens] for one, tokens in zip(_documents(row), _BEGINNINGS, strict=False)]
         documents = [Document(ids, np.ones(len(ids), dtype=bool)) for ids in beginnings]
@@ -187,7 +180,7 @@ def _gradient_norm(model: Any, batch: dict[str, Any]) -> float:
     return torch.stack(norms).norm().item() if norms else 0.0
 
 
-def _of_documents(values: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+def _sums(values: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
     """float64 [documents] on the CPU: the sums over the tokens of each document, of `values` [T]."""
     return torch.stack([part.sum() for part in values.double().cpu().split(lengths)])
 

@@ -30,7 +30,7 @@ from packtrain.model.load import load_model
 from packtrain.model.spread import loading_whole
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.dpo_reference import base_of
-from packtrain.proof.choice import Decision
+from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint import tidy
 from packtrain.train.console import Log
@@ -128,7 +128,7 @@ class Summary:
 
     trainer: StepTrainer
     data: PreparedData
-    decision: Decision | None
+    decision: AttentionChoice | None
     started: float
     early: bool
 

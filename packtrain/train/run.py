@@ -39,7 +39,7 @@ from packtrain.packing.schedule import make_schedule
 from packtrain.plan.accelerate import STAGES
 from packtrain.plan.agreement import shared_values
 from packtrain.plan.dpo_reference import reference_of
-from packtrain.proof.choice import Decision
+from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, results
@@ -168,7 +168,7 @@ def _build(
     tokenizer: PreTrainedTokenizerBase,
     origin: dict[str, Any],
     checkpoint: Path | None,
-) -> tuple[StepTrainer, Decision | None]:
+) -> tuple[StepTrainer, AttentionChoice | None]:
     """The trainer, ready for step 1, and which attention was decided on for packed rows (None: batches are padded)."""
     config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
     base, attention = base_model(model), own_attention(base_model(model))

@@ -25,12 +25,12 @@ from packtrain.model.routers import router_loss, without_labels
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.schedule import Schedule
-from packtrain.proof.choice import Decision
+from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import tolerance_of
 from packtrain.train import console
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.loop import LoopSettings, StepTrainer, placeholder
-from packtrain.train.preflight import FirstStepWatch, decide_together, fit_head
+from packtrain.train.preflight import FirstStepWatch, choose_together, fit_head
 
 _PROBE_TOKENS = 64
 _COLUMNS: dict[str, list[Any]] = {"input_ids": [[0]], "labels": [[0]]}
@@ -135,9 +135,9 @@ class SFT:
 
     def decide_attention(
         self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
-    ) -> Decision:
+    ) -> AttentionChoice:
         """Which backend serves packed rows of `model`."""
-        return decide_together(wanted, model, ranks, precision.autocast, prove=prove)
+        return choose_together(wanted, model, ranks, precision.autocast, prove=prove)
 
     def slots(self, data: TokenDataset) -> np.ndarray:
         """int [documents]: token slots that each takes in a row."""

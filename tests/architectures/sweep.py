@@ -26,7 +26,7 @@ from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.model.forward import add_loss_sum, choose_head
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, shifted_labels
-from packtrain.proof.choice import decide
+from packtrain.proof.choice import choose_attention
 from packtrain.proof.isolation import tolerance_of
 
 Batch = dict[str, object]
@@ -93,13 +93,13 @@ def outcome_of(model_type: str) -> Outcome:
         return Outcome(model_type, "refused", _without_figures(refusal.problems[0].what))
     modes = {"padding": difference(model, [collate_padded(items[:3], 0), collate_padded(items[3:], 0)], truth)}
     try:
-        decision = decide("auto", model, torch.device("cpu"))
+        decision = choose_attention("auto", model, torch.device("cpu"))
     except CheckFailed as refusal:
         return Outcome(model_type, "padding only", _without_figures(refusal.problems[0].what), modes)
     with attending_by(model, decision.backend.name):
         modes["padding_free"] = difference(model, [collate_flat(items[:3]), collate_flat(items[3:])], truth)
         modes["packed"] = difference(model, [collate_flat(items)], truth)
-    lacks = "; ".join(lack for backend, lack in decision.lacking if backend != "flash")  # no CPU has it
+    lacks = "; ".join(lack for backend, lack in decision.rejected if backend != "flash")  # no CPU has it
     return Outcome(model_type, decision.backend.name, _without_figures(lacks), modes)
 
 

@@ -14,7 +14,7 @@ from packtrain.attention import flash
 from packtrain.attention.backends import attention_of
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
-from packtrain.proof.choice import decide
+from packtrain.proof.choice import choose_attention
 from packtrain.proof.isolation import prove_isolation
 
 FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "phi", "cohere")
@@ -73,10 +73,10 @@ def test_flash_is_as_near_to_float32_as_the_documents_alone_in_bfloat16(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_auto_takes_an_exact_backend_and_says_why_it_is_not_flash(family: str, device: torch.device) -> None:
     model = tiny_model(family).to(device, torch.bfloat16)
-    decision = decide("auto", model, device)
-    print(family, decision.backend, decision.lacking)
+    decision = choose_attention("auto", model, device)
+    print(family, decision.backend, decision.rejected)
     assert decision.proof and decision.proof.verdict == "exact"
-    assert decision.backend.name == "flash" or decision.lacking[0][0] == "flash"
+    assert decision.backend.name == "flash" or decision.rejected[0][0] == "flash"
 
 
 def test_a_proof_by_flash_sees_a_leak(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from packtrain.errors import CheckFailed
 from packtrain.model.forward import add_loss_sum
 from packtrain.packing.collate import collate_flat
 from packtrain.packing.segments import Segments
-from packtrain.proof.choice import decide
+from packtrain.proof.choice import choose_attention
 from packtrain.train.preflight import FirstStepWatch
 
 REMOTE_CODE = '''
@@ -180,7 +180,7 @@ def test_the_watch_says_what_to_do_where_a_model_cannot_run_rows_of_this_length(
     """roformer has a table of as many positions as a document may have; the proof's row has 37 tokens."""
     model = tiny_model("roformer", is_decoder=True, embedding_size=64, max_position_embeddings=72)
     watch = FirstStepWatch(own_attention(model), 1e-4, 0)
-    assert decide("auto", model, torch.device("cpu")).backend.name == "segmented"
+    assert choose_attention("auto", model, torch.device("cpu")).backend.name == "segmented"
     add_fused_lm_head(model)
     add_loss_sum(model).fused = False
     attend_by(model, "segmented")

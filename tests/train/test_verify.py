@@ -18,7 +18,7 @@ from transformers import MptConfig, MptForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
-from packtrain.config.schema import Batch, Data, Model, Objective, Packing, Peft, RunConfig, Strategy, Trainer
+from packtrain.config.schema import Batch, Data, Model, Objective, Packing, Peft, RunConfig, Trainer
 from packtrain.data.sources.hub import OFFLINE_ADVICE
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import load as loading
@@ -29,7 +29,7 @@ from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
 from packtrain.train.verify import report as verifying
 from packtrain.train.verify.command import show
-from packtrain.train.verify.modes import MODES, Comparison, compare_modes, lengths_for
+from packtrain.train.verify.modes import MODES, Comparison, compare_documents, lengths_for
 from packtrain.train.verify.report import verify, worst_of
 
 MAMBA = {"model_type": "mamba", "hidden_size": 48, "state_size": 8, "num_hidden_layers": 2}
@@ -53,7 +53,7 @@ def proved(folder: Path, model: dict[str, Any], **groups: Any) -> tuple[int, dic
 def compared(model: Any, backend: str = "segmented") -> Comparison:
     add_fused_lm_head(model)
     add_loss_sum(model)
-    return compare_modes(model, backend, pad_token_id=0, loss="nll", autocast=None)
+    return compare_documents(model, backend, pad_token_id=0, loss="nll", autocast=None)
 
 
 def test_an_exact_model_ends_with_0_and_one_json_document_and_leaves_the_run_folder_alone(tmp_path: Path) -> None:
@@ -131,15 +131,13 @@ def test_a_model_that_cannot_be_flattened_is_exact_one_document_at_a_time_and_sa
 
 
 def test_what_a_strategy_cannot_train_is_not_called_exact() -> None:
-    config = RunConfig(model=Model(attention="per_document"), strategy=Strategy(name="fsdp2"))
-    found = verifying._isolation(config, tiny_model("llama"))
-    assert (
-        verifying.judge(found, compared(tiny_model("llama")))[0] == "unsupported"
-        and "a different number of times" in found.problem
-    )
-    assert "zero2" in found.fix
+    spread = Ranks(0, 1, torch.device("cpu"), "fsdp2")
+    config, model = RunConfig(model=Model(attention="per_document")), tiny_model("llama")
+    found = verifying._isolation(config, spread, model, None)
+    assert found.problem and "a different number of times" in found.problem and "zero2" in found.fix
+    assert next(verifying._findings(found, compared(model), None, None, None))[0] == "unsupported"
     padded = replace(config, packing=Packing(mode="padding"))
-    assert verifying._isolation(padded, tiny_model("llama")).problem == ""
+    assert verifying._isolation(padded, spread, tiny_model("llama"), None).problem == ""
 
 
 def test_a_named_backend_that_leaks_is_named_with_the_first_module(tmp_path: Path, capsys: Any) -> None:
@@ -261,7 +259,7 @@ def test_nothing_but_padding_is_unsupported_and_says_so(tmp_path: Path, monkeypa
     def refuse(*_: Any, **__: Any) -> None:
         raise CheckFailed("no way to run packed rows of it exactly", fix="set packing.mode=padding")
 
-    monkeypatch.setattr(verifying, "decide", refuse)
+    monkeypatch.setattr(verifying, "choose_attention", refuse)
     code, report = proved(tmp_path, LLAMA)
     assert (code, report["verdict"], report["backend"]) == (3, "unsupported", None)
     assert report["modes"]["padding"]["grad_rel_diff"] < 1e-4

@@ -1,50 +1,75 @@
-"""Loss and gradients of the three modes against the definition: every document alone, by the model's own attention, with its
-full logits and plain cross-entropy.
+"""Loss and gradients of the three modes against the definition: every document, or every padded pair, alone, by the model's
+own attention.
 
-The documents are random tokens of odd lengths. A positive control says whether the measure can see at all: the same row
-declared as ONE document must have gradients that are off by many times the tolerance. Dropout and noise are off, since the
-layouts would draw different numbers. Beside the model there are two sets of gradients at a time, the definition's and those
-of one mode: less than an optimizer needs.
+Documents are random tokens of odd lengths, with full logits and plain cross-entropy where they are alone. Pairs have the
+losses of the objective, by the trainer of a run and so by TRL's own code; their reference is the model itself, off by some
+nats an answer, so that no pair is at a zero margin. A positive control shows whether the measure can see at all: the packed
+row declared as ONE document must have gradients that are off by many times the tolerance. Dropout and noise are off, since
+the layouts would draw different numbers. Beside the model there are two sets of gradients at a time, the definition's and
+those of one mode: less than an optimizer needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from trl import DPOConfig
 
-from packtrain.attention.backends import attending_by
+from packtrain.attention.backends import attending_by, own_attention
 from packtrain.attention.segmented_modules import uses_attention_interface
-from packtrain.data.dataset import Document
+from packtrain.config.schema import Batch, Packing, RunConfig
+from packtrain.data.dataset import Document, PairDataset, Preference
 from packtrain.errors import CheckFailed
+from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model
-from packtrain.model.spread import most_of_all
-from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device, shifted_labels
-from packtrain.proof.isolation import evaluating, positions_of, refusals_of_a_model, unseparated, vocabulary_of
+from packtrain.model.precision import precision_of
+from packtrain.model.reference import load_reference
+from packtrain.model.spread import Ranks, most_of_all
+from packtrain.packing.collate import (
+    IGNORE,
+    PairRows,
+    collate_flat,
+    collate_padded,
+    on_device,
+    row_arguments,
+    shifted_labels,
+)
+from packtrain.packing.schedule import make_schedule
+from packtrain.packing.segments import Segments
+from packtrain.plan.dpo_reference import DpoReference
+from packtrain.proof.isolation import evaluating, positions_of, refusals_of_a_model, vocabulary_of
+from packtrain.train.dpo import PackedDPOTrainer, check_routers, objective_arguments
+from packtrain.train.dpo_start import Start, check_pair_forward, start_of
+from packtrain.train.loader import PairSteps
+from packtrain.train.loop import LoopSettings, StopRequest, training_arguments
 
 MODES = ("padding", "padding_free", "packed")
 SHARED = "packed with shared prompts"
-LENGTHS = (1, 2, 17, 33, 33, 33, 5, 71)
-LONGEST_WINDOW = 512  # tokens; a document beyond a larger one would cost more than it shows
-CONTROL_FACTOR = 5
-_FIRST_BATCH = 4  # documents in the first of two micro-batches
+_LENGTHS = (1, 2, 17, 33, 33, 33, 5, 71)
+_LONGEST_WINDOW = 512  # tokens; a document beyond a larger one would cost more than it shows
+_FIRST_DOCUMENTS = 4  # in the first of two micro-batches
 _TRAINED = 0.7  # of the tokens
+_PAIRS = ((10, 5, 9), (1, 4, 4), (33, 1, 2), (2, 7, 7), (5, 20, 3), (18, 6, 11))  # tokens of prompt, chosen, rejected
+_FIRST_PAIRS = 3
+_OFF = 3.0  # nats, standard deviation of the reference's log-probabilities around the model's
+_CONTROL_FACTOR = 5
 _DISTURBANCES = 4  # one may by chance flip no router
 _MARGIN = 1.5  # times what a unit in the last place of the embeddings does, see `compare`
-
-Gradients = list[torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Mean `loss` of a trained token, and relative differences from the documents alone: of the loss, and of all trained
+    """Mean `loss` of a trained token, and relative differences from the definition: of the loss, and of all trained
     parameters' gradients as one vector. All None, and `problem` says why, where the model cannot run it."""
 
     loss: float | None
@@ -61,37 +86,29 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was measured on documents of `lengths`: `modes` in the order of MODES; `reference` is the loss of the documents
-    alone; `shared` is that of packed pairs whose prompts are computed once. `usual` is the tolerance of gradients before it
-    was widened for this model, if it was."""
+    """What was measured on documents of `lengths`: by mode, in the order of MODES, then SHARED where prompts are.
+
+    `reference` is the definition's loss; `usual` the tolerance of gradients before it was widened for this model, if it was.
+    """
 
     lengths: tuple[int, ...]
     reference: float
-    modes: dict[str, Figures]
+    measured: dict[str, Figures]
     control: Figures
     loss_tolerance: float
     grad_tolerance: float
     usual: float
-    shared: Figures | None = None
-
-    @property
-    def measured(self) -> dict[str, Figures]:
-        """All that was compared with the documents alone."""
-        return self.modes if self.shared is None else {**self.modes, SHARED: self.shared}
 
     @property
     def off(self) -> list[str]:
-        """The modes that ran and differ from the documents alone by more than rounding."""
-        return [
-            mode
-            for mode, figures in self.measured.items()
-            if not figures.problem and not figures.within(self.loss_tolerance, self.grad_tolerance)
-        ]
+        """The modes that ran and differ from the definition by more than rounding."""
+        limits = self.loss_tolerance, self.grad_tolerance
+        return [mode for mode, one in self.measured.items() if not one.problem and not one.within(*limits)]
 
     @property
     def least_control(self) -> float:
         """How far off the control's gradients must be for a leak not to hide."""
-        return max(CONTROL_FACTOR * self.usual, 2 * self.grad_tolerance)
+        return max(_CONTROL_FACTOR * self.usual, 2 * self.grad_tolerance)
 
     @property
     def sees(self) -> bool:
@@ -105,28 +122,27 @@ def tolerances_of(dtype: torch.dtype) -> tuple[float, float]:
     The largest that was measured over tiny models of nine families and SmolLM2-135M (30 layers), padded and flattened,
     is 1e-7 and 4e-6 in float32, 6e-6 and 1.3e-3 in float16, 9e-5 and 1.5e-2 in bfloat16: some units in the last place
     (2^-23, 2^-10, 2^-7 from one value to the next). The tolerances leave gradients three times as much in 16 bits, and the
-    loss, which hardly tells a leak, more, for kernels that add up in another order. Without borders gradients are off by
+    loss, which hardly shows a leak, more, for kernels that add up in another order. Without borders gradients are off by
     0.5 to 1.7.
     """
     return {torch.float32: (1e-5, 1e-4), torch.float16: (1e-3, 1e-2)}.get(dtype, (5e-3, 5e-2))
 
 
 @dataclass(frozen=True, slots=True)
-class Layouts:
-    """The same examples, with documents of `lengths`, in every layout: batches as `Measure.together` takes them.
+class Examples:
+    """The same examples, of documents of `lengths`, as batches in every layout; `borderless` is `packed` as one document.
 
-    `borderless` is `packed` declared as one document (or as few, see `longest_alone`); `shared` is None where prompts are not shared.
+    `loss` of batches, or of the definition (None), is their mean loss, whose gradients it adds to the parameters'. It raises
+    CheckFailed where the model cannot run them.
     """
 
     lengths: tuple[int, ...]
-    padding: list[Any]
-    padding_free: list[Any]
-    packed: list[Any]
-    borderless: list[Any]
-    shared: list[Any] | None = None
+    layouts: dict[str, Sequence[Any]]
+    borderless: Sequence[Any]
+    loss: Callable[[Sequence[Any] | None], float]
 
 
-def compare_modes(
+def compare_documents(
     model: PreTrainedModel, backend: str | None, *, pad_token_id: int, loss: str, autocast: torch.dtype | None
 ) -> Comparison:
     """Compares the modes of supervised fine-tuning on `model`, adapters included, whose forward has `loss_sum` (forward.py).
@@ -135,93 +151,140 @@ def compare_modes(
     where that is not the weights' format. Raises as `compare`.
     """
     documents = random_documents(base_model(model))
-    first, second = documents[:_FIRST_BATCH], documents[_FIRST_BATCH:]
-    layouts = Layouts(
-        lengths=tuple(len(document.input_ids) for document in documents),
-        padding=[collate_padded(part, pad_token_id) for part in (first, second)],
-        padding_free=[collate_flat(first), collate_flat(second)],
-        packed=[collate_flat(documents)],
-        borderless=[unseparated(documents, longest_alone(base_model(model)))],
-    )
+    first, second = documents[:_FIRST_DOCUMENTS], documents[_FIRST_DOCUMENTS:]
     trained = sum(int(document.loss_mask[1:].sum()) for document in documents)
-    return compare(_Documents(model, autocast, documents, loss, trained), layouts, backend)
+
+    def alone(document: Document) -> torch.Tensor:
+        ids = torch.from_numpy(document.input_ids.astype(np.int64))[None].to(model.device)
+        with _running(model, "a document alone", autocast):
+            logits = model(input_ids=ids, use_cache=False).logits[0].float()
+        labels = shifted_labels(document).to(logits.device)
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+        return (losses * (-losses).exp().detach() if loss == "dft" else losses).sum()
+
+    def together(batch: dict[str, Any]) -> torch.Tensor:
+        with _running(model, "a flattened row" if "segments" in batch else "a padded batch", autocast):
+            return cast(Any, model)(**on_device(batch, model.device), loss_sum=True)
+
+    def loss_of(batches: Sequence[Any] | None) -> float:
+        losses = map(alone, documents) if batches is None else map(together, batches)
+        return sum(_backward(model, one / trained) for one in losses)
+
+    row = collate_flat(documents)
+    layouts: dict[str, Sequence[Any]] = {
+        "padding": [collate_padded(part, pad_token_id) for part in (first, second)],
+        "padding_free": [collate_flat(first), collate_flat(second)],
+        "packed": [row],
+    }
+    borderless = {**row, **row_arguments(_borderless(row["segments"], base_model(model)))}
+    lengths = tuple(len(document.input_ids) for document in documents)
+    return compare(model, Examples(lengths, layouts, [borderless], loss_of), backend, autocast)
 
 
-def compare(measure: Measure, layouts: Layouts, backend: str | None) -> Comparison:
+def compare_pairs(trainer: PackedDPOTrainer, backend: str | None, *, shares: bool, split: bool) -> Comparison:
+    """Compares the modes on the model of `trainer_on_random_pairs`; `shares` prompts too. Not `split`: the loss sorts the pairs
+    of a step, and takes all of them at once everywhere.
+
+    Raises as `compare`, and CheckFailed where the output head is not the model's (`check_pair_forward`).
+    """
+    model, autocast, padded = trainer.model, trainer.settings.autocast, cast(PairSteps, trainer.steps)
+    pairs = cast(_Pairs, padded.data).pairs
+    trainer.precompute_ref_logps, trainer.ref_model = True, None
+    logps = _logps_of_each(trainer)
+    padded = replace(padded, reference=logps + np.random.default_rng(0).normal(0, _OFF, logps.shape).astype(np.float32))
+    flat, shared = replace(padded, layout="flat"), replace(padded, layout="shared")
+    every = list(range(len(pairs)))
+    parts = [every[:_FIRST_PAIRS], every[_FIRST_PAIRS:]] if split else [every]
+    alone = [padded.collate(part) for part in ([[number] for number in every] if split else parts)]
+
+    def loss_of(batches: Sequence[Any] | None) -> float:
+        batches, total = alone if batches is None else batches, 0.0
+        counts = torch.tensor([batch.counts for batch in batches]).sum(0).to(model.device)
+        for batch in batches:
+            kind = "a flattened row of pairs" if "layout" in batch.inputs else "a padded batch of pairs"
+            with _running(model, kind, autocast):
+                loss = trainer.loss_of(model, batch, counts)
+            total += _backward(model, loss / trainer.accelerator.num_processes)
+        return total
+
+    layouts: dict[str, Sequence[Any]] = {
+        "padding": [padded.collate(part) for part in parts],
+        "padding_free": [flat.collate(part) for part in parts],
+        "packed": [flat.collate(every)],
+    }
+    if shares:
+        layouts[SHARED] = [shared.collate(every)]
+    row = flat.collate(every)
+    layout = row.inputs["layout"]
+    layout = replace(layout, segments=_borderless(layout.segments, base_model(model)))
+    borderless = replace(row, inputs={**row.inputs, "layout": layout})
+    check_pair_forward(trainer, own_attention(base_model(model)))
+    lengths = tuple(len(side.input_ids) for pair in pairs for side in (pair.chosen, pair.rejected))
+    return compare(model, Examples(lengths, layouts, [borderless], loss_of), backend, autocast)
+
+
+def compare(
+    model: PreTrainedModel, examples: Examples, backend: str | None, autocast: torch.dtype | None
+) -> Comparison:
     """Runs the definition and the modes. Raises CheckFailed where the model cannot even run the definition, or where its
     loss is not a number.
 
     In 16 bits a router may choose another expert for a token whose experts are nearly even, and gradients then differ by up
     to 0.25 without any leak. So where a mode is beyond the usual tolerance in 16 bits, it is measured four times what a unit
-    in the last place of the embeddings does to the documents alone, and 1.5 times the largest of that is the tolerance; the
+    in the last place of the embeddings does to the definition, and 1.5 times the largest of that is the tolerance; the
     control must be off by twice as much.
     """
-    base = base_model(measure.model)
-    reference = measure.alone()
-    gradients = measure.take_gradients()
-    norm = _norm(gradients)
+    base = base_model(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    reference = examples.loss(None)
+    definition = _take_gradients(trained)
+    norm = _norm(definition)
     if not (np.isfinite(reference) and 0 < norm < np.inf):
         raise CheckFailed(
             f"{type(base).__name__} has loss {reference:.6g} with gradients of norm {norm:.3g} on random documents",
             fix="look at its weights, and at model.dtype (float16 overflows early)",
         )
 
-    def figures(batches: list[dict[str, Any]] | None = None) -> Figures:
-        """Of collated batches; of the documents alone, once more, without."""
+    def figures(batches: Sequence[Any] | None) -> Figures:
         try:
-            value = measure.alone() if batches is None else measure.together(batches)
+            value = examples.loss(batches)
         except CheckFailed as refusal:
-            measure.take_gradients()
+            _take_gradients(trained)
             return Figures(None, None, None, refusal.problems[0].what)
         off = abs(value - reference) / max(abs(reference), 1e-8)
-        return Figures(value, off, measure.distance_from(gradients) / norm)
+        return Figures(value, off, _distance(trained, definition) / norm)
 
-    padded = figures(layouts.padding)
-    shared = None
-    if backend is None:
-        nothing = Figures(None, None, None, "nothing runs packed rows of this model exactly")
-        modes, control = {"padding": padded, "padding_free": nothing, "packed": nothing}, nothing
-    else:
+    control = Figures(None, None, None, "nothing runs packed rows of this model exactly")
+    measured = {"padding": figures(examples.layouts["padding"])} | dict.fromkeys(MODES[1:], control)
+    if backend is not None:
         with attending_by(base, backend):
-            free = figures(layouts.padding_free)
-            modes = {"padding": padded, "padding_free": free, "packed": figures(layouts.packed)}
-            shared = figures(layouts.shared) if layouts.shared is not None else None
-            control = figures(layouts.borderless)
-    dtype = measure.autocast or base.dtype
+            flattened = {mode: batches for mode, batches in examples.layouts.items() if mode != "padding"}
+            measured |= {mode: figures(batches) for mode, batches in flattened.items()}
+            control = figures(examples.borderless)
+    dtype = autocast or base.dtype
     tolerances = usual = tolerances_of(dtype)
-    compared = [*modes.values(), *([shared] if shared else [])]
-    beyond = dtype.itemsize < 4 and not all(one.within(*usual) for one in compared if not one.problem)
-    if _on_any_process(base, beyond):
+    beyond = dtype.itemsize < 4 and not all(one.within(*usual) for one in measured.values() if not one.problem)
+    if any(isinstance(one, DTensor) for one in trained):  # spread weights take all processes for what follows
+        beyond = bool(most_of_all(int(beyond), base.device))
+    if beyond:
         with _last_place_disturbed(base, dtype):
-            noise = [figures() for _ in range(_DISTURBANCES)]
-        by_loss = _MARGIN * max(one.loss_rel_diff or 0.0 for one in noise)
-        by_gradients = _MARGIN * max(one.grad_rel_diff or 0.0 for one in noise)
-        tolerances = max(usual[0], by_loss), max(usual[1], by_gradients)
-    return Comparison(layouts.lengths, reference, modes, control, *tolerances, usual[1], shared)
-
-
-def _on_any_process(model: PreTrainedModel, found: bool) -> bool:
-    """Whether any process `found` it, where weights are spread and what follows takes all of them; else what this one did."""
-    together = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return bool(most_of_all(int(found), model.device)) if together else found
+            noise = [figures(None) for _ in range(_DISTURBANCES)]
+        by_loss, by_gradients = (
+            max(one.loss_rel_diff or 0.0 for one in noise),
+            max(one.grad_rel_diff or 0.0 for one in noise),
+        )
+        tolerances = max(usual[0], _MARGIN * by_loss), max(usual[1], _MARGIN * by_gradients)
+    return Comparison(examples.lengths, reference, measured, control, *tolerances, usual[1])
 
 
 def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
-    """LENGTHS, the last of them longer than every window or chunk of the model up to LONGEST_WINDOW tokens; none longer than
-    the positions it has."""
+    """Lengths of the documents: the last longer than every window or chunk of the model up to _LONGEST_WINDOW tokens, none
+    longer than the positions it has."""
     config = model.config.get_text_config().to_dict()
     local = [value for name, value in config.items() if ("window" in name or "chunk" in name) and type(value) is int]
-    longest = max(LENGTHS[-1], *(value + 7 for value in local if value <= LONGEST_WINDOW), 0)
+    longest = max(_LENGTHS[-1], *(value + 7 for value in local if value <= _LONGEST_WINDOW), 0)
     most = positions_of(model) or longest
-    return tuple(min(length, most) for length in (*LENGTHS[:-1], longest))
-
-
-def longest_alone(model: PreTrainedModel) -> int | None:
-    """Tokens of the longest document that `model` can run; None where that is no limit of its attention's own.
-
-    Attention code of a model's own may have tables as long as its positions, which a row declared as one document would leave.
-    """
-    return None if uses_attention_interface(model) else positions_of(model)
+    return tuple(min(length, most) for length in (*_LENGTHS[:-1], longest))
 
 
 def random_documents(model: PreTrainedModel) -> list[Document]:
@@ -233,84 +296,134 @@ def random_documents(model: PreTrainedModel) -> list[Document]:
     ]
 
 
+def random_pairs(model: PreTrainedModel) -> list[Preference]:
+    """Pairs of odd lengths, one of them longer than windows (see `lengths_for`), none longer than the positions."""
+    rng, vocabulary, longest = np.random.default_rng(0), vocabulary_of(model), max(lengths_for(model))
+    pairs = []
+    for prompt, *answers in [*_PAIRS, (longest - 20, 20, 9)] if longest > 40 else _PAIRS:
+        asked, *drawn = (rng.integers(0, vocabulary, length, dtype=np.int32) for length in (prompt, *answers))
+        sides = [np.concatenate([asked, answer])[:longest] for answer in drawn]
+        chosen, rejected = (Document(ids, np.arange(len(ids)) >= prompt) for ids in sides)
+        pairs.append(Preference(chosen, rejected, prompt if prompt > 1 else 0))
+    return pairs
+
+
+class _Pairs:
+    """In the place of a PairDataset."""
+
+    def __init__(self, pairs: list[Preference]) -> None:
+        self.pairs = pairs
+        self.lengths = np.array([len(p.chosen.input_ids) + len(p.rejected.input_ids) for p in pairs], np.int32)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Preference:
+        return self.pairs[index]
+
+
+def trainer_on_random_pairs(
+    config: RunConfig, reference: DpoReference, model: Any, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+) -> PackedDPOTrainer:
+    """The trainer of a run of one step of all pairs, padded, against the reference of the run.
+
+    `model` has no forward of packtrain's yet. Raises UserError where a run would: the reference cannot be loaded, or the
+    routers of the model want a loss of their own.
+    """
+    check_routers(base_model(model))
+    named = config.objective.reference
+    loaded, _ = load_reference(reference, named, config.model, tokenizer, ranks, seed=config.trainer.seed)
+    if reference.kind == "adapters":
+        add_reference(model, reference.adapters)
+    pairs, precision = _Pairs(random_pairs(base_model(model))), precision_of(model, config.trainer.mixed_precision)
+    batch = Batch(examples_per_step=len(pairs), examples_per_device=len(pairs))
+    schedule = make_schedule(pairs.lengths, Packing(mode="padding_free"), batch, max_steps=1)
+    pad = int(cast(Any, tokenizer.pad_token_id) or 0)
+    steps = PairSteps(cast(PairDataset, pairs), schedule, "padding", pad)
+    arguments = training_arguments(
+        replace(config.trainer, checkpoint_every=None, eval_every=None),
+        config.optim,
+        config.tracking,
+        precision,
+        strategy="ddp",
+        step_timeout=config.topology.step_timeout,
+        total_steps=1,
+        on_cpu=ranks.device.type == "cpu",
+        evaluates=False,
+        starts_anew=True,
+    )
+    folder = Path(config.trainer.output_dir)
+    settings = LoopSettings(steps, None, StopRequest(), folder, {}, autocast=precision.autocast)
+    own = objective_arguments(config.objective, precomputed=reference.kind == "precomputed")
+    return PackedDPOTrainer(model, DPOConfig(**arguments, **own), tokenizer, settings=settings, reference=loaded)
+
+
+def start_on_random_pairs(
+    trainer: PackedDPOTrainer, backend: str | None, layout: PairRows, *, precomputed: bool
+) -> Start:
+    """Where a run starts whose model is its own reference, with pairs laid out as it lays them out, by `backend`.
+
+    Log-probabilities that were `precomputed` are those of the data: here they are computed of the random pairs.
+    """
+    padded = cast(PairSteps, trainer.steps)
+    trainer.steps = replace(padded, layout=layout, reference=_logps_of_each(trainer) if precomputed else None)
+    with ExitStack() as attending:
+        for one in filter(None, (trainer.model, trainer.ref_model)) if layout != "padding" else ():
+            attending.enter_context(attending_by(base_model(cast(Any, one)), cast(str, backend)))
+        start = start_of(trainer)
+    trainer.steps = padded
+    return start
+
+
+def _logps_of_each(trainer: PackedDPOTrainer) -> np.ndarray:
+    """float32 [pairs, 2]: log-probabilities of each pair alone, by the model."""
+    steps = cast(PairSteps, trainer.steps)
+    with torch.no_grad(), evaluating(base_model(trainer.model)):
+        each = [trainer.policy_logps(steps.collate([number])) for number in range(len(steps.data))]
+    return torch.cat([torch.stack(one, dim=1).float().cpu() for one in each]).numpy()
+
+
 @dataclass(frozen=True)
-class Measure:
-    """Losses of a model, adapters included; their gradients are left in the parameters until they are taken or compared."""
+class _Borderless(Segments):
+    """Fewer documents by its lengths than its positions are those of."""
 
-    model: Any
-    autocast: torch.dtype | None
+    positions: tuple[int, ...] = ()
 
-    def alone(self) -> float:
-        """The definition. Raises CheckFailed where the model cannot run it."""
-        raise NotImplementedError
-
-    def together(self, batches: Sequence[Any]) -> float:
-        """Of batches of Layouts, as training computes it. Raises CheckFailed where the model cannot run it."""
-        raise NotImplementedError
-
-    def take_gradients(self) -> Gradients:
-        """The gradients of all trained parameters, which lose them; None for those that got none."""
-        parameters = self._parameters()
-        taken = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        return taken
-
-    def distance_from(self, reference: Gradients) -> float:
-        """The norm of the gradients minus `reference`, parameter by parameter; the gradients are dropped."""
-        square = 0.0
-        for parameter, theirs in zip(self._parameters(), reference, strict=True):
-            ours, parameter.grad = parameter.grad, None
-            square += _norm([ours if theirs is None else theirs if ours is None else ours - theirs]) ** 2
-        return square**0.5
-
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    @contextmanager
-    def running(self, what: str) -> Iterator[None]:
-        base = base_model(self.model)
-        with (
-            evaluating(base, self.autocast),
-            refusals_of_a_model(f"{type(base).__name__} {what}", fix="see what model.config sets"),
-        ):
-            yield
-
-    def backward(self, loss: torch.Tensor) -> float:
-        """Its value, once its gradients are added to the parameters'."""
-        with refusals_of_a_model(f"{type(base_model(self.model)).__name__} has no gradient", fix="report this model"):
-            loss.backward()
-        return loss.item()
+    def position_ids(self) -> torch.Tensor:
+        return torch.tensor(self.positions)[None]
 
 
-@dataclass(frozen=True)
-class _Documents(Measure):
-    """Mean losses over the `trained` tokens of documents."""
+def _borderless(row: Segments, model: PreTrainedModel) -> Segments:
+    """`row` with no border left in it but the restart of the positions.
 
-    documents: Sequence[Document]
-    loss: str
-    trained: int
+    Attention code of a model's own may have tables as long as its positions: then neighbours are joined up to that length.
+    """
+    most = None if uses_attention_interface(model) else positions_of(model)
+    whole = [row.lengths[0]]
+    for length in row.lengths[1:]:
+        if most is None or whole[-1] + length <= most:
+            whole[-1] += length
+        else:
+            whole.append(length)
+    return _Borderless(tuple(whole), positions=tuple(row.position_ids()[0].tolist()))
 
-    def alone(self) -> float:
-        total = 0.0
-        for document in self.documents:
-            ids = torch.from_numpy(document.input_ids.astype(np.int64))[None].to(self.model.device)
-            with self.running("cannot run a document alone"):
-                logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
-            labels = shifted_labels(document).to(logits.device)
-            losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-            if self.loss == "dft":
-                losses = losses * (-losses).exp().detach()
-            total += self.backward(losses.sum() / self.trained)
-        return total
 
-    def together(self, batches: Sequence[dict[str, Any]]) -> float:
-        total = 0.0
-        for batch in batches:
-            with self.running(f"cannot run a {'flattened row' if 'segments' in batch else 'padded batch'}"):
-                loss = self.model(**on_device(batch, self.model.device), loss_sum=True)
-            total += self.backward(loss / self.trained)
-        return total
+@contextmanager
+def _running(model: Any, what: str, autocast: torch.dtype | None) -> Iterator[None]:
+    base = base_model(model)
+    name = type(base).__name__
+    with (
+        evaluating(base, autocast),
+        refusals_of_a_model(f"{name} cannot run {what}", fix="see what model.config sets"),
+    ):
+        yield
+
+
+def _backward(model: Any, loss: torch.Tensor) -> float:
+    """The value of `loss`, once its gradients are added to the parameters'."""
+    with refusals_of_a_model(f"{type(base_model(model)).__name__} has no gradient", fix="report this model"):
+        loss.backward()
+    return loss.item()
 
 
 @contextmanager
@@ -329,7 +442,24 @@ def _last_place_disturbed(model: PreTrainedModel, dtype: torch.dtype) -> Iterato
         handle.remove()
 
 
-def _norm(gradients: Gradients) -> float:
+def _take_gradients(trained: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
+    """The gradients of the parameters, which lose them; None for those that got none."""
+    taken = [parameter.grad for parameter in trained]
+    for parameter in trained:
+        parameter.grad = None
+    return taken
+
+
+def _distance(trained: Sequence[torch.nn.Parameter], definition: Sequence[torch.Tensor | None]) -> float:
+    """The norm of the gradients minus `definition`, one parameter after the other; the gradients are dropped."""
+    square = 0.0
+    for parameter, theirs in zip(trained, definition, strict=True):
+        ours, parameter.grad = parameter.grad, None
+        square += _norm([ours if theirs is None else theirs if ours is None else ours - theirs]) ** 2
+    return square**0.5
+
+
+def _norm(gradients: Sequence[torch.Tensor | None]) -> float:
     """Of all of them as one vector; of those that are spread over processes, over all processes."""
     norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients if one is not None]
     norms = [(norm.full_tensor() if isinstance(norm, DTensor) else norm).item() for norm in norms]

@@ -20,7 +20,7 @@ from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed
 from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, shifted_labels
 from packtrain.packing.segments import Segments
-from packtrain.proof.choice import decide
+from packtrain.proof.choice import choose_attention
 from packtrain.proof.isolation import prove_isolation
 
 LONGEST = 64  # positions that the models are made for: rows may be longer
@@ -128,8 +128,8 @@ def test_auto_takes_it_by_proof_and_transformers_has_nothing_to_warn_of(
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     names = CASES[case][1].keys() & {"max_position_embeddings", "n_positions", "max_seq_len"}
     model = tiny_model(case, **dict.fromkeys(names, 128))  # the proof runs 37 tokens as one document
-    decision = decide("auto", model, torch.device("cpu"))
-    assert decision.backend.name == "segmented", decision.lacking
+    decision = choose_attention("auto", model, torch.device("cpu"))
+    assert decision.backend.name == "segmented", decision.rejected
     assert "attention implementation" not in caplog.text
 
 
@@ -258,7 +258,7 @@ def test_positions_counted_over_the_row_fail_the_proof_and_auto_goes_on() -> Non
     sizes = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
     model = _model("mvp", **sizes, max_position_embeddings=128)
     assert prove_isolation(model, "segmented").verdict == "leaks"
-    assert decide("auto", model, torch.device("cpu")).backend.name == "per_document"
+    assert choose_attention("auto", model, torch.device("cpu")).backend.name == "per_document"
 
 
 def test_what_cannot_replace_the_attention_says_so() -> None:

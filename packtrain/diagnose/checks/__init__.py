@@ -1,0 +1,1 @@
+"""Checks of the facts of a machine, with their fixes. Pure."""
