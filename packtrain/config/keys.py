@@ -92,7 +92,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One config key: `path` is "optim.learning_rate"; bounds are `>= minimum` and `> above`."""
+    """One config key: `path` is "optim.learning_rate"; bounds are `>= minimum`, `> above` and `<= maximum`."""
 
     path: str
     type: Any
@@ -100,6 +100,7 @@ class Key:
     doc: str
     minimum: float | None
     above: float | None
+    maximum: float
 
 
 @cache
@@ -167,8 +168,7 @@ def advice_for(path: str) -> str:
 
 def _key(one: Field[Any], kind: Any, path: str) -> Key:
     default = one.default_factory() if one.default_factory is not MISSING else one.default
-    meta = one.metadata
-    return Key(path, kind, default, meta["doc"], meta["minimum"], meta["above"])
+    return Key(path, kind, default, **one.metadata)
 
 
 def _words(kind: Any) -> str:

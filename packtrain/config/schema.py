@@ -38,9 +38,14 @@ DEFAULT_EXAMPLES = 8
 DEFAULT_ROW_TOKENS = 8192
 
 
-def key(default: Any, doc: str, *, minimum: float | None = None, above: float | None = None) -> Any:
-    """A config field: its default, its one-sentence description, and bounds (`>= minimum`, `> above`) where it has any."""
-    metadata = {"doc": doc, "minimum": minimum, "above": above}
+def key(
+    default: Any, doc: str, *, minimum: float | None = None, above: float | None = None, maximum: float = 10**9
+) -> Any:
+    """A config field: its default, its one-sentence description, and bounds (`>= minimum`, `> above`) where it has any.
+
+    A number above `maximum` does not fit some counter, or would never end.
+    """
+    metadata = {"doc": doc, "minimum": minimum, "above": above, "maximum": maximum}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -79,7 +84,9 @@ class DataSource:
     )
     split: str = key("train", "Split of a hub data set or a saved DatasetDict.")
     subset: str | None = key(None, "Configuration name of a hub data set.")
-    weight: float = key(1.0, "Times that each document appears in an epoch; 0.5 takes a random half.", above=0)
+    weight: float = key(
+        1.0, "Times that each document appears in an epoch; 0.5 takes a random half.", above=0, maximum=10**4
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -115,7 +122,7 @@ class Data:
     )
     bad_rows: Literal["error", "skip"] = key("error", "Stop at the first unreadable row, or count and skip them.")
     shuffle: bool = key(True, "New order of the documents in every epoch, from trainer.seed.")
-    workers: int | None = key(None, "Processes that tokenise; none for one per CPU core.", minimum=1)
+    workers: int | None = key(None, "Processes that tokenise; none for one per CPU core.", minimum=1, maximum=1024)
     cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
 
 
@@ -252,8 +259,8 @@ class Trainer:
 
     output_dir: str = key("runs/sft", "Run folder.")
     max_steps: int | None = key(None, "Optimizer steps, in place of trainer.epochs.", minimum=1)
-    epochs: float = key(1.0, "Passes over the data.", above=0)
-    seed: int = key(0, "Seed of data order, dropout and new weights.", minimum=0)
+    epochs: float = key(1.0, "Passes over the data.", above=0, maximum=10**6)
+    seed: int = key(0, "Seed of data order, dropout and new weights.", minimum=0, maximum=2**32 - 1)
     resume: str = key(
         "auto", "auto continues an unfinished run in output_dir, never starts anew, or a checkpoint folder."
     )
@@ -268,7 +275,7 @@ class Trainer:
     log_every: int = key(1, "Steps between logged lines.", minimum=1)
     mixed_precision: Literal["no", "bf16"] = key("no", "Compute in bfloat16 over weights in model.dtype.")
     gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass to save memory.")
-    loader_workers: int = key(0, "Processes that assemble batches ahead of the model.", minimum=0)
+    loader_workers: int = key(0, "Processes that assemble batches ahead of the model.", minimum=0, maximum=1024)
     samples: list[str] = key([], "Prompts answered before and after training, printed at the end.")
     sample_tokens: int = key(64, "Most new tokens of such an answer.", minimum=1)
 
@@ -304,11 +311,16 @@ class Topology:
         "auto: join a running launch, else all machines of a Slurm job, else all GPUs of this machine, else one CPU process; "
         "manual: the same command once on every machine, each with its topology.node_rank.",
     )
-    nodes: int | None = key(None, "Machines; none for those of the Slurm job, else 1.", minimum=1)
-    gpus_per_node: int | None = key(None, "Processes per machine; none for one per visible GPU.", minimum=1)
+    nodes: int | None = key(None, "Machines; none for those of the Slurm job, else 1.", minimum=1, maximum=100_000)
+    gpus_per_node: int | None = key(
+        None, "Processes per machine; none for one per visible GPU.", minimum=1, maximum=1024
+    )
     main_address: str | None = key(None, "Host name or address of the first machine.")
     main_port: int | None = key(
-        None, "Free TCP port on the first machine; none for a free one (29500 with topology=manual).", minimum=1
+        None,
+        "Free TCP port on the first machine; none for a free one (29500 with topology=manual).",
+        minimum=1,
+        maximum=65535,
     )
     node_rank: int | None = key(None, "manual: number of this machine, from 0.", minimum=0)
     join_timeout: int = key(300, "Seconds to wait for all processes at start.", minimum=1)
@@ -345,7 +357,10 @@ class Topology:
     )
     job_name: str | None = key(None, "Slurm: name of the job; the run folder's name if none.")
     signal_before: int = key(
-        120, "Slurm: seconds before the time limit at which the run is told to write a checkpoint and stop.", minimum=1
+        120,
+        "Slurm: seconds before the time limit at which the run is told to write a checkpoint and stop.",
+        minimum=1,
+        maximum=65535,
     )
     requeue: bool = key(
         False, "Slurm: put a job that its time limit stopped, or that lost a machine, back into the queue to go on."

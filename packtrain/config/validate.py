@@ -177,7 +177,8 @@ def _as_number(text: str) -> Any:
 def _in_bounds(value: float, key: Key) -> bool:
     if not math.isfinite(value):
         return False
-    return (key.minimum is None or value >= key.minimum) and (key.above is None or value > key.above)
+    above = (key.minimum is None or value >= key.minimum) and (key.above is None or value > key.above)
+    return above and value <= key.maximum
 
 
 def _unknown(path: str) -> Finding:
@@ -191,6 +192,8 @@ def _unknown_in(known: Mapping[str, Key], prefix: str, name: str) -> Finding:
 
 
 def _refused(value: Any, key: Key) -> Finding:
+    if isinstance(value, (int, float)) and key.maximum < value < math.inf:
+        return Finding((key.path,), f"found {_found(value)}", f"Allowed: at most {key.maximum:.0f}.")
     fix = f"Allowed: {describe(key)}."
     meant = near(value, choices(key.type), 1) if isinstance(value, str) else []
     if meant and meant[0] == value:

@@ -8,25 +8,13 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 
 from packtrain.config.keys import Finding, keys, near
 from packtrain.config.rules.dpo import dpo_rules
 from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
 
-LARGEST = 10**9  # of any number: what is greater does not fit some counter, or would never end
-LARGEST_OF = {
-    "trainer.seed": 2**32 - 1,  # numpy's
-    "trainer.epochs": 10**6,
-    "topology.main_port": 65535,
-    "topology.nodes": 100_000,
-    "topology.gpus_per_node": 1024,
-    "topology.signal_before": 65535,  # Slurm's
-    "data.workers": 1024,
-    "trainer.loader_workers": 1024,
-}
-LARGEST_WEIGHT = 10**4
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 # What torch is told of a launch: two sources for one number would be one too many.
 _OF_LAUNCH = (
@@ -59,7 +47,6 @@ SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
 def check(config: RunConfig, given: Set[str]) -> list[Finding]:
     """Everything that is impossible in `config`, for the keys `given` with a value that is not their default."""
     return [
-        *_numbers(config),
         *_model(config),
         *_data(config, given),
         *_batch(config),
@@ -76,35 +63,6 @@ def nearest_multiples(value: int, unit: int) -> str:
     """The multiples of `unit` on both sides of `value`, in words: "8192 or 16384"."""
     below = value // unit * unit
     return " or ".join(str(one) for one in (below, below + unit) if one > 0)
-
-
-def _numbers(config: RunConfig) -> Iterator[Finding]:
-    """Numbers that no run can want."""
-    for path in keys():
-        group, _, name = path.partition(".")
-        value, largest = getattr(getattr(config, group), name), LARGEST_OF.get(path, LARGEST)
-        if isinstance(value, (int, float)) and value > largest:
-            yield Finding((path,), f"found {value}", f"Allowed: at most {largest}.")
-    for key, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        for at, source in enumerate(sources(value)):
-            if source.weight > LARGEST_WEIGHT:
-                place = f"{key}[{at}].weight" if isinstance(value, list) else f"{key}.weight"
-                yield Finding((place,), f"found {source.weight}", f"Allowed: at most {LARGEST_WEIGHT}.")
-    for path, number in _inside(config.model.config, "model.config"):
-        if not math.isfinite(number):
-            yield Finding((path,), f"found {number}", "Allowed: a finite number.")
-
-
-def _inside(value: object, path: str) -> Iterator[tuple[str, float]]:
-    """Every float in a value of mappings and lists, with its path."""
-    if isinstance(value, float):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from _inside(one, f"{path}.{name}")
-    elif isinstance(value, list):
-        for at, one in enumerate(value):
-            yield from _inside(one, f"{path}[{at}]")
 
 
 def _model(config: RunConfig) -> Iterator[Finding]:

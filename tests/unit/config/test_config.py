@@ -417,7 +417,6 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["optim.warmup_steps=1e300"], "optim.warmup_steps", "at most 1000000000"),
         (["data.workers=1000000"], "data.workers", "at most 1024"),
         (["data.train=[a/b,{path: c/d, weight: 1e9}]"], "data.train[1].weight", "at most 10000"),
-        (["model.config.rope={factor: [1.0,nan]}"], "model.config.rope.factor[1]", "finite"),
         (["data.columns={promt: question}"], "data.columns.promt", "Did you mean prompt?"),
         (["data.columns={question: prompt}"], "data.columns.question", "Ours comes first: {prompt: question}."),
         (["data.chat_template=chatmll"], "data.chat_template", "Did you mean chatml?"),
