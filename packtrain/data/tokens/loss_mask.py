@@ -73,12 +73,9 @@ class ChatEncoder:
         spoken = "\n".join(text[start:end] for start, end in spans)
         _check_content(conversation, wanted, spoken if whole else text)
         _check_calls(conversation, wanted, text if template.has_marks else spoken)
-        special = self.tokenizer.special_ids
-        parts = [_tokens_between(encoded, text, start, end, special) for start, end in spans]
-        parts = [self._without_tail(part, encoded, text) for part in parts]
+        parts = [_tokens_between(encoded, text, start, end, self.tokenizer.special_ids) for start, end in spans]
         for part, following in zip(parts, [*parts[1:], None], strict=True):
-            mask[part] = True
-            mask[self._end_after(part, following, encoded, text, whole)] = True
+            mask[self._through_its_end(part, following, encoded, text, whole)] = True
         return encoded.ids, mask
 
     def encode_pair(self, chosen: Conversation, rejected: Conversation) -> list[np.ndarray]:
@@ -144,15 +141,6 @@ class ChatEncoder:
                 return min(start + inside, end), end
         return span
 
-    def _without_tail(self, part: np.ndarray, encoded: Encoded, text: str) -> np.ndarray:
-        """The tokens without the white space that follows a control token."""
-        assert encoded.starts is not None and encoded.ends is not None
-        for kept in range(len(part), 0, -1):
-            at = part[kept - 1]
-            if text[encoded.starts[at] : encoded.ends[at]].strip():
-                return part[:kept] if int(encoded.ids[at]) in self.tokenizer.special_ids else part
-        return part
-
     @cached_property
     def _header(self) -> str:
         """What stands in front of every answer: the generation prompt, but for a thought that it opens.
@@ -190,30 +178,32 @@ class ChatEncoder:
             fix = "Set data.chat_template to one for tools, or take the tools out of the data."
             raise BadRow("tools left out", what, "tools", fix)
 
-    def _end_after(
-        self, part: np.ndarray, following: np.ndarray | None, encoded: Encoded, text: str, whole: bool
-    ) -> slice:
-        """The tokens to train after the trained tokens `part`, so that its turn ends in an end-of-turn token.
+    def _through_its_end(
+        self, turn: np.ndarray, following: np.ndarray | None, encoded: Encoded, text: str, whole: bool
+    ) -> np.ndarray:
+        """The tokens `turn` (indices), cut or extended to end in the turn's end-of-turn token.
 
-        None of them when it does already, or when `following` is another part of the same turn. Raises BadRow when
-        there is no such token: a `whole` turn must hold it, after marks only white space may stand in front of it.
+        White space behind that token is taken off. Marks may leave the token out: then it is added where only white space
+        stands in front of it, or `following` is another part of the same turn. A `whole` turn must hold it. Raises BadRow
+        where there is no such token.
         """
-        assert encoded.starts is not None and encoded.ends is not None
-        after = int(part[-1]) + 1 if len(part) else 0
-        for at in part[::-1]:
-            if text[encoded.starts[at] : encoded.ends[at]].strip():
-                if int(encoded.ids[at]) in self.tokenizer.special_ids:
-                    return slice(after, after)
-                break
-        if len(part) and not whole:
-            end = after
-            while end < len(encoded.ids) and not text[encoded.starts[end] : encoded.ends[end]].strip():
-                end += 1
-            if end < len(encoded.ids) and int(encoded.ids[end]) in self._end_ids:
-                return slice(after, end + 1)
-            if following is not None and not self._end_ids.intersection(encoded.ids[after : following[0]].tolist()):
-                return slice(after, after)
-        shown = text[max(0, int(encoded.ends[after - 1]) - 40) : int(encoded.ends[after - 1])] if len(part) else ""
+        ids, starts, ends = encoded.ids, encoded.starts, encoded.ends
+        assert starts is not None and ends is not None
+
+        def is_space(at: int) -> bool:
+            return not text[starts[at] : ends[at]].strip()
+
+        last = next((number for number in range(len(turn), 0, -1) if not is_space(turn[number - 1])), 0)
+        if last and int(ids[turn[last - 1]]) in self.tokenizer.special_ids:
+            return turn[:last]
+        after = int(turn[-1]) + 1 if len(turn) else 0
+        if len(turn) and not whole:
+            end = next((at for at in range(after, len(ids)) if not is_space(at)), len(ids))
+            if end < len(ids) and int(ids[end]) in self._end_ids:
+                return np.append(turn, np.arange(after, end + 1))
+            if following is not None and not self._end_ids.intersection(ids[after : following[0]].tolist()):
+                return turn
+        shown = text[max(0, int(ends[after - 1]) - 40) : int(ends[after - 1])] if len(turn) else ""
         what = f"an assistant's turn does not end in a control token, so the model would not learn to stop: …{shown!r}"
         raise BadRow(REFUSED, what, "messages", "Have the chat template write eos_token after the assistant's turns.")
 

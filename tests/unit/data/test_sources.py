@@ -60,6 +60,7 @@ DEEP, LONG_NUMBER = "[" * 100_000, "1" * 5000
         ("x.jsonl", f'{{"text": {DEEP}}}\n', "x.jsonl:1: broken JSON: nested too deeply"),
         ("x.json", f'[\n{{"text": "a b", "n": {LONG_NUMBER}}}]', "x.json:2: broken JSON: a number has thousands"),
         ("x.json", f"[\n{DEEP}]", "x.json:2: broken JSON: nested too deeply"),
+        ("x.json", b'[{"text": "fine"},\n{"text": "caf\xe9"}]', "x.json:2: not UTF-8: the element holds bytes"),
         ("x.csv", f"messages\n{DEEP}\n", "x.csv:2, messages: expected a list"),
         ("x.jsonl", '{"text": "a b"}\n'.encode("utf-16"), "UTF-16"),
         ("x.csv", 'text\nfine\n"open\nlost\nlost too\n', "x.csv:3: broken csv: unexpected end of data"),
@@ -68,7 +69,7 @@ DEEP, LONG_NUMBER = "[" * 100_000, "1" * 5000
         ("x.jsonl.gz", gzip.compress(b"")[:10] + b"\xff" * 30, "x.jsonl.gz: cannot read the file"),
         ("x.jsonl", '{"input_ids": [5, 6, 7], "completion_mask": [0, 5, 1]}', "completion_mask[1]: expected 0 or 1"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_a_damaged_file_is_an_error_that_names_the_place(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
