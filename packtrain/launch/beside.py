@@ -36,10 +36,22 @@ from packtrain.launch.worker import exit_codes, losses, report_loss
 from packtrain.monitor.old.diagnosis import ABORTED
 from packtrain.monitor.old.heartbeat import HEARTBEAT_DIR, own_pulse, read_beats
 from packtrain.monitor.old.watchdog import DIAGNOSIS, Watchdog
-from packtrain.plan.surroundings import BY_HAND, launch_of
+from packtrain.plan.surroundings import ALSO_NEEDED, OF_MPI, RENDEZVOUS, int_of
 from packtrain.run_folder import in_time, write_json
 from packtrain.wording import numbered, ranks_in_words
 
+BY_HAND = "by-hand"
+# Those that start a process for each rank, the first of them first: its variables for rank, size and rank on the machine, and
+# those that tell a launch from others on the machine; the process that has started it where there are none.
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_LAUNCHES = (
+    (OF_MPI[0][:3], ("PMIX_NAMESPACE",)),
+    (OF_MPI[1][:3], ()),
+    (
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    ),
+)
 _EXITS = "exits"
 _LOOK_S = 0.25
 _PARTING_S = 3
@@ -384,3 +396,23 @@ def _signal(pid: int, number: int) -> None:
 
 if __name__ == "__main__":
     _watch(json.loads(sys.argv[1]))
+
+
+def launch_of(env: Mapping[str, str], parent: int) -> tuple[str, int] | None:
+    """The launch that has started this process for its RANK: a name that it has for all on this machine, and the number here.
+
+    `parent` is the process that has started this one: torchrun and DeepSpeed's launcher start all of a machine. By hand, where
+    they are called BY_HAND, nothing is known of it. None where they do not have ranks of a machine.
+    """
+    if _TORCHRUN in env:
+        return f"{parent}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", int_of(env, "LOCAL_RANK", 0)
+    for (rank, size, local), names in _LAUNCHES:
+        if local in env and (env.get(rank), env.get(size)) == (env.get("RANK"), env.get("WORLD_SIZE")):
+            told = [env[name] for name in names if env.get(name)]
+            return re.sub(r"[^\w.]", "-", "-".join(told)) or str(parent), int_of(env, local, 0)
+    if any(name not in env for name in (*RENDEZVOUS, *ALSO_NEEDED)):
+        return None
+    if "CROSS_SIZE" in env and "LOCAL_SIZE" in env:  # DeepSpeed's
+        return str(parent), int_of(env, "LOCAL_RANK", 0)
+    name = re.sub(r"[^\w.]", "-", f"{env['MASTER_ADDR']}-{env['MASTER_PORT']}")
+    return f"{BY_HAND}-{name}", int_of(env, "LOCAL_RANK", 0)

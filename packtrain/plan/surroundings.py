@@ -242,23 +242,10 @@ def _number(env: Mapping[str, str], name: str) -> int | None:
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # what torchrun gives each process
 ALSO_NEEDED = ("LOCAL_RANK", "MASTER_PORT")
 DEFAULT_PORT = 29500
-BY_HAND = "by-hand"
 # Rank, size, rank on the machine, size of the machine: Open MPI's, and those of MPICH, Intel MPI and their kin (Hydra).
-_OF_MPI = (
+OF_MPI = (
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
-
-# Those that start a process for each rank, the first of them first: its variables for rank, size and rank on the machine, and
-# those that tell a launch from others on the machine; the process that has started it where there are none.
-_TORCHRUN = "TORCHELASTIC_RUN_ID"
-_LAUNCHES = (
-    (_OF_MPI[0][:3], ("PMIX_NAMESPACE",)),
-    (_OF_MPI[1][:3], ()),
-    (
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
-    ),
 )
 
 
@@ -297,7 +284,7 @@ def joined(topology: Topology, env: Mapping[str, str], allocation: Allocation | 
     if all(name in env for name in RENDEZVOUS) and machine_of(env) is None:
         return _of_torch(env)
     task = allocation is not None and allocation.place == "task"
-    for names in _OF_MPI:
+    for names in OF_MPI:
         if int_of(env, names[1], 1) > 1 and not (task and names[2] not in env):  # srun, too, may set PMI_SIZE
             return _of_mpi(topology, env, names)
     if allocation is not None and task and sum(allocation.tasks) > len(allocation.tasks):
@@ -420,23 +407,3 @@ def _of_slurm(topology: Topology, allocation: Allocation) -> LaunchedProcess:
 def _torch_variables(rank: int, total: int, local: int, per_node: int, address: str, port: int) -> dict[str, str]:
     numbers = {"RANK": rank, "WORLD_SIZE": total, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_node}
     return {**{name: str(number) for name, number in numbers.items()}, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
-
-
-def launch_of(env: Mapping[str, str], parent: int) -> tuple[str, int] | None:
-    """The launch that has started this process for its RANK: a name that it has for all on this machine, and the number here.
-
-    `parent` is the process that has started this one: torchrun and DeepSpeed's launcher start all of a machine. By hand, where
-    they are called BY_HAND, nothing is known of it. None where they do not have ranks of a machine.
-    """
-    if _TORCHRUN in env:
-        return f"{parent}-{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", int_of(env, "LOCAL_RANK", 0)
-    for (rank, size, local), names in _LAUNCHES:
-        if local in env and (env.get(rank), env.get(size)) == (env.get("RANK"), env.get("WORLD_SIZE")):
-            told = [env[name] for name in names if env.get(name)]
-            return re.sub(r"[^\w.]", "-", "-".join(told)) or str(parent), int_of(env, local, 0)
-    if any(name not in env for name in (*RENDEZVOUS, *ALSO_NEEDED)):
-        return None
-    if "CROSS_SIZE" in env and "LOCAL_SIZE" in env:  # DeepSpeed's
-        return str(parent), int_of(env, "LOCAL_RANK", 0)
-    name = re.sub(r"[^\w.]", "-", f"{env['MASTER_ADDR']}-{env['MASTER_PORT']}")
-    return f"{BY_HAND}-{name}", int_of(env, "LOCAL_RANK", 0)

@@ -11,7 +11,7 @@ from packtrain.config.schema import Batch, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.surroundings import Surroundings, allocation_of, expand, launch_of, repeated
+from packtrain.plan.surroundings import Surroundings, allocation_of, expand, repeated
 from packtrain.plan.view import print_plan
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_ON_NODE": "64"}
@@ -308,41 +308,6 @@ def test_mpirun_s_processes_join_each_other(env: dict[str, str], topology: dict[
     assert made.in_process and made.num_processes == 4
     assert made.command.env["RANK"] == "3" and made.command.env["LOCAL_RANK"] == "1"
     assert made.command.env["MASTER_ADDR"] == address
-
-
-TOLD = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-STEP = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "2",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_PROCID": "5",
-    "SLURM_LOCALID": "3",
-}
-BY_HAND = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500", "LOCAL_RANK": "1"}
-OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": text for name, text in {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1"}.items()}
-
-
-@pytest.mark.parametrize(
-    ("env", "launch"),
-    [
-        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2", **STEP}, ("77-2", 1)),
-        ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-n1-4711@1", **STEP}, ("prterun-n1-4711-1", 1)),
-        ({"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}, ("77", 1)),
-        (STEP, ("7-2", 3)),
-        ({**STEP, "SLURM_RESTART_COUNT": "1"}, ("7-2-1", 3)),
-        (
-            {**BY_HAND, **STEP, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
-            ("by-hand-n1-29500", 1),
-        ),  # in a machine's task
-        ({**BY_HAND, "CROSS_SIZE": "2", "LOCAL_SIZE": "4"}, ("77", 1)),
-        (BY_HAND, ("by-hand-n1-29500", 1)),
-        ({}, None),
-    ],
-)
-def test_a_launch_has_one_name_for_all_that_it_has_started_on_a_machine(
-    env: dict[str, str], launch: tuple[str, int] | None
-) -> None:
-    assert launch_of({**TOLD, **env}, parent=77) == launch
 
 
 def test_deepspeed_s_launcher_is_joined_on_as_many_machines_as_it_has() -> None:
