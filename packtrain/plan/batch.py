@@ -97,11 +97,9 @@ def plan_batch(batch: Batch, mode: str, objective: Objective, trainer: Trainer, 
     if batch.tokens_per_step is not None and tokens is not None:
         rows = batch.tokens_per_step // tokens
         if rows % processes:
-            raise UserError(
-                f"{rows} rows of {tokens} tokens do not divide over {processes} processes",
-                where="batch.tokens_per_step",
-                fix=f"Nearest that do: {nearest_multiples(batch.tokens_per_step, tokens * processes)}.",
-            )
+            what = f"{rows} rows of {tokens} tokens do not divide over {processes} processes"
+            fix = f"Nearest that do: {nearest_multiples(batch.tokens_per_step, tokens * processes)}."
+            raise UserError(what, where="batch.tokens_per_step", fix=fix)
         micro_batches = rows // processes if mode == "packed" else None
     elif batch.examples_per_step is not None and examples is not None and tokens is None:
         micro_batches = math.ceil(math.ceil(batch.examples_per_step / examples) / processes)

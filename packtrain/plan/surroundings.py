@@ -380,11 +380,8 @@ def _of_mpi(topology: Topology, env: Mapping[str, str], names: tuple[str, ...]) 
     rank, total, local, per_node = (int_of(env, name, 0) for name in names)
     address = topology.main_address or env.get("MASTER_ADDR") or ("127.0.0.1" if per_node == total else None)
     if address is None:
-        raise UserError(
-            f"mpirun has started {total} processes on several machines, and none of them knows the first one's name",
-            where="topology.main_address",
-            fix="Set it, or MASTER_ADDR (mpirun -x MASTER_ADDR=HOST).",
-        )
+        what = f"mpirun has started {total} processes on several machines, and none of them knows the first one's name"
+        raise UserError(what, where="topology.main_address", fix="Set it, or MASTER_ADDR (mpirun -x MASTER_ADDR=HOST).")
     port = topology.main_port or int_of(env, "MASTER_PORT", DEFAULT_PORT)
     told = _torch_variables(rank, total, local, per_node, address, port)
     return LaunchedProcess(rank, total, per_node or total, f"mpirun has started it ({names[0]})", told)
@@ -393,11 +390,9 @@ def _of_mpi(topology: Topology, env: Mapping[str, str], names: tuple[str, ...]) 
 def _of_slurm(topology: Topology, allocation: Allocation) -> LaunchedProcess:
     if len(set(allocation.tasks)) > 1:
         each = ", ".join(f"{host}: {tasks}" for host, tasks in zip(allocation.hosts, allocation.tasks, strict=False))
-        raise UserError(
-            f"the machines of the step have different numbers of tasks ({each})",
-            where="environment variable SLURM_STEP_TASKS_PER_NODE",
-            fix="Start the same number on each: srun --ntasks-per-node=N, or one, which starts the others.",
-        )
+        what = f"the machines of the step have different numbers of tasks ({each})"
+        fix = "Start the same number on each: srun --ntasks-per-node=N, or one, which starts the others."
+        raise UserError(what, where="environment variable SLURM_STEP_TASKS_PER_NODE", fix=fix)
     per_node, total = allocation.tasks[0], sum(allocation.tasks)
     port = topology.main_port or allocation.port
     told = _torch_variables(allocation.rank, total, allocation.local_rank, per_node, allocation.hosts[0], port)

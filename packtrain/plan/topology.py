@@ -174,18 +174,13 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
         raise UserError(what, where="topology.node_rank", fix="Take the key away: inside a Slurm job it is known.")
     first = allocation.hosts[0]
     if topology.main_address and not _same_host(topology.main_address, first):
-        raise UserError(
-            f"{topology.main_address}, but the first machine of {job} is {first} (SLURM_JOB_NODELIST)",
-            where="topology.main_address",
-            fix="Take the key away: inside a Slurm job it is known.",
-        )
+        what = f"{topology.main_address}, but the first machine of {job} is {first} (SLURM_JOB_NODELIST)"
+        raise UserError(what, where="topology.main_address", fix="Take the key away: inside a Slurm job it is known.")
     per_node = topology.gpus_per_node or allocation.gpus or max(surroundings.gpus, 1)
     if allocation.gpus and per_node > allocation.gpus:
-        raise UserError(
-            f"{per_node}, but {job} has {allocation.gpus} GPUs on this machine (SLURM_GPUS_ON_NODE)",
-            where="topology.gpus_per_node",
-            fix=f"Ask Slurm for more (--gres=gpu:{per_node}), or set it to at most {allocation.gpus}.",
-        )
+        what = f"{per_node}, but {job} has {allocation.gpus} GPUs on this machine (SLURM_GPUS_ON_NODE)"
+        fix = f"Ask Slurm for more (--gres=gpu:{per_node}), or set it to at most {allocation.gpus}."
+        raise UserError(what, where="topology.gpus_per_node", fix=fix)
     if allocation.place != "outside":
         _check_gpus(per_node, surroundings, "SLURM_GPUS_ON_NODE" if allocation.gpus else "topology.gpus_per_node")
     spread = allocation.place == "outside" or (allocation.place == "machine" and nodes > 1)
@@ -237,11 +232,8 @@ def _elsewhere(topology: Topology, surroundings: Surroundings) -> Processes:
     nodes = topology.nodes or 1
     per_node = topology.gpus_per_node or surroundings.gpus
     if not per_node:
-        raise UserError(
-            f"how many GPUs each of {nodes} machines has is not known here",
-            where="topology.gpus_per_node",
-            fix="Set it.",
-        )
+        what = f"how many GPUs each of {nodes} machines has is not known here"
+        raise UserError(what, where="topology.gpus_per_node", fix="Set it.")
     what = "this is not inside a Slurm job" if topology.kind == "slurm" else f"{nodes} machines are asked for"
     fix = "Submit it (packtrain sbatch VERB CONFIG), or start packtrain in an allocation (salloc)"
     if topology.kind != "slurm":
@@ -260,11 +252,8 @@ def _elsewhere(topology: Topology, surroundings: Surroundings) -> Processes:
 
 def _on_this_machine(topology: Topology, surroundings: Surroundings) -> Processes:
     if topology.node_rank:
-        raise UserError(
-            f"machine {topology.node_rank}, but there is only one",
-            where="topology.node_rank",
-            fix="Set topology.nodes.",
-        )
+        what = f"machine {topology.node_rank}, but there is only one"
+        raise UserError(what, where="topology.node_rank", fix="Set topology.nodes.")
     wanted, gpus = topology.gpus_per_node, surroundings.gpus
     obstacles: tuple[Problem, ...] = ()
     if wanted is not None:
@@ -275,11 +264,9 @@ def _on_this_machine(topology: Topology, surroundings: Surroundings) -> Processe
     elif gpus:
         number, reason = gpus, f"one process per visible GPU of {surroundings.host}"
     elif topology.kind == "local":
-        raise UserError(
-            "no GPU is visible, so the number of processes is not known",
-            where="topology.gpus_per_node",
-            fix="Set topology.gpus_per_node (processes on this machine), or topology=single.",
-        )
+        what = "no GPU is visible, so the number of processes is not known"
+        fix = "Set topology.gpus_per_node (processes on this machine), or topology=single."
+        raise UserError(what, where="topology.gpus_per_node", fix=fix)
     else:
         number, reason = 1, f"no GPU is visible on {surroundings.host}: one process on the CPU{_unseen(surroundings)}"
     return Processes(1, number, _role(number), reason, main_port=topology.main_port, obstacles=obstacles)
@@ -321,11 +308,9 @@ def _check_number(allocation: Allocation) -> None:
 def _check_gpus(per_node: int, surroundings: Surroundings, source: str) -> None:
     """Raises CheckFailed where this machine shows fewer GPUs than were promised; one without a driver runs on its CPUs."""
     if per_node > surroundings.gpus and surroundings.driver:
-        raise CheckFailed(
-            f"{surroundings.host} shows {surroundings.gpus} GPUs, {per_node} were promised ({source})",
-            where=f"machine {surroundings.host}",
-            fix="look at nvidia-smi and CUDA_VISIBLE_DEVICES there, and leave the machine out if a GPU is lost",
-        )
+        what = f"{surroundings.host} shows {surroundings.gpus} GPUs, {per_node} were promised ({source})"
+        fix = "look at nvidia-smi and CUDA_VISIBLE_DEVICES there, and leave the machine out if a GPU is lost"
+        raise CheckFailed(what, where=f"machine {surroundings.host}", fix=fix)
 
 
 def _too_few_gpus(wanted: int, surroundings: Surroundings) -> list[Problem]:
