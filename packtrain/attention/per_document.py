@@ -47,7 +47,7 @@ def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Documents of equal length: their token numbers in the row `tokens` [count, length], the first `before` of them a prefix."""
+    """Documents of equal length: their tokens' numbers in the row [count, length], the first `before` of them a prefix."""
 
     segments: tuple[int, ...]
     tokens: torch.Tensor

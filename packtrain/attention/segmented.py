@@ -2,7 +2,7 @@
 
 The algorithm, for a row of T tokens:
 
-1. neighbouring segments of one length form a run, which is folded into a batch without a copy: [1, heads, n·l, d] → [n, heads, l, d],
+1. neighbouring segments of one length form a run, folded without a copy: [1, heads, n·l, d] → [n, heads, l, d],
 2. the keys and values of a shared prefix are put in front of the segment's own,
 3. runs of one shape go through the attention function in one call, under its causal mask,
 4. the outputs are put back in the order of the row.
@@ -102,7 +102,7 @@ def row_of(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """`count` neighbouring segments of `length` tokens each; the keys of `prefixes[i]`, `before` tokens, come before those of i."""
+    """`count` neighbouring segments of `length` tokens; the `before` keys of `prefixes[i]` come before those of i."""
 
     length: int
     before: int

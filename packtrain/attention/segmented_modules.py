@@ -87,7 +87,7 @@ class _Current:
 
 
 def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The outermost modules whose class is named for attention, such as GPTNeoAttention and not the GPTNeoSelfAttention in it."""
+    """The outermost modules whose class is named for attention: GPTNeoAttention and not the GPTNeoSelfAttention in it."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         attends = any(word in type(module).__name__.lower() for word in ("attention", "attn"))
@@ -282,7 +282,7 @@ def _blocks(mask: torch.Tensor, batches: tuple[_Batch, ...]) -> list[torch.Tenso
 
 
 def _joined(outputs: list[Any], batches: tuple[_Batch, ...], module: str) -> Any:
-    """The output for the row [1, T, …]. Of several the first is taken; of the others (attention weights) what all batches share."""
+    """The output for the row [1, T, …]; of several the first, and of the others (attention weights) what all share."""
     if isinstance(outputs[0], (tuple, list)):
         first, *others = zip(*outputs, strict=True)
         shared = [other[0] if all(one is other[0] for one in other) else None for other in others]

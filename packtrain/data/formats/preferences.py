@@ -64,7 +64,7 @@ class PreferenceExample:
 
 
 def read_preference(row: Row, format: Format) -> PreferenceExample:
-    """A row as a PreferenceExample; raises BadRow naming the field, and NoPair where no answer of a list is better than another."""
+    """A row as its two examples; raises BadRow naming the field, and NoPair where a list of answers ranks nothing."""
     row = _best_and_worst(row) if format == "ranked" else row
     parts = [row.take("chosen"), row.take("rejected"), *([row.take("prompt")] if row.has("prompt") else [])]
     turns = row.has("conversations") or _has_instruction(row)

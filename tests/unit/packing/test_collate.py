@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packtrain.data.dataset import Document
-from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, shifted_labels
+from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, layout_of, shifted_labels
 from packtrain.packing.segments import Segments
 
 untimed = settings(deadline=None, max_examples=50)  # timings are for benchmarks
@@ -92,3 +92,12 @@ def test_the_first_token_of_a_document_is_never_a_target() -> None:
 def test_a_row_without_tokens_is_refused(lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="at least one token"):
         Segments(lengths)
+
+
+def test_any_number_of_answers_may_share_a_prompt() -> None:
+    """Two groups of a padded batch: three answers to a prompt of four tokens, and one to a prompt of two."""
+    layout = layout_of([6, 9, 5, 4], groups=[(0, 2, 1), (3,)], prompts=[4, 2])
+    assert layout.segments == Segments((3, 3, 2, 6, 1, 3), (None, 0, 0, 0, None, 4))
+    assert layout.rows.tolist() == [0] * 3 + [0] * 3 + [2] * 2 + [1] * 6 + [3] + [3] * 3
+    assert layout.columns.tolist() == [0, 1, 2, 3, 4, 5, 3, 4, 3, 4, 5, 6, 7, 8, 0, 1, 2, 3]
+    assert layout.segments.position_ids()[0].tolist() == layout.columns.tolist()
