@@ -18,11 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config import rules
-from packtrain.config.files import ConfigFile, find_choice, find_config, options, read_config, shipped, shown
-from packtrain.config.keys import Finding
+from packtrain.config.keys import Fault
 from packtrain.config.overrides import COMMAND_LINE, NO_HYDRA, Argument, carry_out, no_choice, parse
 from packtrain.config.schema import RunConfig, groups
 from packtrain.config.validate import build, plain_values
+from packtrain.config.yaml_files import ConfigFile, find_choice, find_config, options, read_config, shipped, shown
 from packtrain.errors import Problem, UserError
 
 _SELF = "_self_"  # in a defaults list: the keys of the file itself
@@ -46,8 +46,8 @@ def load_config(config_path: str | None, overrides: list[str]) -> RunConfig:
     for argument in arguments:
         if argument.choice is None:
             problems += composed.change(argument)
-    config, findings = _checked(composed.values, composed.spoilt)
-    problems += [composed.locate(finding) for finding in findings]
+    config, faults = _checked(composed.values, composed.spoilt)
+    problems += [composed.locate(fault) for fault in faults]
     if problems:
         raise UserError(problems)
     return config
@@ -116,9 +116,9 @@ class _Composition:
             self._places[argument.key] = COMMAND_LINE
         return [problem] if problem else []
 
-    def locate(self, finding: Finding) -> Problem:
-        """The finding with the places of its keys."""
-        return Problem(finding.what, "; ".join(self._where(key) for key in finding.keys), finding.fix)
+    def locate(self, fault: Fault) -> Problem:
+        """The fault with the places of its keys."""
+        return Problem(fault.what, "; ".join(self._where(key) for key in fault.keys), fault.fix)
 
     def _where(self, key: str) -> str:
         """The place of `key`: of the key itself, else of what it is in or holds, else of the user's file as a whole."""
@@ -203,25 +203,25 @@ def _entries(file: ConfigFile, group: str) -> list[_Entry]:
     return entries if any(one.choice == _SELF for one in entries) else [*entries, _Entry("", "", _SELF, "")]
 
 
-def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[Finding]]:
+def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[Fault]]:
     """The typed config and everything that is wrong with it, each key blamed once; groups that are `spoilt` are not."""
-    values, findings = plain_values(composed)
+    values, faults = plain_values(composed)
     made, wrong_values = build(values)
     config = RunConfig(**made)
-    findings += _new(wrong_values, findings, spoilt)
+    faults += _new(wrong_values, faults, spoilt)
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
-    return config, findings + _new(rules.check(config, given), findings, spoilt)
+    return config, faults + _new(rules.check(config, given), faults, spoilt)
 
 
-def _new(findings: list[Finding], known: list[Finding], spoilt: list[str]) -> list[Finding]:
-    """The findings of which no key, nor what it is in or holds, is `known` to be wrong."""
-    bad = {*spoilt, *(key for finding in known for key in finding.keys)}
+def _new(faults: list[Fault], known: list[Fault], spoilt: list[str]) -> list[Fault]:
+    """The faults of which no key, nor what it is in or holds, is `known` to be wrong."""
+    bad = {*spoilt, *(key for fault in known for key in fault.keys)}
     return [
-        finding
-        for finding in findings
+        fault
+        for fault in faults
         if not any(
             key == one or one.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{one}.")
-            for key in finding.keys
+            for key in fault.keys
             for one in bad
         )
     ]

@@ -15,10 +15,10 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from packtrain.config.files import SUFFIX, options, shipped
 from packtrain.config.keys import Key, choices, describe, keys, keys_of
 from packtrain.config.rules.missing import template_names
 from packtrain.config.schema import DataSource, groups
+from packtrain.config.yaml_files import SUFFIX, options, shipped
 
 PREFIXES = "+~"
 _PATHS = ("model.path", "model.tokenizer", "data.train", "data.eval", "data.chat_template", "trainer.resume")

@@ -82,7 +82,7 @@ ADVICE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Fault:
     """`what` is wrong with the values of `keys` (paths such as "optim.learning_rate"), and how to `fix` it."""
 
     keys: tuple[str, ...]

@@ -16,9 +16,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config.files import options
 from packtrain.config.keys import advice_for, near
 from packtrain.config.schema import groups
+from packtrain.config.yaml_files import options
 from packtrain.errors import Problem
 
 COMMAND_LINE = "command line"

@@ -18,9 +18,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from packtrain.config.compose import load_config
-from packtrain.config.files import find_config, options
 from packtrain.config.overrides import COMMAND_LINE
 from packtrain.config.schema import RunConfig
+from packtrain.config.yaml_files import find_config, options
 from packtrain.errors import UserError
 
 _LONGEST_NAME = 150  # characters; file systems allow 255 bytes

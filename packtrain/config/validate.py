@@ -1,6 +1,6 @@
 """Composed values → the groups of a config, and everything about them that the types and bounds of schema.py forbid.
 
-Interpolations see the defaults of schema.py too; what cannot be resolved becomes a finding, so that one broken value does not
+Interpolations see the defaults of schema.py too; what cannot be resolved becomes a fault, so that one broken value does not
 hide the next.
 
 Strict on purpose: "yes" is no number and 1 is no truth value. Two conveniences only, both for YAML 1.1: text such as
@@ -21,18 +21,18 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from packtrain.config.keys import Finding, Key, advice_for, choices, describe, keys_of, members, near, words
+from packtrain.config.keys import Fault, Key, advice_for, choices, describe, keys_of, members, near, words
 from packtrain.config.schema import groups
 
 _REFUSED = object()
 
 
-def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Finding]]:
+def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Fault]]:
     """The values (group → key → value) as plain containers with every interpolation resolved, and what cannot be resolved.
 
     Keys and groups that `composed` does not have get their defaults, in it too.
     """
-    findings: list[Finding] = []
+    faults: list[Fault] = []
     for name, cls in groups().items():
         node = composed._get_node(name)
         if node is None or (isinstance(node, DictConfig) and node._is_none()):
@@ -42,79 +42,77 @@ def plain_values(composed: DictConfig) -> tuple[dict[str, Any], list[Finding]]:
             for key, default in asdict(cls()).items():
                 if key not in given:
                     node[key] = default
-    return {str(name): _resolved(composed, name, str(name), findings) for name in composed}, findings
+    return {str(name): _resolved(composed, name, str(name), faults) for name in composed}, faults
 
 
-def build(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
+def build(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Fault]]:
     """The groups' dataclasses that `values` (group → key → value) describe, and what is wrong with the values.
 
     A key that is wrong has its default there, so that the others can still be checked against each other.
     """
-    findings: list[Finding] = []
+    faults: list[Fault] = []
     made: dict[str, Any] = {}
     for name, value in values.items():
         if name not in groups():
-            findings.append(_unknown(name))
+            faults.append(_unknown(name))
         elif value is not None and not isinstance(value, Mapping):
-            findings.append(Finding((name,), f"{_found(value)} where a group of keys belongs", _group_fix(name)))
+            faults.append(Fault((name,), f"{_found(value)} where a group of keys belongs", _group_fix(name)))
         elif value:
-            made[name] = _build(groups()[name], f"{name}.", value, findings)
-    return made, findings
+            made[name] = _build(groups()[name], f"{name}.", value, faults)
+    return made, faults
 
 
-def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, findings: list[Finding]) -> Any:
-    """`parent[key]` as plain containers; what cannot be resolved is None there and becomes a finding."""
+def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, faults: list[Fault]) -> Any:
+    """`parent[key]` as plain containers; what cannot be resolved is None there and becomes a fault."""
     try:
         value = parent[key]
     except (OmegaConfBaseException, RecursionError) as error:
-        findings.append(_unresolved(error, path))
+        faults.append(_unresolved(error, path))
         return None
     if isinstance(value, DictConfig):
-        return {str(one): _resolved(value, one, f"{path}.{one}", findings) for one in value}
+        return {str(one): _resolved(value, one, f"{path}.{one}", faults) for one in value}
     if isinstance(value, ListConfig):
-        return [_resolved(value, at, f"{path}[{at}]", findings) for at in range(len(value))]
+        return [_resolved(value, at, f"{path}[{at}]", faults) for at in range(len(value))]
     return value
 
 
-def _unresolved(error: Exception, path: str) -> Finding:
+def _unresolved(error: Exception, path: str) -> Fault:
     if isinstance(error, MissingMandatoryValue):
         fix = "Give it a value, or take it away."
-        return Finding((path,), "found ???, a value that is still to be filled in", fix)
+        return Fault((path,), "found ???, a value that is still to be filled in", fix)
     said = str(error).split("\n")[0]
     if variable := re.search(r"Environment variable '(.*?)' not found", said):
         name = variable[1]
         fix = f"Set it, or write ${{oc.env:{name},DEFAULT}}."
-        return Finding((path,), f"the environment variable {name} is not set", fix)
+        return Fault((path,), f"the environment variable {name} is not set", fix)
     if missing := re.search(r"Interpolation key '(.*?)' not found", said):
         fix = "Name a key by its full path: ${group.key}."
-        return Finding((path,), f"there is no {missing[1]!r} to interpolate", fix)
+        return Fault((path,), f"there is no {missing[1]!r} to interpolate", fix)
     if isinstance(error, RecursionError) or "recursi" in said.lower():
-        return Finding((path,), "the interpolation goes round in a circle", "Give one of its keys a value.")
-    return Finding((path,), said, "Give it a value.")
+        return Fault((path,), "the interpolation goes round in a circle", "Give one of its keys a value.")
+    return Fault((path,), said, "Give it a value.")
 
 
-def _build(cls: type, prefix: str, values: Mapping[str, Any], findings: list[Finding]) -> Any:
+def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault]) -> Any:
     known = keys_of(cls, prefix)
     made: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
-            findings.append(
-                _unknown(f"{prefix}{name}") if cls in groups().values() else _unknown_in(known, prefix, name)
-            )
+            faults.append(_unknown(f"{prefix}{name}") if cls in groups().values() else _unknown_in(known, prefix, name))
             continue
-        before = len(findings)
-        taken = _accept(value, known[name], known[name].path, findings)
+        before = len(faults)
+        taken = _accept(value, known[name], known[name].path, faults)
         if taken is not _REFUSED:
             made[name] = taken
-        elif len(findings) == before:
-            findings.append(_refused(value, known[name]))
+        elif len(faults) == before:
+            faults.append(_refused(value, known[name]))
     return cls(**made)
 
 
-def _accept(value: Any, key: Key, path: str, findings: list[Finding]) -> Any:
-    """`value` as the key's type, or _REFUSED; `findings` grows where something inside a list or mapping is wrong."""
+def _accept(value: Any, key: Key, path: str, faults: list[Fault]) -> Any:
+    """`value` as the key's type, or _REFUSED; `faults` grows where something inside a list or mapping is wrong."""
     kinds = members(key.type)
-    taken = _as_any(value, kinds, path, findings)
+    taken = _as_any(value, kinds, path, faults)
     if taken is _REFUSED and isinstance(value, str) and float in kinds and str not in kinds:
         taken = _as_number(value)
     if isinstance(taken, (int, float)) and not isinstance(taken, bool) and not _in_bounds(taken, key):
@@ -122,15 +120,15 @@ def _accept(value: Any, key: Key, path: str, findings: list[Finding]) -> Any:
     return taken
 
 
-def _as_any(value: Any, kinds: tuple[Any, ...], path: str, findings: list[Finding]) -> Any:
+def _as_any(value: Any, kinds: tuple[Any, ...], path: str, faults: list[Fault]) -> Any:
     for kind in kinds:
-        taken = _as(value, kind, path, findings)
+        taken = _as(value, kind, path, faults)
         if taken is not _REFUSED:
             return taken
     return _REFUSED
 
 
-def _as(value: Any, kind: Any, path: str, findings: list[Finding]) -> Any:
+def _as(value: Any, kind: Any, path: str, faults: list[Fault]) -> Any:
     if kind is type(None):
         return None if value is None else _REFUSED
     if kind in (bool, str):
@@ -141,13 +139,13 @@ def _as(value: Any, kind: Any, path: str, findings: list[Finding]) -> Any:
         small = not isinstance(value, int) or abs(value) < 2**63  # greater ones fit no counter, and no float at all
         return kind(value) if number and small else _REFUSED
     if is_dataclass(kind):
-        return _build(typing.cast(type, kind), f"{path}.", value, findings) if isinstance(value, Mapping) else _REFUSED
+        return _build(typing.cast(type, kind), f"{path}.", value, faults) if isinstance(value, Mapping) else _REFUSED
     if get_origin(kind) is Literal:
         value = "no" if value is False else value
         return value if isinstance(value, str) and value in get_args(kind) else _REFUSED
     if get_origin(kind) is list and isinstance(value, list):
         inside = members(get_args(kind)[0])
-        return _as_list(value, inside, path, findings)
+        return _as_list(value, inside, path, faults)
     if get_origin(kind) is dict and isinstance(value, Mapping):
         only = get_args(kind)[1]
         fits = only is Any or all(isinstance(one, only) for one in value.values())
@@ -155,15 +153,15 @@ def _as(value: Any, kind: Any, path: str, findings: list[Finding]) -> Any:
     return _REFUSED
 
 
-def _as_list(values: list[Any], kinds: tuple[Any, ...], path: str, findings: list[Finding]) -> Any:
+def _as_list(values: list[Any], kinds: tuple[Any, ...], path: str, faults: list[Fault]) -> Any:
     taken = []
     for at, value in enumerate(values):
-        before = len(findings)
-        taken.append(_as_any(value, kinds, f"{path}[{at}]", findings))
-        if taken[-1] is _REFUSED and len(findings) == before:
+        before = len(faults)
+        taken.append(_as_any(value, kinds, f"{path}[{at}]", faults))
+        if taken[-1] is _REFUSED and len(faults) == before:
             meant = near(value, [one for kind in kinds for one in choices(kind)], 1) if isinstance(value, str) else []
             fix = f"Allowed: {words(kinds)}." + (f" Did you mean {meant[0]}?" if meant else "")
-            findings.append(Finding((f"{path}[{at}]",), f"found {_found(value)}", fix))
+            faults.append(Fault((f"{path}[{at}]",), f"found {_found(value)}", fix))
     return _REFUSED if _REFUSED in taken else taken
 
 
@@ -181,19 +179,19 @@ def _in_bounds(value: float, key: Key) -> bool:
     return above and value <= key.maximum
 
 
-def _unknown(path: str) -> Finding:
-    return Finding((path,), "there is no such key", advice_for(path))
+def _unknown(path: str) -> Fault:
+    return Fault((path,), "there is no such key", advice_for(path))
 
 
-def _unknown_in(known: Mapping[str, Key], prefix: str, name: str) -> Finding:
+def _unknown_in(known: Mapping[str, Key], prefix: str, name: str) -> Fault:
     meant = near(name, known, 1)
     fix = f"Did you mean {meant[0]}?" if meant else f"A source has {', '.join(known)}."
-    return Finding((f"{prefix}{name}",), "there is no such key", fix)
+    return Fault((f"{prefix}{name}",), "there is no such key", fix)
 
 
-def _refused(value: Any, key: Key) -> Finding:
+def _refused(value: Any, key: Key) -> Fault:
     if isinstance(value, (int, float)) and key.maximum < value < math.inf:
-        return Finding((key.path,), f"found {_found(value)}", f"Allowed: at most {key.maximum:.0f}.")
+        return Fault((key.path,), f"found {_found(value)}", f"Allowed: at most {key.maximum:.0f}.")
     fix = f"Allowed: {describe(key)}."
     meant = near(value, choices(key.type), 1) if isinstance(value, str) else []
     if meant and meant[0] == value:
@@ -204,7 +202,7 @@ def _refused(value: Any, key: Key) -> Finding:
         fix += " Write null for none."
     elif str in members(key.type) and isinstance(value, (bool, int, float)):
         fix += ' Quote it if it is text: in YAML "…", on the command line \'key="…"\'.'
-    return Finding((key.path,), f"found {_found(value)}", fix)
+    return Fault((key.path,), f"found {_found(value)}", fix)
 
 
 def _found(value: Any) -> str:

@@ -14,7 +14,7 @@ from packtrain.diagnose.checks.software import attention_json, chosen_backend
 from packtrain.diagnose.facts.facts import Facts, Gpu
 from packtrain.diagnose.facts.software import trl_lines
 from packtrain.diagnose.redact import Redactor
-from packtrain.plan.network import Interface, Port
+from packtrain.plan.interfaces import Interface, Port
 
 _COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 _MOST_INTERFACES = 24

@@ -40,8 +40,8 @@ from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, PLANNED, last_wor
 from packtrain.monitor.old.flight_recorder import recorded_into
 from packtrain.monitor.old.heartbeat import HEARTBEAT_DIR
 from packtrain.monitor.old.watchdog import DIAGNOSIS, Watchdog
+from packtrain.plan.interfaces import LOOPBACK, short_waits
 from packtrain.plan.launch_plan import LaunchPlan
-from packtrain.plan.network import LOOPBACK, short_waits
 from packtrain.run_folder import RunFolder, environment, in_time, write_json
 
 LAUNCHER_LOG = "launcher.log"

@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass
 
 from packtrain.launch.members import ranks_of
-from packtrain.plan.network import addresses_by_interface, is_loopback
+from packtrain.plan.interfaces import addresses_by_interface, is_loopback
 
 _OF_ONE_LINK = ("169.254.", "fe80:")
 

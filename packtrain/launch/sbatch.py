@@ -16,10 +16,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from packtrain.config.files import shipped
 from packtrain.config.rules.slurm import gpus_of
 from packtrain.config.schema import Topology
 from packtrain.config.sweep import Point
+from packtrain.config.yaml_files import shipped
 from packtrain.errors import UserError
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import Surroundings

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from packtrain.config.files import shown
+from packtrain.config.yaml_files import shown
 from packtrain.errors import UserError
 from packtrain.launch.sbatch import Job, plan_job, script, summary
 

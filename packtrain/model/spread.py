@@ -48,7 +48,7 @@ from packtrain.config.schema import SHARDED_WEIGHTS
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
-from packtrain.plan.accelerate import STAGES, deepspeed_config
+from packtrain.plan.launcher_settings import STAGES, deepspeed_config
 
 SHARDS = "shards"
 """The folder of a checkpoint with FSDP2's weights and optimizer states."""

@@ -23,8 +23,8 @@ from typing import Any
 from packtrain.config.rules.combinations import check_strategy
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
-from packtrain.plan.accelerate import BUCKET, STAGES
 from packtrain.plan.dpo_reference import reference_of
+from packtrain.plan.launcher_settings import BUCKET, STAGES
 from packtrain.plan.shapes import Layers, Weights, adapter_shapes, is_adapted, layers_of, weights_of
 
 GIB = 2**30

@@ -23,7 +23,7 @@ from typing import Literal
 
 from packtrain.config.schema import Topology
 from packtrain.errors import UserError
-from packtrain.plan.network import HostNetwork, read_network
+from packtrain.plan.interfaces import HostNetwork, read_network
 
 _RELEVANT = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "KUBERNETES_SERVICE_HOST")
 _RELEVANT_PREFIXES = (

@@ -40,7 +40,7 @@ from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import check_active
 from packtrain.monitor.heartbeat import TimeLimits, waiting
-from packtrain.plan.accelerate import deepspeed_config
+from packtrain.plan.launcher_settings import deepspeed_config
 from packtrain.train.checkpoint import CheckpointHooks
 from packtrain.train.loader import MicroBatch, PairSteps, Steps, step_loader
 from packtrain.train.metrics import LoggingHooks, StepFigures

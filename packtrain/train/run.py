@@ -36,9 +36,9 @@ from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, 
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.monitor.inside import beat_to_rank_0
 from packtrain.packing.schedule import make_schedule
-from packtrain.plan.accelerate import STAGES
 from packtrain.plan.agreement import shared_values
 from packtrain.plan.dpo_reference import reference_of
+from packtrain.plan.launcher_settings import STAGES
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json

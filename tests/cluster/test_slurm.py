@@ -19,7 +19,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from packtrain.config.files import shipped
+from packtrain.config.yaml_files import shipped
 from tests.cluster.slurm import Slurm, slurm, tail
 from tests.cluster.small_launch import ROOT
 from tests.cluster.test_beside import WORKER

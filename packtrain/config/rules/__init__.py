@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import asdict
 
-from packtrain.config.keys import Finding
+from packtrain.config.keys import Fault
 from packtrain.config.rules import combinations, missing, secrets, slurm
 from packtrain.config.schema import RunConfig
 
 
-def check(config: RunConfig, given: Set[str]) -> list[Finding]:
+def check(config: RunConfig, given: Set[str]) -> list[Fault]:
     """Everything that is impossible in `config`, for the keys `given` with a value that is not their default."""
     return [
         *combinations.check(config, given),

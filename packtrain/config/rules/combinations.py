@@ -10,8 +10,8 @@ import math
 import re
 from collections.abc import Iterator, Set
 
-from packtrain.config.keys import Finding, keys, near
-from packtrain.config.rules.dpo import dpo_rules
+from packtrain.config.keys import Fault, keys, near
+from packtrain.config.rules.preferences import dpo_rules
 from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
 
@@ -44,7 +44,7 @@ SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-def check(config: RunConfig, given: Set[str]) -> list[Finding]:
+def check(config: RunConfig, given: Set[str]) -> list[Fault]:
     """Everything that is impossible in `config`, for the keys `given` with a value that is not their default."""
     return [
         *_model(config),
@@ -65,150 +65,150 @@ def nearest_multiples(value: int, unit: int) -> str:
     return " or ".join(str(one) for one in (below, below + unit) if one > 0)
 
 
-def _model(config: RunConfig) -> Iterator[Finding]:
+def _model(config: RunConfig) -> Iterator[Fault]:
     model = config.model
     made = "model_type" in model.config
     if model.path is None and model.init == "pretrained":
         what = "there are no pretrained weights without a model"
         fix = "Set model.path, or model.init=random" + ("." if made else " with model.config.model_type.")
-        yield Finding(("model.path",), what, fix)
+        yield Fault(("model.path",), what, fix)
     elif model.path is None and not made:
         what = "there is neither a model to take the shape from nor a model type"
-        yield Finding(("model.path",), what, "Set model.path, or model.config.model_type (e.g. llama).")
+        yield Fault(("model.path",), what, "Set model.path, or model.config.model_type (e.g. llama).")
     if made and model.path is None and model.tokenizer is None:
         what = "a model made from model.config brings no tokenizer"
-        yield Finding(("model.tokenizer",), what, "Name a hub id, a folder, or quickstart.")
+        yield Fault(("model.tokenizer",), what, "Name a hub id, a folder, or quickstart.")
     if model.path is not None and model.path.endswith(".gguf") and model.init == "pretrained" and made:
         what = "the model type of a .gguf file is in the file"
-        yield Finding(("model.config.model_type",), what, "Take it away, or set model.init=random.")
+        yield Fault(("model.config.model_type",), what, "Take it away, or set model.init=random.")
 
 
-def _data(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
+def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     data = config.data
     if data.train is None or data.train == []:
-        yield Finding(("data.train",), "there is nothing to train on", "Set it to a file, a folder, or a hub id.")
+        yield Fault(("data.train",), "there is nothing to train on", "Set it to a file, a folder, or a hub id.")
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if any(not source.path for source in sources(value)):
-            yield Finding((key,), "a source has no path", "Give it a file, a folder, or a hub id.")
+            yield Fault((key,), "a source has no path", "Give it a file, a folder, or a hub id.")
     if isinstance(data.eval, float) and not 0 < data.eval < 1:
         what = f"found the number {data.eval:g}"
-        yield Finding(("data.eval",), what, "A fraction of data.train lies between 0 and 1; null holds nothing out.")
+        yield Fault(("data.eval",), what, "A fraction of data.train lies between 0 and 1; null holds nothing out.")
     if isinstance(data.eval, str) and re.fullmatch(r"[0-9.]+ ?%?", data.eval):
         what = f"found the text {data.eval!r}"
-        yield Finding(("data.eval",), what, "A fraction is a number without quotes, e.g. 0.05.")
+        yield Fault(("data.eval",), what, "A fraction is a number without quotes, e.g. 0.05.")
     if data.format in ("preference", "ranked") and config.objective.kind == "sft":
         what = "packtrain sft has no use for preference pairs"
-        yield Finding(("data.format",), what, "Choose messages or prompt_completion; pairs are for packtrain dpo.")
+        yield Fault(("data.format",), what, "Choose messages or prompt_completion; pairs are for packtrain dpo.")
     if data.overlong in ("keep_start", "keep_end") and config.objective.kind == "sft":
         what = f"{data.overlong} is for preference pairs"
         fix = "Choose truncate, split, drop or error, or use packtrain dpo (objective.kind=dpo)."
-        yield Finding(("data.overlong",), what, fix)
+        yield Fault(("data.overlong",), what, fix)
     for ours, theirs in data.columns.items():
         if ours not in COLUMNS:
             meant = near(ours, COLUMNS, 1)
             fix = f"Did you mean {meant[0]}?" if meant else f"Ours are {', '.join(COLUMNS)}."
             fix = f"Ours comes first: {{{theirs}: {ours}}}." if theirs in COLUMNS else fix
-            yield Finding((f"data.columns.{ours}",), f"packtrain has no column {ours!r}", fix)
+            yield Fault((f"data.columns.{ours}",), f"packtrain has no column {ours!r}", fix)
     if data.loss_on != "all" and data.format == "text" and "data.loss_on" in given:
         what = f"plain text has no {data.loss_on} part to train on"
-        yield Finding(("data.loss_on", "data.format"), what, "Set data.loss_on to all or auto.")
+        yield Fault(("data.loss_on", "data.format"), what, "Set data.loss_on to all or auto.")
     if data.max_length is None and data.overlong != "truncate":
         what = f"without a longest length nothing is overlong, so {data.overlong!r} does nothing"
-        yield Finding(("data.overlong", "data.max_length"), what, "Set data.max_length, or leave data.overlong out.")
+        yield Fault(("data.overlong", "data.max_length"), what, "Set data.max_length, or leave data.overlong out.")
     row, each = config.batch.limits(config.packing.mode)[1], 1 if config.objective.kind == "sft" else 2
     if row is not None and data.max_length is not None and data.max_length * each > row:
         origin = "" if config.batch.tokens_per_device else " (its default for packed rows)"
         thing = "documents" if each == 1 else "pairs of documents"
         what = f"{thing} of {data.max_length} tokens do not fit in rows of {row}{origin}"
         fix = f"Set batch.tokens_per_device to at least {data.max_length * each}, or data.max_length to at most {row // each}."
-        yield Finding(("data.max_length", "batch.tokens_per_device"), what, fix)
+        yield Fault(("data.max_length", "batch.tokens_per_device"), what, fix)
 
 
-def _batch(config: RunConfig) -> Iterator[Finding]:
+def _batch(config: RunConfig) -> Iterator[Fault]:
     batch = config.batch
     both = ("batch.examples_per_step", "batch.tokens_per_step")
     if batch.examples_per_step is None and batch.tokens_per_step is None:
         what = "the size of an optimizer step is not set"
         fix = "Set batch.examples_per_step (e.g. 32: the same training in every packing mode) or batch.tokens_per_step."
-        yield Finding(("batch.examples_per_step",), what, fix)
+        yield Fault(("batch.examples_per_step",), what, fix)
     elif batch.examples_per_step is not None and batch.tokens_per_step is not None:
         what = "a step is measured in documents or in tokens, not in both"
-        yield Finding(both, what, "Keep one of them and set the other to null.")
+        yield Fault(both, what, "Keep one of them and set the other to null.")
     row = config.batch.limits(config.packing.mode)[1]
     if batch.tokens_per_step is None:
         return
     if row is None:
         what = "a step of a number of tokens is made of rows whose length is not set"
         fix = "Set batch.tokens_per_device (the length of a row), or use batch.examples_per_step."
-        yield Finding(("batch.tokens_per_step", "batch.tokens_per_device"), what, fix)
+        yield Fault(("batch.tokens_per_step", "batch.tokens_per_device"), what, fix)
     elif batch.tokens_per_step % row:
         what = f"{batch.tokens_per_step} tokens are not a whole number of rows of {row} (batch.tokens_per_device)"
         fix = f"Nearest that are: {nearest_multiples(batch.tokens_per_step, row)}."
-        yield Finding(("batch.tokens_per_step", "batch.tokens_per_device"), what, fix)
+        yield Fault(("batch.tokens_per_step", "batch.tokens_per_device"), what, fix)
 
 
-def _optim(optim: Optim) -> Iterator[Finding]:
+def _optim(optim: Optim) -> Iterator[Fault]:
     for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
         if beta >= 1:
-            yield Finding((f"optim.{name}",), f"found {beta:g}", "A decay rate is below 1.")
+            yield Fault((f"optim.{name}",), f"found {beta:g}", "A decay rate is below 1.")
     known = SCHEDULE_OPTIONS[optim.schedule]
     for name in optim.schedule_options:
         if name not in known:
             meant = near(name, known, 1)
             hint = f"Did you mean {meant[0]}?" if meant else f"It takes {', '.join(known) or 'no options'}."
             what = f"the schedule {optim.schedule} has no such option"
-            yield Finding((f"optim.schedule_options.{name}",), what, hint)
+            yield Fault((f"optim.schedule_options.{name}",), what, hint)
         elif not name.endswith("_type") and not _is_number(optim.schedule_options[name]):
             what = f"found {optim.schedule_options[name]!r}"
-            yield Finding((f"optim.schedule_options.{name}",), what, "Allowed: number.")
+            yield Fault((f"optim.schedule_options.{name}",), what, "Allowed: number.")
     rates = {"min_lr", "min_lr_rate"} & set(optim.schedule_options)
     if optim.schedule == "cosine_with_min_lr" and len(rates) != 1:
         what = "the schedule cosine_with_min_lr needs its lowest learning rate, once"
         fix = "Set {min_lr_rate: 0.1} (of the peak) or {min_lr: 2e-6}."
-        yield Finding(("optim.schedule_options", "optim.schedule"), what, fix)
+        yield Fault(("optim.schedule_options", "optim.schedule"), what, fix)
     if optim.schedule == "warmup_stable_decay" and "num_decay_steps" not in optim.schedule_options:
         what = "the schedule warmup_stable_decay needs the length of its decay"
-        yield Finding(("optim.schedule_options", "optim.schedule"), what, "Set {num_decay_steps: 100}.")
+        yield Fault(("optim.schedule_options", "optim.schedule"), what, "Set {num_decay_steps: 100}.")
     if optim.schedule == "constant" and optim.warmup_steps:
         what = "the schedule constant has no warm-up"
-        yield Finding(("optim.warmup_steps", "optim.schedule"), what, "Choose optim.schedule=constant_with_warmup.")
+        yield Fault(("optim.warmup_steps", "optim.schedule"), what, "Choose optim.schedule=constant_with_warmup.")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
+def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     trainer = config.trainer
     if trainer.max_steps is not None and "trainer.epochs" in given:
         what = "the length of the run is set twice, in steps and in epochs"
-        yield Finding(("trainer.max_steps", "trainer.epochs"), what, "Keep one of them.")
+        yield Fault(("trainer.max_steps", "trainer.epochs"), what, "Keep one of them.")
     if config.data.eval is None and trainer.eval_every is not None:
         what = "there is nothing to evaluate on"
-        yield Finding(("trainer.eval_every",), what, "Set data.eval to a source, or to a fraction such as 0.05.")
+        yield Fault(("trainer.eval_every",), what, "Set data.eval to a source, or to a fraction such as 0.05.")
     if trainer.early_stop_patience is not None:
         if config.data.eval is None:
             what = "stopping early needs an evaluation loss"
-            yield Finding(("trainer.early_stop_patience",), what, "Set data.eval and trainer.eval_every.")
+            yield Fault(("trainer.early_stop_patience",), what, "Set data.eval and trainer.eval_every.")
         elif trainer.eval_every is None:
             what = "stopping early needs evaluations during training"
-            yield Finding(("trainer.early_stop_patience",), what, "Set trainer.eval_every.")
+            yield Fault(("trainer.early_stop_patience",), what, "Set trainer.eval_every.")
     if trainer.mixed_precision == "bf16" and config.model.dtype == "float16":
         what = "bf16 computation over float16 weights is not supported"
-        yield Finding(("trainer.mixed_precision", "model.dtype"), what, "Set model.dtype to float32 or bfloat16.")
+        yield Fault(("trainer.mixed_precision", "model.dtype"), what, "Set model.dtype to float32 or bfloat16.")
     elif config.model.dtype == "float16" and config.peft.kind == "none":
         what = "weights in float16 cannot be trained: small updates are 0 there, and the loss soon is NaN"
-        yield Finding(("model.dtype",), what, "Set it to float32 or bfloat16, or train adapters on them: peft=lora.")
+        yield Fault(("model.dtype",), what, "Set it to float32 or bfloat16, or train adapters on them: peft=lora.")
     if not trainer.output_dir.strip():
-        yield Finding(("trainer.output_dir",), "the run folder has no name", "Set it, e.g. to runs/sft.")
+        yield Fault(("trainer.output_dir",), "the run folder has no name", "Set it, e.g. to runs/sft.")
 
 
-def _objective(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
+def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     objective = config.objective
     other = "dpo" if objective.kind == "sft" else "sft"
     for path, key in keys().items():
         if path in given and key.doc.startswith(f"{other}:"):
-            yield Finding(
+            yield Fault(
                 (path,),
                 f"it is a key of packtrain {other}",
                 f"Take it away, or use packtrain {other} (objective.kind={other}).",
@@ -216,38 +216,38 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
     if objective.kind == "sft":
         if config.packing.share_prefix is not None:
             what = "only preference pairs share a prompt; packtrain sft has none"
-            yield Finding(("packing.share_prefix",), what, "Take the key away.")
+            yield Fault(("packing.share_prefix",), what, "Take the key away.")
         return
     yield from dpo_rules(objective, config.data, config.packing, config.peft, given)
 
 
-def _groups(config: RunConfig, given: Set[str]) -> Iterator[Finding]:
+def _groups(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if config.peft.kind == "none":
         for key in sorted(given):
             if key.startswith("peft."):
                 what = "it does nothing without adapters (peft.kind is none)"
-                yield Finding((key,), what, "Choose peft=lora, or take the key away.")
+                yield Fault((key,), what, "Choose peft=lora, or take the key away.")
     if config.peft.dropout >= 1:
-        yield Finding(("peft.dropout",), f"found {config.peft.dropout:g}", "A dropout probability is below 1.")
+        yield Fault(("peft.dropout",), f"found {config.peft.dropout:g}", "A dropout probability is below 1.")
 
 
-def check_strategy(config: RunConfig) -> Iterator[Finding]:
+def check_strategy(config: RunConfig) -> Iterator[Fault]:
     """The impossible combinations of strategy.name with other keys."""
     name, optimizer = config.strategy.name, config.optim.name
     if name == "zero3_offload" and optimizer not in _ADAMW:
         what = f"DeepSpeed's optimizer on the host is AdamW, and would take the place of {optimizer} without a word"
-        yield Finding(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
+        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw, or strategy=zero3.")
     elif name != "ddp" and optimizer not in (*_ADAMW, "sgd"):
         what = f"{optimizer} keeps a state for a whole weight, and {name} gives it parts of weights: the training would be another"
-        yield Finding(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
+        yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
     if name != "ddp" and config.model.dtype == "float16":
         what = f"float16 weights cannot be spread by {name}"
         fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."
-        yield Finding(("model.dtype", "strategy.name"), what, fix)
+        yield Fault(("model.dtype", "strategy.name"), what, fix)
     if name in SHARDED_WEIGHTS and config.model.attention == "per_document":
         what = f"per_document calls the model once per document, and under {name} all processes must call it together"
         fix = "Choose strategy=zero2, or packing.mode=padding with model.attention=auto."
-        yield Finding(("model.attention", "strategy.name"), what, fix)
+        yield Fault(("model.attention", "strategy.name"), what, fix)
 
 
 def _is_host(text: str) -> bool:
@@ -259,34 +259,32 @@ def _is_host(text: str) -> bool:
         return False
 
 
-def _topology(topology: Topology) -> Iterator[Finding]:
+def _topology(topology: Topology) -> Iterator[Fault]:
     if topology.kind in ("single", "local") and (topology.nodes or 1) > 1:
         what = f"topology={topology.kind} is one machine, not {topology.nodes}"
-        yield Finding(("topology.nodes", "topology.kind"), what, "Choose topology=auto, slurm or manual.")
+        yield Fault(("topology.nodes", "topology.kind"), what, "Choose topology=auto, slurm or manual.")
     for name in ("main_address", "node_rank"):
         if getattr(topology, name) is not None and topology.kind in ("single", "local"):
             what = f"topology={topology.kind} is one machine, which has no use for it"
-            yield Finding((f"topology.{name}", "topology.kind"), what, "Take the key away, or use topology=manual.")
+            yield Fault((f"topology.{name}", "topology.kind"), what, "Take the key away, or use topology=manual.")
     if topology.kind == "single" and (topology.gpus_per_node or 1) > 1:
         what = f"one process cannot use {topology.gpus_per_node} GPUs"
         fix = "Choose topology=local, or take topology.gpus_per_node away."
-        yield Finding(("topology.gpus_per_node", "topology.kind"), what, fix)
+        yield Fault(("topology.gpus_per_node", "topology.kind"), what, fix)
     if (address := topology.main_address) is not None and not _is_host(address):
         what = f"{address!r} is neither a host name nor an address"
         fix = (
             "Write the machine alone; its port is topology.main_port." if ":" in address else "Name the first machine."
         )
-        yield Finding(("topology.main_address",), what, fix)
+        yield Fault(("topology.main_address",), what, fix)
     for name, value in topology.environment.items():
         path = f"topology.environment.{name}"
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            yield Finding((path,), f"{name!r} is no name of a variable", "It has letters, digits and _ only.")
+            yield Fault((path,), f"{name!r} is no name of a variable", "It has letters, digits and _ only.")
         if name in _OF_LAUNCH or name.startswith("PACKTRAIN_"):
-            yield Finding(
-                (path,), "packtrain sets it itself, for each process", "Take it away; use topology's own keys."
-            )
+            yield Fault((path,), "packtrain sets it itself, for each process", "Take it away; use topology's own keys.")
         if not isinstance(value, (str, int, float)) or isinstance(value, bool):
-            yield Finding((path,), f"found {value!r}", "Allowed: text or number.")
+            yield Fault((path,), f"found {value!r}", "Allowed: text or number.")
         if speaks_of_secrets(name):
             what = "by its name it is a secret, which would be written to config.yaml"
-            yield Finding((path,), what, f"Take it away, and export {name} in the shell or your job's environment.")
+            yield Fault((path,), what, f"Take it away, and export {name} in the shell or your job's environment.")

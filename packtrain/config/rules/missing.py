@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from packtrain.config.keys import Finding, near
+from packtrain.config.keys import Fault, near
 from packtrain.config.schema import REFERENCES, Data, Model, Objective, Optim, Tracking, Trainer, sources
 
 BUILT_IN = "quickstart"
@@ -26,8 +26,8 @@ TEMPLATE_SUFFIXES = (".jinja", ".j2")
 
 def check(
     model: Model, data: Data, objective: Objective, trainer: Trainer, optim: Optim, tracking: Tracking
-) -> list[Finding]:
-    """One finding for each package that is not installed and each path that is certainly local and does not exist."""
+) -> list[Fault]:
+    """One fault for each package that is not installed and each path that is certainly local and does not exist."""
     folders = {"trainer.output_dir": trainer.output_dir, "data.cache_dir": data.cache_dir or ""}
     return [
         *_data(data),
@@ -50,7 +50,7 @@ def as_name(text: str) -> str:
     return re.sub(r"[-.\s]", "_", text.lower())
 
 
-def _packages(optim: Optim, tracking: Tracking) -> Iterator[Finding]:
+def _packages(optim: Optim, tracking: Tracking) -> Iterator[Fault]:
     """What transformers would find lacking only when it makes the optimizer or the tracker."""
     if package := _OPTIMIZER_PACKAGES.get(optim.name):
         yield from _not_installed("optim.name", optim.name, package, package)
@@ -58,12 +58,12 @@ def _packages(optim: Optim, tracking: Tracking) -> Iterator[Finding]:
         yield from _not_installed("tracking.report_to", tracker, tracker, f"'packtrain[{tracker}]'")
 
 
-def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterator[Finding]:
+def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterator[Fault]:
     if importlib.util.find_spec(package) is None:
-        yield Finding((key,), f"{wanted} needs the package {package}, which is not installed", f"pip install {install}")
+        yield Fault((key,), f"{wanted} needs the package {package}, which is not installed", f"pip install {install}")
 
 
-def _data(data: Data) -> Iterator[Finding]:
+def _data(data: Data) -> Iterator[Fault]:
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         for at, source in enumerate(sources(value)):
             place = f"{key}[{at}]" if isinstance(value, list) else key
@@ -71,20 +71,20 @@ def _data(data: Data) -> Iterator[Finding]:
                 yield from _missing(place, source.path, DATA_SUFFIXES, "A hub id has the form owner/name.")
             elif not _there(source.path) and not glob.glob(os.path.expanduser(source.path), recursive=True):
                 fix = f"Relative paths start at {Path.cwd()}."
-                yield Finding((place,), f"there is no file that matches {source.path}", fix)
+                yield Fault((place,), f"there is no file that matches {source.path}", fix)
     template = data.chat_template or ""
     if "{{" in template or "{%" in template:
-        yield Finding(("data.chat_template",), "found a template's text", "Write it into a .jinja file and name that.")
+        yield Fault(("data.chat_template",), "found a template's text", "Write it into a .jinja file and name that.")
     elif template.lower().endswith(TEMPLATE_SUFFIXES):
         yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES, "")
     elif template and not _there(template) and as_name(template) not in template_names():
         meant = near(as_name(template), template_names())
         hint = f"Did you mean {' or '.join(meant)}?" if meant else "Names are chatml, llama3, qwen3 …"
         fix = f"{hint} Or name a .jinja file."
-        yield Finding(("data.chat_template",), f"there is no chat template {template!r}", fix)
+        yield Fault(("data.chat_template",), f"there is no chat template {template!r}", fix)
 
 
-def _models(paths: dict[str, str | None], reference: str) -> Iterator[Finding]:
+def _models(paths: dict[str, str | None], reference: str) -> Iterator[Fault]:
     for key, path in paths.items():
         if path:
             yield from _missing(key, path, MODEL_SUFFIXES, "A hub id has the form owner/name.")
@@ -95,24 +95,24 @@ def _models(paths: dict[str, str | None], reference: str) -> Iterator[Finding]:
     elif reference:
         meant = near(reference, REFERENCES, 1)
         hint = f"Did you mean {meant[0]}?" if meant else f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id."
-        yield Finding(("objective.reference",), f"there is no reference {reference!r}", hint)
+        yield Fault(("objective.reference",), f"there is no reference {reference!r}", hint)
 
 
-def _folders(folders: dict[str, str], resume: str) -> Iterator[Finding]:
+def _folders(folders: dict[str, str], resume: str) -> Iterator[Fault]:
     if resume not in ("auto", "never") and not os.path.isdir(os.path.expanduser(resume)):
         fix = f"Allowed: auto, never, or a folder. {_nearest(resume)}"
-        yield Finding(("trainer.resume",), f"there is no checkpoint folder {resume}", fix)
+        yield Fault(("trainer.resume",), f"there is no checkpoint folder {resume}", fix)
     for key, folder in folders.items():
         if os.path.expanduser(folder).startswith("~"):
-            yield Finding((key,), f"there is no home folder {Path(folder).parts[0]}", "Write the whole path.")
+            yield Fault((key,), f"there is no home folder {Path(folder).parts[0]}", "Write the whole path.")
         elif _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
-            yield Finding((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
+            yield Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
 
 
-def _missing(key: str, path: str, suffixes: tuple[str, ...], otherwise: str) -> Iterator[Finding]:
+def _missing(key: str, path: str, suffixes: tuple[str, ...], otherwise: str) -> Iterator[Fault]:
     if not path or path == BUILT_IN or not _is_local(path, suffixes) or _there(path):
         return
-    yield Finding((key,), f"there is no file or folder {path}", f"{_nearest(path)} {otherwise}".strip())
+    yield Fault((key,), f"there is no file or folder {path}", f"{_nearest(path)} {otherwise}".strip())
 
 
 def _there(path: str) -> bool:

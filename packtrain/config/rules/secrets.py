@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from packtrain.config.keys import Finding
+from packtrain.config.keys import Fault
 
 _TOKEN = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bsk-(?:proj-|ant-)[\w\-]{16,}|\bgh[opsur]_\w{30,}|\bgithub_pat_\w{20,}|\bglpat-[\w\-]{20,}"
@@ -40,24 +40,24 @@ def speaks_of_secrets(name: str) -> bool:
     return _SECRET_NAME.search(_INNOCENT_NAME.sub("", name)) is not None
 
 
-def check(config: dict[str, Any]) -> list[Finding]:
+def check(config: dict[str, Any]) -> list[Fault]:
     """Every secret in a text of the config (as plain containers), by its place; the secret itself is not repeated."""
     return [one for path, text in _texts(config, "") for one in _found(path, text)]
 
 
-def _found(path: str, text: str) -> Iterator[Finding]:
+def _found(path: str, text: str) -> Iterator[Fault]:
     code = _CODE.match(path) is not None
     if _TOKEN.search(text) or _WITH_PASSWORD.search(text) or (code and _SAID.search(text)):
         what = f"it has a secret (a password or token), which would be written into {'the script' if code else 'files'}"
         fix = (
             "Export it in the shell that submits, and name the variable: $NAME." if code else "Export it in the shell."
         )
-        yield Finding((path,), what, fix)
+        yield Fault((path,), what, fix)
     for variable in _ASSIGNED.findall(text) if code else ():
         if speaks_of_secrets(variable):
             what = f"by its name {variable} is a secret, which would be written into the script"
             fix = f"Export {variable} in the shell that submits, or read it from a file: {variable}=$(cat FILE)."
-            yield Finding((path,), what, fix)
+            yield Fault((path,), what, fix)
 
 
 def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Set
 
-from packtrain.config.keys import Finding
+from packtrain.config.keys import Fault
 from packtrain.config.schema import Topology
 
 # Options that the script has already, by the key that sets them ("" where packtrain must know them).
@@ -38,7 +38,7 @@ _TIMES = tuple(
 )
 
 
-def check(topology: Topology, resume: str, given: Set[str]) -> list[Finding]:
+def check(topology: Topology, resume: str, given: Set[str]) -> list[Fault]:
     """Everything that cannot work as a Slurm job, for the keys `given` with a value that is not their default."""
     return [
         *_one_line(topology),
@@ -62,56 +62,56 @@ def gpus_of(gres: str) -> int | None:
     return sum(map(int, numbers)) if numbers and all(number.isdigit() for number in numbers) else None
 
 
-def _one_line(topology: Topology) -> Iterator[Finding]:
+def _one_line(topology: Topology) -> Iterator[Fault]:
     names = ("partition", "account", "qos", "time", "gres", "constraint", "memory", "job_name", "container", "venv")
     values = {name: str(getattr(topology, name) or "") for name in names}
     for name in ("container_mounts", "modules", "sbatch"):
         values |= {f"{name}[{at}]": one for at, one in enumerate(getattr(topology, name))}
     for name, value in values.items():
         if "\n" in value:
-            yield Finding((f"topology.{name}",), "it has a line break", "Write it in one line.")
+            yield Fault((f"topology.{name}",), "it has a line break", "Write it in one line.")
 
 
-def _time(topology: Topology) -> Iterator[Finding]:
+def _time(topology: Topology) -> Iterator[Fault]:
     if topology.time is None or topology.time.upper() in ("UNLIMITED", "INFINITE"):
         return
     seconds = seconds_of(topology.time)
     if seconds is None:
         fix = "Write minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS."
-        yield Finding(("topology.time",), f"{topology.time!r} is no time of Slurm's", fix)
+        yield Fault(("topology.time",), f"{topology.time!r} is no time of Slurm's", fix)
     elif seconds <= topology.signal_before:
         what = f"a run of {seconds} s would be told to stop {topology.signal_before} s before its end, at its start"
-        yield Finding(("topology.time", "topology.signal_before"), what, "Give it more time, or lower signal_before.")
+        yield Fault(("topology.time", "topology.signal_before"), what, "Give it more time, or lower signal_before.")
 
 
-def _gpus(topology: Topology) -> Iterator[Finding]:
+def _gpus(topology: Topology) -> Iterator[Fault]:
     asked = gpus_of(topology.gres) if topology.gres else None
     if asked is not None and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
         what = f"{topology.gpus_per_node} processes on a machine, but topology.gres asks for {asked} GPUs"
-        yield Finding(("topology.gpus_per_node", "topology.gres"), what, "Take one of the two keys away.")
+        yield Fault(("topology.gpus_per_node", "topology.gres"), what, "Take one of the two keys away.")
 
 
-def _container(topology: Topology, given: Set[str]) -> Iterator[Finding]:
+def _container(topology: Topology, given: Set[str]) -> Iterator[Fault]:
     for name in ("container_runtime", "container_mounts"):
         if topology.container is None and f"topology.{name}" in given:
             what = "it does nothing without topology.container"
-            yield Finding((f"topology.{name}",), what, "Name an image, or take the key away.")
+            yield Fault((f"topology.{name}",), what, "Name an image, or take the key away.")
 
 
-def _options(topology: Topology) -> Iterator[Finding]:
+def _options(topology: Topology) -> Iterator[Fault]:
     for at, text in enumerate(topology.sbatch):
         where = f"topology.sbatch[{at}]"
         found = re.match(r"--(?:no-)?([\w-]+)|-(\w)", text)
         if found is None:
             fix = "Write it as on its command line: --exclude=n7."
-            yield Finding((where,), f"{text!r} is no option of sbatch", fix)
+            yield Fault((where,), f"{text!r} is no option of sbatch", fix)
         elif (option := found[1] or found[2]) in _KEY_OF_OPTION:
             key = _KEY_OF_OPTION[option]
             fix = f"Use topology.{key}." if key else "Take it away: packtrain sets it, and what follows relies on it."
-            yield Finding((where,), f"the script has {found[0]} already", fix)
+            yield Fault((where,), f"the script has {found[0]} already", fix)
 
 
-def _requeue(topology: Topology, resume: str) -> Iterator[Finding]:
+def _requeue(topology: Topology, resume: str) -> Iterator[Fault]:
     if topology.requeue and resume != "auto":
         what = f"a job that comes back would not go on from its checkpoint, but by trainer.resume={resume}"
-        yield Finding(("topology.requeue", "trainer.resume"), what, "Use trainer.resume=auto.")
+        yield Fault(("topology.requeue", "trainer.resume"), what, "Use trainer.resume=auto.")

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose.facts.torch_side import Layer
 from packtrain.errors import PacktrainError, Problem
+from packtrain.plan.interfaces import NetworkSetting
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
-from packtrain.plan.network import NetworkSetting
 from packtrain.plan.shapes import weights_of
 from packtrain.plan.surroundings import Surroundings
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from packtrain.diagnose.checks.check import Check, Status, first_or, passed, size
 from packtrain.diagnose.checks.needs import Needs
 from packtrain.diagnose.facts.facts import Facts
-from packtrain.plan.network import FIX, SOCKETS, Port, hcas, is_loopback, matching
+from packtrain.plan.interfaces import FIX, SOCKETS, Port, hcas, is_loopback, matching
 
 
 def check_host_name(facts: Facts, needs: Needs) -> Iterator[Check]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from packtrain.diagnose.checks.check import Check, first_or, passed
 from packtrain.diagnose.checks.needs import Needs
 from packtrain.diagnose.facts.facts import Facts
-from packtrain.plan.accelerate import STAGES
+from packtrain.plan.launcher_settings import STAGES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _COMPILING = ("C++ compiler", "ninja")

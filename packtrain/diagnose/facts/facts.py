@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from packtrain.plan.network import Interface, Port
+from packtrain.plan.interfaces import Interface, Port
 
 
 @dataclass(frozen=True, slots=True)

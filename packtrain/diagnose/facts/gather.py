@@ -20,8 +20,8 @@ from packtrain.diagnose.facts import host, links, software
 from packtrain.diagnose.facts.ask import NoAnswer, Question, command, end_commands, first_line
 from packtrain.diagnose.facts.facts import Clock, Facts, Folder, Gpus, Host, Limits, Name, Network, Software, Torch
 from packtrain.diagnose.facts.torch_side import Layer, read_facts
-from packtrain.plan import network as launch_network
-from packtrain.plan.network import LOOPBACK, read_network, silence_for
+from packtrain.plan import interfaces as launch_network
+from packtrain.plan.interfaces import LOOPBACK, read_network, silence_for
 from packtrain.plan.shapes import hub_home
 from packtrain.plan.surroundings import Surroundings, look_around
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from packtrain.diagnose.facts.facts import Clock, Folder, Limits
-from packtrain.plan.network import kernel_text, whole
+from packtrain.plan.interfaces import kernel_text, whole
 
 CHRONY = ("chronyc", "-n", "tracking")
 TIMEDATE = ("timedatectl", "show", "-p", "NTPSynchronized")

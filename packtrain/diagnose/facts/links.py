@@ -10,7 +10,7 @@ import socket
 from pathlib import Path
 
 from packtrain.diagnose.facts.facts import Name
-from packtrain.plan.network import kernel_text
+from packtrain.plan.interfaces import kernel_text
 
 
 def read_states(root: Path = Path("/")) -> dict[str, str]:

@@ -34,7 +34,7 @@ from packtrain.launch.worker import LOG_DIR
 from packtrain.model.load import base_model, weights_hash
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, differences, shared_versions
-from packtrain.plan.network import SOCKETS
+from packtrain.plan.interfaces import SOCKETS
 from packtrain.run_folder import environment
 from packtrain.train.library_errors import shortly
 from packtrain.train.sync.store import FIRST_STAGE, GRACE_S, Peers, Statement, in_words

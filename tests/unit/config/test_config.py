@@ -11,10 +11,10 @@ import pytest
 
 from packtrain.config import help as key_help
 from packtrain.config.compose import changes, load_config, to_dict, to_yaml
-from packtrain.config.files import shipped
 from packtrain.config.keys import ADVICE, FOREIGN, keys
 from packtrain.config.rules.combinations import COLUMNS, check
 from packtrain.config.schema import Batch, DataSource, Optim, RunConfig, groups
+from packtrain.config.yaml_files import shipped
 from packtrain.errors import Problem, UserError
 
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.config.compose import load_config
-from packtrain.config.files import shipped
+from packtrain.config.yaml_files import shipped
 from packtrain.plan.memory import Memory, estimate
 
 RECIPES = sorted(file.stem for file in shipped("recipes").glob("*.yaml"))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from packtrain.config.files import shipped
 from packtrain.config.schema import Data
+from packtrain.config.yaml_files import shipped
 from packtrain.data.prepare import prepare_pairs
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.quickstart import (

@@ -34,8 +34,8 @@ from packtrain.diagnose.facts.facts import (
 )
 from packtrain.diagnose.facts.torch_side import Layer
 from packtrain.diagnose.redact import Redactor
+from packtrain.plan.interfaces import Interface, NetworkSetting, Port, hcas, matching
 from packtrain.plan.memory import Memory
-from packtrain.plan.network import Interface, NetworkSetting, Port, hcas, matching
 from packtrain.plan.surroundings import Surroundings
 
 GIB = 2**30

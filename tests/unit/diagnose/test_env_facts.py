@@ -16,7 +16,7 @@ from packtrain.diagnose.facts.facts import Clock, Conflict, Torch
 from packtrain.diagnose.facts.gather import has_nvidia
 from packtrain.diagnose.facts.torch_side import MARK, read_facts
 from packtrain.launch.processes import sight
-from packtrain.plan.network import is_loopback, read_network
+from packtrain.plan.interfaces import is_loopback, read_network
 
 GIB = 2**30
 

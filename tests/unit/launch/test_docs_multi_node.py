@@ -19,8 +19,8 @@ from packtrain.launch.link import LinkWatch
 from packtrain.launch.members import Member, differences, twice
 from packtrain.launch.place import Place
 from packtrain.launch.verdict import Outcome, judge
-from packtrain.plan import network as names
-from packtrain.plan.network import HostNetwork, Interface, choose_network
+from packtrain.plan import interfaces as names
+from packtrain.plan.interfaces import HostNetwork, Interface, choose_network
 from tests.unit.launch.test_line import info
 from tests.unit.launchers import free_place, member, together
 

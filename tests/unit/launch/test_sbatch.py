@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from packtrain.cli import app
 from packtrain.config.compose import load_config
-from packtrain.config.files import shipped
 from packtrain.config.keys import keys
 from packtrain.config.rules.slurm import gpus_of, seconds_of
 from packtrain.config.sweep import load_points
+from packtrain.config.yaml_files import shipped
 from packtrain.errors import UserError
 from packtrain.launch.submit import refusal
 

@@ -5,91 +5,91 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence, Set
 
-from packtrain.config.keys import Finding
+from packtrain.config.keys import Fault
 from packtrain.config.schema import Data, LossType, Objective, Packing, Peft
 
 
-def dpo_rules(objective: Objective, data: Data, packing: Packing, peft: Peft, given: Set[str]) -> Iterator[Finding]:
-    """Findings on a run of packtrain dpo; `given` are the keys that the user set."""
+def dpo_rules(objective: Objective, data: Data, packing: Packing, peft: Peft, given: Set[str]) -> Iterator[Fault]:
+    """Faults on a run of packtrain dpo; `given` are the keys that the user set."""
     losses = objective.losses
     if "data.loss_on" in given:
-        yield Finding(("data.loss_on",), "of preference pairs the answers are trained", "Take the key away.")
+        yield Fault(("data.loss_on",), "of preference pairs the answers are trained", "Take the key away.")
     if data.format not in ("auto", "preference", "ranked"):
         what = f"rows of {data.format} hold no preference pairs"
-        yield Finding(("data.format",), what, "Choose auto, preference or ranked, or use packtrain sft.")
+        yield Fault(("data.format",), what, "Choose auto, preference or ranked, or use packtrain sft.")
     if data.overlong == "split":
         what = "a preference pair cannot be split: the later parts would have no prompt"
-        yield Finding(("data.overlong",), what, "Choose truncate, keep_end, drop or error.")
+        yield Fault(("data.overlong",), what, "Choose truncate, keep_end, drop or error.")
     if packing.share_prefix and packing.mode == "padding":
         what = "padded batches have a prompt for every answer"
-        yield Finding(("packing.share_prefix", "packing.mode"), what, "Choose packing.mode=packed or padding_free.")
+        yield Fault(("packing.share_prefix", "packing.mode"), what, "Choose packing.mode=packed or padding_free.")
     if not losses:
-        yield Finding(("objective.loss_type",), "there is no loss", "Name at least one.")
+        yield Fault(("objective.loss_type",), "there is no loss", "Name at least one.")
     yield from _weights(objective, losses)
     yield from _losses(objective, losses)
     yield from _without_effect(objective, losses, given)
     if objective.reference == "adapters_off" and peft.kind == "none":
         what = "there are no adapters to switch off"
-        yield Finding(("objective.reference",), what, "Choose peft=lora, or objective.reference=model.")
+        yield Fault(("objective.reference",), what, "Choose peft=lora, or objective.reference=model.")
     if not objective.reference.strip():
-        yield Finding(("objective.reference",), "it is empty", "Leave it at auto, or name a model or its folder.")
+        yield Fault(("objective.reference",), "it is empty", "Leave it at auto, or name a model or its folder.")
 
 
-def _weights(objective: Objective, losses: Sequence[LossType]) -> Iterator[Finding]:
+def _weights(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault]:
     weights = objective.loss_weights
     if weights is None:
         return
     if len(weights) != len(losses):
         number = f"{len(weights)} weight{'s' if len(weights) != 1 else ''}"
         what = f"{number} for {len(losses)} loss{'es' if len(losses) != 1 else ''}"
-        yield Finding(("objective.loss_weights", "objective.loss_type"), what, "Give one for each, in their order.")
+        yield Fault(("objective.loss_weights", "objective.loss_type"), what, "Give one for each, in their order.")
     elif weights and not (all(0 <= weight < math.inf for weight in weights) and any(weights)):
         what = (
             f"found {', '.join(f'{weight:g}' for weight in weights)}: that trains nothing, or away from the preferences"
         )
-        yield Finding(("objective.loss_weights",), what, "Give numbers from 0 on, one of them above.")
+        yield Fault(("objective.loss_weights",), what, "Give numbers from 0 on, one of them above.")
 
 
-def _losses(objective: Objective, losses: Sequence[LossType]) -> Iterator[Finding]:
+def _losses(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault]:
     """What TRL refuses, or silently gets wrong, for these losses."""
     if "exo_pair" in losses and objective.label_smoothing == 0:
         what = "the loss exo_pair needs label smoothing"
-        yield Finding(("objective.label_smoothing",), what, "Its paper recommends 1e-3.")
+        yield Fault(("objective.label_smoothing",), what, "Its paper recommends 1e-3.")
     if objective.label_smoothing >= 0.5:
         what = f"found {objective.label_smoothing:g}: from one half on the preferences are turned round"
-        yield Finding(("objective.label_smoothing",), what, "Choose a number below 0.5.")
+        yield Fault(("objective.label_smoothing",), what, "Choose a number below 0.5.")
     smoothed = sorted({"exo_pair", "robust", "aot", "aot_unpaired"} & set(losses))
     if objective.label_smoothing > 0 and not smoothed:
         what = f"TRL's {', '.join(losses)} takes no label smoothing"
-        yield Finding(("objective.label_smoothing",), what, "Take it away, or choose the loss robust.")
+        yield Fault(("objective.label_smoothing",), what, "Take it away, or choose the loss robust.")
     diverging = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
     if objective.f_divergence_type != "reverse_kl" and (others := sorted(set(losses) - diverging)):
         what = f"{', '.join(others)} is not defined for {objective.f_divergence_type}"
-        yield Finding(("objective.f_divergence_type", "objective.loss_type"), what, "Use reverse_kl.")
+        yield Fault(("objective.f_divergence_type", "objective.loss_type"), what, "Use reverse_kl.")
     if objective.ld_alpha is not None and objective.ld_alpha > 1:
         what = f"found {objective.ld_alpha:g}: tokens beyond the shorter answer would weigh more than the others"
-        yield Finding(("objective.ld_alpha",), what, "Choose a number from 0 to 1.")
+        yield Fault(("objective.ld_alpha",), what, "Choose a number from 0 to 1.")
     if objective.use_weighting and (sorting := objective.sorting_losses):
         what = f"{', '.join(sorting)} sorts pairs, which would get the weights of others"
-        yield Finding(("objective.use_weighting", "objective.loss_type"), what, "Take it away.")
+        yield Fault(("objective.use_weighting", "objective.loss_type"), what, "Take it away.")
     if objective.use_weighting and "sft" in losses:
         what = "sft is a mean over tokens, of which TRL cannot weigh the pairs"
-        yield Finding(("objective.use_weighting", "objective.loss_type"), what, "Take it away, or leave sft out.")
+        yield Fault(("objective.use_weighting", "objective.loss_type"), what, "Take it away, or leave sft out.")
 
 
-def _without_effect(objective: Objective, losses: Sequence[LossType], given: Set[str]) -> Iterator[Finding]:
+def _without_effect(objective: Objective, losses: Sequence[LossType], given: Set[str]) -> Iterator[Fault]:
     """Settings of what was not chosen."""
     if "objective.discopop_tau" in given and "discopop" not in losses:
         what = f"{', '.join(losses)} has no such temperature"
-        yield Finding(("objective.discopop_tau",), what, "Take it away, or choose the loss discopop.")
+        yield Fault(("objective.discopop_tau",), what, "Take it away, or choose the loss discopop.")
     alpha = objective.f_divergence_type == "alpha_divergence"
     if "objective.f_alpha_divergence_coef" in given and not alpha:
         what = f"{objective.f_divergence_type} has no alpha"
         fix = "Take it away, or choose objective.f_divergence_type=alpha_divergence."
-        yield Finding(("objective.f_alpha_divergence_coef",), what, fix)
+        yield Fault(("objective.f_alpha_divergence_coef",), what, fix)
     if set(losses) == {"sft"}:
         fix = "Leave it at {}, or add a loss that tells the answers apart: objective.loss_type=[sigmoid,sft]."
         what = "the loss sft trains the chosen answers alone, and holds the model to nothing"
         for key, usual in (("beta", Objective().beta), ("reference", Objective().reference)):
             if getattr(objective, key) != usual:
-                yield Finding((f"objective.{key}", "objective.loss_type"), what, fix.format(usual))
+                yield Fault((f"objective.{key}", "objective.loss_type"), what, fix.format(usual))

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from packtrain.plan.accelerate import STAGES, deepspeed_config, launch_argv, launch_config
+from packtrain.plan.launcher_settings import STAGES, deepspeed_config, launch_argv, launch_config
 from packtrain.plan.topology import Processes
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2")

@@ -11,8 +11,7 @@ import pytest
 from packtrain.config.schema import Batch, RunConfig, Topology
 from packtrain.errors import CheckFailed
 from packtrain.launch.place import own_addresses
-from packtrain.plan.launch_plan import LaunchPlan, plan_launch
-from packtrain.plan.network import (
+from packtrain.plan.interfaces import (
     HostNetwork,
     Interface,
     Port,
@@ -21,6 +20,7 @@ from packtrain.plan.network import (
     own_address_towards,
     read_network,
 )
+from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import Surroundings
 
 LO = Interface("lo", ("127.0.0.1", "::1"))
