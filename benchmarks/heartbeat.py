@@ -1,40 +1,38 @@
-"""What heartbeats, clocks and the watchdog cost a training step, with 4 processes over gloo and a launcher that watches them.
+"""What heartbeats, clocks and the watchdog cost a training step, with 4 processes over gloo and a watchdog that hears them.
 
     python benchmarks/heartbeat.py [--processes 4] [--micro-batches 4] [--step-seconds 0.1]
 
 Each process goes through the phases of a step as StepTrainer does, without the work in between, and counts its CPU time (not
-the clock's: others may keep the machine busy); the launcher's is counted over the same time. The all-reduce of the counts is
-timed with and without the ranks' times in it, in turn. `--step-seconds` is the step that the share is of; 0.1 s is a very
-short one. On paper, for many ranks: see the end of the output.
+the clock's: others may keep the machine busy); then it does nothing for a while but send beats. The all-reduce of the counts
+is timed with and without the ranks' times in it, in turn. `--step-seconds` is the step that the share is of; 0.1 s is a very
+short one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 
-from packtrain.launch.own_folder import heartbeat_folder
-from packtrain.monitor.old.diagnosis import RankState
-from packtrain.monitor.old.heartbeat import HEARTBEAT_DIR, Beat
-from packtrain.monitor.old.stacks import Collective, Frame
-from packtrain.monitor.old.watchdog import Watchdog
+from packtrain.monitor.channel import ADDRESS, SECRET, Server
+from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
+from packtrain.monitor.watchdog import LOOK_S, Watchdog
 from packtrain.train.rank_times import TOLD_EVERY, StepClock
 
 STEPS = 5000
 REDUCTIONS = 1500
+BEATING_S = 20
 
 
 def rank_main(rank: int, processes: int, micro_batches: int, port: int, results: multiprocessing.SimpleQueue) -> None:
-    """One rank: (CPU microseconds a step, extra microseconds of the reduction)."""
+    """One rank: (CPU microseconds a step, extra microseconds of the reduction, CPU microseconds of beats a second)."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -43,7 +41,8 @@ def rank_main(rank: int, processes: int, micro_batches: int, port: int, results:
     for step in range(STEPS):
         clock.enter("data", step=step)
         clock.enter("counts")
-        torch.tensor([1, 2, 3, 4, 0, 0, *(clock.slots() if step % TOLD_EVERY == 0 else [])])
+        with waiting("the counts of all ranks"):
+            torch.tensor([1, 2, 3, 4, 0, 0, *(clock.slots() if step % TOLD_EVERY == 0 else [])])
         for micro in range(micro_batches):
             clock.enter("forward", micro=micro)
             clock.enter("backward", micro=micro)
@@ -54,9 +53,19 @@ def rank_main(rank: int, processes: int, micro_batches: int, port: int, results:
     for _ in range(STEPS):
         torch.tensor([1, 2, 3, 4, 0, 0])
     spent -= time.process_time() - started
-    results.put((1e6 * spent / STEPS, extra_of_reduction(clock)))
+    extra = extra_of_reduction(clock)
     dist.barrier()
+    beats = cores_in(BEATING_S)
+    own_heartbeat().close()
+    results.put((1e6 * spent / STEPS, extra, 1e6 * (beats - cores_in(BEATING_S))))
     dist.destroy_process_group()
+
+
+def cores_in(seconds: float) -> float:
+    """What this process uses while its main thread sleeps."""
+    started, begun = time.process_time(), time.monotonic()
+    time.sleep(seconds)
+    return (time.process_time() - started) / (time.monotonic() - begun)
 
 
 def extra_of_reduction(clock: StepClock) -> float:
@@ -71,18 +80,8 @@ def extra_of_reduction(clock: StepClock) -> float:
     return 1e6 * (statistics.median(seconds[True]) - statistics.median(seconds[False])) / TOLD_EVERY
 
 
-def report_bytes() -> int:
-    """Bytes of what a launcher sends of 8 ranks that stand still, with 30 frames each."""
-    frames = tuple(
-        Frame("/opt/env/lib/python3.11/site-packages/torch/autograd/graph.py", 900, "_engine_run") for _ in range(30)
-    )
-    beat = Beat(10**6, 10**5, "backward", 10**5, 4, 1e6, 1.5)
-    pending = Collective("nccl:all_reduce", 10**6, "0", "Float 4096x4096")
-    states = [RankState(rank, "node-0001", beat, stack=frames, pending=pending, told=True) for rank in range(8)]
-    return len(json.dumps([one.to_json() for one in states]))
-
-
 def main() -> None:
+    """Prints the figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=4)
@@ -90,44 +89,33 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=29610)
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    with heartbeat_folder() as folder:
-        os.environ[HEARTBEAT_DIR] = str(folder)
-        results = context.SimpleQueue()
-        ranks = [
-            context.Process(
-                target=rank_main,
-                args=(rank, arguments.processes, arguments.micro_batches, arguments.port, results),
-            )
-            for rank in range(arguments.processes)
-        ]
+    server = Server(secret="secret", host="127.0.0.1")
+    os.environ.update({ADDRESS: f"127.0.0.1:{server.port}", SECRET: server.secret})
+    results = context.SimpleQueue()
+    about = (arguments.processes, arguments.micro_batches, arguments.port, results)
+    ranks = [context.Process(target=rank_main, args=(rank, *about)) for rank in range(arguments.processes)]
+    with TemporaryDirectory() as logs:
+        watchdog = Watchdog([("n0", range(len(ranks)))], TimeLimits(), Path(logs))
+        watchdog.attach(server)
         for one in ranks:
             one.start()
-        watchdog = Watchdog(folder, Path(folder), ranks=range(len(ranks)), host=platform.node(), step_timeout=600)
-        looks, in_looks = 0, 0.0
+        begun, started = time.monotonic(), time.process_time()
         while any(one.is_alive() for one in ranks):
-            started = time.process_time()
-            watchdog.look({})
-            in_looks += time.process_time() - started
-            looks += 1
-            time.sleep(0.1)
+            assert watchdog.look() is None
+            time.sleep(LOOK_S)
+        server_us = 1e6 * (time.process_time() - started) / (time.monotonic() - begun)
         found = [results.get() for _ in ranks]
-    rank_us, reduction_us = (max(column) for column in zip(*found, strict=True))
-    rounds = max(1, round(looks * 0.1))
-    launcher_us = 1e6 * in_looks / rounds
-    step_us = 1e6 * arguments.step_seconds
-    total = rank_us + max(reduction_us, 0) + launcher_us * arguments.step_seconds / len(ranks)
-    print(f"records, clocks and slots: {rank_us:.1f} us of CPU time a step (the slowest of {len(ranks)} ranks)")
-    print(f"the longer reduction:      {reduction_us:+.1f} us a step")
-    print(f"the launcher:              {launcher_us:.0f} us of CPU time a second")
-    print(f"together:                  {total / step_us:.3%} of a step of {arguments.step_seconds:g} s")
-    kib = report_bytes() / 1024
+        server.close()
+    rank_us, reduction_us, beats_us = (max(column) for column in zip(*found, strict=True))
+    of_a_step = rank_us + max(reduction_us, 0) + beats_us * arguments.step_seconds
+    print(f"phases, waits, clocks and slots: {rank_us:.1f} us of CPU time a step (the slowest of {len(ranks)} ranks)")
+    print(f"the longer reduction:            {reduction_us:+.1f} us a step")
+    print(f"beats of a rank:                 {beats_us:.0f} us of CPU time a second")
+    print(f"the watchdog and its channel:    {server_us:.0f} us of CPU time a second, in the launcher")
     print(
-        "1,024 ranks on 128 machines: no message of ranks while steps go on (launchers beat every 2 s: 64 lines a second at"
+        f"together, of a rank:             {of_a_step / 1e6 / arguments.step_seconds:.3%} of a step of {arguments.step_seconds:g} s"
     )
-    print(
-        f"machine 0); standing still, each machine tells of its 8 ranks every 5 s: {kib:.0f} KiB, {128 * kib / 1024 / 5:.1f} MiB/s at machine 0;"
-    )
-    print(f"the counts of every tenth step grow by {1024 * 4 * 8 / 1024:.0f} KiB")
+    print(f"1,024 ranks: the counts of every tenth step grow by {1024 * 4 * 8 / 1024:.0f} KiB")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ per segment; an attention function that was replaced takes flattened rows only: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,22 +56,18 @@ def attend_by(model: PreTrainedModel, name: str) -> Callable[[], None]:
     """
     if name == PER_DOCUMENT:
         return run_one_document_at_a_time(model)
+    undo = ExitStack()
     if uses_attention_interface(model):
-        undo = _replace_attention_function(model, IMPLEMENTATIONS[name])
+        undo.callback(_replace_attention_function(model, IMPLEMENTATIONS[name]))
     elif name == SEGMENTED:
-        undo = run_attention_once_per_segment(model)
+        undo.callback(run_attention_once_per_segment(model))
     else:
         raise CheckFailed(
             f"the attention of {type(model).__name__} is code of its own, which {name} cannot replace",
             fix=f"set model.attention to {SEGMENTED} or {PER_DOCUMENT}",
         )
-    undo_rotary = rotate_by_document(model)
-
-    def take_back() -> None:
-        undo_rotary()
-        undo()
-
-    return take_back
+    undo.callback(rotate_by_document(model))
+    return undo.close
 
 
 def _replace_attention_function(model: PreTrainedModel, implementation: str) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -32,13 +33,10 @@ def rotate_by_document(model: PreTrainedModel) -> Callable[[], None]:
 
     The call raises CheckFailed where a document has a shared prefix, whose keys would need other frequencies for each.
     """
-    undo = [replace_forward(module, _by_document(module)) for module in model.modules() if _by_length(module)]
-
-    def take_back() -> None:
-        for one in undo:
-            one()
-
-    return take_back
+    undo = ExitStack()
+    for module in filter(_by_length, model.modules()):
+        undo.callback(replace_forward(module, _by_document(module)))
+    return undo.close
 
 
 def _by_length(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ import inspect
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -39,7 +39,7 @@ _FOR_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"
 _BY_POSITION: dict[str, Literal["first", "whole"]] = {
     # bloom and falcon, [heads, 1, T]: alone, a document has the first l; later ones differ by a constant that 16 bits round
     "alibi": "first",
-    # roformer, [1, 1, T, d]: counts over the row whatever the position ids say
+    # roformer, [1, 1, T, d]: counts over the row, not by the position ids
     "sinusoidal_pos": "first",
     # mpt, [heads, 1, longest]: the module takes the last l itself
     "position_bias": "whole",
@@ -61,14 +61,11 @@ def run_attention_once_per_segment(model: PreTrainedModel) -> Callable[[], None]
     if not modules:
         raise CheckFailed(f"{type(model).__name__} has no attention module to run once per document", fix=_FIX)
     current = _Current()
-    undo = [replace_forward(module, _forward_of_module(module, current)) for module in modules]
-    undo.append(replace_forward(model, _forward_of_model(model, current)))
-
-    def take_back() -> None:
-        for one in reversed(undo):
-            one()
-
-    return take_back
+    undo = ExitStack()
+    for module in modules:
+        undo.callback(replace_forward(module, _forward_of_module(module, current)))
+    undo.callback(replace_forward(model, _forward_of_model(model, current)))
+    return undo.close
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
-"""How far back a layer sees within a document: from what it tells its attention function, else from the model's config.
+"""How far back a layer sees within a document: what it gives its attention function, else what the model's config has.
 
-Most local layers hand `sliding_window` to their attention function. Some leave their window or chunk to the mask that the
-model builds, and flattened rows have none: what their config says is then applied here, and where that is ambiguous the
-layer is refused, also when all documents of this row are shorter than the window, the isolation proof's among them.
+Most local layers pass `sliding_window` to their attention function. Some leave their window or chunk to the mask that the
+model builds, and flattened rows have none: the window of their config is then applied here, and where that is ambiguous the
+layer is refused, also when all documents of this row are shorter than the window, as those of the isolation proof are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def local_segments(
     if kind == "chunked_attention" and chunk:
         if any(segments.prefix_lengths):
             raise CheckFailed(f"{type(module).__name__} attends by chunks, which cannot share a prefix", fix=_UNSURE)
-        return _chunks(segments, chunk), None
+        return chunks(segments, chunk), None
     if kind is None and (window or chunk):
         raise CheckFailed(
             f"{type(module).__name__} may see only {window or chunk} tokens back by its config, but does not say so",
@@ -55,5 +55,6 @@ def _positive(config: Any, name: str) -> int | None:
 
 
 @lru_cache(maxsize=64)
-def _chunks(segments: Segments, size: int) -> Segments:
-    return segments.chunks(size)
+def chunks(segments: Segments, size: int) -> Segments:
+    """The row cut where positions pass a multiple of `size`: what chunked attention keeps apart. It has no prefixes."""
+    return Segments(tuple(min(size, length - start) for length in segments.lengths for start in range(0, length, size)))

@@ -326,15 +326,13 @@ class Topology:
     join_timeout: int = key(300, "Seconds to wait for all processes at start.", minimum=1)
     step_timeout: int = key(
         600,
-        "Most seconds that a collective operation may take. A run that stands still is ended with a diagnosis: after 45 s (in "
-        "proportion more where this is more than 600) where the process that the others wait for does nothing at all, after "
-        "nine tenths of this while it computes or loads something.",
+        "Most seconds that a collective operation may take. A run in which the others wait for a process that makes no "
+        "progress is ended with a diagnosis after nine tenths of this.",
         minimum=10,
     )
     checkpoint_timeout: int = key(
         1800,
-        "Most seconds that a checkpoint may take while it is being written, less a tenth; the others wait so long. Storage "
-        "that takes nothing at all ends a run after 45 s, in proportion more where this is more than 1800.",
+        "Most seconds that a checkpoint may take while it is being written, less a tenth; the others wait so long.",
         minimum=10,
     )
     gpu_memory: float | None = key(None, "GiB of a GPU, for plans made elsewhere; none for what is found.", above=0)

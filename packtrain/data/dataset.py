@@ -146,7 +146,7 @@ def mixed(
     kept: Sequence[np.ndarray] | None = None,
     weigh: bool = True,
 ) -> TokenDataset:
-    """All parts, each as often as its weight says (once, unless they `weigh`), with the report of what they hold.
+    """All parts, each as often as its weight (once, unless they `weigh`), with the report of what they hold.
 
     `key` of the config names them. So many neighbours stay `together`: 2 for the documents of preference pairs. `kept`
     are, for each part, the rows of its source bool[its rows] that are taken; all where it is None.

@@ -1,17 +1,73 @@
-"""`packtrain env [CONFIG]`: what this machine is and has, and whether that will do."""
+"""`packtrain env [CONFIG]`: what this machine is and has, as a list to paste into a bug report, and whether that will do.
+
+Everything is asked at once and answered within ten seconds; what does not answer is a line of the report. Nothing is started
+that stays, and nothing secret is shown (redact.py).
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from queue import Queue
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.markup import escape
 
 from packtrain.config.schema import RunConfig
-from packtrain.diagnose.checks.all import check_all
-from packtrain.diagnose.env_view import print_report, report_json
-from packtrain.diagnose.facts.gather import gather
+from packtrain.diagnose import gpus as gpu_checks
+from packtrain.diagnose import host, network, software
+from packtrain.diagnose.devices import ask_driver, ask_torch, has_nvidia
+from packtrain.diagnose.facts import (
+    Check,
+    Facts,
+    Folder,
+    Gpu,
+    Gpus,
+    Host,
+    Layer,
+    RunNeeds,
+    Status,
+    Torch,
+    layer_of,
+    needs_of,
+    size,
+)
+from packtrain.diagnose.probe import LIMIT_S, Inquiry, Probe, Unanswered, kill_commands
 from packtrain.diagnose.redact import Redactor
 from packtrain.errors import CheckFailed
+from packtrain.plan.network import HostNetwork, Interface, read_network
+from packtrain.plan.shapes import hub_home
+from packtrain.plan.surroundings import look_around
+
+BUDGET_S = 8.5
+"""From the start of this process to the last answer."""
+_LEAST_FOR_TORCH_S = 3.0
+_COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
+CHECKS = (
+    *(
+        host.check_run,
+        software.check_packages,
+        gpu_checks.check_torch,
+        software.check_attention,
+        software.check_deepspeed,
+    ),
+    *(
+        gpu_checks.check_driver,
+        gpu_checks.check_number,
+        gpu_checks.check_health,
+        gpu_checks.check_use,
+        gpu_checks.check_gpu_memory,
+    ),
+    *(network.check_infiniband, network.check_interfaces, network.check_host_name, network.check_name_server),
+    *(network.check_main_address, host.check_limits, host.check_memory, host.check_cores, host.check_clock),
+    *(host.check_folders, host.check_variables),
+)
+"""In the order in which they are shown: each takes facts and needs, and yields what it has to say."""
 
 
 def show_environment(load: Callable[[], RunConfig | None], *, as_json: bool) -> int:
@@ -22,5 +78,187 @@ def show_environment(load: Callable[[], RunConfig | None], *, as_json: bool) -> 
     if as_json:
         print(json.dumps(report_json(facts, needs, checks, redactor), indent=2))
     else:
-        print_report(facts, needs, checks, redactor)
+        _print_report(facts, needs, checks, redactor)
     return CheckFailed.exit_code if any(check.status == "fail" for check in checks) else 0
+
+
+def check_all(facts: Facts, needs: RunNeeds) -> list[Check]:
+    """What every check says of a machine and a run."""
+    return [check for one in CHECKS for check in one(facts, needs)]
+
+
+def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
+    """The facts of this machine and what the run whose config `load` returns needs of it.
+
+    Takes until ten seconds after this process started; the machine is asked while the config is loaded. Raises what `load`
+    raises.
+    """
+    inquiry, layer = Inquiry(), Queue[Layer]()
+    try:
+        driver = inquiry.ask("GPU driver", lambda: ask_driver(LIMIT_S), LIMIT_S + 0.5)
+
+        def layer_after_driver() -> Layer:
+            driver.wait()
+            return layer.get()
+
+        torch_s = max(_LEAST_FOR_TORCH_S, BUDGET_S - age_s())
+        inquiry.ask("torch", lambda: ask_torch(torch_s, layer_after_driver), torch_s + 0.3)
+        inquiry.ask("limits", host.read_host)
+        inquiry.ask("timedatectl", host.clock_kept)
+        software.ask_software(inquiry)
+        network.ask_network(inquiry)
+        config = load()
+        layer.put(Layer() if config is None else layer_of(config))
+        folders = _folders(config, os.environ)
+        for name, path in folders.items():
+            inquiry.ask(name, lambda name=name, path=path: host.read_folder(name, path))
+        gpus = inquiry.answer("GPU driver", Gpus(present=has_nvidia(), error="no answer"))
+        inquiry.lacks += [f"GPU driver: {gpus.error}"] if gpus.error else []
+        needs = RunNeeds() if config is None else _needs(config, gpus.gpus)
+        found = [
+            inquiry.answer(name, Folder(name, path, lack="no answer within 5 s")) for name, path in folders.items()
+        ]
+        limits, clock = inquiry.answer("limits", Host()), inquiry.answer("timedatectl", None)
+        machine = replace(limits, folders=tuple(found), clock_kept=clock)
+        links, installed = network.network_of(inquiry, needs), software.software_of(inquiry)
+        torch = inquiry.answer("torch", Torch(error="no answer"))
+        return Facts(installed, torch, gpus, links, machine, tuple(inquiry.lacks)), needs
+    finally:
+        kill_commands()
+
+
+def _needs(config: RunConfig, gpus: Sequence[Gpu]) -> RunNeeds:
+    """As for a launch, without asking for GPUs again, and without waiting for a silent name server."""
+
+    def read(main: str | None) -> HostNetwork:
+        try:
+            return Probe(lambda: read_network(main), network.NAME_S).answer()
+        except Unanswered:
+            return read_network(None)
+
+    return needs_of(config, replace(look_around([gpu.memory or 0 for gpu in gpus]), network=read))
+
+
+def _folders(config: RunConfig | None, env: Mapping[str, str]) -> dict[str, str]:
+    """Where a run writes, by config key or variable; without a config the folder that packtrain is called in."""
+    cache = config.data.cache_dir if config else None
+    return {
+        "trainer.output_dir": config.trainer.output_dir if config else ".",
+        "data.cache_dir": cache or env.get("PACKTRAIN_CACHE") or "~/.cache/packtrain",
+        "HF_HOME": hub_home(env),
+    }
+
+
+def age_s() -> float:
+    """Seconds since this process was started, imports and config included."""
+    return max(0.0, time.time() - psutil.Process().create_time())
+
+
+def report_json(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redactor: Redactor) -> dict[str, Any]:
+    """The whole report as plain containers; the keys up to `checks` are a promise to users."""
+    plain, torch = facts.to_json(), facts.torch
+    built = {"cuda": torch.cuda, "cudnn": torch.cudnn, "nccl": torch.nccl, "driver": facts.gpus.driver}
+    installed = {**facts.software.packages, **built, **facts.software.tools}
+    backend, why = software.chosen_backend(facts, needs)
+    document = {
+        "versions": {"python": facts.software.python, "platform": facts.software.platform, **installed},
+        "devices": plain["gpus"]["gpus"] or [{"index": at, **one} for at, one in enumerate(plain["torch"]["devices"])],
+        "attention": software.attention_json(facts, needs),
+        "checks": [{"name": one.name, "status": one.status, "found": one.found, "fix": one.fix} for one in checks],
+        "attention_choice": {"backend": backend, "why": why},
+        "trl": software.trl_lines(facts.software, torch),
+        "facts": plain,
+    }
+    return redactor.plain(document)
+
+
+def _print_report(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redactor: Redactor) -> None:
+    """Both blocks on stdout, in colour on a terminal."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print("\nCopy-paste the following information when reporting an issue:\n")
+    for name, value in _lines(facts, needs).items():
+        value = redactor.plain({name: value})[name]
+        if isinstance(value, dict):
+            value = [f"{key}: {inner}" for key, inner in value.items()]
+        several = "".join(f"\n  - {redactor.text(one)}" for one in value) if isinstance(value, list) else f" {value}"
+        console.print(escape(f"- {name}:{several}"), emoji=False)
+    console.print("\nChecks:\n")
+    width = max((len(check.name) for check in checks), default=0)
+    for check in checks:
+        print_check(
+            console, check.status, f"{check.name:<{width}}", redactor.text(check.found), redactor.text(check.fix)
+        )
+    failed, warned = (sum(check.status == status for check in checks) for status in ("fail", "warn"))
+    console.print(f"\n{failed} failed, {warned} to look at, {len(checks) - failed - warned} ok")
+
+
+def print_check(console: Console, status: Status, name: str, found: str, fix: str) -> None:
+    """A check in one line, and its fix in another."""
+    console.print(f"[{_COLOURS[status]}]{status:<4}[/]  {escape(f'{name}  {found}')}", emoji=False)
+    if status != "ok" and fix:
+        console.print(f"      {' ' * len(name)}  → {escape(fix)}", emoji=False)
+
+
+def _lines(facts: Facts, needs: RunNeeds) -> dict[str, Any]:
+    """Name → text, or several texts, of every line: those of `trl env` first."""
+    torch, driver, net, own = facts.torch, facts.gpus, facts.network, facts.host
+    packages, commit = facts.software.packages, facts.software.commits.get("packtrain")
+    kernels = [f"{name}: {lack or 'right on this GPU'}" for name, lack in (torch.kernels or {}).items()]
+    takes = f"up to {driver.cuda}" if driver.cuda else "none"
+    limits = [
+        f"{name} {'none' if one == -1 else one}" for name, one in (("memlock", own.memlock), ("nofile", own.nofile))
+    ]
+    names = ", ".join(net.host.addresses) or net.host.lack
+    return {
+        **software.trl_lines(facts.software, torch),
+        "packtrain version": f"{packages.get('packtrain') or 'not installed'}{f'+{commit}' if commit else ''}",
+        "torch, as imported": f"{torch.version or 'not imported'}{f' ({torch.error})' if torch.error else ''}",
+        "CUDA": f"torch is built for {torch.cuda or 'none'}, the driver takes {takes}",
+        "NVIDIA driver": driver.driver or driver.error or "none",
+        "NCCL, cuDNN versions": f"{torch.nccl or 'none'}, {torch.cudnn or 'none'}",
+        "flash-attn versions": ", ".join(
+            f"{at}: {packages.get(name) or 'not installed'}"
+            for at, name in ((2, "flash-attn"), (3, "flash-attn-3"), (4, "flash-attn-4"))
+        ),
+        "Attention of packed rows": "{} ({})".format(*software.chosen_backend(facts, needs)),
+        "Flash kernels": kernels or "not tried: torch uses no GPU here",
+        "Build tools": ", ".join(f"{name}: {version or 'none'}" for name, version in facts.software.tools.items()),
+        "GPUs": [_gpu(gpu) for gpu in driver.gpus] or "none",
+        "RDMA devices": [network.port_words(port) for port in net.ports] or "none",
+        "Network interfaces": [*map(_interface, net.interfaces)] or "not known",
+        "Network settings": [f"{one.name}{f'={one.value}' if one.value else ''}: {one.reason}" for one in needs.network]
+        or "none of packtrain's",
+        "Host name": f"{net.host.name}: {names}{f', in {own.container}' if own.container else ''}",
+        "Limits": ", ".join(limits),
+        "Shared memory": f"{size(own.shm_free)} free of {size(own.shm)} in /dev/shm",
+        "Memory": f"{size(own.memory_free)} free of {size(own.memory)}; the machine has {size(own.machine_memory)}",
+        "Cores": f"{own.cpus:g}",
+        "Folders": [
+            f"{one.setting}: {one.path}, {one.lack or f'{size(one.free)} free of {size(one.total)}'} {one.kind}".rstrip()
+            for one in own.folders
+        ],
+        "Environment": dict(own.environment) or "nothing set that matters",
+        "Not answered": list(facts.lacks) or "nothing",
+    }
+
+
+def _gpu(gpu: Gpu) -> str:
+    parts = [f"{gpu.index}: {gpu.name}", size(gpu.memory), f"{size(gpu.memory_used)} in use"]
+    figures = {
+        "{} % busy": gpu.utilization,
+        "{} °C": gpu.temperature,
+        "{} MHz at most": gpu.clock,
+        "{} W at most": gpu.power,
+        "{} NVLinks": gpu.nvlinks,
+        "{} PCIe lanes": gpu.width,
+    }
+    parts += [words.format(number) for words, number in figures.items() if number is not None]
+    return ", ".join(
+        [*parts, *(["ECC on" if gpu.ecc else "ECC off"] if gpu.ecc is not None else []), *(["MIG"] * gpu.mig)]
+    )
+
+
+def _interface(one: Interface) -> str:
+    parts = ["up" if one.up else "down", *one.addresses, *([f"MTU {one.mtu}"] if one.mtu else [])]
+    parts += [f"{one.speed} Mb/s"] if one.speed else []
+    return f"{one.name}: {', '.join(parts)}{', default route' if one.default_route else ''}"

@@ -12,14 +12,13 @@ torch's TCPStore would serve too, but a call to one that is stopped has no time 
 from __future__ import annotations
 
 import hmac
+import http.client
 import json
 import os
 import secrets
 import socket
 import socketserver
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -168,43 +167,34 @@ class _Request(BaseHTTPRequestHandler):
 
 
 class Client:
-    """Calls the channel at `address`:`port`; any number of threads may."""
+    """Calls the channel at `address`:`port`, never through a proxy; any number of threads may."""
 
     def __init__(self, address: str, port: int, *, secret: str = "") -> None:
-        self.secret = secret
-        host = f"[{address}]" if ":" in address else address
-        self.url = f"http://{host}:{port}"
-        # never through a proxy of the environment
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self.address, self.port, self.secret = address, port, secret
 
     def call(self, name: str, body: Mapping[str, Any], *, timeout_s: float = CALL_S) -> dict[str, Any]:
         """What the handler `name` answers. Raises NoAnswer, NotOurs or Refused."""
         headers = {"Content-Type": "application/json", _HEADER: self.secret}
-        request = urllib.request.Request(f"{self.url}/{name}", json.dumps(body).encode(), headers)
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout_s)
         try:
-            with self._opener.open(request, timeout=timeout_s) as reply:
-                ours, content = _is_ours(reply.headers), reply.read(MOST_BYTES)
-        except urllib.error.HTTPError as error:
-            with error:
-                said = error.read(MOST_BYTES)
-            if not _is_ours(error.headers):
-                raise NotOurs(f"another program answers at {self.url}") from error
-            raise Refused(_error_in(said) or f"HTTP {error.code}") from error
-        except urllib.error.URLError as error:
-            cause = error.reason
-            refused = isinstance(cause, ConnectionRefusedError)
-            raise NoAnswer(getattr(cause, "strerror", None) or str(cause), refused=refused) from error
-        except (OSError, ValueError, EOFError) as error:
-            raise NoAnswer(str(error) or type(error).__name__) from error
-        except Exception as error:  # http.client: what came is no HTTP
-            raise NotOurs(f"another program answers at {self.url}") from error
-        if not ours:
-            raise NotOurs(f"another program answers at {self.url}")
+            connection.request("POST", f"/{name}", json.dumps(body).encode(), headers)
+            reply = connection.getresponse()
+            content = reply.read(MOST_BYTES)
+        except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            raise NoAnswer(error.strerror or str(error) or type(error).__name__, refused=refused) from error
+        except http.client.HTTPException as error:  # what came is no HTTP
+            raise self._not_ours() from error
+        finally:
+            connection.close()
+        if not str(reply.headers.get("Server", "")).startswith(_NAME):
+            raise self._not_ours()
+        if reply.status != 200:
+            raise Refused(_error_in(content) or f"HTTP {reply.status}")
         return json.loads(content)
 
-
-def _is_ours(headers: Any) -> bool:
-    return str(headers.get("Server", "")).startswith(_NAME)
+    def _not_ours(self) -> NotOurs:
+        return NotOurs(f"another program answers at {self.address}, port {self.port}")
 
 
 def _error_in(said: bytes) -> str:

@@ -22,7 +22,7 @@ from packtrain.monitor.channel import Server
 from packtrain.monitor.diagnosis import Diagnosis, RankState, aftermath, diagnose, never_meet, waiting_words
 from packtrain.monitor.heartbeat import BEFORE_TRAINING, PHASES, TimeLimits, place_of
 from packtrain.monitor.processes import ProcessState
-from packtrain.monitor.stacks import Collective, dumps_in, main_stack
+from packtrain.monitor.stacks import Collective, Frame, dumps_in, main_stack
 from packtrain.run_folder import in_time, write_json
 
 DIAGNOSIS = "diagnosis.txt"
@@ -61,7 +61,12 @@ class _Rank:
     asked: float | None = None
     told: bool = False  # that it is to end
     text: str = ""
+    stack: tuple[Frame, ...] = ()
     collectives: Mapping[str, Any] = field(default_factory=dict)
+
+    def answers(self, text: str, collectives: Mapping[str, Any] | None = None) -> None:
+        """Keeps stacks and collectives; none where it has moved on."""
+        self.text, self.stack, self.collectives = text, main_stack(text), collectives or {}
 
 
 def stacks_of(logs: Path, rank: int) -> Path:
@@ -115,11 +120,12 @@ class Watchdog:
             one.heard = time.monotonic()
             one.host = str(message["host"]) if not one.host else one.host
             if "stacks" in message:
-                one.text, one.collectives = str(message["stacks"]), message["collectives"]
+                one.answers(str(message["stacks"]), message["collectives"])
             elif (before and (before["phase"], before["step"]) != (message["phase"], message["step"])) or before.get(
                 "for_s", 0
             ) > message["for_s"]:
-                one.text, one.collectives, one.asked = "", {}, None  # it is not there any more
+                one.answers("")  # it is not there any more
+                one.asked = None
             if "ended" in message:
                 one.process = ProcessState(message["pid"], "gone", message["ended"], told=True, lost=message["lost"])
                 one.gone = one.gone or one.heard
@@ -138,14 +144,16 @@ class Watchdog:
                     one.process = state
                     one.stopped = (one.stopped or now) if state.state == "stopped" else None
                     one.gone = (one.gone or now) if state.state == "gone" else None
-                    one.text = one.text or state.crash
+
+                    if state.crash and not one.text:
+                        one.answers(state.crash)
 
     def stacks(self, node: int, texts: Mapping[int, str]) -> None:
         """Takes stacks that the launcher of machine `node` has had dumped."""
         with self._lock:
             for rank, text in texts.items():
                 if rank in self._ranks and not self._ranks[rank].text:
-                    self._ranks[rank].text = text
+                    self._ranks[rank].answers(text)
 
     def wanted_stacks(self, node: int) -> list[int]:
         """The ranks of machine `node` that were asked for their stacks and do not answer: their launcher is to dump them."""
@@ -185,7 +193,7 @@ class Watchdog:
             usual_s=said["usual_s"],
             stopped_s=now - one.stopped if one.stopped else 0.0,
             process=one.process,
-            stack=main_stack(one.text),
+            stack=one.stack,
             pending=pending[0] if pending else None,
             passed=tuple(Collective(**each) for each in one.collectives.get("passed", ())),
             answered="pending" in one.collectives,
@@ -268,7 +276,8 @@ class Watchdog:
             for one in states:
                 rank = self._ranks[one.rank]
                 if rank.asked is None or now - rank.asked > _FRESH_S:
-                    rank.asked, rank.text, rank.collectives = now, "", {}
+                    rank.asked = now
+                    rank.answers("")
 
     def _have_answered(self, states: Sequence[RankState]) -> bool:
         """Whether all have, or had the time to, by themselves and by their launchers."""

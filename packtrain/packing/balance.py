@@ -30,7 +30,6 @@ import numpy as np
 
 Mode = Literal["padding", "padding_free", "packed"]
 Layout = list[list[np.ndarray]]  # [rank][micro-batch]: int64[documents]
-
 TOLERANCE = 0.01  # how far above the smallest possible the largest cost of consecutive parts may be, relative
 
 
@@ -114,8 +113,7 @@ def loads(parts: list[np.ndarray], lengths: np.ndarray, mode: Mode, attention_co
     if mode == "padding":
         longest = np.array([lengths[part].max(initial=0) for part in parts])
         return costs(longest, attention_cost) * [len(part) for part in parts]
-    cost = costs(lengths, attention_cost)
-    return np.array([cost[part].sum() for part in parts])
+    return np.array([costs(lengths[part], attention_cost).sum() for part in parts])
 
 
 def _spread(lengths: np.ndarray, world_size: int, limits: MicroBatchLimits, attention_cost: float) -> list[np.ndarray]:

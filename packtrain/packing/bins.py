@@ -144,7 +144,7 @@ def _place(histogram: np.ndarray, order: np.ndarray, capacity: int) -> tuple[np.
 
 
 def _take(ranges: list[tuple[int, int]], wanted: int) -> list[tuple[int, int]]:
-    """Removes up to `wanted` rows from `ranges` and returns them, splitting a range where need be."""
+    """Removes up to `wanted` rows from `ranges` and returns them, splitting a range where needed."""
     taken = []
     while wanted and ranges:
         first, rows = ranges.pop()

@@ -26,7 +26,6 @@ from packtrain.packing.segments import Segments
 
 PairRows = Literal["padding", "flat", "shared"]
 """What the model runs on: the padded batch, a flattened row, or one in which prompts are shared."""
-
 IGNORE = -100
 FILLER = Document(input_ids=np.zeros(2, dtype=np.int32), loss_mask=np.zeros(2, dtype=bool))
 FILLER_PAIR = Preference(chosen=FILLER, rejected=FILLER, prompt=0)

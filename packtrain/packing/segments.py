@@ -80,12 +80,3 @@ class Segments:
         prefixes = torch.tensor([-1 if prefix is None else prefix for prefix in self.shared], dtype=ids.dtype)
         seen |= prefixes[ids][:, None] == ids[None, :]
         return seen if window is None else seen & (positions[:, None] - positions[None, :] < window)
-
-    def chunks(self, size: int) -> Segments:
-        """The row cut where positions pass a multiple of `size`: what chunked attention keeps apart.
-
-        Raises ValueError where a segment has a prefix: a chunk may then begin in the middle of it.
-        """
-        if any(self.prefix_lengths):
-            raise ValueError("chunked attention cannot share a prefix")
-        return Segments(tuple(min(size, length - start) for length in self.lengths for start in range(0, length, size)))

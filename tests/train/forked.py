@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,17 @@ from tests.ports import free_port
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many threads everywhere: sums are then made in one order
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["packtrain.train.run"])
+WARM = (
+    "packtrain.train.run",
+    "packtrain.cli",
+    "packtrain.launch.execute",
+    "packtrain.config.compose",
+    "deepspeed",  # which accelerate imports in every run, where it is installed
+    "transformers.models.llama.modeling_llama",
+    "typer._adapters",
+)
+"""What a tiny run imports; most of its time would go into that."""
+_CONTEXT.set_forkserver_preload([*WARM])
 
 
 def command(*arguments: str, cwd: Path | None = None, timeout: float = 600) -> subprocess.CompletedProcess[str]:
@@ -68,7 +79,12 @@ def start(
     begin: Callable[..., None] | None = None,
 ) -> BaseProcess:
     """`packtrain ARGUMENTS`, at work; what it prints goes to the two files `outputs`. `begin` is what calls `run` in it."""
-    process = _CONTEXT.Process(target=begin or run, args=(arguments, environment, cwd, outputs))
+    return begun(begin or run, arguments, environment, cwd, outputs)
+
+
+def begun(work: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """A process that does `work`, forked from the one that has imported everything."""
+    process = _CONTEXT.Process(target=work, args=arguments)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")  # which the server reads once, while it imports torch
         process.start()

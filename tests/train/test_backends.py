@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from packtrain.attention import segmented
 from packtrain.attention.backends import attending_by
+from packtrain.attention.sliding_window import chunks
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import check_positions
 from packtrain.packing.segments import Segments
@@ -264,7 +265,7 @@ def test_visible_keys_of_a_shared_prefix_and_a_window_go_by_position() -> None:
 
 
 def test_chunks_are_cut_where_positions_pass_a_multiple() -> None:
-    assert Segments((5, 8, 3)).chunks(4).lengths == (4, 1, 4, 4, 3)
+    assert chunks(Segments((5, 8, 3)), 4).lengths == (4, 1, 4, 4, 3)
 
 
 def test_a_layer_that_brings_a_mask_of_its_own_is_not_flattened() -> None:

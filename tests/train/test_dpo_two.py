@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,6 +16,7 @@ from tiny_dpo import LAYOUTS, ours, policy, steps_of
 from packtrain.config.schema import SORTING_LOSSES, LossType
 from packtrain.packing.collate import PairRows
 from packtrain.train.dpo import FIGURES
+from tests.train import forked
 
 A_STEP, ROW = 5, 70  # steps of 5 pairs and of 2; of the first each process has two rows, one of them of two pairs
 RATE = 0.01
@@ -66,13 +66,7 @@ def by_objective(folder: Path, objectives: list[dict[str, Any]], processes: int)
     """By objective what each of the processes had in the end, which share one start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["packtrain.train.run"])
-    ranks = [
-        context.Process(target=_of_many, args=(rank, processes, port, folder, objectives)) for rank in range(processes)
-    ]
-    for one in ranks:
-        one.start()
+    ranks = [forked.begun(_of_many, rank, processes, port, folder, objectives) for rank in range(processes)]
     for one in ranks:
         one.join(300)
         one.kill()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import pytest
 import torch
 import yaml
 from running import ENVIRONMENT, Run, base_config, packtrain, train
+
+from tests.train import forked
 
 DROPOUT = {"attention_dropout": 0.1}  # so that a lost random state would show
 
@@ -37,35 +42,46 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     return folder, train(folder, config_of(folder), name="unbroken")
 
 
-def start(folder: Path, config: dict[str, Any], name: str, *overrides: str) -> subprocess.Popen[str]:
-    """Starts a run and comes back when it has a checkpoint."""
+@dataclass(frozen=True)
+class Started:
+    """A run with a checkpoint, at work; `ended` waits for its exit code, `output` is what it prints."""
+
+    pid: int
+    ended: Callable[[], int | None]
+    output: Path
+
+
+def start(folder: Path, config: dict[str, Any], name: str, processes: int = 1) -> Started:
+    """Starts a run, several processes from nothing by packtrain's launcher, and comes back when it has a checkpoint."""
     config = {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}
-    path = folder / f"{name}.yaml"
+    path, output, errors = (folder / f"{name}.{kind}" for kind in ("yaml", "out", "err"))
     path.write_text(yaml.safe_dump(config))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "packtrain", "sft", str(path), *overrides],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=ENVIRONMENT,
-    )
-    deadline, ended = time.monotonic() + 600, False
+    if processes == 1:
+        fork = forked.start(("sft", str(path)), ENVIRONMENT, folder, [output, errors])
+        assert fork.pid is not None
+        started = Started(fork.pid, lambda: fork.join(300) or fork.exitcode, errors)
+    else:
+        several = ["topology=local", f"topology.gpus_per_node={processes}"]
+        command = [sys.executable, "-m", "packtrain", "sft", str(path), *several]
+        with errors.open("wb") as file:
+            launcher = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT)
+        started = Started(launcher.pid, lambda: launcher.wait(300), errors)
+    limit = time.monotonic() + 600
     while not any((folder / name / "checkpoints").glob("step-*")):  # an old one gives way to a newer one
-        assert time.monotonic() < deadline and not ended, process.communicate()[0]
-        ended = process.poll() is not None
+        assert time.monotonic() < limit and not (folder / name / "summary.json").exists(), errors.read_text()
         time.sleep(0.01)
-    return process
+    return started
 
 
 def test_killed_and_resumed_gives_bitwise_the_same_weights(unbroken: tuple[Path, Run]) -> None:
     folder, expected = unbroken
-    process = start(folder, config_of(folder), "killed")
-    process.kill()
-    process.communicate()
-    run = train(folder, config_of(folder), name="killed")
-    assert_same_end(run, expected)
-    assert run.summary["steps"] == 9
-    assert run.summary["tokens"] == expected.summary["tokens"]
+    run = start(folder, config_of(folder), "killed")
+    os.kill(run.pid, signal.SIGKILL)
+    assert run.ended() == -signal.SIGKILL
+    resumed = train(folder, config_of(folder), name="killed")
+    assert_same_end(resumed, expected)
+    assert resumed.summary["steps"] == 9
+    assert resumed.summary["tokens"] == expected.summary["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -76,12 +92,10 @@ def test_a_signal_ends_the_run_after_a_checkpoint_that_it_goes_on_from(
 ) -> None:
     folder, _ = unbroken
     name = f"signal-{number}-{processes}"
-    several = ["topology=local", f"topology.gpus_per_node={processes}"] if processes > 1 else ["topology=single"]
     config = config_of(folder, trainer={"max_steps": 100_000, "keep_checkpoints": 1})
-    process = start(folder, config, name, *several)
-    process.send_signal(number)
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == code, output
+    started = start(folder, config, name, processes)
+    os.kill(started.pid, number)
+    assert started.ended() == code, started.output.read_text()
     run = Run(folder / name)
     assert run.summary["status"] == "stopped"
     stopped_at = run.summary["steps"]
@@ -136,7 +150,7 @@ def test_a_finished_run_is_moved_aside_and_never_overwritten(tmp_path: Path) -> 
     train(tmp_path, config, "+model.config.hiden_size=3", name="again", expect=2)
     assert Run(tmp_path / "again").losses == losses and not (tmp_path / "again.1").exists()
     assert {name: (first.folder / name).read_bytes() for name in kept} == kept
-    train(tmp_path, config, "trainer.max_steps=2", "topology=local", "topology.gpus_per_node=2", name="again")
+    train(tmp_path, config, "trainer.max_steps=2", name="again", processes=2)
     assert "ready" in (tmp_path / "again" / "logs" / "rank-00001.log").read_text()
     assert len(Run(tmp_path / "again").losses) == 2
     assert Run(tmp_path / "again.1").losses == losses

@@ -22,7 +22,7 @@ CASES = [
     pytest.param(processes, layout, id=f"{layout}, {processes} processes")
     for processes in (1, 2, 3)
     for layout in LAYOUTS
-    if (processes, layout) != (1, "padding") and not (processes == 2 and "," in layout)
+    if (processes, layout) != (1, "padding") and not (processes > 1 and "," in layout)
 ]
 
 
@@ -50,19 +50,15 @@ def test_same_losses_and_weights_in_every_mode_on_every_number_of_processes(
     assert [s["tokens"] for s in run.steps] == [s["tokens"] for s in expected.steps]
     assert [s["examples"] for s in run.steps] == [7, 7, 7, 1, 7, 7, 7, 1, 7, 7]
     assert largest_difference(run.weights(), expected.weights()) < 1e-4
+    if processes == 1:  # what each mode wastes is logged
+        wasted = [step["padding_fraction"] for step in run.steps]
+        assert sum(wasted) / len(wasted) > 0.01 if layout.startswith("padding,") else max(wasted) == 0
 
 
 def test_tokens_per_step_trains_the_same_documents_in_every_mode(tmp_path: Path) -> None:
     config = base_config(tmp_path, batch={"examples_per_step": None, "tokens_per_step": 1024}, trainer={"max_steps": 6})
     expected = train(tmp_path, config, "packing.mode=padding", "batch.examples_per_device=2", name="padding")
-    for mode, processes in (("packed", 1), ("packed", 2), ("padding_free", 1)):
+    for mode, processes in (("packed", 2), ("padding_free", 1)):
         run = train(tmp_path, config, f"packing.mode={mode}", name=f"{mode}-{processes}", processes=processes)
         assert run.losses == pytest.approx(expected.losses, rel=1e-5)
         assert largest_difference(run.weights(), expected.weights()) < 1e-4
-
-
-def test_padding_fraction_tells_what_each_mode_wastes(reference: tuple[Path, Run]) -> None:
-    padded = reference[1].steps
-    packed = train(reference[0], base_config(reference[0]), name="waste").steps
-    assert sum(step["padding_fraction"] for step in padded) / len(padded) > 0.01
-    assert max(step["padding_fraction"] for step in packed) == 0

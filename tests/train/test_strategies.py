@@ -39,7 +39,9 @@ MODEL_ARGUMENTS = {name: value for name, value in MODEL.items() if name != "mode
 STEPS, CHECKPOINT = 5, 3  # of 7, 7, 7, 1 and 7 documents: in step 4 one process has none
 
 
-LAUNCHED = {"zero3": ["topology=local", "topology.gpus_per_node=2"]}  # by packtrain; the others as torchrun does
+LAUNCHED = {"zero3": ["topology=local", "topology.gpus_per_node=2"]}
+"""By packtrain; fsdp2 is by torchrun itself, the others are by forks that have what torchrun gives its processes."""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "packtrain")
 
 
 def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
@@ -80,14 +82,26 @@ def runs(folder: Path) -> dict[str, Run]:
 
 
 def run_of(runs: dict[str, Run], folder: Path, name: str) -> Run:
-    if name not in runs:
-        runs[name] = train_on_two(folder, config_of(folder), f"strategy={name}", name=name)
+    if name in runs:
+        return runs[name]
+    if name == "fsdp2":
+        runs[name] = by_torchrun(folder, f"strategy={name}", name=name)
+    else:
+        launch = LAUNCHED.get(name, ())
+        processes = 1 if launch else 2
+        runs[name] = train(folder, config_of(folder), f"strategy={name}", *launch, name=name, processes=processes)
     return runs[name]
 
 
-def train_on_two(folder: Path, config: dict[str, Any], strategy: str, *overrides: str, name: str) -> Run:
-    launch = LAUNCHED.get(strategy.removeprefix("strategy="), [])
-    return train(folder, config, strategy, *launch, *overrides, name=name, processes=1 if launch else 2)
+def by_torchrun(folder: Path, strategy: str, *, name: str) -> Run:
+    """Two processes; the strategy is the config's, whoever has started them."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config_of(folder, trainer={"output_dir": str(folder / name)})))
+    done = subprocess.run(
+        [*TORCHRUN, "sft", str(path), strategy], env=ENVIRONMENT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return Run(folder / name)
 
 
 def assert_same_training(found: Run, expected: Run, *, file: str = "final/model.safetensors") -> None:
@@ -115,20 +129,10 @@ def test_each_strategy_trains_as_one_process_does(runs: dict[str, Run], folder: 
     assert said.count("  after  ") == expected.count("  after  ") == 1
 
 
-@pytest.mark.parametrize("name", ["ddp", ZERO1, ZERO2, ZERO3, "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", ZERO3, "fsdp2"])
 def test_four_processes_train_as_one(folder: Path, alone: Run, name: str) -> None:
     run = train(folder, config_of(folder), f"strategy={name}", name=f"{name}-four", processes=4)
     assert_same_training(run, alone)
-
-
-def test_the_strategy_is_the_config_s_when_torchrun_has_started_the_processes(folder: Path, alone: Run) -> None:
-    path = folder / "torchrun.yaml"
-    path.write_text(yaml.safe_dump(config_of(folder, trainer={"output_dir": str(folder / "torchrun")})))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "packtrain"]
-    command = [*torchrun, "sft", str(path), "strategy=fsdp2"]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert_same_training(Run(folder / "torchrun"), alone)
 
 
 @pytest.mark.parametrize("name", [ZERO2, ZERO3, "fsdp2"])
@@ -179,7 +183,7 @@ def adapted(folder: Path) -> Run:
 @pytest.mark.parametrize("name", [ZERO3, "fsdp2"])
 def test_adapters_train_the_same_and_merge(folder: Path, adapted: Run, name: str) -> None:
     overrides = [f"strategy={name}", "peft=lora", f"trainer.gradient_checkpointing={name == 'fsdp2'}"]
-    run = train_on_two(folder, config_of(folder), *overrides, name=f"{name}-adapted")
+    run = train(folder, config_of(folder), *overrides, name=f"{name}-adapted", processes=2)
     assert_same_training(run, adapted)  # merged: the model it started from was new
     assert_same_training(run, adapted, file="final-adapters/adapter_model.safetensors")
 
@@ -200,17 +204,11 @@ def preferred(folder: Path) -> Run:
     return train(folder, pairs_of(folder), name="preferred", command="dpo")
 
 
-@pytest.mark.parametrize("processes", [2, 4])  # on four, some have no pair
 @pytest.mark.parametrize("name", ["ddp", ZERO1, ZERO2, ZERO3, "fsdp2"])
-def test_preferences_train_the_same(folder: Path, preferred: Run, name: str, processes: int) -> None:
-    run = train(
-        folder,
-        pairs_of(folder),
-        f"strategy={name}",
-        name=f"{name}-preferred-{processes}",
-        command="dpo",
-        processes=processes,
-    )
+def test_preferences_train_the_same_on_four_processes_of_which_some_have_no_pair(
+    folder: Path, preferred: Run, name: str
+) -> None:
+    run = train(folder, pairs_of(folder), f"strategy={name}", name=f"{name}-preferred", command="dpo", processes=4)
     assert_same_training(run, preferred)
     for ours, theirs in zip(run.steps, preferred.steps, strict=True):
         for figure in FIGURES:

@@ -118,11 +118,9 @@ def kernel_error(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> 
     ours = attend_by_segments(kernel, query, key, value, segments, scoring, sinks)
     reference = dense_attention(*exact, segments, scoring)  # type: ignore[arg-type]
     gradient = torch.randn(reference.shape, generator=torch.Generator().manual_seed(1)).to(device, ours.dtype)
-    pairs = [(ours, reference)]
-    wanted = [(a, b) for a, b in zip(inputs, exact, strict=True) if a is not None and b is not None]
-    ours_back = torch.autograd.grad(ours, [a for a, _ in wanted], gradient)
-    exact_back = torch.autograd.grad(reference, [b for _, b in wanted], gradient.double())
-    pairs += list(zip(ours_back, exact_back, strict=True))
+    ours_back = torch.autograd.grad(ours, [one for one in inputs if one is not None], gradient)
+    exact_back = torch.autograd.grad(reference, [one for one in exact if one is not None], gradient.double())
+    pairs = zip((ours, *ours_back), (reference, *exact_back), strict=True)
     return torch.stack([_row_error(a.detach(), b.detach()) for a, b in pairs]).max().item()
 
 

@@ -28,7 +28,7 @@ _ALIGNMENT = 8  # head dimensions that kernels take are multiples of 16 bytes
 
 
 class Lacks(Exception):
-    """A kernel is not there, or has not what a layer needs; the message says which."""
+    """A kernel is not there, or does not have what a layer needs, by the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +114,11 @@ def attend_by_segments(
     borders = borders_of(segments, query.device)
     if borders.gather is not None:
         key, value = key.index_select(0, borders.gather), value.index_select(0, borders.gather)
-    width = -(-query.shape[-1] // _ALIGNMENT) * _ALIGNMENT
-    values = -(-value.shape[-1] // _ALIGNMENT) * _ALIGNMENT
-    padded = _widened(value, max(width, values) if kernel.wide_values else values)
+    width, values = (-(-tensor.shape[-1] // _ALIGNMENT) * _ALIGNMENT for tensor in (query, value))
     if kernel.wide_values:
-        width = max(width, values)
-    output = kernel.attend(_widened(query, width), _widened(key, width), padded, borders, scoring, sinks)
-    return output[..., : value.shape[-1]]
+        width = values = max(width, values)
+    padded = _widened(query, width), _widened(key, width), _widened(value, values)
+    return kernel.attend(*padded, borders, scoring, sinks)[..., : value.shape[-1]]
 
 
 def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:

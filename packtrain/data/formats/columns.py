@@ -144,7 +144,7 @@ def _missing(format: str, names: list[str], columns: Mapping[str, str]) -> list[
 def content_of(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
     """A hash of 64 bits that is equal for equal rows, whatever template, tokenizer and data.max_length make of them.
 
-    Only the columns that the format reads count (not an id, not a score), so copies of a conversation are known as such,
+    Only the columns that the format reads count (not an id, not a score), so copies of a conversation are found,
     and what is held out by it stays held out. Rows that cannot be read are told apart by their fault.
     """
     if isinstance(row, BadRow):

@@ -205,7 +205,7 @@ def _folder(folder: Path, source: DataSource) -> Source:
 
 
 def _files(name: str, paths: tuple[Path, ...], source: DataSource) -> Files:
-    """The files, for a `source` that wants all that is in them."""
+    """The files; raises UserError where the `source` names a split or a subset of them."""
     if source.split != "train" or source.subset is not None:
         what = f"there is no {'split' if source.subset is None else 'subset'} to choose in plain files"
         raise UserError(what, where=name, fix="Name the file, or a glob of files, that holds it.")
@@ -234,7 +234,7 @@ def _from_hub(source: DataSource, role: Role) -> datasets.Dataset:
     with offline_unless_reachable() as online:
         try:
             loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
-        except Exception as error:  # network, access, name, split, subset: the library's own words say which
+        except Exception as error:  # network, access, name, split, subset: the library's message has it
             what = f"cannot load {source.path!r}: there is no such file here, so it was taken for a hub id; {error}"
             fix = "Check the spelling, split and subset, and your access (hf auth login)." if online else OFFLINE_ADVICE
             raise UserError(what, where=f"data.{role}", fix=fix) from error

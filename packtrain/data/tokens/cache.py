@@ -54,7 +54,7 @@ SETTLED_S = 2.0
 
 
 class DamagedStore(Exception):
-    """The folder is not what its manifest says."""
+    """The files of the folder do not match its manifest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,5 +127,5 @@ def _checked(text: str, name: str, tools_text: str | None = None) -> Template:
             place = f"{name}, line {error.lineno} of the chat template"
             raise UserError(f"broken chat template: {error.message}", where=place, fix=ADVICE) from error
         except Exception:
-            continue  # it refuses this message, by any error there is, which says nothing about real ones
+            continue  # templates raise errors of every kind for messages they do not take; real ones may be fine
     return Template(text, _twin(text), tools_text, name)

@@ -233,7 +233,7 @@ class ChatEncoder:
 
 
 def _check_others(conversation: Conversation, text: str, spans: list[Span], name: str) -> None:
-    """Raise BadRow if the marks of the template `name` cover what a user or the system says."""
+    """Raise BadRow if the marks of the template `name` cover the content of a user's or the system's turn."""
     ends = [0, *(end for _, end in spans)]
     starts = [*(start for start, _ in spans), len(text)]
     rest = "\n".join(text[end:start] for end, start in zip(ends, starts, strict=True))
@@ -260,7 +260,7 @@ def _check_content(conversation: Conversation, wanted: list[int], text: str) -> 
 
 
 def _check_calls(conversation: Conversation, wanted: list[int], text: str) -> None:
-    """Raise BadRow if a tool call of a wanted turn is not in `text`: templates without tools drop it without a word."""
+    """Raise BadRow if a tool call of a wanted turn is not in `text`: templates without tools drop it silently."""
     for turn in wanted:
         for call in conversation.messages[turn].get("tool_calls", ()):
             name = call.get("function", call)["name"]

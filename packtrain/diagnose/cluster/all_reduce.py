@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from packtrain.diagnose.cluster.compare import Folded
-from packtrain.diagnose.facts.ask import NoAnswer, command
+from packtrain.diagnose.probe import Unanswered, command, first_line
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -105,7 +105,7 @@ def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any
             command(argv, limit_s(order["world"]), {**quiet, **blocking, **env}, lambda: json.dumps(order)),
             "",
         )
-    except NoAnswer as refusal:
+    except Unanswered as refusal:
         output, why = refusal.output, str(refusal)
     try:
         known = dict(json.loads(output.splitlines()[-1]))
@@ -273,7 +273,7 @@ def _pairs(store: dist.Store, backend: str, rank: int, world: int, say: Callable
                     taken = _milliseconds(backend, _PAIR_MIB[backend] * _MIB, 3)
                 own.update(mib_per_s=round(1e3 * _PAIR_MIB[backend] / taken, 1), found="")
             except Exception as error:  # whatever torch or a backend raises is the answer
-                own["found"] = _first_line(error)
+                own["found"] = first_line(str(error)) or type(error).__name__
                 store.add("failed", 1)
             done.append(own)
             say(pairs=done)
@@ -334,10 +334,6 @@ def _milliseconds(backend: str, size: int, times: int) -> float:
     return statistics.median(seconds[1:]) * 1000
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
 def main() -> None:
     """JSON lines on stdout, the last of which counts."""
     known: dict[str, Any] = {}
@@ -349,7 +345,7 @@ def main() -> None:
     try:
         _measure(json.loads(sys.stdin.read()), say)
     except Exception as error:  # whatever torch or a backend raises is the answer
-        say(error=_first_line(error))
+        say(error=first_line(str(error)) or type(error).__name__)
 
 
 if __name__ == "__main__":

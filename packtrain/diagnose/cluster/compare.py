@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from packtrain.config.rules.secrets import speaks_of_secrets
-from packtrain.diagnose.checks.check import GIB, Status, size
+from packtrain.diagnose.facts import GIB, Status, size
 from packtrain.wording import grouped
 
 CLOCK_S = 2.0
@@ -124,7 +124,7 @@ def _traits(report: Mapping[str, Any]) -> Iterator[Trait]:
     for group, fix in (("versions", _VERSIONS), ("config", _CONFIG), ("files", _FILES)):
         for name, value in own[group].items():
             yield name, value, "fail", fix
-    torch, cards, limits = facts["torch"], facts["gpus"]["gpus"], facts["host"]["limits"]
+    torch, cards, host = facts["torch"], facts["gpus"]["gpus"], facts["host"]
     yield (
         "torch, as imported",
         torch["version"] or "",
@@ -152,13 +152,13 @@ def _traits(report: Mapping[str, Any]) -> Iterator[Trait]:
     mtus = (f"MTU {one['mtu']}" for one in facts["network"]["interfaces"] if one["default_route"] and one["mtu"])
     yield "MTU of the default route", _counted(mtus), "warn", _PORTS
     yield "platform", facts["software"]["platform"], "warn", _SYSTEM
-    yield "cores", str(limits["cpus"]), "warn", _SYSTEM
-    for what, key in (("memory", "memory"), ("memory limit (cgroup)", "memory_limit"), ("/dev/shm", "shm")):
-        yield what, _rounded(limits[key]), "warn", _SYSTEM
+    yield "cores", f"{host['cpus']:g}", "warn", _SYSTEM
+    for what, key in (("memory", "memory"), ("/dev/shm", "shm")):
+        yield what, _rounded(host[key]), "warn", _SYSTEM
     for letter, key in (("l", "memlock"), ("n", "nofile")):  # -1: no limit
-        value = "unlimited" if limits[key] == -1 else "" if limits[key] is None else str(limits[key])
+        value = "unlimited" if host[key] == -1 else "" if host[key] is None else str(host[key])
         yield f"ulimit -{letter}", value, "warn", _SYSTEM
-    for folder in facts["host"]["folders"]:
+    for folder in host["folders"]:
         words = f"{folder['kind'] or 'file system not known'}{'' if folder['writable'] else ', not writable'}"
         yield (
             f"{folder['setting']} on",

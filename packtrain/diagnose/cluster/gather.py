@@ -26,15 +26,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from packtrain.config.schema import DataSource, RunConfig
-from packtrain.diagnose.checks.all import check_all
-from packtrain.diagnose.checks.check import Check
-from packtrain.diagnose.checks.host import EACH_ITS_OWN
 from packtrain.diagnose.cluster.all_reduce import WAITED, Reduced, backend_of, checks_of, limit_s, summary, take_part
 from packtrain.diagnose.cluster.compare import Difference, Folded, differences, folded, named
-from packtrain.diagnose.env_view import print_check, report_json
-from packtrain.diagnose.facts.ask import NoAnswer, Question, end_commands
-from packtrain.diagnose.facts.gather import age_s, gather
-from packtrain.diagnose.facts.host import told
+from packtrain.diagnose.env import age_s, check_all, gather, print_check, report_json
+from packtrain.diagnose.facts import Check
+from packtrain.diagnose.host import EACH_ITS_OWN, told
+from packtrain.diagnose.probe import Probe, Unanswered, kill_commands
 from packtrain.diagnose.redact import Redactor
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.execute import execute
@@ -80,7 +77,7 @@ def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str],
             return _report_to_machine_0(here)
         found = _Gathering(here).run()
     finally:
-        end_commands()  # a process of an all-reduce that hangs
+        kill_commands()  # a process of an all-reduce that hangs
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
     else:
@@ -109,13 +106,13 @@ class Here:
         self.name, self.folder = socket.gethostname(), config.trainer.output_dir
         self.checkpoints, self.variables = config.trainer.checkpoint_every is not None, config.topology.variables
         self.limit_s = max(min(LIMIT_S, config.topology.join_timeout) - age_s(), _LEAST_S)
-        self._report = Question(lambda: own_report(config), REPORT_S)
+        self._report = Probe(lambda: own_report(config), REPORT_S)
 
     def report(self) -> dict[str, Any]:
         """The report, or why there is none."""
         try:
             return self._report.answer()
-        except NoAnswer as refusal:
+        except Unanswered as refusal:
             return {"error": str(refusal)}
 
     def reduce(self, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,14 +127,14 @@ class Here:
 
 def own_report(config: RunConfig) -> dict[str, Any]:
     """This machine's report as `env --json` has it, with what else is compared under `own`; nothing secret is in it."""
-    files = Question(lambda: {name: files_digest(path) for name, path in _paths(config)}, _FILES_S)
+    files = Probe(lambda: {name: files_digest(path) for name, path in _paths(config)}, _FILES_S)
     facts, needs = gather(lambda: config)
     redactor = Redactor(os.environ, needs.environment)
     # whether others see this machine's disk is tried, and not guessed
     checks = [one for one in check_all(facts, needs) if not one.found.endswith(EACH_ITS_OWN)]
     try:
         digests = files.answer()
-    except NoAnswer as refusal:
+    except Unanswered as refusal:
         digests = {name: "" for name, _ in _paths(config)}
         what = f"files of code, model and data are not compared: {refusal}"
         checks.append(Check("files", "warn", what, "look at the disks they are on (dmesg, nfsstat)"))
@@ -209,12 +206,7 @@ def _report_to_machine_0(here: Here) -> int:
         try:
             limit = min(channel.CALL_S, max(1.0, heard + here.limit_s - time.monotonic()))
             orders = client.call(_CALL, {**said, **sent, "clock": time.time()}, timeout_s=limit)
-        except channel.Refused as error:
-            what = f"machine 0 at {here.address}:{here.port} is not one of this comparison: {error}"
-            raise CheckFailed(
-                what, where="topology.main_port", fix="Is a run going on there? Wait until it is done."
-            ) from error
-        except channel.NoAnswer as error:
+        except (channel.NoAnswer, channel.Refused) as error:
             if welcome and time.monotonic() - heard > LIMIT_S:
                 raise _left(str(error)) from error
             if not welcome and (waited := time.monotonic() - begun) > here.limit_s:
@@ -246,7 +238,9 @@ def _left(why: str) -> PeerFailed:
 
 def _not_reached(here: Here, error: OSError, waited_s: float) -> PeerFailed:
     what = f"machine 0 could not be reached at {here.address}:{here.port} for {waited_s:.0f} s: {error}"
-    if "refused" in str(error).lower():
+    if isinstance(error, channel.Refused):
+        what += " (is a run going on there?)"
+    elif "refused" in str(error).lower():
         what += " (the machine is up, but nothing listens at this port)"
     elif "timed out" in str(error).lower():
         what += " (the machine is down, or a firewall drops what comes for this port)"
@@ -289,9 +283,9 @@ class _Gathering:
             ) from error
         server.about = lambda: "packtrain env --cluster"
         server.serve(_CALL, self._answer, open=not secret)
-        mark = Question(self._leave_mark)
+        mark = Probe(self._leave_mark)
         try:
-            with suppress(NoAnswer):
+            with suppress(Unanswered):
                 self._orders["mark"] = os.path.basename(mark.answer())
             self._await(lambda: len(self._others) == self._here.nodes - 1, self._here.limit_s)
             if absent := [name for node, name in self._names().items() if node and node not in self._others]:
@@ -317,8 +311,8 @@ class _Gathering:
             raise
         finally:
             server.close()
-            with suppress(NoAnswer):
-                Question(lambda: os.unlink(mark.answer()), 2.0).answer()
+            with suppress(Unanswered):
+                Probe(lambda: os.unlink(mark.answer()), 2.0).answer()
 
     def _answer(self, said: dict[str, Any]) -> dict[str, Any]:
         """What a machine that has called is to do."""
@@ -379,7 +373,7 @@ class _Gathering:
             "port": _free_port(self._here.port + 1),
         }
         self._ranks = {node: rank for rank, node in enumerate(able)}
-        mine = Question(lambda: self._here.reduce({**order, "rank": 0}), 2 * limit_s(len(able)))
+        mine = Probe(lambda: self._here.reduce({**order, "rank": 0}), 2 * limit_s(len(able)))
 
         def results() -> dict[int, dict[str, Any]]:
             found = {

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 from packtrain.config.compose import load_config
 from packtrain.config.yaml_files import shipped
 from packtrain.plan.memory import Memory, estimate
+from tests.unit.command_line import packtrain
 
 RECIPES = sorted(file.stem for file in shipped("recipes").glob("*.yaml"))
 PROCESSES = {"sft-1x8": 8, "dpo-1x8": 8, "sft-4x8": 32, "sft-16x8": 128}  # all others: 1
@@ -44,16 +42,7 @@ QWEN2_72B = QWEN3_32B | {
 
 def planned(folder: Path, *arguments: str) -> str:
     """What `packtrain plan` prints in `folder`, where there is no GPU and no model of the hub."""
-    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-m", "packtrain", "plan", *arguments],
-        cwd=folder,
-        env={**variables, "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = packtrain("plan", *arguments, folder=folder, HF_HOME=str(folder))
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from packtrain.config.schema import Data, RunConfig
-from packtrain.diagnose.checks.needs import Needs
 from packtrain.diagnose.cluster import gather
 from packtrain.diagnose.cluster.all_reduce import Reduced
 from packtrain.diagnose.cluster.compare import Folded, differences, folded
 from packtrain.diagnose.cluster.gather import NOT_HERE, Comparison, files_digest, shown
-from packtrain.diagnose.facts.facts import Facts, Folder, Gpu, Gpus, Host, Limits, Torch
+from packtrain.diagnose.facts import Facts, Folder, Gpu, Gpus, Host, RunNeeds, Torch
 from packtrain.diagnose.redact import Redactor
 
 NO_CLOCKS: dict[str, float] = {}
@@ -24,7 +23,8 @@ FACTS = Facts(
     torch=Torch(version="2.13.0"),
     gpus=Gpus(gpus=(H100, H100), driver="570.1"),
     host=Host(
-        limits=Limits(memlock=-1, shm=64 * 2**30),
+        memlock=-1,
+        shm=64 * 2**30,
         folders=(Folder("trainer.output_dir", "/runs", True, kind="nfs4"),),
     ),
 )
@@ -65,7 +65,7 @@ def with_gpu(**changes: Any) -> dict[str, Any]:
 
 def with_limit(**changes: Any) -> dict[str, Any]:
     found = report()
-    found["facts"]["host"]["limits"] |= changes
+    found["facts"]["host"] |= changes
     return found
 
 
@@ -192,7 +192,7 @@ def test_secret_variables_travel_as_digests_that_differ() -> None:
 
 def test_files_that_a_disk_does_not_give_are_not_compared_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig(data=Data(train="rows.jsonl"))
-    monkeypatch.setattr(gather, "gather", lambda load: (FACTS, Needs()))
+    monkeypatch.setattr(gather, "gather", lambda load: (FACTS, RunNeeds()))
     well = gather.own_report(config)
     assert well["own"]["files"]["data.train rows.jsonl"] == NOT_HERE
     assert " files, " in next(

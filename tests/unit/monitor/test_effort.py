@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.diagnose.facts import host
+from packtrain.diagnose import host
 from packtrain.launch import effort, traffic
 from packtrain.launch.effort import Counts, Effort, count
 from packtrain.launch.processes import sight

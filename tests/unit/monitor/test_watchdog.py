@@ -152,25 +152,14 @@ def test_a_stopped_rank_is_named_within_seconds(ranks: Ranks) -> None:
     assert found is not None and (found.cause, found.ranks) == ("stopped", (3,)) and 5 <= after <= 7
 
 
-def test_of_ranks_that_are_gone_the_first_is_named_and_an_error_of_a_ranks_own_needs_no_diagnosis(ranks: Ranks) -> None:
-    ranks.states |= {1: ProcessState(71, "gone", -6), 2: ProcessState(72, "gone", -9)}
-    found, after = ranks.until(60)
-    assert found is not None and (found.cause, found.ranks) == ("killed", (2,)) and after <= 4
-    assert "ended without a word (SIGKILL)" in found.what and any("aborted after it" in one for one in found.others)
-
-
-@pytest.mark.parametrize(("code", "oom", "cause"), [(-9, True, "memory"), (7, False, "left"), (0, False, "left")])
-def test_how_a_rank_ended_tells_why(code: int, oom: bool, cause: str, ranks: Ranks) -> None:
-    ranks.states[0] = ProcessState(70, "gone", code, oom=oom)
-    found, _ = ranks.until(60)
-    assert found is not None and found.cause == cause
-
-
-def test_an_error_of_a_ranks_own_needs_no_diagnosis(ranks: Ranks) -> None:
-    ranks.states |= {1: ProcessState(71, "gone", 2, told=True), 2: ProcessState(72, "gone", 4, told=True, lost="lost")}
+@pytest.mark.parametrize("told", [False, True])
+def test_once_a_rank_is_gone_nobody_else_is_named_for_standing_still(told: bool, ranks: Ranks) -> None:
+    ranks.states[1] = ProcessState(71, "gone", 2 if told else -9, told=told)
     assert ranks.until(700)[0] is None
-    failed = ranks.watchdog.failed()
-    assert failed is not None and failed.rank == 1
+    found = ranks.watchdog.aftermath()
+    assert (found and found.cause) == (None if told else "killed")
+    assert [one.rank for one in ranks.watchdog.states() if one.failed] == ([1] if told else [])
+    assert ranks.watchdog.place(1) == "in the backward pass of step 7"
 
 
 def test_a_rank_that_has_come_to_its_end_too_early_is_named(ranks: Ranks) -> None:
@@ -236,8 +225,7 @@ def test_beats_go_over_the_channel_and_a_question_is_answered_with_stacks(tmp_pa
     other.connect(client, 1, on_end=lambda why: (ended.append(why), stopped.set())[0])
     assert stopped.wait(30) and ended[0] == "enough" and watchdog.all_know()
     client.call("beat", heartbeat.last_message(2))
-    failed = watchdog.failed()
-    assert failed is not None and failed.process is not None and failed.process.code == 2
+    assert watchdog.states()[0].failed
     for one in (heartbeat, other):
         one.close()
     watchdog.close()

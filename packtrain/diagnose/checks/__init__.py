@@ -1,1 +1,0 @@
-"""Checks of the facts of a machine, with their fixes. Pure."""

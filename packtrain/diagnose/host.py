@@ -1,0 +1,258 @@
+"""The machine beside GPUs and network: limits, memory, cores, folders, clock and variables, and checks of them.
+
+`root` is the file system to read from; tests hand in one of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from packtrain.diagnose.facts import GIB, MIB, Check, Facts, Folder, Host, RunNeeds, size
+from packtrain.diagnose.probe import command
+from packtrain.plan.memory import Memory
+from packtrain.plan.network import kernel_text
+
+EACH_ITS_OWN = "would have its own"
+"""How what one machine can only guess of its output folder ends."""
+_LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay", "squashfs", "apfs")
+_TOLD = (
+    *("ACCELERATE_", "CUBLAS", "CUDA_", "CUDNN_", "DS_", "FI_", "FSDP_", "GLOO_", "HF_", "HSA_", "KMP_"),
+    *("MASTER_", "MKL_", "NCCL_", "NVIDIA_", "NVTE_", "OMP_", "PACKTRAIN_", "PYTORCH_", "ROCR_"),
+    *("TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "UCX_"),
+)
+_ALSO_TOLD = (
+    *("CONDA_PREFIX", "HTTP_PROXY", "HTTPS_PROXY", "LD_LIBRARY_PATH", "LD_PRELOAD", "NO_PROXY"),
+    *("PYTHONHASHSEED", "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONPATH", "SLURM_JOB_ID", "SLURM_JOB_NODELIST"),
+    *("TMPDIR", "VIRTUAL_ENV", "http_proxy", "https_proxy", "no_proxy"),
+)
+_SLOWING: Mapping[str, tuple[str, str]] = {
+    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel is waited for"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked by another one"),
+    "NCCL_P2P_DISABLE": ("1", "GPUs of a machine talk through its memory"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every tensor is allocated anew"),
+}
+"""Variables of debugging that are easily forgotten: the value that slows a run down, and how."""
+
+
+def read_host(root: Path = Path("/")) -> Host:
+    """Limits, memory and cores with what the cgroup allows; without folders and clock, which may take long."""
+    memory = psutil.virtual_memory()
+    shm = _room(root / "dev/shm")
+    limits = [(int(text), folder) for text, folder in _cgroup("memory.max", root) if text.isdigit()]
+    allowed, free = memory.total, memory.available
+    if limits and min(limits)[0] < memory.total:
+        allowed, folder = min(limits)
+        cached = re.search(r"^inactive_file (\d+)$", kernel_text(folder / "memory.stat"), re.MULTILINE)
+        used = int(kernel_text(folder / "memory.current").strip() or 0) - int(cached[1] if cached else 0)
+        free = min(free, allowed - used)
+    cpus: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [text.split() for text, _ in _cgroup("cpu.max", root)]
+    return Host(
+        memlock=_ulimit(resource.RLIMIT_MEMLOCK),
+        nofile=_ulimit(resource.RLIMIT_NOFILE),
+        shm=shm[0],
+        shm_free=shm[1],
+        memory=allowed,
+        memory_free=free,
+        machine_memory=memory.total,
+        cpus=min([cpus, *(int(quota) / int(period) for quota, period in quotas if quota.isdigit())]),
+        container=_container(root),
+        environment=told(os.environ),
+    )
+
+
+def _cgroup(file: str, root: Path) -> Iterator[tuple[str, Path]]:
+    """The texts of a file of this process' group (version 2) and of those around it."""
+    lines = kernel_text(root / "proc/self/cgroup").splitlines()
+    group = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    mount = root / "sys/fs/cgroup"
+    for folder in ((mount / group), *(mount / group).parents):
+        if (folder == mount or mount in folder.parents) and (text := kernel_text(folder / file).strip()):
+            yield text, folder
+
+
+def _ulimit(kind: int) -> int | None:
+    soft = resource.getrlimit(kind)[0]
+    return -1 if soft == resource.RLIM_INFINITY or soft >= 2**60 else soft
+
+
+def _room(folder: Path) -> tuple[int | None, int | None]:
+    """Bytes in all, and bytes free for this user."""
+    try:
+        room = os.statvfs(folder)
+    except OSError:
+        return None, None
+    return room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+
+
+def _container(root: Path) -> str:
+    signs = {
+        "docker": (root / ".dockerenv").exists(),
+        "podman": (root / "run/.containerenv").exists(),
+        "Kubernetes": "KUBERNETES_SERVICE_HOST" in os.environ,
+        "Apptainer": "APPTAINER_CONTAINER" in os.environ or "SINGULARITY_CONTAINER" in os.environ,
+        "Enroot": "ENROOT_ROOTFS" in os.environ,
+    }
+    return ", ".join(name for name, there in signs.items() if there)
+
+
+def told(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that change how training runs, by name."""
+    return {name: value for name, value in sorted(env.items()) if name.startswith(_TOLD) or name in _ALSO_TOLD}
+
+
+def clock_kept() -> bool | None:
+    """Whether NTP keeps the clock. Raises Unanswered."""
+    found = re.search(r"=(yes|no)", command(("timedatectl", "show", "-p", "NTPSynchronized")))
+    return found[1] == "yes" if found else None
+
+
+def read_folder(setting: str, path: str) -> Folder:
+    """What the disk under `path` says; waits as long as the disk does."""
+    wanted = Path(path).expanduser().absolute()
+    there = next(folder for folder in (wanted, *wanted.parents) if os.path.lexists(folder))
+    if not stat.S_ISDIR(there.stat().st_mode):
+        return Folder(setting, str(wanted), writable=False, lack=f"{there} is a file")
+    try:  # rights say little of network disks and of root
+        tempfile.TemporaryFile(dir=there).close()
+        writable = True
+    except OSError:
+        writable = False
+    mounts = [one for one in psutil.disk_partitions(all=True) if there.resolve().is_relative_to(one.mountpoint)]
+    kind = max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else ""
+    total, free = _room(there)
+    return Folder(setting, str(wanted), writable, free, total, kind)
+
+
+def check_run(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
+    """Whether the run can start here as it is configured."""
+    for one in (*needs.problems, *needs.obstacles):
+        status = "fail" if one in needs.problems else "warn"
+        yield Check("run", status, f"{one.where}: {one.what}" if one.where else one.what, one.fix)
+    if needs.configured and not (needs.problems or needs.obstacles):
+        machines = f"{needs.nodes} machines with " if needs.nodes > 1 else ""
+        processes = f"{needs.per_node} process{'es' if needs.per_node > 1 else ''}"
+        yield Check("run", "ok", f"{machines}{processes}, strategy={needs.strategy}")
+
+
+def check_limits(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
+    """/dev/shm, through which NCCL and data workers hand on their data, and the limit of open files and sockets."""
+    host = facts.host
+    fix = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm; else "
+    fix += "mount -o remount,size=16G /dev/shm"
+    uses = needs.per_node > 1 or needs.workers > 0 or len(facts.gpus.gpus) > 1
+    if host.shm is not None and host.shm <= (GIB if uses else 64 * MIB):
+        status = "fail" if host.shm < 256 * MIB and uses and needs.configured else "warn"
+        what = f"/dev/shm has {size(host.shm)}, and processes of a machine hand on their data there"
+        yield Check("shared-memory", status, what, fix)
+    elif host.shm is not None and host.shm_free is not None and host.shm_free < 256 * MIB:
+        what = f"/dev/shm has {size(host.shm_free)} left of {size(host.shm)}"
+        yield Check("shared-memory", "warn", what, "ls -l /dev/shm (what killed processes left there can be removed)")
+    else:
+        yield Check("shared-memory", "ok", f"{size(host.shm_free)} free of {size(host.shm)} in /dev/shm")
+    wanted = 4096 if needs.nodes * needs.per_node > 1 or needs.workers else 1024
+    if host.nofile is not None and -1 < host.nofile < wanted:
+        what = f"{host.nofile} for each process; a run like this can take more than {wanted}"
+        fix = "ulimit -n 65536 (for good: '* - nofile 65536' in /etc/security/limits.conf)"
+        yield Check("open-files", "warn", what, fix)
+    else:
+        yield Check("open-files", "ok", "no limit" if host.nofile == -1 else f"{host.nofile or 'not known'}")
+
+
+def check_memory(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
+    """The memory that the machine and its cgroup leave, against what the run's processes take for certain."""
+    host, memory, need = facts.host, needs.memory, 0
+    if isinstance(memory, Memory):  # all of it without GPUs, with them what loading and offloading take
+        on_cpu = 0 if facts.gpus.gpus else memory.total - (memory.activations or 0)
+        need = max(memory.host, on_cpu) * needs.per_node
+    limited = host.memory is not None and host.machine_memory is not None and host.memory < host.machine_memory
+    of = f"{size(host.memory_free)} free of {size(host.memory)}{' that the cgroup allows' if limited else ''}"
+    what = f"the run needs {size(need)} on this machine; {of}" if need else of
+    more = "more memory (Slurm: topology.memory=0 for all of the machine's; docker run --memory), or strategy=zero3 over more GPUs"
+    if host.memory is not None and need > host.memory:
+        yield Check("memory", "fail", what, more)
+    elif host.memory_free is not None and host.memory_free < max(need, 2 * GIB):
+        yield Check("memory", "warn", what, f"end other processes, or {more}")
+    else:
+        yield Check("memory", "ok", what)
+
+
+def check_cores(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
+    """Cores against processes and their threads."""
+    cores, asked = facts.host.cpus, _variables(facts, needs).get("OMP_NUM_THREADS", "0")
+    if needs.per_node > cores:
+        fix = "more cores (Slurm: topology.cpus_per_node), or fewer processes: topology.gpus_per_node"
+        yield Check("cores", "warn", f"{needs.per_node} processes on {cores:g} cores", fix)
+    elif not asked.isdigit() or int(asked) * needs.per_node > cores:
+        what = f"OMP_NUM_THREADS={asked} in each of {needs.per_node} processes, on {cores:g} cores"
+        yield Check("cores", "warn", what, f"unset it, or OMP_NUM_THREADS={max(1, int(cores // needs.per_node))}")
+    else:
+        yield Check("cores", "ok", f"{cores:g} cores")
+
+
+def check_clock(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
+    """Whether the clock is kept."""
+    if facts.host.clock_kept is False:
+        what = "not kept by NTP: times of several machines will not match"
+        yield Check("clock", "warn", what, "systemctl enable --now chronyd (or systemd-timesyncd)")
+    else:
+        yield Check("clock", "ok", "kept by NTP" if facts.host.clock_kept else "whether NTP keeps it is not known")
+
+
+def check_folders(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
+    """Where the run writes."""
+    for folder in facts.host.folders:
+        name = {"trainer.output_dir": "output-folder", "data.cache_dir": "cache-folder"}.get(
+            folder.setting, "hub-cache"
+        )
+        room = f"{size(folder.free)} free of {size(folder.total)}" + (f", {folder.kind}" if folder.kind else "")
+        yield from list(_folder(name, folder, needs)) or [Check(name, "ok", f"{folder.path}: {room}")]
+
+
+def _folder(name: str, folder: Folder, needs: RunNeeds) -> Iterator[Check]:
+    output, path, free = name == "output-folder", folder.path, folder.free
+    stops = "fail" if output and needs.configured else "warn"
+    set_it = (
+        f"{folder.setting} on another disk"
+        if "." in folder.setting
+        else f"export {folder.setting}=FOLDER on another disk"
+    )
+    needed = needs.disk if output else 0
+    if folder.lack:
+        yield Check(name, stops, f"{path}: {folder.lack}", f"df {path} (does it answer?), or {set_it}")
+    elif folder.writable is False:
+        what = f"{path} cannot be written to{'' if output else ': only what is in it can be used'}"
+        yield Check(name, stops, what, f"chmod u+w, or {set_it}")
+    elif free is not None and free < needed:
+        what = f"{path} has {size(free)} free; model and checkpoints take about {size(needed)}"
+        yield Check(
+            name, "fail" if free < needs.final else "warn", what, f"{set_it}, or a smaller trainer.keep_checkpoints"
+        )
+    elif free is not None and (free < GIB or free < 0.02 * (folder.total or 0)):
+        yield Check(name, stops if free < 64 * MIB else "warn", f"{path} has {size(free)} free", set_it)
+    if output and needs.nodes > 1 and folder.kind in _LOCAL:
+        what = f"{path} is on a disk of this machine ({folder.kind}); each of {needs.nodes} {EACH_ITS_OWN}"
+        yield Check(name, "warn", what, f"{folder.setting} on a file system that all machines share")
+
+
+def check_variables(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
+    """Variables that slow a run down."""
+    env = _variables(facts, needs)
+    found = {name: why for name, (slow, why) in _SLOWING.items() if env.get(name, "").upper() == slow}
+    if found:
+        what = "; ".join(f"{name}={env[name]}: {why}" for name, why in found.items())
+        yield Check("variables", "warn", what, f"unset {' '.join(found)}")
+    else:
+        yield Check("variables", "ok", "none that slows a run down")
+
+
+def _variables(facts: Facts, needs: RunNeeds) -> Mapping[str, str]:
+    return {**facts.host.environment, **needs.environment}

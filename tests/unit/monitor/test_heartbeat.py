@@ -1,0 +1,135 @@
+"""What a rank tells of itself, and its stacks: by its own thread, and by faulthandler where that cannot answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from packtrain.monitor import heartbeat as module
+from packtrain.monitor import stacks
+from packtrain.monitor.heartbeat import Heartbeat, Phase
+from packtrain.monitor.processes import MemoryKills, seen
+
+LONG_S = 60
+
+
+def test_a_rank_tells_where_it_is_and_for_what_it_waits() -> None:
+    heartbeat = Heartbeat(3)
+    heartbeat.enter("forward", step=7, micro=2)
+    heartbeat.usual_s = 0.25
+    with heartbeat.waiting("the counts"), heartbeat.waiting("a barrier"):
+        said = heartbeat.message()
+        assert said["waits"] == "a barrier"
+    assert (said["rank"], said["phase"], said["step"], said["micro"]) == (3, "forward", 7, 2)
+    assert (said["pid"], said["usual_s"]) == (os.getpid(), 0.25) and said["for_s"] < LONG_S
+    heartbeat.enter("backward")
+    assert heartbeat.message() | {"for_s": 0} == said | {"phase": "backward", "micro": 0, "waits": "", "for_s": 0}
+    with pytest.raises(KeyError), heartbeat.waiting("the others"):
+        raise KeyError
+    assert heartbeat.message()["waits"] == ""
+
+
+@pytest.mark.parametrize(("phase", "counts"), [("prepare", True), ("load", True), ("data", False), ("forward", False)])
+def test_computing_is_progress_where_no_collective_waits(
+    phase: Phase, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heartbeat, now = Heartbeat(), time.monotonic()
+    heartbeat.enter(phase)
+    for seconds, used, still in (
+        (100, 0.0, 100),
+        (200, 40.0, 0 if counts else 200),
+        (300, 41.0, 100 if counts else 300),
+    ):
+        monkeypatch.setattr(module.time, "monotonic", lambda seconds=seconds: now + seconds)
+        monkeypatch.setattr(module.time, "process_time", lambda used=used: 10.0 + used)
+        if seconds == 100:
+            heartbeat._looked = (now, 10.0)
+        assert heartbeat.message()["for_s"] == pytest.approx(still, abs=5)
+    heartbeat.progress()
+    assert heartbeat.message()["for_s"] == pytest.approx(0, abs=1)
+
+
+RANK = """
+import ctypes, sys
+from packtrain.monitor import stacks
+stacks.listen()
+print("listens", flush=True)
+def holds_the_lock():
+    while True:  # a signal ends each
+        ctypes.PyDLL(None).sleep(600)
+def crashes():
+    ctypes.string_at(0)
+globals()[sys.argv[1]]()
+"""
+
+
+def start(folder: Path, what: str) -> subprocess.Popen[str]:
+    given = {**os.environ, stacks.FOLDER: str(folder), "RANK": "5"}
+    process = subprocess.Popen([sys.executable, "-c", RANK, what], env=given, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "listens\n"
+    return process
+
+
+def test_a_rank_whose_lock_of_python_is_held_still_shows_its_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "DUMP_S", LONG_S)
+    process = start(tmp_path, "holds_the_lock")
+    try:
+        text, end = "", time.monotonic() + LONG_S
+        while "in holds_the_lock" not in text and time.monotonic() < end:
+            text = stacks.dump(tmp_path, "5", process.pid)
+        assert [frame.function for frame in stacks.main_stack(text)] == ["holds_the_lock", "<module>"]
+        assert process.poll() is None and seen(process.pid) == "running"
+        monkeypatch.setattr(stacks, "DUMP_S", 0.1)
+        os.kill(process.pid, signal.SIGSTOP)
+        end = time.monotonic() + LONG_S
+        while seen(process.pid) != "stopped" and time.monotonic() < end:
+            time.sleep(0.02)
+        assert seen(process.pid) == "stopped" and stacks.dump(tmp_path, "5", process.pid) == ""
+    finally:
+        process.kill()
+        process.wait()
+    assert seen(process.pid) == "gone"
+    assert stacks.crash_of(tmp_path, "5") == (0, "")
+    assert stacks.dump(tmp_path, "6", os.getpid()) == ""  # nobody listens: the signal would end it
+
+
+def test_a_crash_leaves_its_signal_and_stack(tmp_path: Path) -> None:
+    process = start(tmp_path, "crashes")
+    process.wait(LONG_S)
+    number, text = stacks.crash_of(tmp_path, "5")
+    assert number == signal.SIGSEGV and "in crashes" in text
+
+
+def test_own_stacks_come_with_those_of_loader_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(stacks.FOLDER, str(tmp_path))
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setattr(stacks, "DUMP_S", LONG_S)
+    code = RANK.replace("stacks.listen()", "stacks.listen_in_loader()")
+    loader = subprocess.Popen([sys.executable, "-c", code, "holds_the_lock"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert loader.stdout is not None and loader.stdout.readline() == "listens\n"
+        text, end = "", time.monotonic() + LONG_S
+        while "in holds_the_lock" not in text and time.monotonic() < end:
+            text = stacks.own()
+    finally:
+        loader.kill()
+        loader.wait()
+    assert "in holds_the_lock" in text
+    assert test_own_stacks_come_with_those_of_loader_processes.__name__ in {
+        frame.function for frame in stacks.main_stack(text)
+    }
+
+
+def test_kills_for_memory_are_counted_from_when_a_process_was_first_seen() -> None:
+    kills = MemoryKills()
+    assert not kills.killed(os.getpid())
+    kills.note(os.getpid())
+    assert not kills.killed(os.getpid())
