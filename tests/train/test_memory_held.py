@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +20,7 @@ from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
 from packtrain.plan.memory import Memory, Numbers, Slots, estimate, of_the_layers
 from packtrain.plan.shapes import Layers, layers_of
+from tests.train import forked
 
 SIZES = {
     "hidden_size": 128,
@@ -33,8 +34,8 @@ SIZES = {
 TOKENS = 1024
 
 
-def held_in_a_run(arguments: list[str]) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer states after the second backward pass of a real run, in this process."""
+def hold_in_a_run(arguments: list[str], file: Path) -> None:
+    """Writes bytes of weights, gradients and optimizer states after the second backward pass of a real run, in this process."""
     from packtrain.run_folder import RunFolder
     from packtrain.train.loop import StepTrainer
     from packtrain.train.run import train
@@ -56,7 +57,7 @@ def held_in_a_run(arguments: list[str]) -> dict[str, int]:
     config = load_config(None, arguments)
     RunFolder.of(config.trainer).open_attempt("never")
     train("sft", config)
-    return held
+    file.write_text(json.dumps(held))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -73,8 +74,9 @@ def test_a_run_of_one_process_holds_what_was_estimated(overrides: list[str], tmp
         *("batch.examples_per_step=4", "trainer.max_steps=2", f"trainer.output_dir={tmp_path}/run"),
         *("data.max_length=256", "batch.tokens_per_device=512", "verify.preflight=false", *overrides),
     ]
-    with multiprocessing.get_context("spawn").Pool(1) as alone:
-        held = alone.apply(held_in_a_run, (arguments,))
+    alone = forked.begun(hold_in_a_run, arguments, tmp_path / "held.json")
+    alone.join(600)
+    held = json.loads((tmp_path / "held.json").read_text())
     expected = estimate(load_config(None, arguments), 1)
     assert isinstance(expected, Memory)
     for part, size in held.items():

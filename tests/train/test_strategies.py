@@ -39,9 +39,8 @@ MODEL_ARGUMENTS = {name: value for name, value in MODEL.items() if name != "mode
 STEPS, CHECKPOINT = 5, 3  # of 7, 7, 7, 1 and 7 documents: in step 4 one process has none
 
 
-LAUNCHED = {"zero3": ["topology=local", "topology.gpus_per_node=2"]}
-"""By packtrain; fsdp2 is by torchrun itself, the others are by forks that have what torchrun gives its processes."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "packtrain")
+"""fsdp2 is started by torchrun itself, the others by forks that have what torchrun gives its processes."""
 
 
 def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
@@ -87,9 +86,7 @@ def run_of(runs: dict[str, Run], folder: Path, name: str) -> Run:
     if name == "fsdp2":
         runs[name] = by_torchrun(folder, f"strategy={name}", name=name)
     else:
-        launch = LAUNCHED.get(name, ())
-        processes = 1 if launch else 2
-        runs[name] = train(folder, config_of(folder), f"strategy={name}", *launch, name=name, processes=processes)
+        runs[name] = train(folder, config_of(folder), f"strategy={name}", name=name, processes=2)
     return runs[name]
 
 
