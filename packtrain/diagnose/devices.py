@@ -19,7 +19,7 @@ from typing import Any
 
 from packtrain.diagnose.facts import Device, Gpu, Gpus, Layer, Torch
 from packtrain.diagnose.probe import Unanswered, command, first_line
-from packtrain.plan.network import kernel_text
+from packtrain.plan.interfaces import kernel_text
 
 MARK = "packtrain-fact "
 _PCI, _NVIDIA, _DISPLAY = "sys/bus/pci/devices", "0x10de", ("0x0300", "0x0302")

@@ -40,7 +40,7 @@ from packtrain.diagnose.facts import (
 from packtrain.diagnose.probe import LIMIT_S, Inquiry, Probe, Unanswered, kill_commands
 from packtrain.diagnose.redact import Redactor
 from packtrain.errors import CheckFailed
-from packtrain.plan.network import HostNetwork, Interface, read_network
+from packtrain.plan.interfaces import HostNetwork, Interface, read_network
 from packtrain.plan.shapes import hub_home
 from packtrain.plan.surroundings import look_around
 

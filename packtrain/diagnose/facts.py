@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from packtrain.config.schema import RunConfig
 from packtrain.errors import PacktrainError, Problem
+from packtrain.plan.interfaces import Interface, NetworkSetting, Port
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
-from packtrain.plan.network import Interface, NetworkSetting, Port
 from packtrain.plan.shapes import weights_of
 from packtrain.plan.surroundings import Surroundings
 

@@ -17,8 +17,8 @@ import psutil
 
 from packtrain.diagnose.facts import GIB, MIB, Check, Facts, Folder, Host, RunNeeds, size
 from packtrain.diagnose.probe import command
+from packtrain.plan.interfaces import kernel_text
 from packtrain.plan.memory import Memory
-from packtrain.plan.network import kernel_text
 
 EACH_ITS_OWN = "would have its own"
 """How what one machine can only guess of its output folder ends."""

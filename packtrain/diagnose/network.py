@@ -13,7 +13,7 @@ from pathlib import Path
 from packtrain.diagnose.facts import Check, Facts, HostName, NetworkFacts, RunNeeds, size
 from packtrain.diagnose.probe import Inquiry
 from packtrain.errors import CheckFailed
-from packtrain.plan.network import (
+from packtrain.plan.interfaces import (
     FIX,
     LOOPBACK,
     SOCKETS,

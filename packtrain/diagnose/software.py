@@ -16,7 +16,7 @@ from typing import Any
 from packtrain.diagnose.facts import Check, Conflict, Facts, RunNeeds, Software, Torch
 from packtrain.diagnose.gpus import major
 from packtrain.diagnose.probe import Inquiry, command
-from packtrain.plan.accelerate import STAGES
+from packtrain.plan.launcher_settings import STAGES
 
 PACKAGES = (
     *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "huggingface_hub", "peft"),

@@ -31,8 +31,8 @@ from packtrain.diagnose.facts import (
 from packtrain.diagnose.gpus import visible
 from packtrain.diagnose.redact import Redactor
 from packtrain.diagnose.software import attention_json, chosen_backend
+from packtrain.plan.interfaces import Interface, NetworkSetting, Port, hcas, matching
 from packtrain.plan.memory import Memory
-from packtrain.plan.network import Interface, NetworkSetting, Port, hcas, matching
 from packtrain.plan.surroundings import Surroundings
 
 GIB = 2**30

@@ -15,7 +15,7 @@ from packtrain.diagnose import devices, host, network, software
 from packtrain.diagnose.devices import MARK, has_nvidia, read_torch
 from packtrain.diagnose.facts import Conflict, Torch, size
 from packtrain.diagnose.probe import Probe, Unanswered, command
-from packtrain.plan.network import is_loopback
+from packtrain.plan.interfaces import is_loopback
 
 GIB = 2**30
 
