@@ -40,6 +40,9 @@ SHARDED = {  # what a strategy spreads over the processes
     "zero3_offload": ("weights", "gradients", "optimizer", "reference"),
 }
 """By what they cost in time, the cheapest first."""
+_TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
+_OF_ATTENTION = ("q_proj", "k_proj", "v_proj")
+_OF_THE_MLP = ("gate_proj", "up_proj")
 _LIVE = 10**9  # numbers of gathered weights that ZeRO-3 keeps for use again (stage3_max_live_parameters)
 _WORDS = {"activations": "activations at most"}
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
@@ -317,11 +320,6 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.2f}" if size < 100 * GIB else f"{size / GIB:.0f}"
 
 
-_TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
-_OF_ATTENTION = ("q_proj", "k_proj", "v_proj")
-_OF_THE_MLP = ("gate_proj", "up_proj")
-
-
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """Bytes of a number: of a stored weight, and of what layers compute in (another one under autocast)."""
@@ -392,9 +390,12 @@ def _of_inputs(config: RunConfig, of: Layers, numbers: Numbers) -> int:
     adapters' float32. What o_proj reads attention has kept already, down_proj's input is always new.
     """
     full, autocast = config.peft.kind == "none", config.trainer.mixed_precision == "bf16"
-    reading = [
-        name for name in (*_OF_ATTENTION, *_OF_THE_MLP, "o_proj", "down_proj") if full or _is_adapted(config, name)
-    ]
+    layers = {
+        **dict.fromkeys((*_OF_ATTENTION, "o_proj"), "self_attn"),
+        **dict.fromkeys((*_OF_THE_MLP, "down_proj"), "mlp"),
+    }
+    targets = config.peft.target_modules
+    reading = [name for name, part in layers.items() if full or is_adapted(f"model.layers.0.{part}.{name}", targets)]
     if full:
         copied, width = numbers.compute != numbers.weight, numbers.compute
     else:
@@ -405,11 +406,6 @@ def _of_inputs(config: RunConfig, of: Layers, numbers: Numbers) -> int:
         hidden = sum(any(name in reading for name in names) for names in (_OF_ATTENTION, _OF_THE_MLP))
     copy_of_query = of.query if copied and not full and "o_proj" in reading else 0
     return width * (hidden * of.hidden + copy_of_query + (of.inner if "down_proj" in reading else 0))
-
-
-def _is_adapted(config: RunConfig, name: str) -> bool:
-    part = "mlp" if name in (*_OF_THE_MLP, "down_proj") else "self_attn"
-    return is_adapted(f"model.layers.0.{part}.{name}", config.peft.target_modules)
 
 
 def _of_the_head(config: RunConfig, of: Layers, tokens: int, numbers: Numbers) -> int:

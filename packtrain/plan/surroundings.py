@@ -25,12 +25,22 @@ from packtrain.config.schema import Topology
 from packtrain.errors import UserError
 from packtrain.plan.interfaces import HostNetwork, read_network
 
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # what torchrun gives each process
+ALSO_NEEDED = ("LOCAL_RANK", "MASTER_PORT")
+DEFAULT_PORT = 29500
+# Rank, size, rank on the machine, size of the machine: Open MPI's, and those of MPICH, Intel MPI and their kin (Hydra).
+OF_MPI = (
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 _RELEVANT = ("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "KUBERNETES_SERVICE_HOST")
 _RELEVANT_PREFIXES = (
     *("LOCAL_", "MASTER_", "OMP_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "PET_", "LWS_", "SLURM", "NCCL_", "GLOO_"),
 )
 _SMI_TIMEOUT_S = 20
 _LEAST_PORT, _PORTS, _ATTEMPTS = 20_000, 10_000, 50
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # numbers from here on are Slurm's own steps: batch, interactive, extern
+_SLURM_PORTS = 15000, 10000  # first, and how many: below those that Linux gives to outgoing connections
 _MIB = 2**20
 
 
@@ -121,10 +131,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # numbers from here on are Slurm's own steps: batch, interactive, extern
-_SLURM_PORTS = 15000, 10000  # first, and how many: below those that Linux gives to outgoing connections
-
-
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """The machines of a Slurm job (of its step, inside one) and where this process stands in it.
@@ -160,11 +166,11 @@ def allocation_of(env: Mapping[str, str]) -> Allocation | None:
         job=job,
         hosts=expand(named),
         place=place,
-        node=_number(env, "SLURM_NODEID") or 0,
-        rank=(_number(env, "SLURM_PROCID") or 0) if in_step else 0,
-        local_rank=(_number(env, "SLURM_LOCALID") or 0) if in_step else 0,
+        node=int_of(env, "SLURM_NODEID", 0),
+        rank=int_of(env, "SLURM_PROCID", 0) if in_step else 0,
+        local_rank=int_of(env, "SLURM_LOCALID", 0) if in_step else 0,
         tasks=repeated(env.get("SLURM_STEP_TASKS_PER_NODE", "1")) if in_step else (),
-        gpus=_number(env, "SLURM_GPUS_ON_NODE") or (_asked_gpus(env) if place == "outside" else None),
+        gpus=int_of(env, "SLURM_GPUS_ON_NODE", 0) or (_asked_gpus(env) if place == "outside" else None),
         port=_SLURM_PORTS[0]
         + (int(re.sub(r"\D", "", job) or 0) * 131 + (int(step) if in_step else 0) * 17) % _SLURM_PORTS[1],
     )
@@ -179,7 +185,7 @@ def check_told(env: Mapping[str, str]) -> None:
     if not missing or not (env.get("SLURM_JOB_ID") or env.get("SLURM_PROCID")):
         return
     counts = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
-    name, number = max(((name, _number(env, name) or 0) for name in counts), key=lambda one: one[1])
+    name, number = max(((name, int_of(env, name, 0)) for name in counts), key=lambda one: one[1])
     if number > 1:
         raise UserError(
             f"this is in a Slurm job of several ({name}={number}), of whose variables some are missing here "
@@ -230,23 +236,6 @@ def _asked_gpus(env: Mapping[str, str]) -> int | None:
     """Of each machine, as it was asked for (`8`, `a100:8`): all that is known outside of the machines."""
     number = env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
     return int(number) if number.isdigit() else None
-
-
-def _number(env: Mapping[str, str], name: str) -> int | None:
-    value = env.get(name, "")
-    if value and not value.isdigit():
-        raise UserError(f"found {value!r}, a whole number is needed", where=f"environment variable {name}")
-    return int(value) if value else None
-
-
-RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # what torchrun gives each process
-ALSO_NEEDED = ("LOCAL_RANK", "MASTER_PORT")
-DEFAULT_PORT = 29500
-# Rank, size, rank on the machine, size of the machine: Open MPI's, and those of MPICH, Intel MPI and their kin (Hydra).
-OF_MPI = (
-    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
 
 
 def length_in_words(config: RunConfig) -> str | None:
-    """Steps of a run over whole epochs, as far as the lines of its files tell, and where they come from; None where trainer.max_steps says them, or the rows cannot be counted.
+    """Steps of a run over whole epochs, as far as the lines of its files tell; None where they do not.
 
     Rows that are dropped, held out by hash, or split are not foreseen, so that it is about so many.
     """
