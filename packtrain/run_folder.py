@@ -39,9 +39,33 @@ _REPORTED = (
 )
 
 
+class _Entry:
+    """A file or folder of a run folder, by its name; `doc` says what it holds."""
+
+    def __init__(self, name: str, doc: str) -> None:
+        self.name, self.__doc__ = name, doc
+
+    def __get__(self, folder: RunFolder, owner: type) -> Path:
+        return folder.root / self.name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths below `trainer.output_dir`."""
+
+    config = _Entry("config.yaml", "The resolved config.")
+    plan = _Entry("plan.json", "The launch plan.")
+    accelerate = _Entry("accelerate.yaml", "accelerate's settings, where several processes are launched.")
+    deepspeed = _Entry("deepspeed.json", "DeepSpeed's settings, where the strategy is one of its own.")
+    environment = _Entry("env.json", "Versions and platform.")
+    metrics = _Entry("metrics.jsonl", "One JSON line per logged step.")
+    summary = _Entry("summary.json", "How the run ended, with its counts.")
+    verification = _Entry(
+        "verify.json", "What `packtrain verify` found; it has a folder of its own and leaves that of the run alone."
+    )
+    checkpoints = _Entry("checkpoints", "step-000123/ each.")
+    final = _Entry("final", "The trained model (or adapters) and tokenizer, for from_pretrained.")
+    logs = _Entry("logs", "What every process said, one file each.")
 
     root: Path
 
@@ -49,61 +73,6 @@ class RunFolder:
     def of(cls, trainer: Trainer) -> RunFolder:
         """The run folder that a config names."""
         return cls(Path(trainer.output_dir).expanduser())
-
-    @property
-    def config(self) -> Path:
-        """The resolved config."""
-        return self.root / "config.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """The launch plan."""
-        return self.root / "plan.json"
-
-    @property
-    def accelerate(self) -> Path:
-        """accelerate's settings, where several processes are launched."""
-        return self.root / "accelerate.yaml"
-
-    @property
-    def deepspeed(self) -> Path:
-        """DeepSpeed's settings, where the strategy is one of its own."""
-        return self.root / "deepspeed.json"
-
-    @property
-    def environment(self) -> Path:
-        """Versions and platform."""
-        return self.root / "env.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON line per logged step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """How the run ended, with its counts."""
-        return self.root / "summary.json"
-
-    @property
-    def verification(self) -> Path:
-        """What `packtrain verify` found; it has a folder of its own and leaves that of the run alone."""
-        return self.root / "verify.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """step-000123/ each."""
-        return self.root / "checkpoints"
-
-    @property
-    def final(self) -> Path:
-        """The trained model (or adapters) and tokenizer, for from_pretrained."""
-        return self.root / "final"
-
-    @property
-    def logs(self) -> Path:
-        """What every process said, one file each."""
-        return self.root / "logs"
 
     @property
     def attempt(self) -> RunFolder:

@@ -23,7 +23,7 @@ from typing import IO, cast
 
 import yaml
 
-from packtrain.config.compose import to_yaml
+from packtrain.config.compose import to_dict, to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import PacktrainError, PeerFailed, UserError
 from packtrain.launch.beside import watched
@@ -154,7 +154,7 @@ def _member(plan: LaunchPlan, config: RunConfig) -> Member:
         host=plan.host,
         addresses=own_addresses(),
         versions=shared_versions(environment()),
-        config=shared_values(config),
+        config=shared_values(to_dict(config)),
         clock=time.time(),
     )
 

@@ -12,11 +12,10 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from packtrain.config.rules.secrets import speaks_of_secrets
-from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, PacktrainError, Problem
 from packtrain.wording import by_value, listed
 
@@ -36,10 +35,10 @@ _URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
 _Who = TypeVar("_Who")
 
 
-def shared_values(config: RunConfig) -> dict[str, str]:
-    """Key → text of every config value that must be the same on all machines; secrets as digests."""
+def shared_values(config: Mapping[str, Any]) -> dict[str, str]:
+    """Key → text of every value of a config (as plain containers) that must be the same on all machines; secrets as digests."""
     flat: dict[str, Any] = {}
-    _flatten(asdict(config), "", flat)
+    _flatten(config, "", flat)
     return {key: _shown(key, value) for key, value in flat.items() if not _OWN.fullmatch(key)}
 
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import own_attention
+from packtrain.config.compose import to_dict
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData
@@ -276,7 +277,7 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
     heartbeat = own_heartbeat()
     heartbeat.enter("join")  # anew, for each of these may take topology.join_timeout
     own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes one of its own
-    shared = {key: value for key, value in shared_values(config).items() if key not in own}
+    shared = {key: value for key, value in shared_values(to_dict(config)).items() if key not in own}
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     if peers is not None:
         beat_to_rank_0(lambda said: peers.share("channel", said, timeout_s=limit_s))

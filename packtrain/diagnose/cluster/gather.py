@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from packtrain.config.compose import to_dict
 from packtrain.config.schema import DataSource, RunConfig
 from packtrain.diagnose.cluster.all_reduce import WAITED, Reduced, backend_of, checks_of, limit_s, summary, take_part
 from packtrain.diagnose.cluster.compare import Difference, Folded, differences, folded, named
@@ -140,7 +141,7 @@ def own_report(config: RunConfig) -> dict[str, Any]:
         checks.append(Check("files", "warn", what, "look at the disks they are on (dmesg, nfsstat)"))
     own = {
         "versions": shared_versions(environment()),
-        "config": {key: shown(key, value, redactor) for key, value in shared_values(config).items()},
+        "config": {key: shown(key, value, redactor) for key, value in shared_values(to_dict(config)).items()},
         "network": {one.name: one.value for one in needs.network if one.value is not None},
         "environment": {name: shown(name, value, redactor) for name, value in told(os.environ).items()},
         "files": {redactor.text(key): value for key, value in digests.items()},
