@@ -17,7 +17,6 @@ bfloat16's rounding would hide a small leak.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -40,7 +39,6 @@ The outer ones are longer than the filters of convolutions, the middle one is lo
 DOCUMENTS = Segments(LENGTHS)
 PAIRS = Segments((4, 2, 4, 8, 3, 5, 3), (None, 0, 0, None, None, 4, 4))
 """Two preference pairs in a row, each a prompt and the two answers that see it, and a document between them."""
-_LONG = (150, 90, 40)
 CONTROL_FACTOR = 5
 """How many tolerances the control has to be off."""
 
@@ -50,7 +48,7 @@ class Proof:
     """What was measured; differences are the largest of |a - b| over all outputs, relative to the largest |output|.
 
     `moved_before` / `moved_after`: outputs of documents before / after the perturbed one; `alone`: against the document by
-    itself; `control`: `alone` with isolation switched off on purpose (infinite where that was left out).
+    itself; `control`: `alone` with isolation switched off on purpose.
     """
 
     verdict: str
@@ -88,12 +86,7 @@ def loss_tolerance_of(dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def prove_isolation(
-    model: PreTrainedModel,
-    backend: str,
-    *,
-    autocast: torch.dtype | None = None,
-    segments: Segments = DOCUMENTS,
-    control: bool = True,
+    model: PreTrainedModel, backend: str, *, autocast: torch.dtype | None = None, segments: Segments = DOCUMENTS
 ) -> Proof:
     """Runs the proof on `model` as it is, by the backend of that name; leaves mode, attention and random state as they were.
 
@@ -106,7 +99,7 @@ def prove_isolation(
     with evaluating(model, autocast):
         alone = _alone(model, ids[0], segments)
         with attending_by(model, backend):
-            seen = _difference(logits_in_row(model, ids[0], segments, separated=False), alone) if control else math.inf
+            control = _difference(logits_in_row(model, ids[0], segments, separated=False), alone)
             train_without_dropout(model)
             unchanged = logits_in_row(model, ids[0], segments)
             before, after = 0.0, 0.0
@@ -124,16 +117,9 @@ def prove_isolation(
             if not equality <= tolerance:  # what is drawn in training mode is no leak either
                 model.eval()
                 equality = _difference(logits_in_row(model, ids[0], segments), alone, typical=typical)
-    exact, seeing = max(before, after, equality) <= tolerance, seen >= CONTROL_FACTOR * tolerance
+    exact, seeing = max(before, after, equality) <= tolerance, control >= CONTROL_FACTOR * tolerance
     verdict = "exact" if exact and seeing else "leaks" if not exact else "unsupported"
-    return Proof(verdict, backend, before, after, equality, seen, tolerance)
-
-
-def long_row(model: PreTrainedModel) -> Segments:
-    """Documents of a longer row, none longer than the model's positions: some layers have chunks or tables of more tokens
-    than the proof's row."""
-    most = positions_of(model) or max(_LONG)
-    return Segments(tuple(min(length, most) for length in _LONG))
+    return Proof(verdict, backend, before, after, equality, control, tolerance)
 
 
 @torch.no_grad()

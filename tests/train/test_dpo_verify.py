@@ -41,7 +41,6 @@ def test_verify_proves_that_no_answer_sees_the_other_one_nor_another_pair(
         show(report, as_json=False)
         said = capsys.readouterr().out
         for row in (
-            "the same in a row of 280 tokens",
             "pairs: beside a changed one",
             "packed with shared prompts: loss",
         ):

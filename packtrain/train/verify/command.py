@@ -119,8 +119,6 @@ def _table(report: dict[str, Any]) -> Table:
     add("documents before a changed one move by", proof["max_abs_diff_before"], proof["tolerance"])
     add("documents after a changed one move by", proof["max_abs_diff_after"], proof["tolerance"])
     add("a document in a row and alone differ by", proof["max_abs_diff_alone"], proof["tolerance"])
-    if long_row := report["long_row"]:
-        add(f"the same in a row of {sum(long_row['documents'])} tokens", long_row["off"], long_row["tolerance"])
     add_control(proof)
     if pairs and pairs["prompts_shared"]:
         moved = max(pairs["max_abs_diff_before"], pairs["max_abs_diff_after"])

@@ -55,7 +55,7 @@ from packtrain.train.loop import LoopSettings, StopRequest, training_arguments
 
 MODES = ("padding", "padding_free", "packed")
 SHARED = "packed with shared prompts"
-_LENGTHS = (1, 2, 17, 33, 33, 33, 5, 71)
+_LENGTHS = (1, 2, 17, 33, 33, 33, 5, 135)  # a packed row of 259 tokens: some layers have chunks or tables of 256
 _LONGEST_WINDOW = 512  # tokens; a document beyond a larger one would cost more than it shows
 _FIRST_DOCUMENTS = 4  # in the first of two micro-batches
 _TRAINED = 0.7  # of the tokens

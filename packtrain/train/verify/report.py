@@ -1,7 +1,7 @@
 """`packtrain verify`: the proof on the loaded model that its packed rows are exact, as a report.
 
 Every process loads the model as training would and measures (1) isolation and (2) equality with each document alone
-(proof/isolation.py), once more in a longer row, and (3) loss and gradients of the three modes with the loss of the objective
+(proof/isolation.py), and (3) loss and gradients of the three modes with the loss of the objective
 (modes.py); of preference pairs (4) also the first loss, against the reference of the config (dpo_start.py). Where the
 strategy spreads weights over processes the model is proved as it is spread, by all of them together; (3) and (4) are
 measured on a whole model in each under ZeRO-3, whose weights have no gradients before there is an optimizer. The main process
@@ -38,7 +38,7 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_padded, on_device
 from packtrain.plan.dpo_reference import reference_of
 from packtrain.proof.choice import choose_attention, prove_backend, prove_pairs
-from packtrain.proof.isolation import Proof, check_as_it_comes, long_row, prove_isolation
+from packtrain.proof.isolation import Proof, check_as_it_comes
 from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.console import without_future_warnings
@@ -142,10 +142,11 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
     spread(model, ranks)
     base, close_proofs = base_model(model), open_proofs(model, ranks)
     isolation = _isolation(config, ranks, base, autocast)
-    flattened = isolation.backend is not None and not isolation.problem
-    longer = _in_a_long_row(base, isolation.backend, autocast) if flattened else None
-    packs_pairs = config.objective.kind == "dpo" and config.packing.mode != "padding"
-    pairs = _pairs(base, isolation, autocast) if packs_pairs and share is not False and flattened else None
+    pairs, packs = None, config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
+    if config.objective.kind == "dpo" and share is not False and packs:
+        # where it is not exact, training computes a prompt for each answer, unless packing.share_prefix insists
+        lack, proof = prove_pairs(cast(str, isolation.backend), base, autocast)
+        pairs = Isolation(isolation.backend, "", proof=proof, problem=lack, fix="set packing.share_prefix=false")
     close_proofs()
     of_modes = ranks
     if ranks.gathers_by_engine:
@@ -153,7 +154,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         spread(model, of_modes)
     shares = pairs is not None and not pairs.problem
     head, comparison, start = _modes(config, of_modes, model, tokenizer, isolation.backend, shares=shares)
-    found = _findings(isolation, comparison, longer, pairs if share else None, start)
+    found = _findings(isolation, comparison, pairs if share else None, start)
     verdict, problem, fix = next(found, ("exact", "", ""))
     measured = {mode: asdict(figures) for mode, figures in comparison.measured.items()}
     return {
@@ -177,7 +178,6 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         "fix": fix,
         "controls_see": comparison.sees and (isolation.proof is None or isolation.proof.verdict != "unsupported"),
         "isolation": _figures_of(isolation.proof),
-        "long_row": longer,
         "objective": config.objective.kind,
         "pairs": pairs and {**_figures_of(pairs.proof), "prompts_shared": not pairs.problem, "why": pairs.problem},
         "start": start and asdict(start),
@@ -222,18 +222,6 @@ def _modes(
     return Head(objective.loss), compare_pairs(trainer, backend, shares=shares, split=split), start
 
 
-def _in_a_long_row(model: PreTrainedModel, backend: str | None, autocast: torch.dtype | None) -> dict[str, Any] | None:
-    """How far documents of a row longer than the proof's are off; None where they run one at a time."""
-    if backend in (None, PER_DOCUMENT):
-        return None
-    row = long_row(model)
-    try:
-        proof = prove_isolation(model, backend, autocast=autocast, segments=row, control=False)
-    except CheckFailed as refusal:
-        raise CheckFailed(refusal.problems[0].what, fix="set model.attention=per_document") from refusal
-    return {"documents": list(row.lengths), "off": proof.off, "tolerance": proof.tolerance}
-
-
 def _isolation(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast: torch.dtype | None) -> Isolation:
     """Chooses the backend as training does, but of a named one that is not exact all that was measured is kept."""
     wanted, proof = config.model.attention, None
@@ -254,16 +242,6 @@ def _isolation(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast
     return replace(found, problem=problem.what, fix=problem.fix) if problem else found
 
 
-def _pairs(model: PreTrainedModel, isolation: Isolation, autocast: torch.dtype | None) -> Isolation:
-    """The proof of preference pairs that share their prompt.
-
-    Where it is not exact, training computes a prompt for each answer, unless packing.share_prefix insists.
-    """
-    lack, proof = prove_pairs(cast(str, isolation.backend), model, autocast)
-    fix = "set packing.share_prefix=false" if lack else ""
-    return Isolation(isolation.backend, "", proof=proof, problem=lack, fix=fix)
-
-
 def _instead(model: PreTrainedModel, autocast: torch.dtype | None) -> str:
     """What to set in place of a backend that is not exact."""
     try:
@@ -274,11 +252,7 @@ def _instead(model: PreTrainedModel, autocast: torch.dtype | None) -> str:
 
 
 def _findings(
-    isolation: Isolation,
-    comparison: Comparison,
-    longer: dict[str, Any] | None,
-    pairs: Isolation | None,
-    start: Start | None,
+    isolation: Isolation, comparison: Comparison, pairs: Isolation | None, start: Start | None
 ) -> Iterator[tuple[str, str, str]]:
     """Verdict, what is wrong, and what to do about it, the most telling first; nothing where all is exact.
 
@@ -286,10 +260,6 @@ def _findings(
     """
     if isolation.problem:
         yield isolation.verdict, isolation.problem, isolation.fix
-    if longer is not None and not longer["off"] <= longer["tolerance"]:
-        what = f"documents of {', '.join(map(str, longer['documents']))} tokens in a row are off by {longer['off']:.2g}"
-        fix = f"set model.attention=per_document, and {_REPORT}"
-        yield "leaks", f"{what} (tolerance {longer['tolerance']:.1g}), shorter ones are exact", fix
     for mode in comparison.off:
         figures = comparison.measured[mode]
         what = (
@@ -316,13 +286,9 @@ def _findings(
 
 def _figures_of(proof: Proof | None) -> dict[str, float | None]:
     """The largest difference of any output, relative to the largest output."""
-    return {
-        "max_abs_diff_before": proof.moved_before if proof else None,
-        "max_abs_diff_after": proof.moved_after if proof else None,
-        "max_abs_diff_alone": proof.alone if proof else None,
-        "control": proof.control if proof else None,
-        "tolerance": proof.tolerance if proof else None,
-    }
+    names = {"before": "moved_before", "after": "moved_after", "alone": "alone"}
+    figures = {f"max_abs_diff_{what}": getattr(proof, name, None) for what, name in names.items()}
+    return {**figures, "control": getattr(proof, "control", None), "tolerance": getattr(proof, "tolerance", None)}
 
 
 def _finite(value: Any) -> Any:
