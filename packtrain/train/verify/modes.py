@@ -11,9 +11,10 @@ those of one mode: less than an optimizer needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -128,18 +129,10 @@ def tolerances_of(dtype: torch.dtype) -> tuple[float, float]:
     return {torch.float32: (1e-5, 1e-4), torch.float16: (1e-3, 1e-2)}.get(dtype, (5e-3, 5e-2))
 
 
-@dataclass(frozen=True, slots=True)
-class Examples:
-    """The same examples, of documents of `lengths`, as batches in every layout; `borderless` is `packed` as one document.
-
-    `loss` of batches, or of the definition (None), is their mean loss, whose gradients it adds to the parameters'. It raises
-    CheckFailed where the model cannot run them.
-    """
-
-    lengths: tuple[int, ...]
-    layouts: dict[str, Sequence[Any]]
-    borderless: Sequence[Any]
-    loss: Callable[[Sequence[Any] | None], float]
+Layouts = Mapping[str, Sequence[Any]]
+"""The same examples as batches, by mode; and `borderless`, the packed row declared as one document."""
+Loss = Callable[[Sequence[Any] | None], float]
+"""Of batches, or of the definition (None): their mean loss, whose gradients are added to the parameters'."""
 
 
 def compare_documents(
@@ -156,29 +149,30 @@ def compare_documents(
 
     def alone(document: Document) -> torch.Tensor:
         ids = torch.from_numpy(document.input_ids.astype(np.int64))[None].to(model.device)
-        with _running(model, "a document alone", autocast):
-            logits = model(input_ids=ids, use_cache=False).logits[0].float()
+        logits = model(input_ids=ids, use_cache=False).logits[0].float()
         labels = shifted_labels(document).to(logits.device)
         losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-        return (losses * (-losses).exp().detach() if loss == "dft" else losses).sum()
-
-    def together(batch: dict[str, Any]) -> torch.Tensor:
-        with _running(model, "a flattened row" if "segments" in batch else "a padded batch", autocast):
-            return cast(Any, model)(**on_device(batch, model.device), loss_sum=True)
+        return (losses * (-losses).exp().detach() if loss == "dft" else losses).sum() / trained
 
     def loss_of(batches: Sequence[Any] | None) -> float:
-        losses = map(alone, documents) if batches is None else map(together, batches)
-        return sum(_backward(model, one / trained) for one in losses)
+        if batches is None:
+            return sum(_backward(model, "a document alone", autocast, partial(alone, one)) for one in documents)
+        total = 0.0
+        for batch in batches:
+            call = partial(cast(Any, model), **on_device(batch, model.device), loss_sum=True)
+            what = "a flattened row" if "segments" in batch else "a padded batch"
+            total += _backward(model, what, autocast, lambda call=call: call() / trained)
+        return total
 
     row = collate_flat(documents)
-    layouts: dict[str, Sequence[Any]] = {
+    layouts = {
         "padding": [collate_padded(part, pad_token_id) for part in (first, second)],
         "padding_free": [collate_flat(first), collate_flat(second)],
         "packed": [row],
+        "borderless": [{**row, **row_arguments(_borderless(row["segments"], base_model(model)))}],
     }
-    borderless = {**row, **row_arguments(_borderless(row["segments"], base_model(model)))}
     lengths = tuple(len(document.input_ids) for document in documents)
-    return compare(model, Examples(lengths, layouts, [borderless], loss_of), backend, autocast)
+    return compare(model, lengths, layouts, loss_of, backend, autocast)
 
 
 def compare_pairs(trainer: PackedDPOTrainer, backend: str | None, *, shares: bool, split: bool) -> Comparison:
@@ -188,7 +182,7 @@ def compare_pairs(trainer: PackedDPOTrainer, backend: str | None, *, shares: boo
     Raises as `compare`, and CheckFailed where the output head is not the model's (`check_pair_forward`).
     """
     model, autocast, padded = trainer.model, trainer.settings.autocast, cast(PairSteps, trainer.steps)
-    pairs = cast(_Pairs, padded.data).pairs
+    pairs = cast(_Pairs, padded.data)
     trainer.precompute_ref_logps, trainer.ref_model = True, None
     logps = _logps_of_each(trainer)
     padded = replace(padded, reference=logps + np.random.default_rng(0).normal(0, _OFF, logps.shape).astype(np.float32))
@@ -202,31 +196,34 @@ def compare_pairs(trainer: PackedDPOTrainer, backend: str | None, *, shares: boo
         counts = torch.tensor([batch.counts for batch in batches]).sum(0).to(model.device)
         for batch in batches:
             kind = "a flattened row of pairs" if "layout" in batch.inputs else "a padded batch of pairs"
-            with _running(model, kind, autocast):
-                loss = trainer.loss_of(model, batch, counts)
-            total += _backward(model, loss / trainer.accelerator.num_processes)
+            call = partial(trainer.loss_of, model, batch, counts)
+            total += _backward(model, kind, autocast, lambda call=call: call() / trainer.accelerator.num_processes)
         return total
 
-    layouts: dict[str, Sequence[Any]] = {
-        "padding": [padded.collate(part) for part in parts],
-        "padding_free": [flat.collate(part) for part in parts],
-        "packed": [flat.collate(every)],
-    }
-    if shares:
-        layouts[SHARED] = [shared.collate(every)]
     row = flat.collate(every)
     layout = row.inputs["layout"]
     layout = replace(layout, segments=_borderless(layout.segments, base_model(model)))
-    borderless = replace(row, inputs={**row.inputs, "layout": layout})
+    layouts = {
+        "padding": [padded.collate(part) for part in parts],
+        "padding_free": [flat.collate(part) for part in parts],
+        "packed": [row],
+        **({SHARED: [shared.collate(every)]} if shares else {}),
+        "borderless": [replace(row, inputs={**row.inputs, "layout": layout})],
+    }
     check_pair_forward(trainer, own_attention(base_model(model)))
     lengths = tuple(len(side.input_ids) for pair in pairs for side in (pair.chosen, pair.rejected))
-    return compare(model, Examples(lengths, layouts, [borderless], loss_of), backend, autocast)
+    return compare(model, lengths, layouts, loss_of, backend, autocast)
 
 
 def compare(
-    model: PreTrainedModel, examples: Examples, backend: str | None, autocast: torch.dtype | None
+    model: PreTrainedModel,
+    lengths: tuple[int, ...],
+    layouts: Layouts,
+    loss_of: Loss,
+    backend: str | None,
+    autocast: torch.dtype | None,
 ) -> Comparison:
-    """Runs the definition and the modes. Raises CheckFailed where the model cannot even run the definition, or where its
+    """Runs the definition and the modes on documents of `lengths`. Raises CheckFailed where the model cannot even run the definition, or where its
     loss is not a number.
 
     In 16 bits a router may choose another expert for a token whose experts are nearly even, and gradients then differ by up
@@ -236,7 +233,7 @@ def compare(
     """
     base = base_model(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    reference = examples.loss(None)
+    reference = loss_of(None)
     definition = _take_gradients(trained)
     norm = _norm(definition)
     if not (np.isfinite(reference) and 0 < norm < np.inf):
@@ -247,7 +244,7 @@ def compare(
 
     def figures(batches: Sequence[Any] | None) -> Figures:
         try:
-            value = examples.loss(batches)
+            value = loss_of(batches)
         except CheckFailed as refusal:
             _take_gradients(trained)
             return Figures(None, None, None, refusal.problems[0].what)
@@ -255,12 +252,11 @@ def compare(
         return Figures(value, off, _distance(trained, definition) / norm)
 
     control = Figures(None, None, None, "nothing runs packed rows of this model exactly")
-    measured = {"padding": figures(examples.layouts["padding"])} | dict.fromkeys(MODES[1:], control)
+    measured = {"padding": figures(layouts["padding"])} | dict.fromkeys(MODES[1:], control)
     if backend is not None:
         with attending_by(base, backend):
-            flattened = {mode: batches for mode, batches in examples.layouts.items() if mode != "padding"}
-            measured |= {mode: figures(batches) for mode, batches in flattened.items()}
-            control = figures(examples.borderless)
+            measured |= {mode: figures(batches) for mode, batches in layouts.items() if mode != "padding"}
+            control = measured.pop("borderless")
     dtype = autocast or base.dtype
     tolerances = usual = tolerances_of(dtype)
     beyond = dtype.itemsize < 4 and not all(one.within(*usual) for one in measured.values() if not one.problem)
@@ -269,12 +265,9 @@ def compare(
     if beyond:
         with _last_place_disturbed(base, dtype):
             noise = [figures(None) for _ in range(_DISTURBANCES)]
-        by_loss, by_gradients = (
-            max(one.loss_rel_diff or 0.0 for one in noise),
-            max(one.grad_rel_diff or 0.0 for one in noise),
-        )
-        tolerances = max(usual[0], _MARGIN * by_loss), max(usual[1], _MARGIN * by_gradients)
-    return Comparison(examples.lengths, reference, measured, control, *tolerances, usual[1])
+        moved = [max(getattr(one, name) or 0.0 for one in noise) for name in ("loss_rel_diff", "grad_rel_diff")]
+        tolerances = max(usual[0], _MARGIN * moved[0]), max(usual[1], _MARGIN * moved[1])
+    return Comparison(lengths, reference, measured, control, *tolerances, usual[1])
 
 
 def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
@@ -308,18 +301,12 @@ def random_pairs(model: PreTrainedModel) -> list[Preference]:
     return pairs
 
 
-class _Pairs:
+class _Pairs(list[Preference]):
     """In the place of a PairDataset."""
 
-    def __init__(self, pairs: list[Preference]) -> None:
-        self.pairs = pairs
-        self.lengths = np.array([len(p.chosen.input_ids) + len(p.rejected.input_ids) for p in pairs], np.int32)
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> Preference:
-        return self.pairs[index]
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(one.chosen.input_ids) + len(one.rejected.input_ids) for one in self], np.int32)
 
 
 def trainer_on_random_pairs(
@@ -408,20 +395,15 @@ def _borderless(row: Segments, model: PreTrainedModel) -> Segments:
     return _Borderless(tuple(whole), positions=tuple(row.position_ids()[0].tolist()))
 
 
-@contextmanager
-def _running(model: Any, what: str, autocast: torch.dtype | None) -> Iterator[None]:
-    base = base_model(model)
-    name = type(base).__name__
+def _backward(model: Any, what: str, autocast: torch.dtype | None, loss_of: Callable[[], torch.Tensor]) -> float:
+    """The loss of `what`, once its gradients are added to the parameters'. Raises CheckFailed where the model refuses."""
+    name = type(base_model(model)).__name__
     with (
-        evaluating(base, autocast),
+        evaluating(base_model(model), autocast),
         refusals_of_a_model(f"{name} cannot run {what}", fix="see what model.config sets"),
     ):
-        yield
-
-
-def _backward(model: Any, loss: torch.Tensor) -> float:
-    """The value of `loss`, once its gradients are added to the parameters'."""
-    with refusals_of_a_model(f"{type(base_model(model)).__name__} has no gradient", fix="report this model"):
+        loss = loss_of()
+    with refusals_of_a_model(f"{name} has no gradient", fix="report this model"):
         loss.backward()
     return loss.item()
 
