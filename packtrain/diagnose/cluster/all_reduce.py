@@ -1,8 +1,7 @@
 """All-reduces between the machines of a run, over the backend that it would use, and what their times say of the network.
 
 One process on each machine (`python -m packtrain.diagnose.cluster.all_reduce`) reduces alone first, to find what is its own
-machine's fault; of more than two machines then in pairs, in rounds in which no machine is in two pairs; and at last with all,
-unless a pair has failed. Each pair is a process group of its own: one that fails takes no other down. What is known is printed
+machine's fault; then in pairs, in rounds in which no machine is in two pairs; and at last with all, unless a pair has failed. Each pair is a process group of its own: one that fails takes no other down. What is known is printed
 as it comes, each JSON line in place of the one before, so a process that had to be killed has still said which pair it was in.
 """
 
@@ -13,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -33,6 +32,8 @@ PAIRS_S = 30.0
 """After which no round of pairs begins."""
 ROUND_S = 20.0
 """For a machine that is late to a round: as long as a pair takes that cannot connect."""
+LIMIT_S = TOGETHER_S + 2 * COLLECTIVE_S + PAIRS_S + ROUND_S
+"""For everything."""
 WAITED = "waited for the others"
 _PAIR_S = 3.0  # for one operation of a pair
 _ENOUGH_S = 1.0  # an operation that takes longer is timed once
@@ -40,7 +41,7 @@ _MIB = 2**20
 _SIZES = {"kib_ms": (2**10, 10), "mib_64_ms": (64 * _MIB, 3)}  # bytes, and how many are timed
 _PAIR_MIB = {"nccl": 16, "gloo": 4}
 _MOST_FOR_ALL_PAIRS = 16
-_SLOW_MS, _SLOW_MIB_PER_S = 10.0, 20.0  # of two machines: what would slow any training down
+_SLOW_MIB_PER_S = 20.0
 _FIX = "Look at the interfaces that NCCL and gloo take (packtrain plan) and at firewalls between the machines: they use free ports. "
 _FIX += "NCCL_DEBUG=INFO, or TORCH_CPP_LOG_LEVEL=INFO for gloo, shows what they try."
 _FIX_SLOW = "Look at its cable, port, MTU and interface (ethtool, ibstat), and at what else uses it."
@@ -56,6 +57,11 @@ class Link:
     mib_per_s: float | None = None
     status: Literal["ok", "slow", "dead", "not tried"] = "ok"
     found: str = ""
+
+    @property
+    def figures(self) -> str:
+        """In words."""
+        return f"{self.latency_ms or 0:.2g} ms, {self.mib_per_s or 0:.0f} MiB/s"
 
     def to_json(self) -> dict[str, Any]:
         """Plain containers."""
@@ -90,134 +96,77 @@ def backend_of(reports: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
     return "nccl" if gpus == {True} else "gloo", ""
 
 
-def limit_s(machines: int) -> float:
-    """Seconds for everything, between so many."""
-    return TOGETHER_S + 2 * COLLECTIVE_S + (PAIRS_S + ROUND_S if machines > 2 else 0)
-
-
 def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
-    """This machine's process, to its end: milliseconds by size, or `error`; and of more than two machines its `pairs`."""
+    """This machine's process, to its end: its `pairs`, then milliseconds by size, or `error` where it cannot take part."""
     quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     blocking = {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # what takes too long is then an error, and not the process' end
-    argv = (sys.executable, "-m", "packtrain.diagnose.cluster.all_reduce")
+    argv, why = (sys.executable, "-m", "packtrain.diagnose.cluster.all_reduce"), "its process said nothing"
     try:
-        output, why = (
-            command(argv, limit_s(order["world"]), {**quiet, **blocking, **env}, lambda: json.dumps(order)),
-            "",
-        )
+        output = command(argv, LIMIT_S, {**quiet, **blocking, **env}, lambda: json.dumps(order))
     except Unanswered as refusal:
         output, why = refusal.output, str(refusal)
     try:
-        known = dict(json.loads(output.splitlines()[-1]))
+        return dict(json.loads(output.splitlines()[-1]))
     except (ValueError, IndexError):
-        known = {}
-    return (
-        known if "kib_ms" in known or not (why or not known) else {"error": why or "its process said nothing", **known}
-    )
+        return {"error": why}
 
 
 def summary(backend: str, results: Mapping[str, Mapping[str, Any]]) -> Reduced:
     """The results of all machines, by name in the order of their ranks, as one; who only waited is not to blame."""
-    links = tuple(judged(_links(results)))
     nodes = {name: {key: one[key] for key in one if key != "pairs"} for name, one in results.items()}
-    if failed := _failed(nodes):
-        said = "; ".join(f"{name}: {error}" for name, error in list(failed.items())[:4])
-        return Reduced("failed", f"over {backend}: {said}", backend, nodes, links)
+    errors = {name: str(one["error"]) for name, one in nodes.items() if "error" in one}
+    errors = {name: error for name, error in errors.items() if error != WAITED} or errors
+    links = _judged(_links(results))
+    dead = [f"{one.start} and {one.end}: {one.found}" for one in links if one.status == "dead"]
+    if failed := [*(f"{name}: {error}" for name, error in errors.items()), *dead]:
+        more = f"; and {len(failed) - 4} more" if len(failed) > 4 else ""
+        return Reduced("failed", f"over {backend}: {'; '.join(failed[:4])}{more}", backend, nodes, links)
     if not all("kib_ms" in one for one in results.values()):
-        return Reduced("skipped", f"over {backend}: not every pair can", backend, nodes, links)
+        return Reduced("skipped", f"over {backend}: there was no time", backend, nodes, links)
     kib, mib = (max(float(one[key]) for one in results.values()) for key in _SIZES)
+    slowest = min(links, key=lambda one: one.mib_per_s or float("inf"))
     found = f"over {backend}: 1 KiB in {kib:.2g} ms, 64 MiB in {mib:.0f} ms ({64e3 / mib:.0f} MiB/s)"
-    if len(links) > 1:
-        slowest = min(links, key=lambda one: one.mib_per_s or float("inf"))
-        found += f"; the slowest pair is {slowest.start} and {slowest.end}: {figures([slowest])}"
+    found += f"; the slowest pair is {slowest.start} and {slowest.end}: {slowest.figures}"
     return Reduced("ok", found, backend, nodes, links)
 
 
-def _failed(nodes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    errors = {name: str(one["error"]) for name, one in nodes.items() if "error" in one}
-    return {name: error for name, error in errors.items() if error != WAITED} or errors
-
-
 def _links(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Link]:
-    """Every pair that was to be tried, with the slower figures of its two ends; of two machines that of the one over all."""
+    """Every pair that was to be tried, with the slower figures of its two ends."""
     names = list(results)
-    for one, other in (pair for pairs in rounds_of(len(names)) for pair in pairs):
-        both = [_of_pair(results[names[rank]], with_, len(names)) for rank, with_ in ((one, other), (other, one))]
-        known = [entry for entry in both if entry]
-        failed = [str(entry["found"]) for entry in known if not entry.get("mib_per_s")]
-        link = Link(names[one], names[other])
+    for pair in (pair for pairs in rounds_of(len(names)) for pair in pairs):
+        said = [(results[names[one]].get("pairs", ()), sum(pair) - one) for one in pair]
+        known = [one for pairs, other in said for one in pairs if one["other"] == other]
+        failed = [str(one["found"]) for one in known if one["mib_per_s"] is None]
+        link = Link(names[pair[0]], names[pair[1]])
         if failed or not known:
             yield replace(link, status="dead" if known else "not tried", found=failed[0] if failed else "")
         else:
-            latency = max(float(entry["latency_ms"]) for entry in known)
-            yield replace(link, latency_ms=latency, mib_per_s=min(float(entry["mib_per_s"]) for entry in known))
+            latency = max(float(one["latency_ms"]) for one in known)
+            yield replace(link, latency_ms=latency, mib_per_s=min(float(one["mib_per_s"]) for one in known))
 
 
-def _of_pair(result: Mapping[str, Any], other: int, machines: int) -> Mapping[str, Any]:
-    if machines > 2:
-        return next((one for one in result.get("pairs", ()) if one["other"] == other), {})
-    rate = 64e3 / float(result["mib_64_ms"]) if "kib_ms" in result else None
-    return {"latency_ms": result.get("kib_ms"), "mib_per_s": rate, "found": result.get("error", "")}
-
-
-def judged(links: Iterator[Link]) -> list[Link]:
-    """The links with those marked slow that have less than half of the usual rate, which a quarter of them reach (few are
-    usual where one machine of three is slow), or four times the usual latency."""
+def _judged(links: Iterable[Link]) -> tuple[Link, ...]:
+    """The links with those marked slow that have less than half of the rate that a quarter of them reach (of two machines:
+    less than any training needs)."""
     found = list(links)
-    usual_ms, usual_rate = _usual(found)
-    few = sum(one.mib_per_s is not None for one in found) < 3
-    most_ms = _SLOW_MS if few else max(4 * usual_ms, usual_ms + 5)
-    least = _SLOW_MIB_PER_S if few else usual_rate / 2
-    return [
-        replace(one, status="slow")
-        if one.latency_ms and one.mib_per_s and (one.latency_ms > most_ms or one.mib_per_s < least)
-        else one
-        for one in found
-    ]
-
-
-def _usual(links: Sequence[Link]) -> tuple[float, float]:
-    latencies = sorted(one.latency_ms for one in links if one.latency_ms)
-    rates = sorted((one.mib_per_s for one in links if one.mib_per_s), reverse=True)
-    return (latencies[len(latencies) // 4], rates[len(rates) // 4]) if rates else (0.0, 0.0)
-
-
-def figures(links: Sequence[Link]) -> str:
-    """Medians of latency and rate in words."""
-    known = [(one.latency_ms, one.mib_per_s) for one in links if one.latency_ms and one.mib_per_s]
-    if not known:
-        return "no figures"
-    return (
-        f"{statistics.median(ms for ms, _ in known):.2g} ms, {statistics.median(rate for _, rate in known):.0f} MiB/s"
-    )
+    rates = sorted((one.mib_per_s for one in found if one.mib_per_s), reverse=True)
+    least = rates[len(rates) // 4] / 2 if len(rates) > 2 else _SLOW_MIB_PER_S
+    return tuple(replace(one, status="slow") if one.mib_per_s and one.mib_per_s < least else one for one in found)
 
 
 def checks_of(reduced: Reduced) -> list[Folded]:
-    """What failed or is slow: a machine all of whose pairs are so once, then the pairs that this does not explain."""
-    known = [one for one in reduced.pairs if one.status != "not tried"]
-    found: list[Folded] = []
+    """That it failed, and which pairs are slow."""
+    bad = [one for one in reduced.pairs if one.status == "dead"]
+    errors = [name for name, one in (reduced.nodes or {}).items() if one.get("error", WAITED) != WAITED]
+    found = []
     if reduced.status == "failed":
-        found.append(Folded("all-reduce", "fail", reduced.found, _FIX, tuple(_failed(reduced.nodes or {}))))
-        known = known if len(reduced.pairs) > 1 else []  # of two machines the pair is all there is
-    usual = "usual here are {:.2g} ms and {:.0f} MiB/s".format(*_usual(known))
-    names = list(dict.fromkeys(name for one in known for name in (one.start, one.end)))
-    for state in ("dead", "slow"):
-        of = {name: [one for one in known if name in (one.start, one.end)] for name in names}
-        alike = [name for name, own in of.items() if len(own) > 1 and all(one.status == state for one in own)]
-        alike = alike if len(alike) < len(names) else []  # else it is nobody's in particular
-        groups = [((name,), of[name]) for name in alike]
-        groups += [
-            ((one.start, one.end), [one])
-            for one in known
-            if one.status == state and not {one.start, one.end} & {*alike}
-        ]
-        for ends, own in groups:
-            what = f"all of its {len(own)} pairs are {state}" if len(ends) == 1 else f"{ends[0]} and {ends[1]}: {state}"
-            if state == "dead":
-                found.append(Folded("all-reduce", "fail", f"{what} ({own[0].found})", _FIX, ends))
-            else:
-                more = f"; {usual}" if len(known) > 1 else ""
-                found.append(Folded("all-reduce", "warn", f"{what} ({figures(own)}{more})", _FIX_SLOW, ends))
+        nodes = dict.fromkeys([*errors, *(name for one in bad for name in (one.start, one.end))]) or reduced.nodes or {}
+        found.append(Folded("all-reduce", "fail", reduced.found, _FIX, tuple(nodes)))
+    if slow := [one for one in reduced.pairs if one.status == "slow"]:
+        words = [f"{one.start} and {one.end}: {one.figures}" for one in slow]
+        what = f"slow: {'; '.join(words[:8])}{f' and {len(words) - 8} more pairs' if len(words) > 8 else ''}"
+        nodes = dict.fromkeys(name for one in slow for name in (one.start, one.end))
+        found.append(Folded("all-reduce", "warn", what, _FIX_SLOW, tuple(nodes)))
     return found
 
 
@@ -245,8 +194,7 @@ def _measure(order: Mapping[str, Any], say: Callable[..., None]) -> None:
         _milliseconds(backend, 2**10, 1)
     together = timedelta(seconds=TOGETHER_S)
     store = dist.TCPStore(order["address"], order["port"], world, is_master=rank == 0, timeout=together)
-    well = world == 2 or _pairs(store, backend, rank, world, say)
-    if well:
+    if _pairs(store, backend, rank, world, say):
         with _group(backend, dist.PrefixStore("all", store), rank, world, COLLECTIVE_S):
             say(**{key: round(_milliseconds(backend, *size), 3) for key, size in _SIZES.items()})
     store.add("done", 1)

@@ -1,4 +1,4 @@
-"""What differs between the reports of several machines, and whether it may. Pure: a report is the plain document it came as.
+"""The report of each machine, what differs between those of several, and whether it may; a report is a plain document.
 
 Three kinds of difference: what must be the same (`fail`: the run would stop, or train something else), what had better be
 (`warn`), and what is a machine's own business (`ok`: its interfaces, its devices), shown because it explains the rest.
@@ -6,19 +6,35 @@ Three kinds of difference: what must be the same (`fail`: the run would stop, or
 
 from __future__ import annotations
 
+import glob
+import hashlib
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+
 from packtrain.config.rules.secrets import speaks_of_secrets
-from packtrain.diagnose.facts import GIB, Status, size
+from packtrain.config.schema import DataSource, RunConfig
+from packtrain.diagnose.env import check_all, gather, print_check, report_json
+from packtrain.diagnose.facts import GIB, Check, Status, size
+from packtrain.diagnose.host import EACH_ITS_OWN, told
+from packtrain.diagnose.probe import Probe, Unanswered
+from packtrain.diagnose.redact import Redactor
+from packtrain.plan.agreement import digest_of, shared_values, shared_versions
+from packtrain.run_folder import environment
 from packtrain.wording import grouped
 
 CLOCK_S = 2.0
 """Clocks that are closer are alike: what is measured over a network on busy machines is no better."""
-NOTHING = "nothing"
+NOTHING, NOT_HERE = "nothing", "no file or folder here"
+_FILES_S = 8.0
+_BLOCK, _MOST_FILES = 2**20, 512  # of a file its first and last bytes are compared
 _OWN = re.compile(r"_IFNAME$|_HCA$|VISIBLE_DEVICES$|^TMPDIR$|^MASTER_ADDR$")
 _VERSIONS = "Install the same versions everywhere, e.g. from one lock file or container image."
 _CONFIG = "Start every machine with the same config file and the same KEY=VALUE arguments."
@@ -50,12 +66,6 @@ class Difference:
         """Plain containers."""
         values = [{"value": value, "nodes": list(nodes)} for value, nodes in self.values]
         return {"what": self.what, "status": self.status, "values": values, "fix": self.fix}
-
-    @property
-    def text(self) -> str:
-        """ "n1, n2: 2.13.0 / n3: 2.12.0"; of many names and values only the first."""
-        parts = [f"{named(nodes)}: {value}" for value, nodes in self.values[:8]]
-        return " / ".join([*parts, *([f"{len(self.values) - 8} more values"] if len(self.values) > 8 else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,3 +206,89 @@ def _rounded(number: int | None) -> str:
 def named(nodes: Sequence[str], most: int = 8) -> str:
     """ "n1, n2, n3"; of many only the first."""
     return ", ".join(nodes[:most]) + (f" and {len(nodes) - most} more" if len(nodes) > most else "")
+
+
+def show(document: Mapping[str, Any], machines: int) -> None:
+    """The comparison of so many machines on stdout, in colour on a terminal."""
+    console, reduced = Console(highlight=False, soft_wrap=True), document["all_reduce"]
+    console.print(escape(f"\n{len(document['nodes'])} of {machines} machines: {named(list(document['nodes']), 16)}"))
+    for name, why in document["reasons"].items():
+        print_check(console, "fail", "missing", f"{name}: {why}", "")
+    console.print("\nWhat differs:\n")
+    for one in document["differences"]:
+        values = [f"{named(value['nodes'])}: {value['value']}" for value in one["values"]]
+        more = [f"{len(values) - 8} more values"] if len(values) > 8 else []
+        print_check(console, one["status"], one["what"], " / ".join([*values[:8], *more]), one["fix"])
+    console.print("" if document["differences"] else "nothing\n", end="\nChecks that failed or warned:\n\n")
+    for one in document["checks"]:
+        print_check(console, one["status"], one["name"], f"{named(one['nodes'])}: {one['found']}", one["fix"])
+    console.print(
+        "" if document["checks"] else "none\n", end=escape(f"\nAll-reduce: {reduced['status']} ({reduced['found']})\n")
+    )
+    for link in reduced["pairs"][:16]:
+        rate = f"{link['latency_ms']:.2g} ms, {link['mib_per_s']:.0f} MiB/s, " if link["mib_per_s"] else ""
+        console.print(escape(f"{link['from']} and {link['to']}: {rate}{link['status']}"))
+    statuses = [one["status"] for one in (*document["differences"], *document["checks"])]
+    bad = f"{statuses.count('fail')} failed, {statuses.count('warn')} to look at"
+    console.print(f"\n{len(document['missing'])} missing, {bad}")
+
+
+def own_report(config: RunConfig) -> dict[str, Any]:
+    """This machine's report as `env --json` has it, with what else is compared under `own`; nothing secret is in it."""
+    files = Probe(lambda: {name: files_digest(path) for name, path in _paths(config)}, _FILES_S)
+    facts, needs = gather(lambda: config)
+    redactor = Redactor(os.environ, needs.environment)
+    # whether others see this machine's disk is tried, and not guessed
+    checks = [one for one in check_all(facts, needs) if not one.found.endswith(EACH_ITS_OWN)]
+    try:
+        digests = files.answer()
+    except Unanswered as refusal:
+        digests = {name: "" for name, _ in _paths(config)}
+        what = f"files of code, model and data are not compared: {refusal}"
+        checks.append(Check("files", "warn", what, "look at the disks they are on (dmesg, nfsstat)"))
+    own = {
+        "versions": shared_versions(environment()),
+        "config": {key: shown(key, value, redactor) for key, value in shared_values(config).items()},
+        "network": {one.name: one.value for one in needs.network if one.value is not None},
+        "environment": {name: shown(name, value, redactor) for name, value in told(os.environ).items()},
+        "files": {redactor.text(key): value for key, value in digests.items()},
+    }
+    return {**report_json(facts, needs, checks, redactor), "own": own}
+
+
+def shown(name: str, value: str, redactor: Redactor) -> str:
+    """The value of a variable or a key; of one with a secret in it a digest, too, by which two can be told apart."""
+    plain = redactor.plain({name: value})[name]
+    return plain if plain == value else f"{plain} ({digest_of(value)})"
+
+
+def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What of a run lies on each machine's own disk, by name; a hub id is no file anywhere."""
+    yield "packtrain's code", str(Path(__file__).parents[2] / "**/*.py")
+    if config.model.path:
+        yield f"model.path {config.model.path}", config.model.path
+    for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        for one in sources if isinstance(sources, list) else [sources]:
+            path = one.path if isinstance(one, DataSource) else one
+            if isinstance(path, str) and path and path != "quickstart":
+                yield f"{key} {path}", path
+
+
+def files_digest(path: str) -> str:
+    """Sizes and digest of a file, a folder's or a glob's files: of each its name and its first and last MiB."""
+    place = Path(path).expanduser()
+    pattern = str(place / "**") if place.is_dir() else str(place)
+    files = [name for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
+    if not files:
+        return NOT_HERE
+    root, total, digest = os.path.commonpath(files), 0, hashlib.blake2b(digest_size=6)
+    for number, name in enumerate(files):
+        with open(name, "rb") as opened:
+            length = os.fstat(opened.fileno()).st_size
+            total += length
+            digest.update(f"{name.removeprefix(root)} {length}\n".encode())
+            if number < _MOST_FILES:
+                digest.update(opened.read(_BLOCK))
+                opened.seek(max(0, length - _BLOCK))
+                digest.update(opened.read(_BLOCK))
+    return f"{f'{len(files)} files, ' if len(files) > 1 else ''}{total:,} bytes, {digest.hexdigest()}"

@@ -7,8 +7,6 @@ code. A machine that is missing, silent or refused costs lines of the result, an
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import json
 import os
 import socket
@@ -16,45 +14,35 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-
-from packtrain.config.compose import to_dict
-from packtrain.config.schema import DataSource, RunConfig
-from packtrain.diagnose.cluster.all_reduce import WAITED, Reduced, backend_of, checks_of, limit_s, summary, take_part
-from packtrain.diagnose.cluster.compare import Difference, Folded, differences, folded, named
-from packtrain.diagnose.env import age_s, check_all, gather, print_check, report_json
-from packtrain.diagnose.facts import Check
-from packtrain.diagnose.host import EACH_ITS_OWN, told
+from packtrain.config.schema import RunConfig
+from packtrain.diagnose.cluster.all_reduce import LIMIT_S as REDUCE_S
+from packtrain.diagnose.cluster.all_reduce import WAITED, Reduced, backend_of, checks_of, summary, take_part
+from packtrain.diagnose.cluster.compare import Folded, differences, folded, named, own_report, show
+from packtrain.diagnose.env import age_s
 from packtrain.diagnose.probe import Probe, Unanswered, kill_commands
 from packtrain.diagnose.redact import Redactor
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.execute import execute
 from packtrain.monitor import channel
-from packtrain.plan.agreement import digest_of, shared_values, shared_versions
 from packtrain.plan.launch_plan import plan_launch
-from packtrain.plan.surroundings import look_around
+from packtrain.plan.surroundings import free_port, look_around
 from packtrain.plan.topology import GPUS_PER_NODE, Processes, choose_processes
-from packtrain.run_folder import environment
 
 LIMIT_S = 20.0
 """How long a machine is waited for from the start of this process (topology.join_timeout may shorten it), and how long one
 that has come may be silent."""
 REPORT_S = 15.0
-_FILES_S = 8.0
 _LEAST_S, _LATE_S, _CALL_S = 3.0, 3.0, 0.5
-_CALL = "env"
-_MARK = ".packtrain-env-"
-_BLOCK, _MOST_FILES = 2**20, 512  # of a file its first and last bytes are compared
-NOT_HERE = "no file or folder here"
+_CALL, _MARK = "env", ".packtrain-env-"
 _OWN_NUMBER = "Give each machine its own number (topology.node_rank), from 0, and all the same topology.nodes."
-_NOT_STARTED = "Is packtrain env started there, with topology.node_rank=0, and is the address right? Does a firewall let TCP port {} through?"
+_STARTED = "Is packtrain env started there, with topology.node_rank=0, and is the address right? Does a firewall let TCP port {} through?"
+_SHARED = "trainer.output_dir on a file system that all machines share"
 
 
 def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str], *, as_json: bool) -> int:
@@ -72,18 +60,18 @@ def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str],
     if processes.role == "spread":
         return execute(plan_launch(config, around, "env", arguments), config, int)
     _check(processes)
-    here = Here(processes, config)
+    here = _Here(processes, config)
     try:
-        if processes.node:
-            return _report_to_machine_0(here)
-        found = _Gathering(here).run()
+        if here.node:
+            return _bring_report(here)
+        document = _Gathering(here).run()
     finally:
         kill_commands()  # a process of an all-reduce that hangs
     if as_json:
-        print(json.dumps(found.to_json(), indent=2))
+        print(json.dumps(document, indent=2))
     else:
-        found.show()
-    return found.exit_code
+        show(document, here.nodes)
+    return exit_code_of(document)
 
 
 def _check(processes: Processes) -> None:
@@ -98,7 +86,13 @@ def _check(processes: Processes) -> None:
         raise UserError("the run has one machine: there is nothing to compare", where="--cluster", fix=fix)
 
 
-class Here:
+def exit_code_of(document: Mapping[str, Any]) -> int:
+    """4 where a machine is missing, 3 where something failed or must not differ, else 0."""
+    failed = any(one["status"] == "fail" for one in (*document["differences"], *document["checks"]))
+    return PeerFailed.exit_code if document["missing"] else CheckFailed.exit_code if failed else 0
+
+
+class _Here:
     """This machine: its number, where machine 0 is, and its report, which is begun at once."""
 
     def __init__(self, processes: Processes, config: RunConfig) -> None:
@@ -107,6 +101,7 @@ class Here:
         self.name, self.folder = socket.gethostname(), config.trainer.output_dir
         self.checkpoints, self.variables = config.trainer.checkpoint_every is not None, config.topology.variables
         self.limit_s = max(min(LIMIT_S, config.topology.join_timeout) - age_s(), _LEAST_S)
+        self.secret = os.environ.get(channel.SECRET, "")
         self._report = Probe(lambda: own_report(config), REPORT_S)
 
     def report(self) -> dict[str, Any]:
@@ -126,109 +121,41 @@ class Here:
         return next(one for one in (wanted, *wanted.parents) if os.path.isdir(one))
 
 
-def own_report(config: RunConfig) -> dict[str, Any]:
-    """This machine's report as `env --json` has it, with what else is compared under `own`; nothing secret is in it."""
-    files = Probe(lambda: {name: files_digest(path) for name, path in _paths(config)}, _FILES_S)
-    facts, needs = gather(lambda: config)
-    redactor = Redactor(os.environ, needs.environment)
-    # whether others see this machine's disk is tried, and not guessed
-    checks = [one for one in check_all(facts, needs) if not one.found.endswith(EACH_ITS_OWN)]
-    try:
-        digests = files.answer()
-    except Unanswered as refusal:
-        digests = {name: "" for name, _ in _paths(config)}
-        what = f"files of code, model and data are not compared: {refusal}"
-        checks.append(Check("files", "warn", what, "look at the disks they are on (dmesg, nfsstat)"))
-    own = {
-        "versions": shared_versions(environment()),
-        "config": {key: shown(key, value, redactor) for key, value in shared_values(to_dict(config)).items()},
-        "network": {one.name: one.value for one in needs.network if one.value is not None},
-        "environment": {name: shown(name, value, redactor) for name, value in told(os.environ).items()},
-        "files": {redactor.text(key): value for key, value in digests.items()},
-    }
-    return {**report_json(facts, needs, checks, redactor), "own": own}
-
-
-def shown(name: str, value: str, redactor: Redactor) -> str:
-    """The value of a variable or a key; of one with a secret in it a digest, too, by which two can be told apart."""
-    plain = redactor.plain({name: value})[name]
-    return plain if plain == value else f"{plain} ({digest_of(value)})"
-
-
-def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What of a run lies on each machine's own disk, by name; a hub id is no file anywhere."""
-    yield "packtrain's code", str(Path(__file__).parents[2] / "**/*.py")
-    if config.model.path:
-        yield f"model.path {config.model.path}", config.model.path
-    for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        for one in sources if isinstance(sources, list) else [sources]:
-            path = one.path if isinstance(one, DataSource) else one
-            if isinstance(path, str) and path and path != "quickstart":
-                yield f"{key} {path}", path
-
-
-def files_digest(path: str) -> str:
-    """Sizes and digest of a file, a folder's or a glob's files: of each its name and its first and last MiB."""
-    place = Path(path).expanduser()
-    pattern = str(place / "**") if place.is_dir() else str(place)
-    files = [name for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
-    if not files:
-        return NOT_HERE
-    root, total, digest = os.path.commonpath(files), 0, hashlib.blake2b(digest_size=6)
-    for number, name in enumerate(files):
-        with open(name, "rb") as opened:
-            length = os.fstat(opened.fileno()).st_size
-            total += length
-            digest.update(f"{name.removeprefix(root)} {length}\n".encode())
-            if number < _MOST_FILES:
-                digest.update(opened.read(_BLOCK))
-                opened.seek(max(0, length - _BLOCK))
-                digest.update(opened.read(_BLOCK))
-    return f"{f'{len(files)} files, ' if len(files) > 1 else ''}{total:,} bytes, {digest.hexdigest()}"
-
-
-def _report_to_machine_0(here: Here) -> int:
+def _bring_report(here: _Here) -> int:
     """Reports, measures what it is told to, and returns machine 0's exit code."""
-    client = channel.Client(here.address, here.port, secret=os.environ.get(channel.SECRET, ""))
-    said: dict[str, Any] = {"node": here.node, "nodes": here.nodes, "host": here.name, "token": channel.new_secret()}
-    news: dict[str, Any] = {}  # what this machine has found out, filled in by threads
-    started: set[str] = set()
-
-    def find(name: str, ask: Callable[[], Any]) -> None:
-        if name not in started:
-            started.add(name)
-            threading.Thread(target=lambda: news.update({name: ask()}), daemon=True).start()
-
-    find("report", here.report)
+    client = channel.Client(here.address, here.port, secret=here.secret)
+    said = {"node": here.node, "nodes": here.nodes, "host": here.name, "token": channel.new_secret()}
+    probes: dict[str, Probe[Any]] = {"report": Probe(here.report, REPORT_S + 1)}  # what there is to find out
     begun = heard = time.monotonic()
+    brought: set[str] = set()
     welcome = False
     while True:
-        sent = dict(news)
+        news = {name: one.answer() for name, one in probes.items() if one.done and name not in brought}
         try:
             limit = min(channel.CALL_S, max(1.0, heard + here.limit_s - time.monotonic()))
-            orders = client.call(_CALL, {**said, **sent, "clock": time.time()}, timeout_s=limit)
+            orders = client.call(_CALL, {**said, **news, "clock": time.time()}, timeout_s=limit)
         except (channel.NoAnswer, channel.Refused) as error:
-            if welcome and time.monotonic() - heard > LIMIT_S:
-                raise _left(str(error)) from error
-            if not welcome and (waited := time.monotonic() - begun) > here.limit_s:
-                raise _not_reached(here, error, waited) from error
+            waited = time.monotonic() - (heard if welcome else begun)
+            if waited > (LIMIT_S if welcome else here.limit_s):
+                raise _left(str(error)) if welcome else _not_reached(here, error, waited) from error
             time.sleep(_CALL_S)
             continue
         if not welcome and "main" in orders:
             print(f"{orders['main']} shows the comparison", file=sys.stderr, flush=True)
         welcome, heard = True, time.monotonic()
+        brought |= set(news)
         if "refused" in orders:
             raise CheckFailed(str(orders["refused"]), where="--cluster", fix=_OWN_NUMBER)
         if "left" in orders:
             raise _left(str(orders["left"]))
-        if orders.get("code") is not None:
+        if "code" in orders:
             return int(orders["code"])
-        if mark := orders.get("mark"):
-            find("sees", lambda mark=mark: os.path.exists(here.nearest() / Path(mark).name))
-        if order := orders.get("reduce"):
-            find("result", lambda order=order: here.reduce(order))
-        for name in sent:
-            news.pop(name)
+        if "mark" in orders and "sees" not in probes:
+            probes["sees"] = Probe(
+                lambda name=Path(orders["mark"]).name: os.path.exists(here.nearest() / name), LIMIT_S
+            )
+        if "reduce" in orders and "result" not in probes:
+            probes["result"] = Probe(lambda order=orders["reduce"]: here.reduce(order), 2 * REDUCE_S)
         time.sleep(_CALL_S)
 
 
@@ -237,7 +164,7 @@ def _left(why: str) -> PeerFailed:
     return PeerFailed(what, where="--cluster", fix="Its terminal or log says why; start all machines again.")
 
 
-def _not_reached(here: Here, error: OSError, waited_s: float) -> PeerFailed:
+def _not_reached(here: _Here, error: OSError, waited_s: float) -> PeerFailed:
     what = f"machine 0 could not be reached at {here.address}:{here.port} for {waited_s:.0f} s: {error}"
     if isinstance(error, channel.Refused):
         what += " (is a run going on there?)"
@@ -245,7 +172,7 @@ def _not_reached(here: Here, error: OSError, waited_s: float) -> PeerFailed:
         what += " (the machine is up, but nothing listens at this port)"
     elif "timed out" in str(error).lower():
         what += " (the machine is down, or a firewall drops what comes for this port)"
-    return PeerFailed(what, where="--cluster", fix=_NOT_STARTED.format(here.port))
+    return PeerFailed(what, where="--cluster", fix=_STARTED.format(here.port))
 
 
 @dataclass(slots=True)
@@ -264,7 +191,7 @@ class _Other:
 class _Gathering:
     """Machine 0's part: who has come, their reports, the all-reduces, and the comparison."""
 
-    def __init__(self, here: Here) -> None:
+    def __init__(self, here: _Here) -> None:
         self._here = here
         self._others: dict[int, _Other] = {}
         self._refused: list[Folded] = []
@@ -272,40 +199,36 @@ class _Gathering:
         self._ranks: dict[int, int] = {}  # by number of a machine, of those that take part in the all-reduces
         self._lock = threading.Lock()
 
-    def run(self) -> Comparison:
+    def run(self) -> dict[str, Any]:
         """The comparison of all that answered; the others are told its exit code. Raises CheckFailed where the port is taken."""
-        secret = os.environ.get(channel.SECRET, "")
+        here = self._here
         try:
-            server = channel.Server(self._here.port, secret=secret)
+            server = channel.Server(here.port, secret=here.secret)
         except OSError as error:
-            what = f"port {self._here.port} cannot be listened at: {(error.strerror or str(error)).lower()}"
+            what = f"port {here.port} cannot be listened at: {(error.strerror or str(error)).lower()}"
             raise CheckFailed(
                 what, where="topology.main_port", fix="Is a run going on here? Or set another port."
             ) from error
         server.about = lambda: "packtrain env --cluster"
-        server.serve(_CALL, self._answer, open=not secret)
+        server.serve(_CALL, self._answer, open=not here.secret)
         mark = Probe(self._leave_mark)
         try:
             with suppress(Unanswered):
                 self._orders["mark"] = os.path.basename(mark.answer())
-            self._await(lambda: len(self._others) == self._here.nodes - 1, self._here.limit_s)
+            self._await(lambda: len(self._others) == here.nodes - 1, here.limit_s)
             if absent := [name for node, name in self._names().items() if node and node not in self._others]:
-                print(
-                    f"{named(absent, 16)} did not connect within {self._here.limit_s:.0f} s; the others go on",
-                    file=sys.stderr,
-                )
+                what = f"{named(absent, 16)} did not connect within {here.limit_s:.0f} s; the others go on"
+                print(what, file=sys.stderr, flush=True)
             self._await(lambda: all("report" in one.news for one in self._present().values()), REPORT_S + _LATE_S)
             for one in self._present().values():
                 one.lost = "" if "report" in one.news else "connected, but made no report"
-            own = self._here.report()
-            self._await(
-                lambda: all("sees" in one.news for one in self._present().values()), _LATE_S if mark.done else 0
-            )
-            reduced = self._reduce(own)
-            found = self._compared(own, reduced)
-            self._orders["code"] = found.exit_code
+            reports = {0: here.report(), **{node: one.news["report"] for node, one in self._present().items()}}
+            if "mark" in self._orders:
+                self._await(lambda: all("sees" in one.news for one in self._present().values()), _LATE_S)
+            document = self._document(reports, self._reduce(reports))
+            self._orders["code"] = exit_code_of(document)
             self._await(lambda: all(one.ended for one in self._present().values()), _LATE_S)
-            return found
+            return document
         except BaseException:
             self._orders["left"] = "packtrain env was stopped there"
             time.sleep(2 * _CALL_S)
@@ -321,23 +244,18 @@ class _Gathering:
         with self._lock:
             if not 0 < node < self._here.nodes or nodes != self._here.nodes:
                 what = f"{host} is machine {node} of {nodes} by its config, and {self._here.name} has {self._here.nodes} (from 0)"
-                return self._refuse(what, "topology.nodes, topology.node_rank", host)
+                return self._refuse(what, host)
             one = self._others.setdefault(node, _Other(host, said["token"], now, float(said["clock"]) - time.time()))
             if one.token != said["token"]:
-                what = f"two machines say that they are number {node}: {one.host} and {host}"
-                return self._refuse(what, "topology.node_rank", host)
-            one.heard = now
+                return self._refuse(f"two machines say that they are number {node}: {one.host} and {host}", host)
+            one.heard, one.ended = now, "code" in self._orders
             one.news.update({name: said[name] for name in ("report", "sees", "result") if name in said})
-            one.ended = "code" in self._orders
-            orders = dict(self._orders)
-            if node in self._ranks:
-                orders["reduce"] = {**orders["reduce"], "rank": self._ranks[node]}
-            else:
-                orders.pop("reduce", None)
-            return orders
+            order = {**self._orders["reduce"], "rank": self._ranks[node]} if node in self._ranks else None
+            orders = {name: value for name, value in self._orders.items() if name != "reduce"}
+            return {**orders, "reduce": order} if order else orders
 
-    def _refuse(self, what: str, where: str, host: str) -> dict[str, Any]:
-        self._refused.append(Folded("rendezvous", "fail", f"{where}: {what}", _OWN_NUMBER, (host,)))
+    def _refuse(self, what: str, host: str) -> dict[str, Any]:
+        self._refused.append(Folded("rendezvous", "fail", what, _OWN_NUMBER, (host,)))
         return {"refused": what}
 
     def _await(self, done: Callable[[], bool], limit_s: float) -> None:
@@ -358,136 +276,69 @@ class _Gathering:
         with tempfile.NamedTemporaryFile(prefix=_MARK, dir=self._here.nearest(), delete=False) as mark:
             return mark.name
 
-    def _reduce(self, own: dict[str, Any]) -> Reduced:
+    def _reduce(self, reports: Mapping[int, dict[str, Any]]) -> Reduced:
         """The all-reduces of all that reported, where nothing speaks against them already."""
-        names = self._names()
-        reports = {0: own, **{node: one.news["report"] for node, one in self._present().items()}}
-        able = [node for node, one in reports.items() if "error" not in one]
-        if len(able) < 2 or able[0]:
-            return Reduced(found="fewer than two machines reported")
+        names, able = self._names(), [node for node, one in reports.items() if "error" not in one]
         backend, why = backend_of({names[node]: reports[node] for node in able})
+        if len(able) < 2 or able[0]:
+            why = "fewer than two machines reported"
         if why:
             return Reduced(found=why)
-        self._orders["reduce"] = order = {
-            "backend": backend,
-            "world": len(able),
-            "port": _free_port(self._here.port + 1),
-        }
-        self._ranks = {node: rank for rank, node in enumerate(able)}
-        mine = Probe(lambda: self._here.reduce({**order, "rank": 0}), 2 * limit_s(len(able)))
+        order = {"backend": backend, "world": len(able), "port": free_port()}
+        self._orders["reduce"], self._ranks = order, {node: rank for rank, node in enumerate(able)}
+        mine = Probe(lambda: self._here.reduce({**order, "rank": 0}), 2 * REDUCE_S)
 
         def results() -> dict[int, dict[str, Any]]:
-            found = {
-                node: one.news["result"]
-                for node, one in self._others.items()
-                if node in self._ranks and "result" in one.news
-            }
-            return {**found, **({0: mine.answer()} if mine.done else {})}
+            others = {node: self._others[node].news.get("result") for node in able if node}
+            return {node: one for node, one in {0: mine.answer() if mine.done else None, **others}.items() if one}
 
-        def ended() -> bool:  # or a machine could not take part: the others only wait for it
-            found = results()
-            failed = any("error" in one and "pairs" not in one for one in found.values())
-            return failed or all(node in found or (node and self._others[node].lost) for node in able)
+        def ended() -> bool:  # or a machine cannot take part: the others only wait for it
+            alone = any("error" in one and not one.get("pairs") for one in results().values())
+            return alone or all(node in results() or (node and self._others[node].lost) for node in able)
 
-        self._await(ended, limit_s(len(able)) + _LATE_S)
+        self._await(ended, REDUCE_S + _LATE_S)
         self._await(lambda: len(results()) == len(able), _LATE_S)
         found = results()
         return summary(backend, {names[node]: found.get(node, {"error": WAITED}) for node in able})
 
-    def _compared(self, own: dict[str, Any], reduced: Reduced) -> Comparison:
-        names = self._names()
-        reports = {
-            names[0]: own,
-            **{names[node]: one.news["report"] for node, one in sorted(self._others.items()) if "report" in one.news},
-        }
-        good = {name: one for name, one in reports.items() if "error" not in one}
+    def _document(self, reports: Mapping[int, dict[str, Any]], reduced: Reduced) -> dict[str, Any]:
+        """What was found out, as plain containers; the keys are a promise to users."""
+        here, names = self._here, self._names()
+        good = {names[node]: one for node, one in reports.items() if "error" not in one}
         checks = [*self._refused, *folded(good), *self._unshared(names), *checks_of(reduced)]
-        for name in sorted(set(reports) - set(good)):
-            text = f"it could not make its report: {reports[name]['error']}"
-            checks.append(Folded("report", "fail", text, "Start packtrain env there.", (name,)))
+        for node in (node for node, one in reports.items() if "error" in one):
+            text = f"it could not make its report: {reports[node]['error']}"
+            checks.append(Folded("report", "fail", text, "Start packtrain env there.", (names[node],)))
         missing = {names[node]: one.lost for node, one in sorted(self._others.items()) if one.lost}
-        where = f"{self._here.name} ({self._here.address}:{self._here.port}) within {self._here.limit_s:.0f} s"
-        why = f"did not connect to {where}; is packtrain env started there, and does the port answer?"
+        why = f"did not connect to {here.name} ({here.address}:{here.port}) within {here.limit_s:.0f} s; "
+        why += "is packtrain env started there, and does the port answer?"
         missing |= {name: why for node, name in names.items() if node and node not in self._others}
         offsets = {names[0]: 0.0, **{names[node]: one.offset_s for node, one in sorted(self._others.items())}}
-        return Comparison(len(names), reports, differences(good, offsets), checks, missing, reduced)
+        return {
+            "nodes": {names[node]: one for node, one in reports.items()},
+            "differences": [one.to_json() for one in differences(good, offsets)],
+            "all_reduce": reduced.to_json(),
+            "missing": list(missing),
+            "reasons": missing,
+            "checks": [one.to_json() for one in checks],
+        }
 
     def _unshared(self, names: Mapping[int, str]) -> list[Folded]:
         """The check that machines which do not see the mark in the output folder come to: all processes write checkpoints."""
-        blind = [names[node] for node, one in self._present().items() if one.news.get("sees") is False]
-        if not blind:
-            return []
+        blind = tuple(names[node] for node, one in self._present().items() if one.news.get("sees") is False)
         what = f"{named(blind)} cannot see what {names[0]} writes to {Redactor(os.environ).text(self._here.folder)}: each machine has its own"
-        what += ", and checkpoints are written by all of them" if self._here.checkpoints else ""
-        fix = "trainer.output_dir on a file system that all machines share"
-        return [Folded("output-folder", "fail" if self._here.checkpoints else "warn", what, fix, tuple(blind))]
+        if self._here.checkpoints:
+            what += ", and checkpoints are written by all of them"
+        return (
+            [Folded("output-folder", "fail" if self._here.checkpoints else "warn", what, _SHARED, blind)]
+            if blind
+            else []
+        )
 
     def _names(self) -> dict[int, str]:
         """Of all machines, as they call themselves, or as Slurm or the number calls those that are not here."""
-        hosts = {
-            **dict(enumerate(self._here.hosts)),
-            **{node: one.host for node, one in self._others.items()},
-            0: self._here.name,
-        }
-        double = [host for host in hosts.values() if list(hosts.values()).count(host) > 1]
-        named = {node: f"{host} (machine {node})" if host in double else host for node, host in hosts.items()}
-        return {node: named.get(node, f"machine {node}") for node in range(self._here.nodes)}
-
-
-def _free_port(wanted: int) -> int:
-    """For torch's store: this one, or any that is free."""
-    for port in (wanted if wanted < 2**16 else 0, 0):
-        with suppress(OSError), socket.create_server(("", port)) as server:
-            return server.getsockname()[1]
-    return 0
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """All that machine 0 found out of `nodes` machines: `missing` are those that are not compared, and why."""
-
-    nodes: int
-    reports: Mapping[str, Mapping[str, Any]]
-    differences: Sequence[Difference]
-    checks: Sequence[Folded]
-    missing: Mapping[str, str]
-    reduced: Reduced
-
-    @property
-    def exit_code(self) -> int:
-        """4 where a machine is missing, 3 where something failed or must not differ, else 0."""
-        if self.missing:
-            return PeerFailed.exit_code
-        return CheckFailed.exit_code if any(one.status == "fail" for one in (*self.differences, *self.checks)) else 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain containers; the keys are a promise to users."""
-        return {
-            "nodes": dict(self.reports),
-            "differences": [one.to_json() for one in self.differences],
-            "all_reduce": self.reduced.to_json(),
-            "missing": list(self.missing),
-            "reasons": dict(self.missing),
-            "checks": [one.to_json() for one in self.checks],
-        }
-
-    def show(self) -> None:
-        """Everything on stdout, in colour on a terminal."""
-        console = Console(highlight=False, soft_wrap=True)
-        console.print(escape(f"\n{len(self.reports)} of {self.nodes} machines: {named(tuple(self.reports), 16)}"))
-        for name, why in self.missing.items():
-            print_check(console, "fail", "missing", f"{name}: {why}", "")
-        console.print("\nWhat differs:\n")
-        for one in self.differences:
-            print_check(console, one.status, one.what, one.text, one.fix)
-        console.print("nothing" if not self.differences else "", end="\n\nChecks that failed or warned:\n\n")
-        for one in self.checks:
-            print_check(console, one.status, one.name, f"{named(one.nodes)}: {one.found}", one.fix)
-        console.print("none" if not self.checks else "")
-        console.print(escape(f"\nAll-reduce: {self.reduced.status} ({self.reduced.found})"))
-        for link in self.reduced.pairs[:16]:
-            rate = "" if link.mib_per_s is None else f"{link.latency_ms:.2g} ms, {link.mib_per_s:.0f} MiB/s, "
-            console.print(escape(f"{link.start} and {link.end}: {rate}{link.status}"))
-        everything = (*self.differences, *self.checks)
-        failed, warned = (sum(one.status == status for one in everything) for status in ("fail", "warn"))
-        console.print(f"\n{len(self.missing)} missing, {failed} failed, {warned} to look at")
+        called = {node: one.host for node, one in self._others.items()}
+        hosts = {**dict(enumerate(self._here.hosts)), **called, 0: self._here.name}
+        alone = {node: list(hosts.values()).count(host) == 1 for node, host in hosts.items()}
+        words = {node: host if alone[node] else f"{host} (machine {node})" for node, host in hosts.items()}
+        return {node: words.get(node, f"machine {node}") for node in range(self._here.nodes)}

@@ -15,7 +15,14 @@ CPU = with_fact("torch", "available", False)
 GPU = with_fact("torch", "available", True)
 BROKEN = with_fact("torch", "error", "libcudart.so.13: cannot open shared object file")
 SLOW = with_fact("torch", "error", "no answer within 4.5 s")
+
+
+def entry(other: int, ms: float | None = 0.2, rate: float | None = 1000.0, found: str = "") -> dict[str, Any]:
+    return {"other": other, "latency_ms": ms, "mib_per_s": rate, "found": found}
+
+
 WELL = {"kib_ms": 0.1, "mib_64_ms": 64.0}
+ONE, OTHER = {**WELL, "pairs": [entry(1)]}, {**WELL, "pairs": [entry(0, 0.3)]}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +41,7 @@ def test_the_backend_is_the_runs(two: tuple[dict, dict], backend: str, why: str)
 
 
 def test_who_failed_is_named_once_and_not_who_waited_for_it() -> None:
-    well = summary("gloo", {"n1": WELL, "n2": WELL})
+    well = summary("gloo", {"n1": ONE, "n2": OTHER})
     assert (well.status, checks_of(well)) == ("ok", []) and "64 MiB in 64 ms (1000 MiB/s)" in well.found
     (found,) = checks_of(summary("gloo", {"n1": {"error": WAITED}, "n2": {"error": "no interface ib0"}}))
     assert (found.nodes, found.found, found.status) == (("n2",), "over gloo: n2: no interface ib0", "fail")
@@ -43,14 +50,10 @@ def test_who_failed_is_named_once_and_not_who_waited_for_it() -> None:
 
 
 def test_two_machines_are_slow_only_where_it_would_slow_down_any_training() -> None:
-    (link,) = summary("gloo", {"n1": WELL, "n2": {**WELL, "kib_ms": 0.3}}).pairs
+    (link,) = summary("gloo", {"n1": ONE, "n2": OTHER}).pairs
     assert (link.status, link.latency_ms, link.mib_per_s) == ("ok", 0.3, 1000.0)
-    slow = summary("gloo", {"n1": WELL, "n2": {"kib_ms": 0.1, "mib_64_ms": 13000.0}})
-    assert [(one.status, one.found) for one in checks_of(slow)] == [("warn", "n1 and n2: slow (0.1 ms, 5 MiB/s)")]
-
-
-def entry(other: int, ms: float | None = 0.2, rate: float | None = 1000.0, found: str = "") -> dict[str, Any]:
-    return {"other": other, "latency_ms": ms, "mib_per_s": rate, "found": found}
+    slow = summary("gloo", {"n1": ONE, "n2": {**WELL, "pairs": [entry(0, 0.2, 5.0)]}})
+    assert [(one.status, one.found) for one in checks_of(slow)] == [("warn", "slow: n1 and n2: 0.2 ms, 5 MiB/s")]
 
 
 def test_a_pair_has_the_slower_figures_of_its_ends_and_is_dead_where_one_of_them_failed() -> None:
@@ -69,29 +72,20 @@ def test_a_pair_has_the_slower_figures_of_its_ends_and_is_dead_where_one_of_them
         ("n4", "n9"): ("ok", 0.2, 1000.0),
         ("n7", "n9"): ("not tried", None, None),
     }
-    assert reduced.status == "skipped" and "not every pair can" in reduced.found
+    assert (reduced.status, reduced.found) == ("failed", "over gloo: n4 and n7: no result in time")
     assert [(one.status, one.nodes) for one in checks_of(reduced)] == [("fail", ("n4", "n7")), ("warn", ("n0", "n4"))]
 
 
 @pytest.mark.parametrize("number", [3, 5, 16, 64])
-@pytest.mark.parametrize(("rate", "state", "verdict"), [(90.0, "slow", "warn"), (None, "dead", "fail")])
-def test_the_machine_all_of_whose_pairs_are_bad_is_named_and_not_each_of_them(
-    number: int, rate: float | None, state: str, verdict: str
-) -> None:
-    pairs = [pair for one in rounds_of(number) for pair in one]
-    results: dict[str, Any] = {f"n{rank}": {"pairs": []} for rank in range(number)}
-    for one, other in pairs:
-        bad = 2 in (one, other)
+def test_the_pairs_of_a_slow_machine_are_named_and_the_slowest_of_them(number: int) -> None:
+    results: dict[str, Any] = {f"n{rank}": {**WELL, "pairs": []} for rank in range(number)}
+    for one, other in (pair for pairs in rounds_of(number) for pair in pairs):
         for rank, with_ in ((one, other), (other, one)):
-            figures = entry(with_, 0.2 if rate or not bad else None, rate if bad else 200.0, "refused" if bad else "")
-            results[f"n{rank}"]["pairs"].append(figures)
-    if rate:
-        results = {name: {**WELL, **one} for name, one in results.items()}
+            results[f"n{rank}"]["pairs"].append(entry(with_, 0.2, 90.0 if 2 in (one, other) else 200.0))
     reduced = summary("gloo", results)
     (found,) = checks_of(reduced)
-    assert (found.name, found.status, found.nodes) == ("all-reduce", verdict, ("n2",))
-    assert f"all of its {min(number - 1, 2 if number > 16 else 15)} pairs are {state}" in found.found
-    assert ("the slowest pair is" in reduced.found and "n2" in reduced.found) == bool(rate)
+    assert (found.name, found.status) == ("all-reduce", "warn") and "n2" in found.nodes and "90 MiB/s" in found.found
+    assert "the slowest pair is" in reduced.found and "n2" in reduced.found
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 7, 16, 17, 64, 65])

@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 
 from packtrain.config.schema import Data, RunConfig
-from packtrain.diagnose.cluster import gather
-from packtrain.diagnose.cluster.all_reduce import Reduced
-from packtrain.diagnose.cluster.compare import Folded, differences, folded
-from packtrain.diagnose.cluster.gather import NOT_HERE, Comparison, files_digest, shown
+from packtrain.diagnose.cluster import compare
+from packtrain.diagnose.cluster.compare import NOT_HERE, Folded, differences, files_digest, folded, shown
+from packtrain.diagnose.cluster.gather import exit_code_of
 from packtrain.diagnose.facts import Facts, Folder, Gpu, Gpus, Host, RunNeeds, Torch
 from packtrain.diagnose.redact import Redactor
 
 NO_CLOCKS: dict[str, float] = {}
+
+
+def said(one: compare.Difference) -> str:
+    return " / ".join(f"{', '.join(nodes)}: {value}" for value, nodes in one.values)
+
+
 H100 = Gpu(0, "H100", memory=80 * 2**30, clock=1980, power=700)
 FACTS = Facts(
     torch=Torch(version="2.13.0"),
@@ -129,7 +134,7 @@ def test_machines_that_are_alike_differ_in_nothing(number: int) -> None:
 )
 def test_what_differs_is_said_with_who_has_which(odd: dict[str, Any], what: str, status: str, values: str) -> None:
     found = {one.what: one for one in differences(machines(4, odd), NO_CLOCKS)}
-    assert (found[what].status, found[what].text) == (status, values)
+    assert (found[what].status, said(found[what])) == (status, values)
     assert found[what].fix or status == "ok"
     if what == "number of GPUs":
         assert all(name.endswith("GPUs") for name in found)
@@ -139,7 +144,7 @@ def test_what_differs_is_said_with_who_has_which(odd: dict[str, Any], what: str,
 
 def test_clocks_are_compared_with_machine_0s() -> None:
     (clock,) = differences(machines(3, report()), {"n1": 0.0, "n2": 0.4, "n3": -75.2})
-    assert clock.text == "n1, n2: right / n3: 75 s behind"
+    assert said(clock) == "n1, n2: right / n3: 75 s behind"
 
 
 def test_a_torch_that_was_too_slow_to_answer_is_no_difference() -> None:
@@ -150,7 +155,7 @@ def test_a_report_of_another_version_is_compared_as_far_as_it_goes() -> None:
     odd = report(versions={"torch": "2.13.0", "packtrain": "9"})
     del odd["facts"]["torch"]["nccl"]
     (found,) = differences(machines(3, odd), NO_CLOCKS)
-    assert (found.what, found.text) == ("packtrain", "n1, n2: nothing / n3: 9")
+    assert (found.what, said(found)) == ("packtrain", "n1, n2: nothing / n3: 9")
 
 
 def test_a_check_is_said_once_for_all_machines_that_say_the_same() -> None:
@@ -172,13 +177,16 @@ def test_a_check_is_said_once_for_all_machines_that_say_the_same() -> None:
         ({"differences": differences(machines(3, report()), {"n1": 0.0, "n3": 9.0})}, 0),
         ({"checks": [Folded("all-reduce", "warn", "slow", "look", ("n1", "n2"))]}, 0),
         ({"checks": [Folded("all-reduce", "fail", "dead", "look", ("n1", "n2"))]}, 3),
-        ({"missing": {"n2": "did not connect"}}, 4),
+        ({"missing": ["n2"]}, 4),
     ],
     ids=["well", "must-agree", "clock", "slow", "dead", "missing"],
 )
 def test_the_exit_code_says_the_worst(changes: dict[str, Any], code: int) -> None:
-    empty = {"nodes": 3, "reports": {}, "differences": (), "checks": (), "missing": {}, "reduced": Reduced()}
-    assert Comparison(**{**empty, **changes}).exit_code == code
+    found = {
+        "missing": [],
+        **{key: [one.to_json() for one in changes.get(key, ())] for key in ("differences", "checks")},
+    }
+    assert exit_code_of(found | {"missing": changes.get("missing", [])}) == code
 
 
 def test_secret_variables_travel_as_digests_that_differ() -> None:
@@ -192,15 +200,15 @@ def test_secret_variables_travel_as_digests_that_differ() -> None:
 
 def test_files_that_a_disk_does_not_give_are_not_compared_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RunConfig(data=Data(train="rows.jsonl"))
-    monkeypatch.setattr(gather, "gather", lambda load: (FACTS, RunNeeds()))
-    well = gather.own_report(config)
+    monkeypatch.setattr(compare, "gather", lambda load: (FACTS, RunNeeds()))
+    well = compare.own_report(config)
     assert well["own"]["files"]["data.train rows.jsonl"] == NOT_HERE
     assert " files, " in next(
         value for key, value in well["own"]["files"].items() if key.startswith("packtrain's code")
     )
-    monkeypatch.setattr(gather, "_FILES_S", 0.2)
-    monkeypatch.setattr(gather, "files_digest", lambda path: time.sleep(1))
-    silent = gather.own_report(config)
+    monkeypatch.setattr(compare, "_FILES_S", 0.2)
+    monkeypatch.setattr(compare, "files_digest", lambda path: time.sleep(1))
+    silent = compare.own_report(config)
     assert differences({"n1": well, "n2": silent}, NO_CLOCKS) == []
     assert [one.nodes for one in folded({"n1": well, "n2": silent}) if one.name == "files"] == [("n2",)]
 
