@@ -119,7 +119,6 @@ def _gpu(nvml: Any, ask: Callable[..., Any], index: int) -> Gpu:
         trouble = "memory rows could not be remapped" if rows[3] else "a repair of its memory waits for a reset"
     slowed = of("CurrentClocksEventReasons") or of("CurrentClocksThrottleReasons") or 0
     links = [of("NvLinkState", link) for link in range(_MOST_NVLINKS)]
-    clocks = (of("MaxClockInfo", nvml.NVML_CLOCK_SM), of("ApplicationsClock", nvml.NVML_CLOCK_GRAPHICS))
     power = of("EnforcedPowerLimit")
     return Gpu(
         index=index,
@@ -134,13 +133,9 @@ def _gpu(nvml: Any, ask: Callable[..., Any], index: int) -> Gpu:
         slowed=tuple(
             {words for name, words in _SLOWED.items() if slowed & getattr(nvml, f"nvmlClocksThrottleReason{name}")}
         ),
-        width=of("CurrPcieLinkWidth"),
-        widest=of("MaxPcieLinkWidth"),
         mig=bool((of("MigMode") or [0])[0]),
-        prohibited=of("ComputeMode") == nvml.NVML_COMPUTEMODE_PROHIBITED,
         uses=tuple(f"{one.pid} {_program(one.pid)}".strip() for one in of("ComputeRunningProcesses") or ()),
         nvlinks=None if links[0] is None else sum(link == 1 for link in links),
-        clock=min((clock for clock in clocks if clock), default=None),
         power=power and power // 1000,
     )
 

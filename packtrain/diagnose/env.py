@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from queue import Queue
 from typing import Any
@@ -23,6 +23,7 @@ from packtrain.diagnose import gpus as gpu_checks
 from packtrain.diagnose import host, network, software
 from packtrain.diagnose.devices import ask_driver, ask_torch, has_nvidia
 from packtrain.diagnose.facts import (
+    MIB,
     Check,
     Facts,
     Folder,
@@ -40,7 +41,7 @@ from packtrain.diagnose.facts import (
 from packtrain.diagnose.probe import LIMIT_S, Inquiry, Probe, Unanswered, kill_commands
 from packtrain.diagnose.redact import Redactor
 from packtrain.errors import CheckFailed
-from packtrain.plan.interfaces import HostNetwork, Interface, read_network
+from packtrain.plan.interfaces import HostNetwork, read_network
 from packtrain.plan.shapes import hub_home
 from packtrain.plan.surroundings import look_around
 
@@ -65,7 +66,7 @@ CHECKS = (
     ),
     *(network.check_infiniband, network.check_interfaces, network.check_host_name, network.check_name_server),
     *(network.check_main_address, host.check_limits, host.check_memory, host.check_cores, host.check_clock),
-    *(host.check_folders, host.check_variables),
+    host.check_folders,
 )
 """In the order in which they are shown: each takes facts and needs, and yields what it has to say."""
 
@@ -176,12 +177,11 @@ def _print_report(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redact
     """Both blocks on stdout, in colour on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nCopy-paste the following information when reporting an issue:\n")
-    for name, value in _lines(facts, needs).items():
-        value = redactor.plain({name: value})[name]
-        if isinstance(value, dict):
-            value = [f"{key}: {inner}" for key, inner in value.items()]
-        several = "".join(f"\n  - {redactor.text(one)}" for one in value) if isinstance(value, list) else f" {value}"
-        console.print(escape(f"- {name}:{several}"), emoji=False)
+    backend = "{} ({})".format(*software.chosen_backend(facts, needs))
+    lines = {**software.trl_lines(facts.software, facts.torch), "Attention of packed rows": backend, **facts.to_json()}
+    lines["Network settings"] = [f"{one.name}={one.value or 'as it is'}: {one.reason}" for one in needs.network]
+    for line in _listed(redactor.plain(lines)):
+        console.print(escape(redactor.text(line)), emoji=False)
     console.print("\nChecks:\n")
     width = max((len(check.name) for check in checks), default=0)
     for check in checks:
@@ -199,66 +199,24 @@ def print_check(console: Console, status: Status, name: str, found: str, fix: st
         console.print(f"      {' ' * len(name)}  → {escape(fix)}", emoji=False)
 
 
-def _lines(facts: Facts, needs: RunNeeds) -> dict[str, Any]:
-    """Name → text, or several texts, of every line: those of `trl env` first."""
-    torch, driver, net, own = facts.torch, facts.gpus, facts.network, facts.host
-    packages, commit = facts.software.packages, facts.software.commits.get("packtrain")
-    kernels = [f"{name}: {lack or 'right on this GPU'}" for name, lack in (torch.kernels or {}).items()]
-    takes = f"up to {driver.cuda}" if driver.cuda else "none"
-    limits = [
-        f"{name} {'none' if one == -1 else one}" for name, one in (("memlock", own.memlock), ("nofile", own.nofile))
-    ]
-    names = ", ".join(net.host.addresses) or net.host.lack
-    return {
-        **software.trl_lines(facts.software, torch),
-        "packtrain version": f"{packages.get('packtrain') or 'not installed'}{f'+{commit}' if commit else ''}",
-        "torch, as imported": f"{torch.version or 'not imported'}{f' ({torch.error})' if torch.error else ''}",
-        "CUDA": f"torch is built for {torch.cuda or 'none'}, the driver takes {takes}",
-        "NVIDIA driver": driver.driver or driver.error or "none",
-        "NCCL, cuDNN versions": f"{torch.nccl or 'none'}, {torch.cudnn or 'none'}",
-        "flash-attn versions": ", ".join(
-            f"{at}: {packages.get(name) or 'not installed'}"
-            for at, name in ((2, "flash-attn"), (3, "flash-attn-3"), (4, "flash-attn-4"))
-        ),
-        "Attention of packed rows": "{} ({})".format(*software.chosen_backend(facts, needs)),
-        "Flash kernels": kernels or "not tried: torch uses no GPU here",
-        "Build tools": ", ".join(f"{name}: {version or 'none'}" for name, version in facts.software.tools.items()),
-        "GPUs": [_gpu(gpu) for gpu in driver.gpus] or "none",
-        "RDMA devices": [network.port_words(port) for port in net.ports] or "none",
-        "Network interfaces": [*map(_interface, net.interfaces)] or "not known",
-        "Network settings": [f"{one.name}{f'={one.value}' if one.value else ''}: {one.reason}" for one in needs.network]
-        or "none of packtrain's",
-        "Host name": f"{net.host.name}: {names}{f', in {own.container}' if own.container else ''}",
-        "Limits": ", ".join(limits),
-        "Shared memory": f"{size(own.shm_free)} free of {size(own.shm)} in /dev/shm",
-        "Memory": f"{size(own.memory_free)} free of {size(own.memory)}; the machine has {size(own.machine_memory)}",
-        "Cores": f"{own.cpus:g}",
-        "Folders": [
-            f"{one.setting}: {one.path}, {one.lack or f'{size(one.free)} free of {size(one.total)}'} {one.kind}".rstrip()
-            for one in own.folders
-        ],
-        "Environment": dict(own.environment) or "nothing set that matters",
-        "Not answered": list(facts.lacks) or "nothing",
-    }
+def _listed(facts: Mapping[str, Any]) -> Iterator[str]:
+    """What is known as a list of two levels; what is not known is left out."""
+    for name, group in facts.items():
+        if not isinstance(group, Mapping):
+            yield f"- {name}: {_words(group)}"
+            continue
+        yield f"- {name}:"
+        for key, value in group.items():
+            if value and isinstance(value, list) and isinstance(value[0], Mapping):
+                yield from (f"  - {key}:", *(f"    - {_words(one)}" for one in value))
+            elif value not in (None, "", [], {}):
+                yield f"  - {key}: {_words(value)}"
 
 
-def _gpu(gpu: Gpu) -> str:
-    parts = [f"{gpu.index}: {gpu.name}", size(gpu.memory), f"{size(gpu.memory_used)} in use"]
-    figures = {
-        "{} % busy": gpu.utilization,
-        "{} °C": gpu.temperature,
-        "{} MHz at most": gpu.clock,
-        "{} W at most": gpu.power,
-        "{} NVLinks": gpu.nvlinks,
-        "{} PCIe lanes": gpu.width,
-    }
-    parts += [words.format(number) for words, number in figures.items() if number is not None]
-    return ", ".join(
-        [*parts, *(["ECC on" if gpu.ecc else "ECC off"] if gpu.ecc is not None else []), *(["MIG"] * gpu.mig)]
-    )
-
-
-def _interface(one: Interface) -> str:
-    parts = ["up" if one.up else "down", *one.addresses, *([f"MTU {one.mtu}"] if one.mtu else [])]
-    parts += [f"{one.speed} Mb/s"] if one.speed else []
-    return f"{one.name}: {', '.join(parts)}{', default route' if one.default_route else ''}"
+def _words(value: Any) -> str:
+    """A value in one line; large numbers are sizes in bytes."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_words(one)}" for key, one in value.items() if one not in (None, "", [], {}))
+    if isinstance(value, list):
+        return ", ".join(map(_words, value))
+    return size(value) if isinstance(value, int) and value > MIB else str(value)

@@ -76,10 +76,8 @@ class Torch:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as the driver sees it. `trouble` and `slowed` are in words, `uses` are "PID NAME" of programs on it.
-
-    `clock` is the highest that it may have, in MHz, `power` the most that it may take, in watts.
-    """
+    """A GPU as the driver sees it. `trouble` and `slowed` are in words, `uses` are "PID NAME" of programs on it, `power` is the
+    most that it may take, in watts, `nvlinks` the number of those that are up."""
 
     index: int
     name: str = "?"
@@ -91,13 +89,9 @@ class Gpu:
     ecc: bool | None = None
     trouble: str = ""
     slowed: tuple[str, ...] = ()
-    width: int | None = None
-    widest: int | None = None
     mig: bool = False
-    prohibited: bool = False
     uses: tuple[str, ...] = ()
     nvlinks: int | None = None
-    clock: int | None = None
     power: int | None = None
 
 
@@ -166,7 +160,6 @@ class Host:
     cpus: float = 1
     folders: tuple[Folder, ...] = ()
     clock_kept: bool | None = None
-    container: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -88,8 +88,6 @@ def check_number(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     if needs.configured and gpus and needs.per_node > len(gpus):
         what = f"{needs.per_node} processes on this machine, and {len(gpus)} visible GPUs ({named})"
         yield Check(name, "fail", what, f"topology.gpus_per_node={len(gpus)}, or look at {VISIBLE} and nvidia-smi")
-    elif any(gpu.prohibited for gpu in gpus):
-        yield Check(name, "fail", f"{named}, in compute mode Prohibited", "nvidia-smi -c DEFAULT (as root)")
     elif any(gpu.mig for gpu in gpus):
         what = f"{named}, split by MIG: NCCL cannot join parts of one GPU"
         yield Check(name, "warn", what, "nvidia-smi -mig 0 (as root, GPU idle), or one process")
@@ -115,9 +113,6 @@ def check_health(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
             heat = "" if gpu.temperature is None else f" at {gpu.temperature} °C"
             what = f"{name} is slowed down{heat}: {', '.join(gpu.slowed)}"
             found.append(Check("gpu-pace", "warn", what, f"{look} -d PERFORMANCE; look at cooling and power"))
-        if gpu.width and gpu.widest and gpu.width < gpu.widest:
-            what = f"{name} has {gpu.width} of {gpu.widest} PCIe lanes"
-            found.append(Check("gpu-pace", "warn", what, f"reseat the card; {look} shows the link's width"))
         if gpu.nvlinks is not None and gpu.nvlinks < most:
             what = f"{name} has {gpu.nvlinks} NVLinks that are up, another one {most}"
             found.append(Check("gpu-pace", "warn", what, f"nvidia-smi nvlink --status -i {gpu.index}"))

@@ -1,4 +1,4 @@
-"""The machine beside GPUs and network: limits, memory, cores, folders, clock and variables, and checks of them.
+"""The machine beside GPUs and network: limits, memory, cores, folders and clock, and checks of them.
 
 `root` is the file system to read from; tests hand in one of their own.
 """
@@ -20,8 +20,6 @@ from packtrain.diagnose.probe import command
 from packtrain.plan.interfaces import kernel_text
 from packtrain.plan.memory import Memory
 
-EACH_ITS_OWN = "would have its own"
-"""How what one machine can only guess of its output folder ends."""
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay", "squashfs", "apfs")
 _TOLD = (
     *("ACCELERATE_", "CUBLAS", "CUDA_", "CUDNN_", "DS_", "FI_", "FSDP_", "GLOO_", "HF_", "HSA_", "KMP_"),
@@ -33,13 +31,6 @@ _ALSO_TOLD = (
     *("PYTHONHASHSEED", "PYTHONHOME", "PYTHONNOUSERSITE", "PYTHONPATH", "SLURM_JOB_ID", "SLURM_JOB_NODELIST"),
     *("TMPDIR", "VIRTUAL_ENV", "http_proxy", "https_proxy", "no_proxy"),
 )
-_SLOWING: Mapping[str, tuple[str, str]] = {
-    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel is waited for"),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked by another one"),
-    "NCCL_P2P_DISABLE": ("1", "GPUs of a machine talk through its memory"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every tensor is allocated anew"),
-}
-"""Variables of debugging that are easily forgotten: the value that slows a run down, and how."""
 
 
 def read_host(root: Path = Path("/")) -> Host:
@@ -64,7 +55,6 @@ def read_host(root: Path = Path("/")) -> Host:
         memory_free=free,
         machine_memory=memory.total,
         cpus=min([cpus, *(int(quota) / int(period) for quota, period in quotas if quota.isdigit())]),
-        container=_container(root),
         environment=told(os.environ),
     )
 
@@ -91,17 +81,6 @@ def _room(folder: Path) -> tuple[int | None, int | None]:
     except OSError:
         return None, None
     return room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-
-
-def _container(root: Path) -> str:
-    signs = {
-        "docker": (root / ".dockerenv").exists(),
-        "podman": (root / "run/.containerenv").exists(),
-        "Kubernetes": "KUBERNETES_SERVICE_HOST" in os.environ,
-        "Apptainer": "APPTAINER_CONTAINER" in os.environ or "SINGULARITY_CONTAINER" in os.environ,
-        "Enroot": "ENROOT_ROOTFS" in os.environ,
-    }
-    return ", ".join(name for name, there in signs.items() if there)
 
 
 def told(env: Mapping[str, str]) -> dict[str, str]:
@@ -187,7 +166,7 @@ def check_memory(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
 
 def check_cores(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     """Cores against processes and their threads."""
-    cores, asked = facts.host.cpus, _variables(facts, needs).get("OMP_NUM_THREADS", "0")
+    cores, asked = facts.host.cpus, {**facts.host.environment, **needs.environment}.get("OMP_NUM_THREADS", "0")
     if needs.per_node > cores:
         fix = "more cores (Slurm: topology.cpus_per_node), or fewer processes: topology.gpus_per_node"
         yield Check("cores", "warn", f"{needs.per_node} processes on {cores:g} cores", fix)
@@ -239,20 +218,5 @@ def _folder(name: str, folder: Folder, needs: RunNeeds) -> Iterator[Check]:
     elif free is not None and (free < GIB or free < 0.02 * (folder.total or 0)):
         yield Check(name, stops if free < 64 * MIB else "warn", f"{path} has {size(free)} free", set_it)
     if output and needs.nodes > 1 and folder.kind in _LOCAL:
-        what = f"{path} is on a disk of this machine ({folder.kind}); each of {needs.nodes} {EACH_ITS_OWN}"
+        what = f"{path} is on a disk of this machine ({folder.kind}); each of {needs.nodes} would have its own"
         yield Check(name, "warn", what, f"{folder.setting} on a file system that all machines share")
-
-
-def check_variables(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """Variables that slow a run down."""
-    env = _variables(facts, needs)
-    found = {name: why for name, (slow, why) in _SLOWING.items() if env.get(name, "").upper() == slow}
-    if found:
-        what = "; ".join(f"{name}={env[name]}: {why}" for name, why in found.items())
-        yield Check("variables", "warn", what, f"unset {' '.join(found)}")
-    else:
-        yield Check("variables", "ok", "none that slows a run down")
-
-
-def _variables(facts: Facts, needs: RunNeeds) -> Mapping[str, str]:
-    return {**facts.host.environment, **needs.environment}

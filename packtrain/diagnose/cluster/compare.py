@@ -6,25 +6,22 @@ Three kinds of difference: what must be the same (`fail`: the run would stop, or
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from packtrain.config.compose import to_dict
 from packtrain.config.rules.secrets import speaks_of_secrets
-from packtrain.config.schema import DataSource, RunConfig
+from packtrain.config.schema import RunConfig
 from packtrain.diagnose.env import check_all, gather, print_check, report_json
-from packtrain.diagnose.facts import GIB, Check, Status, size
-from packtrain.diagnose.host import EACH_ITS_OWN, told
-from packtrain.diagnose.probe import Probe, Unanswered
+from packtrain.diagnose.facts import GIB, Status, size
+from packtrain.diagnose.host import told
 from packtrain.diagnose.redact import Redactor
 from packtrain.plan.agreement import digest_of, shared_values, shared_versions
 from packtrain.run_folder import environment
@@ -32,13 +29,10 @@ from packtrain.wording import grouped
 
 CLOCK_S = 2.0
 """Clocks that are closer are alike: what is measured over a network on busy machines is no better."""
-NOTHING, NOT_HERE = "nothing", "no file or folder here"
-_FILES_S = 8.0
-_BLOCK, _MOST_FILES = 2**20, 512  # of a file its first and last bytes are compared
+NOTHING = "nothing"
 _OWN = re.compile(r"_IFNAME$|_HCA$|VISIBLE_DEVICES$|^TMPDIR$|^MASTER_ADDR$")
 _VERSIONS = "Install the same versions everywhere, e.g. from one lock file or container image."
 _CONFIG = "Start every machine with the same config file and the same KEY=VALUE arguments."
-_FILES = "Copy the same files to every machine, or name a path that they share."
 _GPUS = "Look at nvidia-smi and CUDA_VISIBLE_DEVICES there; leave a machine out that has lost a GPU."
 _CARDS = (
     "Take machines with the same GPUs, set alike (nvidia-smi -q): the slowest sets the pace, the smallest the batch."
@@ -131,9 +125,10 @@ def folded(reports: Mapping[str, Mapping[str, Any]]) -> list[Folded]:
 def _traits(report: Mapping[str, Any]) -> Iterator[Trait]:
     """What is compared of a report: first what a run compares, too."""
     own, facts = report["own"], report["facts"]
-    for group, fix in (("versions", _VERSIONS), ("config", _CONFIG), ("files", _FILES)):
+    for group, fix in (("versions", _VERSIONS), ("config", _CONFIG)):
         for name, value in own[group].items():
             yield name, value, "fail", fix
+    yield "packtrain's commit", facts["software"]["commits"].get("packtrain", ""), "fail", _VERSIONS
     torch, cards, host = facts["torch"], facts["gpus"]["gpus"], facts["host"]
     yield (
         "torch, as imported",
@@ -183,8 +178,6 @@ _CARD = {
     "ECC of the GPUs": lambda one: str(one["ecc"]),
     "MIG of the GPUs": lambda one: str(one["mig"]),
     "NVLinks of the GPUs": lambda one: str(one["nvlinks"]),
-    "PCIe lanes of the GPUs": lambda one: str(one["width"]),
-    "clock of the GPUs": lambda one: f"{one['clock']} MHz",
     "power limit of the GPUs": lambda one: f"{one['power']} W",
 }
 
@@ -235,60 +228,18 @@ def show(document: Mapping[str, Any], machines: int) -> None:
 
 def own_report(config: RunConfig) -> dict[str, Any]:
     """This machine's report as `env --json` has it, with what else is compared under `own`; nothing secret is in it."""
-    files = Probe(lambda: {name: files_digest(path) for name, path in _paths(config)}, _FILES_S)
     facts, needs = gather(lambda: config)
     redactor = Redactor(os.environ, needs.environment)
-    # whether others see this machine's disk is tried, and not guessed
-    checks = [one for one in check_all(facts, needs) if not one.found.endswith(EACH_ITS_OWN)]
-    try:
-        digests = files.answer()
-    except Unanswered as refusal:
-        digests = {name: "" for name, _ in _paths(config)}
-        what = f"files of code, model and data are not compared: {refusal}"
-        checks.append(Check("files", "warn", what, "look at the disks they are on (dmesg, nfsstat)"))
     own = {
         "versions": shared_versions(environment()),
-        "config": {key: shown(key, value, redactor) for key, value in shared_values(config).items()},
+        "config": {key: shown(key, value, redactor) for key, value in shared_values(to_dict(config)).items()},
         "network": {one.name: one.value for one in needs.network if one.value is not None},
         "environment": {name: shown(name, value, redactor) for name, value in told(os.environ).items()},
-        "files": {redactor.text(key): value for key, value in digests.items()},
     }
-    return {**report_json(facts, needs, checks, redactor), "own": own}
+    return {**report_json(facts, needs, check_all(facts, needs), redactor), "own": own}
 
 
 def shown(name: str, value: str, redactor: Redactor) -> str:
     """The value of a variable or a key; of one with a secret in it a digest, too, by which two can be told apart."""
     plain = redactor.plain({name: value})[name]
     return plain if plain == value else f"{plain} ({digest_of(value)})"
-
-
-def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """What of a run lies on each machine's own disk, by name; a hub id is no file anywhere."""
-    yield "packtrain's code", str(Path(__file__).parents[2] / "**/*.py")
-    if config.model.path:
-        yield f"model.path {config.model.path}", config.model.path
-    for key, sources in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        for one in sources if isinstance(sources, list) else [sources]:
-            path = one.path if isinstance(one, DataSource) else one
-            if isinstance(path, str) and path and path != "quickstart":
-                yield f"{key} {path}", path
-
-
-def files_digest(path: str) -> str:
-    """Sizes and digest of a file, a folder's or a glob's files: of each its name and its first and last MiB."""
-    place = Path(path).expanduser()
-    pattern = str(place / "**") if place.is_dir() else str(place)
-    files = [name for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
-    if not files:
-        return NOT_HERE
-    root, total, digest = os.path.commonpath(files), 0, hashlib.blake2b(digest_size=6)
-    for number, name in enumerate(files):
-        with open(name, "rb") as opened:
-            length = os.fstat(opened.fileno()).st_size
-            total += length
-            digest.update(f"{name.removeprefix(root)} {length}\n".encode())
-            if number < _MOST_FILES:
-                digest.update(opened.read(_BLOCK))
-                opened.seek(max(0, length - _BLOCK))
-                digest.update(opened.read(_BLOCK))
-    return f"{f'{len(files)} files, ' if len(files) > 1 else ''}{total:,} bytes, {digest.hexdigest()}"

@@ -11,11 +11,9 @@ import json
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from packtrain.diagnose.cluster.all_reduce import WAITED, Reduced, backend_of, c
 from packtrain.diagnose.cluster.compare import Folded, differences, folded, named, own_report, show
 from packtrain.diagnose.env import age_s
 from packtrain.diagnose.probe import Probe, Unanswered, kill_commands
-from packtrain.diagnose.redact import Redactor
 from packtrain.errors import CheckFailed, PeerFailed, UserError
 from packtrain.launch.execute import execute
 from packtrain.monitor import channel
@@ -39,10 +36,9 @@ LIMIT_S = 20.0
 that has come may be silent."""
 REPORT_S = 15.0
 _LEAST_S, _LATE_S, _CALL_S = 3.0, 3.0, 0.5
-_CALL, _MARK = "env", ".packtrain-env-"
+_CALL = "env"
 _OWN_NUMBER = "Give each machine its own number (topology.node_rank), from 0, and all the same topology.nodes."
 _STARTED = "Is packtrain env started there, with topology.node_rank=0, and is the address right? Does a firewall let TCP port {} through?"
-_SHARED = "trainer.output_dir on a file system that all machines share"
 
 
 def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str], *, as_json: bool) -> int:
@@ -98,8 +94,7 @@ class _Here:
     def __init__(self, processes: Processes, config: RunConfig) -> None:
         self.node, self.nodes, self.hosts = processes.node, processes.nodes, processes.hosts
         self.address, self.port = processes.main_address or "", processes.main_port or 0
-        self.name, self.folder = socket.gethostname(), config.trainer.output_dir
-        self.checkpoints, self.variables = config.trainer.checkpoint_every is not None, config.topology.variables
+        self.name, self.variables = socket.gethostname(), config.topology.variables
         self.limit_s = max(min(LIMIT_S, config.topology.join_timeout) - age_s(), _LEAST_S)
         self.secret = os.environ.get(channel.SECRET, "")
         self._report = Probe(lambda: own_report(config), REPORT_S)
@@ -114,11 +109,6 @@ class _Here:
     def reduce(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Takes part in the all-reduces, with the network settings that the run's processes would have here."""
         return take_part({**order, "address": self.address}, {**self.report()["own"]["network"], **self.variables})
-
-    def nearest(self) -> Path:
-        """The output folder, or the one above it that is there."""
-        wanted = Path(self.folder).expanduser().absolute()
-        return next(one for one in (wanted, *wanted.parents) if os.path.isdir(one))
 
 
 def _bring_report(here: _Here) -> int:
@@ -146,8 +136,6 @@ def _bring_report(here: _Here) -> int:
         brought |= set(news)
         if "refused" in orders:
             raise CheckFailed(str(orders["refused"]), where="--cluster", fix=_OWN_NUMBER)
-        if "left" in orders:
-            raise _left(str(orders["left"]))
         if "code" in orders:
             return int(orders["code"])
         if "mark" in orders and "sees" not in probes:
@@ -211,10 +199,7 @@ class _Gathering:
             ) from error
         server.about = lambda: "packtrain env --cluster"
         server.serve(_CALL, self._answer, open=not here.secret)
-        mark = Probe(self._leave_mark)
         try:
-            with suppress(Unanswered):
-                self._orders["mark"] = os.path.basename(mark.answer())
             self._await(lambda: len(self._others) == here.nodes - 1, here.limit_s)
             if absent := [name for node, name in self._names().items() if node and node not in self._others]:
                 what = f"{named(absent, 16)} did not connect within {here.limit_s:.0f} s; the others go on"
@@ -223,20 +208,12 @@ class _Gathering:
             for one in self._present().values():
                 one.lost = "" if "report" in one.news else "connected, but made no report"
             reports = {0: here.report(), **{node: one.news["report"] for node, one in self._present().items()}}
-            if "mark" in self._orders:
-                self._await(lambda: all("sees" in one.news for one in self._present().values()), _LATE_S)
             document = self._document(reports, self._reduce(reports))
             self._orders["code"] = exit_code_of(document)
             self._await(lambda: all(one.ended for one in self._present().values()), _LATE_S)
             return document
-        except BaseException:
-            self._orders["left"] = "packtrain env was stopped there"
-            time.sleep(2 * _CALL_S)
-            raise
         finally:
             server.close()
-            with suppress(Unanswered):
-                Probe(lambda: os.unlink(mark.answer()), 2.0).answer()
 
     def _answer(self, said: dict[str, Any]) -> dict[str, Any]:
         """What a machine that has called is to do."""
@@ -249,7 +226,7 @@ class _Gathering:
             if one.token != said["token"]:
                 return self._refuse(f"two machines say that they are number {node}: {one.host} and {host}", host)
             one.heard, one.ended = now, "code" in self._orders
-            one.news.update({name: said[name] for name in ("report", "sees", "result") if name in said})
+            one.news.update({name: said[name] for name in ("report", "result") if name in said})
             order = {**self._orders["reduce"], "rank": self._ranks[node]} if node in self._ranks else None
             orders = {name: value for name, value in self._orders.items() if name != "reduce"}
             return {**orders, "reduce": order} if order else orders
@@ -270,11 +247,6 @@ class _Gathering:
 
     def _present(self) -> dict[int, _Other]:
         return {node: one for node, one in sorted(self._others.items()) if not one.lost}
-
-    def _leave_mark(self) -> str:
-        """A new, empty file in the output folder, for the others to look for."""
-        with tempfile.NamedTemporaryFile(prefix=_MARK, dir=self._here.nearest(), delete=False) as mark:
-            return mark.name
 
     def _reduce(self, reports: Mapping[int, dict[str, Any]]) -> Reduced:
         """The all-reduces of all that reported, where nothing speaks against them already."""
@@ -305,7 +277,7 @@ class _Gathering:
         """What was found out, as plain containers; the keys are a promise to users."""
         here, names = self._here, self._names()
         good = {names[node]: one for node, one in reports.items() if "error" not in one}
-        checks = [*self._refused, *folded(good), *self._unshared(names), *checks_of(reduced)]
+        checks = [*self._refused, *folded(good), *checks_of(reduced)]
         for node in (node for node, one in reports.items() if "error" in one):
             text = f"it could not make its report: {reports[node]['error']}"
             checks.append(Folded("report", "fail", text, "Start packtrain env there.", (names[node],)))
@@ -322,18 +294,6 @@ class _Gathering:
             "reasons": missing,
             "checks": [one.to_json() for one in checks],
         }
-
-    def _unshared(self, names: Mapping[int, str]) -> list[Folded]:
-        """The check that machines which do not see the mark in the output folder come to: all processes write checkpoints."""
-        blind = tuple(names[node] for node, one in self._present().items() if one.news.get("sees") is False)
-        what = f"{named(blind)} cannot see what {names[0]} writes to {Redactor(os.environ).text(self._here.folder)}: each machine has its own"
-        if self._here.checkpoints:
-            what += ", and checkpoints are written by all of them"
-        return (
-            [Folded("output-folder", "fail" if self._here.checkpoints else "warn", what, _SHARED, blind)]
-            if blind
-            else []
-        )
 
     def _names(self) -> dict[int, str]:
         """Of all machines, as they call themselves, or as Slurm or the number calls those that are not here."""

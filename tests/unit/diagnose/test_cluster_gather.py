@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,20 +24,18 @@ CONFIG = RunConfig(topology=Topology(kind="manual", nodes=3, gpus_per_node=1, ma
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    """Of three machines, each of which makes the report of `test_cluster_compare`; machine 2's data is other."""
+def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """Of three machines, each of which makes the report of `test_cluster_compare`; machine 2's config is other."""
 
     def own_report(config: RunConfig) -> dict[str, Any]:
-        made = report(files={"data.train a.jsonl": "other" if config.topology.node_rank == 2 else "same"}, network={})
+        made = report(config={"data.train": "other" if config.topology.node_rank == 2 else "same"}, network={})
         made["facts"]["torch"].update(version=None, error="No module named 'torch'")
         return made
 
     monkeypatch.setattr(gather, "own_report", own_report)
     monkeypatch.setattr(gather, "age_s", lambda: 0.0)
     monkeypatch.setattr(gather, "LIMIT_S", LONG_S)
-    (tmp_path / "run").mkdir()
-    trainer = replace(CONFIG.trainer, output_dir=str(tmp_path / "run"), checkpoint_every=10)
-    return replace(CONFIG, topology=replace(CONFIG.topology, main_port=free_port()), trainer=trainer)
+    return replace(CONFIG, topology=replace(CONFIG.topology, main_port=free_port()))
 
 
 def waiting_for(config: RunConfig, monkeypatch: pytest.MonkeyPatch, *nodes: int, refused: bool = False) -> RunConfig:
@@ -55,16 +51,12 @@ def waiting_for(config: RunConfig, monkeypatch: pytest.MonkeyPatch, *nodes: int,
     return config
 
 
-def together(
-    config: RunConfig, *nodes: int, as_json: bool = True, folders: Mapping[int, Path] | None = None
-) -> list[int | PacktrainError]:
-    """How `packtrain env --cluster` ends on each of these machines; `folders` are output folders of their own."""
+def together(config: RunConfig, *nodes: int, as_json: bool = True) -> list[int | PacktrainError]:
+    """How `packtrain env --cluster` ends on each of these machines."""
     ends: dict[int, int | PacktrainError] = {}
 
     def run(number: int, node: int) -> None:
         mine = replace(config, topology=replace(config.topology, node_rank=node))
-        if folders and node in folders:
-            mine = replace(mine, trainer=replace(mine.trainer, output_dir=str(folders[node])))
         try:
             ends[number] = show_cluster(lambda: mine, [], as_json=as_json)
         except PacktrainError as error:
@@ -80,20 +72,15 @@ def together(
 
 
 def test_all_machines_end_with_one_code_and_machine_0_says_what_differs(
-    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: RunConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "other").mkdir()
-    assert together(config, 2, 0, 1, folders={2: tmp_path / "other"}) == [3, 3, 3]
+    assert together(config, 2, 0, 1) == [3, 3, 3]
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"nodes", "differences", "all_reduce", "missing", "reasons", "checks"}
     assert len(found["nodes"]) == 3 and found["missing"] == []
     (difference,) = [one for one in found["differences"] if one["status"] == "fail"]
-    assert difference["what"] == "data.train a.jsonl"
+    assert difference["what"] == "data.train"
     assert [(one["value"], len(one["nodes"])) for one in difference["values"]] == [("same", 2), ("other", 1)]
-    (blind,) = [one for one in found["checks"] if one["name"] == "output-folder"]
-    assert blind["status"] == "fail" and "(machine 2) cannot see what" in blind["found"] and len(blind["nodes"]) == 1
-    assert "trainer.output_dir on a file system that all machines share" in blind["fix"]
-    assert not any((tmp_path / "run").iterdir())
     assert set(found["all_reduce"]) == {"status", "found", "backend", "nodes", "pairs"}
     assert found["all_reduce"]["status"] == "skipped" and "No module named 'torch'" in found["all_reduce"]["found"]
 

@@ -110,8 +110,8 @@ def test_the_report_is_a_list_to_paste_then_checks_and_a_failed_one_ends_with_ex
         "- Platform: ",
         "- TRL version: ",
         "- Accelerate config: not known",
-        "- packtrain version: ",
-        "- GPUs:",
+        "- Attention of packed rows: ",
+        "- gpus:",
     ):
         assert f"\n{line}" in listed
     assert "\nfail  torch " in checked and "libcudart.so.13" in checked and "→ pip install" in checked

@@ -39,7 +39,7 @@ GIB = 2**30
 MIB = 2**20
 TWO_MACHINES = RunNeeds(configured=True, nodes=2, per_node=8)
 ONE_MACHINE = RunNeeds(configured=True, per_node=8)
-GPU = Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-0", 80 * GIB, 4 * MIB, 0, 31, True, width=16, widest=16)
+GPU = Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-0", 80 * GIB, 4 * MIB, 0, 31, True)
 MEMORY = Memory(10**9, 10**9, 4 * GIB, 4 * GIB, 8 * GIB, 0, 10 * GIB, device=80 * GIB)
 
 
@@ -169,7 +169,6 @@ TROUBLE: list[tuple[str, Facts, RunNeeds, str, str, str]] = [
     ("gpu-health", gpu(trouble="3 uncorrected memory errors"), RunNeeds(), "fail", "GPU 0 (NVIDIA H100 80GB HBM3): 3 uncorrected memory errors", "--gpu-reset -i 0"),
     ("gpu-health", gpu(trouble="a repair waits for a reset"), RunNeeds(), "fail", "waits for a reset", "--gpu-reset"),
     ("gpu-pace", gpu(slowed=("too hot",), temperature=93), RunNeeds(), "warn", "GPU 0 (NVIDIA H100 80GB HBM3) is slowed down at 93 °C: too hot", "cooling"),
-    ("gpu-pace", gpu(width=8), RunNeeds(), "warn", "8 of 16 PCIe lanes", "reseat"),
     ("gpu-pace", machine(gpus=replace(machine().gpus, gpus=(replace(GPU, nvlinks=17), replace(GPU, index=1, nvlinks=18)))), RunNeeds(), "warn", "17 NVLinks", "nvlink --status -i 0"),
     ("gpu-use", gpu(uses=("4711 python",), memory_used=60 * GIB), RunNeeds(), "warn", "in use by 4711 python: 60.0 GiB", "CUDA_VISIBLE_DEVICES=1,2,3,4,5,6,7"),
     ("gpu-use", gpu(memory_used=70 * GIB), RunNeeds(True, memory=MEMORY), "fail", "the run needs 17.5 GiB, 10.0 GiB are free", "CUDA_VISIBLE_DEVICES=1"),
@@ -214,7 +213,6 @@ TROUBLE: list[tuple[str, Facts, RunNeeds, str, str, str]] = [
     ("output-folder", folder(kind="ext4"), TWO_MACHINES, "warn", "each of 2 would have its own", "share"),
     ("output-folder", folder(lack="no answer within 5 s"), ONE_MACHINE, "fail", "no answer within 5 s", "df /data/run"),
     ("cache-folder", folder(setting="data.cache_dir", writable=False), ONE_MACHINE, "warn", "only what is in it can be used", "data.cache_dir"),
-    ("variables", variables(CUDA_LAUNCH_BLOCKING="1"), RunNeeds(), "warn", "every kernel is waited for", "unset CUDA_LAUNCH_BLOCKING"),
 ]  # fmt: skip
 
 

@@ -26,7 +26,6 @@ class Nvml:
     class NVMLError(Exception):
         """As pynvml's."""
 
-    NVML_COMPUTEMODE_PROHIBITED = 2
     nvmlClocksThrottleReasonHwSlowdown, nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 8, 128
     nvmlClocksThrottleReasonSwThermalSlowdown, nvmlClocksThrottleReasonHwThermalSlowdown = 32, 64
 
@@ -40,11 +39,8 @@ class Nvml:
             "TotalEccErrors": 0,
             "RemappedRows": (1, 0, 0, 0),
             "CurrentClocksEventReasons": 1,
-            "CurrPcieLinkWidth": 16,
-            "MaxPcieLinkWidth": 16,
             "ComputeRunningProcesses": [],
             "EnforcedPowerLimit": 700_000,
-            "MaxClockInfo": 1980,
         }
         self._known, self._gpus = {**healthy, **changes}, gpus
 
@@ -75,15 +71,9 @@ def test_a_healthy_gpu_is_read_with_nothing_wrong_and_one_that_is_lost_is_named(
     found = devices._driver(Nvml(gpus=2, NvLinkState=lambda link: 1))
     assert (found.driver, found.cuda, len(found.gpus)) == ("570.133.20", "12.8", 2)
     well, lost = found.gpus
-    assert (well.name, well.memory, well.ecc, well.width, well.widest) == (
-        "NVIDIA H100 80GB HBM3",
-        80 * GIB,
-        True,
-        16,
-        16,
-    )
-    assert (well.trouble, well.slowed, well.uses, well.mig, well.prohibited) == ("", (), (), False, False)
-    assert (well.clock, well.power, well.nvlinks) == (1980, 700, 18)
+    assert (well.name, well.memory, well.ecc) == ("NVIDIA H100 80GB HBM3", 80 * GIB, True)
+    assert (well.trouble, well.slowed, well.uses, well.mig) == ("", (), (), False)
+    assert (well.power, well.nvlinks) == (700, 18)
     assert (lost.index, lost.trouble) == (1, "the driver has lost it: GPU is lost")
 
 
@@ -96,8 +86,6 @@ def test_a_healthy_gpu_is_read_with_nothing_wrong_and_one_that_is_lost_is_named(
         ({"CurrentClocksEventReasons": 1 | 8}, "slowed", ("hardware slowdown",)),
         ({"ComputeRunningProcesses": [types.SimpleNamespace(pid=2**30)]}, "uses", (str(2**30),)),
         ({"MigMode": [1, 1]}, "mig", True),
-        ({"ComputeMode": 2}, "prohibited", True),
-        ({"ApplicationsClock": 1410}, "clock", 1410),
         ({"NvLinkState": lambda link: int(link < 17)}, "nvlinks", 17),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
