@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 
 from packtrain import __version__
 from packtrain.errors import UserError
-from packtrain.launch.ending import exit_code_of
+from packtrain.launch.exit_status import exit_code_of
 
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig

@@ -19,10 +19,10 @@ from typing import Any
 from packtrain.diagnose.doctor_dumps import dumped, line_of
 from packtrain.diagnose.doctor_elsewhere import Inquiry, Machine, Pointer, pointers_in, read_json
 from packtrain.errors import UserError
-from packtrain.launch.claim import claimed_for_others
+from packtrain.launch.exit_status import MOST_TELLING, TAIL_LINES
 from packtrain.launch.processes import killed_for_memory, sight
+from packtrain.launch.run_lock import locked
 from packtrain.launch.telling import pointer_of
-from packtrain.launch.verdict import MOST_TELLING, TAIL_LINES
 from packtrain.monitor.old.diagnosis import CAUSES, FRAMES_SHOWN, Diagnosis, diagnose
 from packtrain.monitor.old.heartbeat import read_beats
 from packtrain.monitor.old.rank_state import RankState
@@ -286,7 +286,7 @@ def _newer_attempt(folder: RunFolder, pointers: Mapping[int, Pointer]) -> bool:
 def _of_a_start(folder: RunFolder) -> Finding:
     """Of a run that has started no process."""
     try:
-        with claimed_for_others(folder.root):
+        with locked(folder.root):
             what = f"the last attempt here ({folder.attempt.config}) was ended before it had started any process"
             return Finding("failed", [what, "  → its terminal, or the log of its job, says why"])
     except UserError:

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from packtrain.errors import LostPeers, PacktrainError
-from packtrain.launch.ending import exit_code_of, say_stopped
-from packtrain.launch.processes import text_of
+from packtrain.launch.exit_status import exit_code_of, say_stopped
 
 EXIT_DIR = "PACKTRAIN_EXIT_DIR"
 LOG_DIR = "PACKTRAIN_LOG_DIR"
-PLANNED = "PACKTRAIN_PLANNED"
 PARENT = "PACKTRAIN_PARENT"
 _PR_SET_PDEATHSIG = 1
 
@@ -33,7 +31,7 @@ def run_worker(work: Callable[[], int]) -> NoReturn:
     """
     redirect_output()
     _report_start()
-    code = exit_code_of(lambda: _with_a_pulse(work), alone=False, stopped=report_stop)
+    code = exit_code_of(lambda: _beating(work), alone=False, stopped=report_stop)
     report_exit(code)
     sys.exit(code)
 
@@ -51,29 +49,23 @@ def last_words(log: Path) -> Iterator[None]:
         raise
 
 
-def planned_processes() -> tuple[int, int] | None:
-    """Machines, and processes on each, as our launcher has planned them; None where another one has started this process."""
-    nodes, _, per_node = os.environ.get(PLANNED, "").partition("x")
-    return (int(nodes), int(per_node)) if per_node else None
-
-
-def _with_a_pulse(work: Callable[[], int]) -> int:
+def _beating(work: Callable[[], int]) -> int:
     """Does `work`, with heartbeats; that it lost the others is left to the launcher, which knows whether there is more to say."""
-    from packtrain.monitor.old.heartbeat import own_pulse
+    from packtrain.monitor.heartbeat import own_heartbeat
 
-    pulse = own_pulse()
-    first = LOG_DIR in os.environ and os.environ.get("RANK", "0") == "0"  # the others' stderr is in their logs
+    heartbeat = own_heartbeat()
+    first = LOG_DIR in os.environ and _rank() == 0  # the others' stderr is in their logs
     try:
         with last_words(_log_of(0)) if first else nullcontext():
             code = work()
         if code == 0:
-            pulse.enter("done")
+            heartbeat.enter("done")
         return code
     except LostPeers as error:
         if EXIT_DIR not in os.environ:
             raise
-        report_loss(Path(os.environ[EXIT_DIR]), int(os.environ.get("RANK", "0")), error)
-        if os.environ.get("RANK", "0") != "0":  # into its log
+        Path(os.environ[EXIT_DIR], f"{_rank()}.lost").write_text(str(error))
+        if _rank():  # into its log
             print(error, file=sys.stderr, flush=True)
         return error.exit_code
 
@@ -81,7 +73,7 @@ def _with_a_pulse(work: Callable[[], int]) -> int:
 def report_exit(code: int) -> None:
     """Leaves a worker's exit code where its launcher looks for it; does nothing where no launcher of ours waits."""
     if EXIT_DIR in os.environ:
-        Path(os.environ[EXIT_DIR], os.environ.get("RANK", "0")).write_text(str(code))
+        Path(os.environ[EXIT_DIR], str(_rank())).write_text(str(code))
 
 
 def exit_codes(exits: Path) -> dict[int, int]:
@@ -96,14 +88,9 @@ def process_ids(exits: Path) -> dict[int, int]:
     return {rank: int(text) for rank, text in found.items() if text.isdigit()}
 
 
-def report_loss(exits: Path, rank: int, error: LostPeers) -> None:
-    """Leaves what a rank says that only saw the others gone; raises OSError."""
-    (exits / f"{rank}.lost").write_text(str(error))
-
-
 def report_stop(number: int) -> None:
     """Says that a signal has ended this process; for rank 0 its launcher does, which knows whether that is all there is to say."""
-    if EXIT_DIR in os.environ and os.environ.get("RANK", "0") == "0":
+    if EXIT_DIR in os.environ and _rank() == 0:
         Path(os.environ[EXIT_DIR], "0.stopped").write_text(str(number))
     else:
         say_stopped(number)
@@ -111,8 +98,8 @@ def report_stop(number: int) -> None:
 
 def stop_of_rank_0(exits: Path) -> int | None:
     """The signal that has ended rank 0, where it says so."""
-    text = text_of(exits / "0.stopped")
-    return int(text) if text.isdigit() else None
+    file = exits / "0.stopped"
+    return int(file.read_text() or 0) or None if file.exists() else None
 
 
 def losses(exits: Path) -> dict[int, str]:
@@ -133,21 +120,24 @@ def end_with_parent(parent: int) -> None:
 
 def _report_start() -> None:
     if EXIT_DIR in os.environ:
-        Path(os.environ[EXIT_DIR], f"{os.environ.get('RANK', '0')}.pid").write_text(str(os.getpid()))
+        Path(os.environ[EXIT_DIR], f"{_rank()}.pid").write_text(str(os.getpid()))
         end_with_parent(int(os.environ[PARENT]))
 
 
 def redirect_output() -> None:
     """Sends what a worker prints to logs/rank-0000N.log, unless it is rank 0 or has no launcher of ours."""
-    rank = int(os.environ.get("RANK", "0"))
-    if LOG_DIR not in os.environ or rank == 0:
+    if LOG_DIR not in os.environ or _rank() == 0:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    log = os.open(_log_of(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(_log_of(_rank()), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def _log_of(rank: int) -> Path:

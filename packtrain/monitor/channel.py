@@ -52,7 +52,11 @@ class NotOurs(NoAnswer):
 
 
 class Refused(OSError):
-    """The server is a packtrain's, but not of this run, or does not know what it was asked."""
+    """The server is a packtrain's, but not of this run, or does not know what it was asked (`unknown`: not yet, maybe)."""
+
+    def __init__(self, what: str, *, unknown: bool = False) -> None:
+        super().__init__(what)
+        self.unknown = unknown
 
 
 def new_secret() -> str:
@@ -190,7 +194,7 @@ class Client:
         if not str(reply.headers.get("Server", "")).startswith(_NAME):
             raise self._not_ours()
         if reply.status != 200:
-            raise Refused(_error_in(content) or f"HTTP {reply.status}")
+            raise Refused(_error_in(content) or f"HTTP {reply.status}", unknown=reply.status == 404)
         return json.loads(content)
 
     def _not_ours(self) -> NotOurs:

@@ -22,7 +22,7 @@ from packtrain.data.dataset import Document, PairDataset, TokenDataset
 from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
-from packtrain.monitor.old.heartbeat import listen_in_loader
+from packtrain.monitor.stacks import listen_in_loader
 from packtrain.packing.collate import IGNORE, PairRows, collate_flat, collate_padded, collate_pairs
 from packtrain.packing.schedule import Schedule
 

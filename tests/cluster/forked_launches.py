@@ -21,16 +21,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
-from packtrain.launch import children
-from packtrain.launch.ending import exit_code_of
-from packtrain.launch.signals import ENDING
-from packtrain.monitor.old import time_limits as patience
+from packtrain.launch import supervisor
+from packtrain.launch.exit_status import ENDING, exit_code_of
 from tests.cluster.small_launch import PRELOAD, ROOT, launch, start
 from tests.cluster.two_hosts import ADDRESSES, TwoHosts, both
 
 _FORK = multiprocessing.get_context("fork")
-LEAST_S = 8
-"""In place of patience.LEAST_S, so that nobody has to wait that long."""
 _MOST_S = 400
 _LOOK_S = 0.05
 _MOST_FILES = 1024
@@ -131,8 +127,7 @@ def main(file: str) -> None:
         importlib.import_module(module)
     gc.freeze()  # what is imported by now is never garbage
     _wait_for_the_other(Path(file))
-    patience.LEAST_S = LEAST_S
-    children.subprocess = SimpleNamespace(Popen=_Fork, TimeoutExpired=subprocess.TimeoutExpired)
+    supervisor.subprocess = SimpleNamespace(Popen=_Fork, TimeoutExpired=subprocess.TimeoutExpired)
     launches = [Launch(**one) for one in json.loads(Path(file).read_text())]
     running = [
         _begun(lambda one=one: exit_code_of(lambda: launch(list(one.overrides))), {**os.environ, **one.env}, one)

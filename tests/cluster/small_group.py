@@ -15,7 +15,7 @@ import time
 from types import ModuleType
 
 from packtrain.errors import LostPeers
-from packtrain.monitor.old.heartbeat import own_pulse
+from packtrain.monitor.heartbeat import own_heartbeat
 
 _HEAD = struct.Struct("!16sdI")
 _JOIN_S = 30
@@ -26,7 +26,7 @@ class Group:
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.pulse = own_pulse()
+        self.pulse = own_heartbeat()
         self.pulse.enter("join")
         self._entries: list[dict] = []
         recorder = ModuleType("torch._C._distributed_c10d")
@@ -40,16 +40,20 @@ class Group:
         self._entries.append({**entry, "is_p2p": False, "retired": False} | _SHAPE)
         own = _HEAD.pack(name.encode(), value, len(payload)) + payload
         try:
-            if self.rank:
-                self._peers[0].sendall(own)
-                value = self._take(self._peers[0], name)
-            else:
-                value += sum(self._take(peer, name) for peer in self._peers)
-                for peer in self._peers:
-                    peer.sendall(_HEAD.pack(name.encode(), value, len(payload)) + payload)
+            with self.pulse.waiting(f"gloo:{name} of all ranks"):
+                value = self._exchanged(own, name, value, payload)
         except OSError as error:
             raise LostPeers(f"rank {self.rank} lost the other processes: {error}") from error
         self._entries[-1]["retired"] = True
+        return value
+
+    def _exchanged(self, own: bytes, name: str, value: float, payload: bytes) -> float:
+        if self.rank:
+            self._peers[0].sendall(own)
+            return self._take(self._peers[0], name)
+        value += sum(self._take(peer, name) for peer in self._peers)
+        for peer in self._peers:
+            peer.sendall(_HEAD.pack(name.encode(), value, len(payload)) + payload)
         return value
 
     def _take(self, peer: socket.socket, name: str) -> float:

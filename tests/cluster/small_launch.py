@@ -2,7 +2,7 @@
 folder, but the workers are forks of one process that runs worker.py there, in place of torchrun's.
 
 All that the launchers have to do with them is as in a run: process ids, exit codes, heartbeats, stacks, sessions of their
-own, and what torchrun writes of those that a signal ended. It takes a tenth of torchrun's time, most of which is importing.
+own, and what torchrun leaves of those that a signal ended. It takes a tenth of torchrun's time, most of which is importing.
 Modules in PRELOAD are imported once, for all ranks of a machine.
 """
 
@@ -15,10 +15,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from packtrain.launch.worker import PARENT, end_with_parent
+from packtrain.launch.torchrun import leave_ends
+from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent
 
 ROOT = Path(__file__).parents[2]
 PRELOAD = "PRELOAD"
@@ -50,9 +52,13 @@ def launch(overrides: list[str]) -> int:
 
     config = load_config("run.yaml", overrides)
     plan = plan_launch(config, look_around())
-    address, port = plan.accelerate["main_process_ip"], plan.accelerate["main_process_port"]
-    where = [str(plan.nodes), str(plan.node), str(plan.gpus_per_node), address, str(port)]
-    execute._quiet = lambda argv, log: ["-m", "tests.cluster.small_launch", "--start", str(log), *where, *argv[-2:]]
+    where = [str(plan.nodes), str(plan.node), str(plan.gpus_per_node), plan.accelerate["main_process_ip"]]
+
+    def small(argv: Sequence[str], log: Path) -> list[str]:
+        port = argv[argv.index("--main_process_port") + 1]
+        return ["-m", "tests.cluster.small_launch", "--start", str(log), *where, port, *argv[-2:]]
+
+    execute._torchrun = small
     return execute.execute(plan, config, lambda: 0)
 
 
@@ -63,17 +69,18 @@ def start(log: str, nodes: int, node: int, per_node: int, address: str, port: st
     os.environ.update(WORLD_SIZE=str(nodes * per_node), LOCAL_WORLD_SIZE=str(per_node), GROUP_RANK=str(node))
     for module in os.environ.get(PRELOAD, "").split():
         importlib.import_module(module)
-    workers = {_fork(node * per_node + local, local, arguments) for local in range(per_node)}
+    workers = {_fork(node * per_node + local, local, arguments): node * per_node + local for local in range(per_node)}
     signal.signal(signal.SIGTERM, lambda number, _: _signal(workers, number))
     signal.signal(signal.SIGINT, lambda number, _: _signal(workers, number))
     failed: float | None = None
+    ends: dict[int, int] = {}
     while workers:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            workers.discard(pid)
-            code = os.waitstatus_to_exitcode(status)
+            code, rank = os.waitstatus_to_exitcode(status), workers.pop(pid)
             with Path(log).open("a") as file:
-                file.write(f"exitcode  : {code} (pid: {pid})\n")
+                file.write(f"rank {rank}: exit code {code}\n")
+            ends |= {rank: code} if code else {}
             if code and failed is None:  # the others have half a minute
                 failed = time.monotonic()
                 _signal(workers, signal.SIGTERM)
@@ -81,6 +88,7 @@ def start(log: str, nodes: int, node: int, per_node: int, address: str, port: st
             _signal(workers, signal.SIGKILL)
         else:
             time.sleep(_LOOK_S)
+    leave_ends(Path(os.environ[EXIT_DIR]), ends)
     return 1 if failed else 0
 
 
@@ -95,14 +103,14 @@ def _fork(rank: int, local: int, arguments: list[str]) -> int:
     os._exit(0)
 
 
-def _signal(workers: set[int], number: int) -> None:
-    for pid in workers:
+def _signal(workers: Iterable[int], number: int) -> None:
+    for pid in list(workers):
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 if __name__ == "__main__":
-    from packtrain.launch.ending import exit_code_of
+    from packtrain.launch.exit_status import exit_code_of
 
     if sys.argv[1:2] == ["--start"]:
         log, nodes, node, per_node, address, port, *rest = sys.argv[2:]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from packtrain.launch.ending import BUG
+from packtrain.launch.exit_status import BUG
 from tests.cluster.small_launch import ROOT
 from tests.cluster.test_watchdog import CONFIG
 from tests.cluster.two_hosts import LONG_S
@@ -27,7 +27,7 @@ LAUNCH = """
 import sys
 from dataclasses import replace
 from packtrain.config.schema import Batch, RunConfig, Topology, Trainer
-from packtrain.launch.ending import exit_code_of
+from packtrain.launch.exit_status import exit_code_of
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import look_around

@@ -76,7 +76,7 @@ EVALUATED = 32  # documents, 4 a step
 WORKER = WORKER.replace("SLOW_S", str(SLOW_S)).replace("SLOW_BATCH_S", str(SLOW_S * 4 / EVALUATED))
 SAID = {
     "storage": ["rank 1 on n2 ", "in the checkpoint after step 2", "slow or stalled storage", "in stalled_write"],
-    "too slow": ["rank 1 on n2 ", "in the checkpoint after step 2", "it is still writing, longer", "in slow_write"],
+    "too slow": ["rank 1 on n2 ", "in the checkpoint after step 2", "the storage", "in slow_write"],
     "loader": ["rank 1 on n2 ", "in loading data of step 4", "loader processes", "in wait_for_the_lock"],
     "ended": ["rank 1 on n2 ", "where the others do not come, in logging after step 3", "rank 0 on n1 waits in "],
     "memory": ["rank 1 on n2 ", "ended without a word (SIGKILL), in the ", "the system killed it for want of memory"],
@@ -101,7 +101,7 @@ CHANGES = {
 
 def prepared(folder: Path, number: int) -> Path:
     """A folder with the config of two machines; `other` in it is what the second has in its place, with other data."""
-    topology = {"kind": "manual", "nodes": 2, "gpus_per_node": 1, "main_address": "n1", "main_port": 29500 + number}
+    topology = {"kind": "manual", "nodes": 2, "gpus_per_node": 1, "main_address": "n1", "main_port": 29500 + 2 * number}
     config = base_config(
         folder,
         data={"train": "data.jsonl"},

@@ -25,7 +25,7 @@ LAUNCH = """
 import sys
 from dataclasses import replace
 from packtrain.config.compose import load_config
-from packtrain.launch.ending import exit_code_of
+from packtrain.launch.exit_status import exit_code_of
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import look_around

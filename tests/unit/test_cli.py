@@ -15,7 +15,7 @@ from packtrain import __version__
 from packtrain.cli import split_arguments
 from packtrain.config.keys import keys
 from packtrain.errors import CheckFailed, PeerFailed, Problem, UserError
-from packtrain.launch.ending import BUG, exit_code_of
+from packtrain.launch.exit_status import BUG, exit_code_of
 from tests.unit.command_line import packtrain
 
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]

@@ -17,8 +17,8 @@ from packtrain.diagnose import doctor
 from packtrain.diagnose.doctor import examine, show_run
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch import worker
-from packtrain.launch.claim import claimed_for_others
 from packtrain.launch.execute import execute
+from packtrain.launch.run_lock import locked
 from packtrain.monitor.old.heartbeat import Pulse
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import look_around
@@ -80,7 +80,7 @@ def test_an_attempt_that_started_nothing_is_not_mistaken_for_the_run_before(tmp_
     os.utime(run.logs / "heartbeats-00000.json", (1, 1))
     found = examine(run)
     assert found.status == "failed" and "was ended before it had started any process" in found.lines[0]
-    with claimed_for_others(run.root):
+    with locked(run.root):
         assert examine(run).lines == ["a run is about to start here"]
 
 

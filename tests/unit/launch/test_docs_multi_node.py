@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import PacktrainError
-from packtrain.launch import arrival, rollcall
-from packtrain.launch.claim import claimed_for_others
-from packtrain.launch.exchange import Exchange
-from packtrain.launch.link import LinkWatch
-from packtrain.launch.members import Member, differences, twice
-from packtrain.launch.place import Place
-from packtrain.launch.verdict import Outcome, judge
+from packtrain.launch import rendezvous
+from packtrain.launch.exit_status import Outcome, judge
+from packtrain.launch.machines import Machines, Report
+from packtrain.launch.rendezvous import Place, meet
+from packtrain.launch.run_lock import locked
+from packtrain.monitor.heartbeat import TimeLimits
+from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan import interfaces as names
+from packtrain.plan.agreement import Member, twice, unlike
 from packtrain.plan.interfaces import HostNetwork, Interface, choose_network
-from tests.unit.launch.test_line import info
-from tests.unit.launchers import free_place, member, together
+from tests.ports import free_port
+from tests.unit.plan.test_agreement import member
 
 PAGE = Path(__file__).parents[3] / "docs/multi-node.md"
 PLACE = Place("n1", 29500, 300, "job")
@@ -50,20 +51,21 @@ def raised(work: Callable[[], object]) -> PacktrainError:
 
 
 def missing() -> PacktrainError:
-    exchange = Exchange()
-    with socket.socket() as listener:
-        hall = rollcall._Hall(member(0, per_node=8), PLACE, exchange, listener)
-        error = hall._missing()
-        exchange.unwatch(listener)
-    exchange.close()
-    return error
+    return rendezvous._Hall(member(0, per_node=8), PLACE)._missing()
 
 
 def unequal(**changes: object) -> PacktrainError:
     here: Member = member(0, per_node=8, gpus=8)
-    found = differences([here, replace(here, node=1, host="n2", **changes)])
+    found = unlike([here, replace(here, node=1, host="n2", **changes)])
     assert found is not None
     return found
+
+
+def mistake(place: Place) -> PacktrainError:
+    with pytest.raises(rendezvous._NotYet) as caught:
+        rendezvous._asked(member(1), place, "token", 5)
+    assert caught.value.mistake is not None
+    return caught.value.mistake
 
 
 def unknown_name() -> PacktrainError:
@@ -73,29 +75,26 @@ def unknown_name() -> PacktrainError:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
         patch.setattr(socket, "getaddrinfo", fails)
-        patch.setattr(arrival, "CERTAIN_S", 0.0)
-        return raised(lambda: arrival._connect(PLACE, arrival._Search(), 0))
+        return mistake(PLACE)
 
 
 def own_address() -> PacktrainError:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrival, "CERTAIN_S", 0.0)
-        return raised(lambda: arrival._connect(replace(free_place(), address="localhost"), arrival._Search(), 0))
+    return mistake(replace(PLACE, address="localhost", port=free_port()))
 
 
 def second_machine_0() -> PacktrainError:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollcall, "is_own", lambda address: False)
-        patch.setattr(rollcall, "resolve", lambda address, port: ["10.0.0.1"])
-        patch.setattr(rollcall, "own_addresses", lambda: ("10.0.0.2",))
-        patch.setattr(rollcall, "call_out", lambda me, place: None)
-        return raised(lambda: rollcall.check_address(member(0, host="n2"), PLACE))
+        patch.setattr(rendezvous, "is_own", lambda address: False)
+        patch.setattr(rendezvous, "resolve", lambda address, port: ["10.0.0.1"])
+        patch.setattr(rendezvous, "own_addresses", lambda: ("10.0.0.2",))
+        patch.setattr(rendezvous, "_CALL_OUT_S", 0)
+        return raised(lambda: rendezvous._check_address(member(0, host="n2"), PLACE))
 
 
 def port_taken() -> PacktrainError:
     with socket.create_server(("", 0)) as held:
-        (error,) = together(replace(free_place(), port=held.getsockname()[1]), member(0))
-    return error
+        place = Place("127.0.0.1", held.getsockname()[1], 5, "job")
+        return raised(lambda: meet(member(0), place).__enter__())
 
 
 def no_interface() -> PacktrainError:
@@ -103,14 +102,15 @@ def no_interface() -> PacktrainError:
     return raised(lambda: choose_network(network, {"GLOO_SOCKET_IFNAME": "ib0"}, main_address="n1", nodes=2))
 
 
-def claimed_twice(folder: Path) -> PacktrainError:
+def locked_twice(folder: Path) -> PacktrainError:
     (folder / "logs").mkdir()
-    with claimed_for_others(folder):
-        return raised(lambda: claimed_for_others(folder).__enter__())
+    (folder / "logs/channel.json").write_text('{"host": "n7"}')
+    with locked(folder):
+        return raised(lambda: locked(folder).__enter__())
 
 
 ERRORS: dict[str, Callable[[], PacktrainError]] = {
-    "no machine 0": lambda: arrival._not_found(PLACE, "connection refused by 10.0.0.1", 300),
+    "no machine 0": lambda: rendezvous._not_found(PLACE, "connection refused by 10.0.0.1", 300),
     "no machine 1": missing,
     "number 0 twice": lambda: twice(member(0), member(0, host="n2")),
     "second machine 0": second_machine_0,
@@ -118,27 +118,28 @@ ERRORS: dict[str, Callable[[], PacktrainError]] = {
     "unknown name": unknown_name,
     "port taken": port_taken,
     "no interface": no_interface,
-    "other program": lambda: arrival._other_program(PLACE, "does not answer"),
-    "other run": lambda: rollcall._other_run(PLACE, member(0)),
+    "other program": lambda: rendezvous._other_program(PLACE, "does not answer"),
+    "goes on": lambda: rendezvous._goes_on(PLACE, member(0)),
+    "other run": lambda: rendezvous._other_run(PLACE, member(0)),
     "nodes": lambda: unequal(nodes=3, total=24),
     "GPUs": lambda: unequal(per_node=7, gpus=7, total=14),
     "fewer GPUs": lambda: unequal(gpus=7),
     "no GPUs": lambda: unequal(gpus=0),
     "config": lambda: unequal(config={"optim.learning_rate": "0.002"}),
     "versions": lambda: unequal(versions={"torch": "2.12.0"}),
-    "left": lambda: arrival._left(PLACE, "its launcher was stopped"),
+    "left": lambda: rendezvous._left(PLACE, "its launcher was stopped"),
 }
 
 
 @pytest.mark.parametrize("fault", ERRORS)
-def test_the_page_has_every_error_of_the_roll_call_in_the_words_that_are_printed(fault: str) -> None:
+def test_the_page_has_every_error_of_the_rendezvous_in_the_words_that_are_printed(fault: str) -> None:
     (problem,) = ERRORS[fault]().problems
     keyed = f"{problem.where}: {problem.what}"
     assert any((same(what), same(problem.fix)) in ROWS for what in (problem.what, keyed)), f"{problem}"
 
 
 def test_the_page_has_the_error_of_a_folder_that_is_taken(tmp_path: Path) -> None:
-    (problem,) = claimed_twice(tmp_path).problems
+    (problem,) = locked_twice(tmp_path).problems
     assert (same(problem.what), same(problem.fix)) in ROWS
 
 
@@ -147,7 +148,6 @@ def test_the_page_has_what_the_verdict_says() -> None:
     assert same(judge({0: Outcome(), 1: Outcome(codes={9: 2})}, names, 8).lines[0]) in [what for what, _ in ROWS]
     for lost in (
         "silent for 12 s",
-        "the connection was closed",
         "its launcher ended",
         "its processes had not ended 30 s after the failure",
     ):
@@ -155,9 +155,10 @@ def test_the_page_has_what_the_verdict_says() -> None:
         assert (same(said), same(cause.partition(": ")[2]), same(advice.partition("→ ")[2])) in TABLES
 
 
-def test_the_page_has_what_is_said_of_a_bad_link() -> None:
-    bad = LinkWatch().look(info(rtt_s=4.0, sent=12, again=0))
-    assert same(f"the network between n1 and n2 is bad: {bad}") in [what for what, _ in ROWS]
+def test_the_page_has_what_is_said_of_a_bad_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watchdog = Watchdog([("n1", range(1)), ("n2", range(1, 2))], TimeLimits(), tmp_path)
+    Machines({0: "n1", 1: "n2"}, 1, 30, watchdog).hear(Report(1, answer_s=4.0))
+    assert same(capsys.readouterr().err.strip()) in [what for what, _ in ROWS]
 
 
 def test_the_page_has_what_is_said_of_a_silent_name_server(

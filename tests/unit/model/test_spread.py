@@ -15,7 +15,7 @@ import pytest
 PROGRAM = """
 import sys
 from types import SimpleNamespace
-from packtrain.launch.ending import exit_code_of
+from packtrain.launch.exit_status import exit_code_of
 from packtrain.launch.execute import _spread
 sys.exit(exit_code_of(lambda: _spread(SimpleNamespace(spread=("srun", "--nodes", "2", "task")))))
 """

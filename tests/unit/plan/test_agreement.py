@@ -1,53 +1,68 @@
-"""What differs between the processes of a run, in words: who has what, the few before the many."""
+"""What machines must have in common, and what they say of themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
-from packtrain.errors import Problem
-from packtrain.plan.agreement import differences
-from packtrain.wording import ranks_in_words
+from packtrain.config.schema import Optim, RunConfig, Topology
+from packtrain.plan.agreement import Member, clock_remarks, shared_values, unlike
 
 
-def found(number: int, facts: dict[int, dict[str, str]], fixes: dict[str, str] | None = None) -> list[Problem]:
-    """Of so many ranks that all have seed 0, but for the `facts` of some."""
-
-    def in_words(ranks: Sequence[int]) -> str:
-        return ranks_in_words(ranks)
-
-    return differences({rank: {"seed": "0", **facts.get(rank, {})} for rank in range(number)}, fixes or {}, in_words)
+def member(node: int, nodes: int = 2, **changes: Any) -> Member:
+    values = {"per_node": 2, "gpus": 0, "host": f"n{node + 1}", "addresses": (f"10.0.0.{node + 1}",)}
+    values = {**values, "versions": {"torch": "2.13.0"}, "config": {"optim.learning_rate": "0.001"}, **changes}
+    return Member(node=node, nodes=nodes, clock=time.time(), **{"total": nodes * values["per_node"], **values})
 
 
 @pytest.mark.parametrize(
-    ("number", "facts", "said"),
+    ("change", "said"),
     [
-        (2, {1: {"seed": "7"}}, "rank 1 has 7; rank 0 has 0"),
-        (3, {0: {"seed": "7"}}, "rank 0 has 7; ranks 1 and 2 have 0"),
-        (128, {5: {"seed": "7"}}, "rank 5 has 7; ranks 0 to 4 and 6 to 127 have 0"),
-        (
-            128,
-            {rank: {"seed": str(rank)} for rank in range(100, 110)},
-            "rank 109 has 109; rank 108 has 108; rank 107 has 107; 7 more values; ranks 0 to 99 and 110 to 127 have 0",
-        ),
+        ({"total": 3}, "4 processes in total are wanted, but planned are 4 on n1, 3 on n2"),
+        ({"gpus": 1}, "2 GPUs on each machine are wanted, and some have fewer (n2: 1)"),
+        ({"gpus": 8}, "some machines have GPUs and others none (0 on n1, 8 on n2)"),
     ],
-    ids=["tie", "rank-0", "one-of-128", "ten-of-128"],
 )
-def test_a_difference_names_who_has_what_the_few_first(
-    number: int, facts: dict[int, dict[str, str]], said: str
-) -> None:
-    assert found(number, {}) == []
-    assert found(number, facts, {"seed": "set it"}) == [Problem(said, "seed", "set it")]
+def test_counts_that_do_not_fit_are_named(change: dict, said: str) -> None:
+    assert said in str(unlike([member(0), member(1, **change)]))
+    assert unlike([member(0), member(1)]) is None
 
 
-def test_a_fact_that_only_some_state_is_a_difference() -> None:
-    assert found(3, {1: {"optim.new": "1"}}) == [Problem("rank 1 has 1; ranks 0 and 2 have no such thing", "optim.new")]
+def test_unequal_counts_of_gpus_are_named_by_machine() -> None:
+    error = str(unlike([member(0, per_node=4, gpus=4), member(1, per_node=3, gpus=3)]))
+    assert "same number of GPUs (n1: 4, n2: 3)" in error
+    assert "topology.gpus_per_node=3" in error
 
 
-def test_of_many_differences_the_first_are_shown_in_full_and_their_fix_once() -> None:
-    other = {f"k{number}": "x" for number in range(30)}
-    problems = found(2, {1: other}, dict.fromkeys(other, "same config"))
-    assert [one.where for one in problems] == [*(f"k{number}" for number in range(8)), ""]
-    assert problems[-1].what == "22 more differ: k8, k9, k10, k11, k12, k13, k14, k15, …"
-    assert [one.fix for one in problems[:-1]] == [""] * 7 + ["same config"]
+def test_of_many_machines_those_that_differ_are_named() -> None:
+    members = [member(node, 64, host=f"n{node}") for node in range(64)]
+    members[17] = replace(members[17], versions={"torch": "2.12.0"})
+    assert "n17 has 2.12.0; n0, n1, n2, n3, n4, n5 and 57 more have 2.13.0" in str(unlike(members))
+
+
+def test_clocks_that_are_far_apart_are_remarked_upon() -> None:
+    (said,) = clock_remarks([member(0), member(1), member(2)], {1: 3.0, 2: -75.0})
+    assert said.startswith("the clock of n3 is 75 s behind that of n1")
+
+
+def test_a_member_is_read_from_json_or_refused() -> None:
+    me = member(1)
+    assert Member.from_json(asdict(me)) == me
+    for odd in (None, {}, {**asdict(me), "node": -1}, {**asdict(me), "config": {"a": 1}}, {**asdict(me), "clock": "x"}):
+        with pytest.raises(ValueError, match="not a member"):
+            Member.from_json(odd)
+
+
+def test_what_is_compared_holds_no_secret_and_nothing_of_one_machine() -> None:
+    secret = {"WANDB_API_KEY": "s3cret", "NCCL_SOCKET_IFNAME": "eth0"}
+    config = RunConfig(topology=Topology(node_rank=1, main_address="n1", environment=secret))
+    values = shared_values(config)
+    assert "s3cret" not in str(values)
+    assert "topology.node_rank" not in values
+    assert not any("IFNAME" in key for key in values)
+    other = replace(config, topology=replace(config.topology, environment={**secret, "WANDB_API_KEY": "other"}))
+    assert shared_values(other) != values
+    assert shared_values(replace(config, optim=Optim(learning_rate=0.5)))["optim.learning_rate"] == "0.5"

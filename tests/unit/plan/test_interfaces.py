@@ -10,7 +10,7 @@ import pytest
 
 from packtrain.config.schema import Batch, RunConfig, Topology
 from packtrain.errors import CheckFailed
-from packtrain.launch.place import own_addresses
+from packtrain.launch.rendezvous import own_addresses
 from packtrain.plan.interfaces import (
     HostNetwork,
     Interface,

@@ -1,0 +1,303 @@
+"""The launchers of a run while it goes on: each tells machine 0 once a second all that it knows, and is told what to do.
+
+Every call has the whole state, and every answer all orders, so that a call that is lost does no harm. Machine 0 decides: who
+asks all to stop, who has failed first, which machine is lost (not heard of for too long), and what the exit code of all is.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from packtrain.launch.exit_status import MOST_TELLING, Outcome, Verdict, judge
+from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Refused
+from packtrain.monitor.diagnosis import Diagnosis, aftermath
+from packtrain.monitor.processes import ProcessState
+from packtrain.monitor.watchdog import Watchdog
+from packtrain.wording import listed
+
+BEAT_S = 1.0
+ENDING_S = 30
+"""How long after a failure the others may take to say how their processes ended."""
+SLOW_S = 1.0
+"""Of answers that all take longer it is said that the network is bad."""
+_CALLS = 5
+_SURELY_S = 10  # of silence, once something has failed
+_REFUSED_S = 5  # for so long nobody has listened at machine 0's port
+_PART_S = 10
+_PROGRESS_S = 30
+_LOOK_S = 0.1
+_LONGEST_CALL_S = 20  # what lies longer between two, this process was suspended
+_LONGEST_LOOK_S = 3  # as well
+
+
+@dataclass(slots=True)
+class Report:
+    """What a launcher says of its machine: its `ranks`' processes, their `stacks` where they were asked for, the `signal` that it
+    was sent, what has `failed` in words, the `outcome` once all its processes have ended, and why it has `left` without one.
+    `answer_s` is what machine 0's answers have taken lately."""
+
+    node: int
+    ranks: Mapping[int, ProcessState] = field(default_factory=dict)
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    signal: int | None = None
+    failed: str = ""
+    outcome: Outcome | None = None
+    left: str = ""
+    answer_s: float = 0.0
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Report:
+        """The report whose `asdict` came as JSON. Raises KeyError, TypeError or ValueError for anything else."""
+        return cls(
+            node=int(values["node"]),
+            ranks={int(rank): ProcessState.from_json(one) for rank, one in values["ranks"].items()},
+            stacks={int(rank): str(text) for rank, text in values["stacks"].items()},
+            signal=None if values["signal"] is None else int(values["signal"]),
+            failed=str(values["failed"])[:1000],
+            outcome=None if values["outcome"] is None else Outcome.from_json(values["outcome"]),
+            left=str(values["left"])[:1000],
+            answer_s=float(values["answer_s"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What a machine is to do: pass on the signal `stop`, `end` its processes for a reason, have the `stacks` of ranks dumped; and
+    the `verdict` on the run, once there is one. `why` is for the terminal."""
+
+    stop: int | None = None
+    why: str = ""
+    end: str = ""
+    stacks: tuple[int, ...] = ()
+    verdict: Verdict | None = None
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Orders:
+        """The orders whose `asdict` came as JSON."""
+        verdict = values["verdict"]
+        return cls(**{**values, "stacks": tuple(values["stacks"]), "verdict": verdict and Verdict(**verdict)})
+
+
+class Machines:
+    """Machine 0's record of all machines, itself among them; `hear` may be called by any thread, `look` once a second."""
+
+    def __init__(self, names: Mapping[int, str], per_node: int, silence_s: float, watchdog: Watchdog) -> None:
+        self._names, self._per_node, self._silence_s, self._watchdog = dict(names), per_node, silence_s, watchdog
+        self._lock = threading.RLock()
+        now = time.monotonic()
+        self._heard = dict.fromkeys(self._names, now)
+        self._looked = now
+        self._outcomes: dict[int, Outcome] = {}
+        self._stop: tuple[int, int] | None = None  # signal, machine
+        self._end: tuple[str, int] | None = None  # why, and the machine that needs not be told
+        self._ended_at = 0.0
+        self._diagnosis: Diagnosis | None = None
+        self._verdict: Verdict | None = None
+        self._informed: set[int] = set()  # of the verdict
+        self._slow: set[int] = set()
+        self.wake = lambda: None  # machine 0's own launcher, for what cannot wait
+
+    def answer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The channel's `machine`."""
+        return asdict(self.hear(Report.from_json(body)))
+
+    def hear(self, report: Report) -> Orders:
+        """Takes a report; says what that machine is to do."""
+        node = report.node
+        self._watchdog.processes(node, report.ranks)
+        self._watchdog.stacks(node, report.stacks)
+        with self._lock:
+            self._heard[node] = time.monotonic()
+            if report.signal is not None and self._stop is None:
+                self._stop = report.signal, node
+                self.wake()
+            if report.failed:
+                self._halt(report.failed, node)
+            if report.answer_s >= SLOW_S and node not in self._slow:
+                self._slow.add(node)
+                link = f"the network between {self._names[0]} and {self._names[node]}"
+                print(f"{link} is bad: an answer takes {report.answer_s:.1f} s", file=sys.stderr, flush=True)
+            if report.left:
+                self._lose(node, report.left)
+            elif report.outcome is not None and node not in self._outcomes:
+                self._outcomes[node] = report.outcome
+                if report.outcome.failed:
+                    self._halt(f"the processes on {self._names[node]} failed", node)
+                self._settle()
+            if self._verdict is not None:
+                self._informed.add(node)
+            stop, why, end = None, "", ""
+            if self._stop is not None and self._stop[1] != node:
+                stop = self._stop[0]
+                why = f"stop asked by {signal.Signals(stop).name} on {self._names[self._stop[1]]}"
+            if self._end is not None and self._end[1] != node:
+                end = self._end[0]
+            return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict)
+
+    def look(self) -> None:
+        """Notes machines that are lost, and whether the run stands still."""
+        with self._lock:
+            now = time.monotonic()
+            gap, self._looked = now - self._looked, now
+            if gap > _LONGEST_LOOK_S:
+                self._heard = {node: min(heard + gap, now) for node, heard in self._heard.items()}
+            limit = self._silence_s if self._end is None else min(self._silence_s, _SURELY_S)
+            for node in set(self._names) - set(self._outcomes) - {0}:
+                if (silent := now - self._heard[node]) > limit:
+                    self._lose(node, f"silent for {silent:.0f} s")
+                elif self._end is not None and now - self._ended_at > ENDING_S:
+                    self._lose(node, f"its processes had not ended {ENDING_S} s after the failure")
+            goes_on = self._end is None and self._verdict is None
+        if goes_on and (found := self._watchdog.look()):
+            with self._lock:
+                if self._end is None:
+                    self._diagnosis = found
+                    self._halt(found.what, -1)
+
+    def waits_for(self) -> str:
+        """The machines whose processes have not ended."""
+        with self._lock:
+            return listed([name for node, name in self._names.items() if node not in self._outcomes] or ["none"])
+
+    def part(self) -> None:
+        """Returns when all that are left have been told the verdict."""
+        end = time.monotonic() + _PART_S
+        while time.monotonic() < end:
+            with self._lock:
+                left = [node for node, one in self._outcomes.items() if node and one.lost is None]
+                if self._informed.issuperset(left):
+                    return
+            time.sleep(_LOOK_S)
+
+    def _ranks(self, node: int) -> range:
+        return range(node * self._per_node, (node + 1) * self._per_node)
+
+    def _lose(self, node: int, why: str) -> None:
+        if node not in self._outcomes:
+            self._outcomes[node] = Outcome(lost=why)
+            self._halt(f"{self._names[node]} was lost: {why}", node)
+            self._settle()
+
+    def _halt(self, why: str, but: int) -> None:
+        if self._end is None:
+            self._end, self._ended_at = (why, but), time.monotonic()
+            self.wake()
+
+    def _settle(self) -> None:
+        if self._verdict is not None or set(self._outcomes) != set(self._names):
+            return
+        diagnosis = self._diagnosis
+        ends = [code for one in self._outcomes.values() for code in one.codes.values()]
+        killed = any(code is None or (code < 0 and code != -signal.SIGABRT) for code in ends)
+        if diagnosis is None and (killed or (-signal.SIGABRT in ends and 1 not in ends)):
+            diagnosis = aftermath(self._watchdog.states())
+        first = self._end[1] if self._end else 0
+        lost = {rank for node, one in self._outcomes.items() if one.lost for rank in self._ranks(node)}
+        lines = diagnosis.lines if diagnosis else ()
+        waits = self._watchdog.waiting(but=lost) if lost else ()
+        verdict = judge(self._outcomes, self._names, self._per_node, first=first, diagnosis=lines, waits=waits)
+        if verdict.lines and verdict.code in MOST_TELLING:  # for packtrain doctor
+            self._watchdog.keep("\n".join(verdict.lines))
+        self._verdict = verdict
+
+
+class Link:
+    """A launcher's end, a context: a thread that hands `report` in once a second, and keeps the last `orders`.
+
+    `to` is machine 0, called `main`: its record on machine 0 itself, elsewhere the channel. `lost` says why it is, where it is.
+    """
+
+    def __init__(self, node: int, main: str, silence_s: float, to: Machines | Client) -> None:
+        self.report, self.orders, self.lost = Report(node), Orders(), ""
+        self._main, self._silence_s, self._to = main, silence_s, to
+        self._silent_s, self._passed = 0.0, time.monotonic()
+        self._took: deque[float] = deque(maxlen=_CALLS)
+        self._news, self._over = threading.Event(), threading.Event()
+        if isinstance(to, Machines):
+            to.wake = self.wake
+        self._thread = threading.Thread(target=self._serve, name="launchers", daemon=True)
+
+    def __enter__(self) -> Link:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Without a verdict (an exception, a signal) the others are told, and end their workers."""
+        self._over.set()
+        self.wake()
+        self._thread.join(2 * BEAT_S)
+        if error is not None and not self.lost:
+            self.report.left = f"its launcher ended ({str(error) or type(error).__name__})"
+            self._hand_in()
+
+    def wake(self) -> None:
+        """The report has something that cannot wait."""
+        self._news.set()
+
+    def finish(self, outcome: Outcome, host: str, per_node: int) -> Verdict:
+        """Says how this machine's processes ended, waits for those of the others to end, and returns the verdict on all.
+
+        It waits as long as the others are heard of and nothing has failed, and ENDING_S seconds after a failure.
+        """
+        self.report.outcome = outcome
+        self.wake()
+        begun = told = time.monotonic()
+        while (verdict := self.orders.verdict) is None:
+            if self.lost:
+                node = self.report.node
+                known = judge({0: Outcome(lost=self.lost), node: outcome}, {0: self._main, node: host}, per_node)
+                return Verdict(known.code, known.lines, alone=True)
+            time.sleep(_LOOK_S)
+            if time.monotonic() - told > _PROGRESS_S:
+                told = time.monotonic()
+                others = self._to.waits_for() if isinstance(self._to, Machines) else "other machines"
+                waits = f"the processes on {host} have ended; waiting {told - begun:.0f} s for those on {others}"
+                print(waits, file=sys.stderr, flush=True)
+        return verdict
+
+    def _serve(self) -> None:
+        while not self._over.is_set():
+            self._hand_in()
+            if isinstance(self._to, Machines):
+                self._to.look()
+            self._news.wait(BEAT_S)
+            self._news.clear()
+            self._pass()
+
+    def _pass(self) -> None:
+        """Counts the silence of machine 0, as far as this process was not suspended itself."""
+        now = time.monotonic()
+        self._silent_s += min(now - self._passed, _LONGEST_CALL_S)
+        self._passed = now
+
+    def _hand_in(self) -> None:
+        if isinstance(self._to, Machines):
+            self.orders = self._to.hear(self.report)
+            return
+        begun = time.monotonic()
+        try:
+            answer = self._to.call("machine", asdict(self.report), timeout_s=max(CALL_S, self._silence_s / 2))
+            self.orders = Orders.from_json(answer)
+            self._pass()
+            self._silent_s = 0.0
+            self._took.append((time.monotonic() - begun) / 2)  # there and back for the connection, too
+            self.report.answer_s = min(self._took) if len(self._took) == _CALLS else 0.0
+            return
+        except (NoAnswer, Refused) as error:
+            self._pass()
+            if isinstance(error, Refused) and not error.unknown:
+                why = f"its launcher ended: {error}"
+            elif isinstance(error, NoAnswer) and error.refused and self._silent_s > _REFUSED_S:
+                why = "its launcher ended: nobody listens at its port any more"
+            elif self._silent_s > self._silence_s:
+                why = f"silent for {self._silent_s:.0f} s"
+            else:
+                return
+        self.lost = self.lost or why

@@ -1,0 +1,64 @@
+"""One run at a time in a run folder: two would resume from each other's checkpoints, and both end well.
+
+The lock is on a file in logs/, which always is the folder of the run that goes on, and the system lets go of it when its process
+ends, however it ends. Machines that share the disk see it, as far as the file system has locks (NFS, Lustre and local ones do).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from packtrain.errors import UserError
+from packtrain.monitor.channel import PUBLISHED
+
+LOCK = "lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Inside the block a run is going on in `folder`, which has its logs/ by now. Raises UserError where one does already."""
+    lock = FileLock(folder / "logs" / LOCK, mode=0o666)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise _goes_on(folder) from error
+    except (OSError, NotImplementedError):  # a folder that is only read, or a file system without locks
+        yield
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a run is going on in `folder`."""
+    if not (folder / "logs" / LOCK).exists():
+        return False
+    try:
+        with locked(folder):
+            return False
+    except UserError:
+        return True
+
+
+def check_free(folder: Path) -> None:
+    """Raises UserError where a run is going on in `folder`."""
+    if is_locked(folder):
+        raise _goes_on(folder)
+
+
+def _goes_on(folder: Path) -> UserError:
+    what, host = "a run", ""
+    with suppress(OSError, ValueError, KeyError):
+        host = json.loads((folder / "logs" / PUBLISHED).read_text())["host"]
+    if host and host != socket.gethostname():
+        what, host = "a run of another machine", f" ({host})"
+    fix = "Wait for its end, or name another folder."
+    return UserError(f"{what} is going on in {folder}{host}", where="trainer.output_dir", fix=fix)

@@ -1,0 +1,319 @@
+"""The launchers of a run while it goes on: a failure, a signal or a loss anywhere ends all, with one code and its reason."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtrain.launch import machines
+from packtrain.launch.exit_status import BUG, Outcome, Verdict, judge
+from packtrain.launch.machines import Link, Machines, Orders, Report
+from packtrain.monitor.channel import Client, Server
+from packtrain.monitor.heartbeat import TimeLimits
+from packtrain.monitor.processes import ProcessState
+from packtrain.monitor.watchdog import Watchdog
+
+LONG_S = 60
+Work = Callable[[Link], Verdict]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "BEAT_S", 0.05)
+
+
+@contextmanager
+def control(number: int, logs: Path, silence_s: float = 30) -> Iterator[tuple[Machines, Server]]:
+    names = {node: f"n{node + 1}" for node in range(number)}
+    watchdog = Watchdog([(name, range(2 * node, 2 * node + 2)) for node, name in names.items()], TimeLimits(), logs)
+    main, server = Machines(names, 2, silence_s, watchdog), Server(secret="s", host="127.0.0.1")
+    server.serve("machine", main.answer)
+    try:
+        yield main, server
+    finally:
+        server.close()
+
+
+def together(works: list[Work], logs: Path, silence_s: float = 30) -> list[Any]:
+    """What each of the launchers comes to, whose `works` have their link."""
+    ends: dict[int, Any] = {}
+    with control(len(works), logs, silence_s) as (main, server):
+
+        def run(node: int) -> None:
+            to = Client("127.0.0.1", server.port, secret="s") if node else main
+            try:
+                with Link(node, "n1", silence_s, to) as link:
+                    ends[node] = works[node](link)
+                    if not node:
+                        main.part()
+            except RuntimeError as error:
+                ends[node] = error
+
+        threads = [threading.Thread(target=run, args=(node,), daemon=True) for node in range(len(works))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG_S)
+            assert not thread.is_alive(), f"still there; ended: {ends}"
+    return [ends[node] for node in range(len(works))]
+
+
+def finish(link: Link, **outcome: Any) -> Verdict:
+    return link.finish(Outcome(**outcome), f"n{link.report.node + 1}", 2)
+
+
+def good(link: Link) -> Verdict:
+    return finish(link, codes={2 * link.report.node: 0, 2 * link.report.node + 1: 0})
+
+
+def until(reached: Callable[[], object]) -> None:
+    end = time.monotonic() + LONG_S
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_all_machines_end_with_one_code(tmp_path: Path) -> None:
+    assert [one.code for one in together([good] * 3, tmp_path)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_failure_anywhere_ends_the_others_at_once_with_its_code(failing: int, tmp_path: Path) -> None:
+    whys, rank = {}, 2 * failing + 1
+
+    def fails(link: Link) -> Verdict:
+        link.report.failed = f"rank {rank} failed"
+        link.wake()
+        return finish(link, codes={rank: 2}, launched=1, tails={rank: ["error:", "  bad data"]})
+
+    def obeys(link: Link) -> Verdict:
+        until(lambda: link.orders.end)
+        whys[link.report.node] = link.orders.end
+        return finish(link)
+
+    ends = together([fails if node == failing else obeys for node in range(3)], tmp_path)
+    name = f"n{failing + 1}, rank {rank}"
+    assert {one.code for one in ends} == {2}
+    assert [list(one.lines) for one in ends] == [
+        [
+            f"{name} failed (exit code 2): see logs/rank-0000{rank}.log",
+            f"{name}: error:",
+            f"{name}:   bad data",
+        ]
+    ] * 3
+    assert set(whys.values()) == {f"rank {rank} failed"} and len(whys) == 2
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_signal_to_one_launcher_stops_all_in_order(asked: int, tmp_path: Path) -> None:
+    whys = []
+
+    def work(link: Link) -> Verdict:
+        node = link.report.node
+        if node == asked:
+            link.report.signal = 15
+            link.wake()
+        else:
+            until(lambda: link.orders.stop)
+            whys.append((link.orders.stop, link.orders.why))
+        return finish(link, codes={2 * node: 143, 2 * node + 1: 143}, launched=1, signal=15)
+
+    ends = together([work] * 3, tmp_path)
+    assert [(one.code, list(one.lines)) for one in ends] == [(143, [])] * 3
+    assert whys == [(15, f"stop asked by SIGTERM on n{asked + 1}")] * 2
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(
+    lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "_REFUSED_S", 0.2)
+
+    def leaves(link: Link) -> Verdict:
+        until(lambda: time.sleep(0.3) is None)
+        raise RuntimeError("oops")
+
+    def waits(link: Link) -> Verdict:
+        until(lambda: link.orders.end or link.lost)
+        return finish(link)
+
+    ends = together([leaves if node == lost else waits for node in range(2)], tmp_path)
+    other = ends[1 - lost]
+    assert other.code == 4 and other.lines[0].startswith(f"n{lost + 1} was lost: its launcher ended")
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_launcher_that_falls_silent_is_lost_in_time(
+    silent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, monkey = threading.Event(), monkeypatch.setattr
+    monkey(machines, "CALL_S", 0.2)
+    hear = Machines.hear
+
+    def no_answer(main: Machines, report: Report) -> Orders:
+        if report.node:
+            told.wait(LONG_S)
+        return hear(main, report)
+
+    if silent == 0:
+        monkey(Machines, "hear", no_answer)
+
+    def falls_silent(link: Link) -> Verdict:
+        if silent:
+            link._hand_in = lambda: None  # type: ignore[method-assign]
+        told.wait(LONG_S)
+        return Verdict(0)
+
+    def notices(link: Link) -> Verdict:
+        until(lambda: link.orders.end or link.lost)
+        assert "silent for" in (link.orders.end or link.lost)
+        told.set()
+        return finish(link)
+
+    ends = together([falls_silent if node == silent else notices for node in range(2)], tmp_path, silence_s=0.8)
+    other = ends[1 - silent]
+    assert other.code == 4
+    assert f"n{silent + 1} was lost: silent for" in other.lines[0]
+
+
+def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "ENDING_S", 0.3)
+    monkeypatch.setattr(machines, "_PART_S", 0.3)
+    over = threading.Event()
+
+    def fails(link: Link) -> Verdict:
+        verdict = finish(link, codes={0: 3}, launched=1)
+        over.set()
+        return verdict
+
+    def stays(link: Link) -> Verdict:
+        over.wait(LONG_S)
+        return Verdict(0)
+
+    assert together([fails, stays], tmp_path)[0].code == 3
+
+
+def test_who_has_ended_says_whom_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machines, "_PROGRESS_S", 0.2)
+    said = []
+
+    def late(link: Link) -> Verdict:
+        until(lambda: said.append(capfd.readouterr().err) or "waiting" in "".join(said))
+        return good(link)
+
+    assert [one.code for one in together([good, late], tmp_path)] == [0, 0]
+    assert re.search(r"the processes on n1 have ended; waiting \d s for those on n2", "".join(said))
+
+
+def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with control(2, tmp_path, silence_s=5) as (main, server):
+        link = Link(1, "n1", 5, Client("127.0.0.1", server.port, secret="s"))
+        now, clock = time.monotonic(), time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
+        main.look()
+        link._hand_in()
+        main.look()
+        monkeypatch.setattr(time, "monotonic", clock)
+        assert time.monotonic() - now < LONG_S
+    assert main.hear(Report(0)).end == "" and link.lost == ""
+
+
+def test_answers_that_take_long_are_said_to_be_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with control(2, tmp_path) as (main, _):
+        for answer_s in (0.0, 0.9, 4.0, 5.0):
+            main.hear(Report(1, answer_s=answer_s))
+    assert capsys.readouterr().err == "the network between n1 and n2 is bad: an answer takes 4.0 s\n"
+
+
+def test_a_rank_that_died_is_named_where_another_machine_was_quicker_to_lose_it(tmp_path: Path) -> None:
+    def loses(link: Link) -> Verdict:
+        link.report.failed = "rank 0 on n1 failed (exit code 4)"
+        return finish(link, codes={0: 4}, followers=[0], tails={0: ["rank 0 lost the others"]})
+
+    def died(link: Link) -> Verdict:
+        until(lambda: link.orders.end)
+        link.report.ranks = {3: ProcessState(7, "gone", -9)}
+        return finish(link, codes={3: -9}, tails={3: ["2026-01-01 00:00:00 step 3", "munmap failed"]})
+
+    ends = together([loses, died], tmp_path)
+    assert [one.code for one in ends] == [4, 4]
+    assert re.match(r"rank 3 on n2 .*ended without a word \(SIGKILL\)", ends[0].lines[0])
+    assert ends[0].lines[-1] == "n2, rank 3: munmap failed"
+    assert (tmp_path / "diagnosis.txt").read_text().splitlines() == list(ends[0].lines)
+
+
+def test_reports_and_orders_survive_json() -> None:
+    outcome = Outcome(codes={2: None, 3: -9}, tails={3: ["x"]}, words=["y"], followers=[2])
+    report = Report(1, {2: ProcessState(7, "gone", -9, crash="at")}, {3: "stack"}, 15, "failed", outcome, "left", 0.1)
+    assert Report.from_json(json.loads(json.dumps(asdict(report)))) == report
+    orders = Orders(15, "why", "end", (2, 3), Verdict(4, ["lost"]))
+    assert Orders.from_json(json.loads(json.dumps(asdict(orders)))) == orders
+
+
+FOLLOW = {"codes": {0: None, 1: 4}, "followers": (0, 1)}
+"""A machine whose ranks only lost others."""
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code", "said"),
+    [
+        ([{"codes": {0: 0, 1: 0}}, {"codes": {2: 0, 3: 0}}], 0, ""),
+        ([{"codes": {0: 4, 1: 4}}, {"codes": {2: None}}], 4, "n2, rank 2 ended without an exit code"),
+        ([{"codes": {0: -6, 1: 4}}, {"codes": {2: -9}}], 4, "n2, rank 2 was killed (SIGKILL; out of memory?)"),
+        ([{"codes": {0: -6, 1: -6}}, {"codes": {2: 1}}], 4, "n2, rank 2 failed (exit code 1)"),
+        ([{"codes": {0: 4, 1: 4}}, {"codes": {2: 1}}], 4, "n2, rank 2 failed (exit code 1)"),
+        ([{"codes": {0: 1}}, {}], 4, "n1, rank 0 failed (exit code 1): see logs/rank-00000.log"),
+        ([{"codes": {0: 1, 1: 1}}, {"codes": {2: 1, 3: 1}}], 1, BUG),
+        ([{"codes": {0: 4, 1: 4}, "followers": (0, 1)}, {"codes": {2: 4}}], 4, "n2, rank 2 failed (exit code 4)"),
+        ([{"codes": {0: 4, 1: 1}}, {"lost": "silent for 10 s"}], 4, "n1, rank 1 failed (exit code 1)"),
+        ([{"codes": {0: 4, 1: 4}}, {"codes": {2: 3, 3: 2}}], 2, "n2, rank 3 failed (exit code 2)"),
+        ([{"codes": {0: 2}}, {"codes": {2: 2, 3: 2}}], 2, ""),
+        ([{"codes": {0: 4, 1: 1}}, {"lost": "silent for 10 s"}], 4, "n2 was lost: silent for 10 s"),
+        ([FOLLOW, {"codes": {2: 1}}], 4, "n2, rank 2 failed (exit code 1)"),
+        ([FOLLOW, {"lost": "silent for 10 s"}], 4, "n2 was lost: silent for 10 s"),
+        ([FOLLOW, {"codes": {2: 4}, "followers": (2,)}], 4, "n1, rank 0 ended without an exit code"),
+        ([{"signal": 15}, {"signal": 15}], 143, "stopped by SIGTERM"),
+        ([{"codes": {0: 130, 1: 130}, "signal": 2}, {"codes": {2: 130, 3: 130}, "signal": 2}], 130, ""),
+        ([{"codes": {0: 143}, "signal": 15}, {"codes": {2: 143, 3: 143}, "signal": 15}], 143, "not every process"),
+        ([{"codes": {0: 143, 1: 143}}, {"codes": {2: 143, 3: 143}}], 143, ""),
+        ([{"launched": 1}, {}], 4, "n1: the processes could not be started"),
+    ],
+)
+def test_the_verdict_names_who_failed_first(outcomes: list[dict], code: int, said: str) -> None:
+    ends = {node: Outcome(**values) for node, values in enumerate(outcomes)}
+    verdict = judge(ends, {0: "n1", 1: "n2"}, 2)
+    assert verdict.code == code
+    assert said in "\n".join(verdict.lines)
+    assert bool(said) == bool(verdict.lines)
+    assert (BUG in verdict.lines) == (code == 1)
+
+
+def test_of_several_that_failed_that_of_the_machine_which_failed_first_is_named() -> None:
+    ends = {node: Outcome(codes={2 * node: 4}) for node in (0, 1)}
+    for first in (0, 1):
+        name = f"n{first + 1}, rank {2 * first} failed"
+        assert first == 0 or judge(ends, {0: "n1", 1: "n2"}, 2, first=first).lines[0].startswith(name)
+
+
+def test_of_a_lost_machine_it_is_told_what_the_others_waited_for_and_what_to_do() -> None:
+    waits = ["ranks 0 and 1 on n1 wait for the counts of all ranks, in the backward pass of step 5"]
+    lost, wait, cause, advice = judge(
+        {0: Outcome(), 1: Outcome(lost="silent for 10 s")}, {0: "n1", 1: "n2"}, 2, waits=waits
+    ).lines
+    assert (lost, wait) == ("n2 was lost: silent for 10 s", f"  {waits[0]}")
+    assert cause.startswith("  likely cause: the machine is down") and advice.startswith("  → look whether the machine")

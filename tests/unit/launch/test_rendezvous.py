@@ -1,0 +1,304 @@
+"""The rendezvous of several machines: who meets, who is refused, and in which words."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from packtrain.config.compose import load_config
+from packtrain.config.schema import Trainer
+from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, UserError
+from packtrain.launch import rendezvous
+from packtrain.launch.rendezvous import Group, Place, is_own, job_of, meet
+from packtrain.monitor.channel import SECRET, Client
+from packtrain.plan.agreement import Member
+from tests.ports import free_port
+from tests.unit.plan.test_agreement import member
+
+LONG_S = 60  # for what comes in no time, unless the machine has other things to do
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr(rendezvous, "_POLL_S", 0.05)
+    monkeypatch.delenv(SECRET, raising=False)
+    return free_place()
+
+
+def free_place() -> Place:
+    return Place("127.0.0.1", free_port(), LONG_S, "job")
+
+
+class Launchers:
+    """Threads that each go through one rendezvous; `ends` has what became of each, by the order of starting."""
+
+    def __init__(self) -> None:
+        self.ends: dict[int, Any] = {}
+        self._threads: list[threading.Thread] = []
+        self._over = threading.Event()
+
+    def start(self, me: Member, place: Place, prepare: Callable[[], None] = lambda: None) -> None:
+        number = len(self._threads)
+
+        def run() -> None:
+            try:
+                with meet(me, place, prepare) as group:
+                    self.ends[number] = group
+                    self._over.wait(2 * LONG_S if group.server else 0)  # serves until the others have their answer
+            except (PacktrainError, RuntimeError) as error:
+                self.ends[number] = error
+
+        self._threads.append(threading.Thread(target=run, daemon=True))
+        self._threads[-1].start()
+
+    def join(self) -> list[Any]:
+        until = time.monotonic() + 2 * LONG_S
+        while len(self.ends) < len(self._threads):
+            assert time.monotonic() < until, f"still there; ended: {self.ends}"
+            time.sleep(0.01)
+        self._over.set()
+        for thread in self._threads:
+            thread.join(LONG_S)
+        return [self.ends[number] for number in range(len(self._threads))]
+
+
+def together(place: Place, *members: Member) -> list[Any]:
+    launchers = Launchers()
+    for me in members:
+        launchers.start(me, place)
+    return launchers.join()
+
+
+def join(place: Place, me: Member, token: str = "visitor", job: str = "job") -> dict[str, Any]:
+    """What machine 0 answers to one call, as soon as it serves."""
+    until = time.monotonic() + LONG_S
+    while True:
+        try:
+            return Client("127.0.0.1", place.port).call("join", {"member": asdict(me), "token": token, "job": job})
+        except OSError:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [3, 64])
+def test_all_machines_meet_and_share_names_a_secret_and_a_port_for_torch(number: int, place: Place) -> None:
+    ends = together(place, *[member(node, number) for node in reversed(range(number))])
+    assert all(isinstance(one, Group) for one in ends), ends
+    assert {tuple(one.names.values()) for one in ends} == {tuple(f"n{node + 1}" for node in range(number))}
+    assert len({one.secret for one in ends}) == len({one.store_port for one in ends}) == 1
+    assert ends[0].store_port != place.port
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"config": {"optim.learning_rate": "0.002"}}, "optim.learning_rate: n2 has 0.002; n1 has 0.001"),
+        ({"versions": {"torch": "2.12.0"}}, "torch: n2 has 2.12.0; n1 has 2.13.0"),
+        ({"per_node": 3, "gpus": 3}, "same number of processes (n1: 2, n2: 3)"),
+        ({"nodes": 3, "total": 6}, "how many they are: 2 on n1, 3 on n2"),
+        ({"node": 0}, "two machines say that they are number 0: n1 (10.0.0.1) and n2 (10.0.0.2)"),
+    ],
+    ids=["config", "versions", "per-node", "nodes", "twice"],
+)
+def test_machines_that_do_not_fit_all_stop_with_the_same_words(
+    change: dict, said: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_FULL_PICTURE_S", 0.2)
+    launchers = Launchers()
+    launchers.start(member(0), place)
+    if "node" in change:  # machine 0's own address check sends it here
+        join(place, member(1), job="another")  # it serves by now
+        monkeypatch.setattr(rendezvous, "is_own", lambda address: False)
+    launchers.start(replace(member(1), **change), place)
+    ends = launchers.join()
+    assert [type(one) for one in ends] == [CheckFailed, CheckFailed]
+    assert said in str(ends[0])
+    assert str(ends[0]) == str(ends[1])
+    assert "→" in str(ends[0])
+
+
+def test_what_machine_0_cannot_prepare_is_an_error_for_all(place: Place) -> None:
+    def prepare() -> None:
+        raise UserError("the run folder cannot be written", where="trainer.output_dir")
+
+    launchers = Launchers()
+    launchers.start(member(0), place, prepare)
+    launchers.start(member(1), place)
+    assert all(isinstance(one, UserError) and "cannot be written" in str(one) for one in launchers.join())
+
+
+def test_a_missing_machine_is_named_to_all_that_are_there(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    place = replace(place, names=("n1", "n2", "n3"), timeout_s=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "PROGRESS_S", 1)
+        patch.setattr(rendezvous, "_GONE_S", LONG_S)
+        ends = together(place, member(0, 3), member(2, 3))
+    for error in ends:
+        assert isinstance(error, PeerFailed)
+        assert "n2 (machine 1, ranks 2 to 3) did not connect to n1 within 3 s (here: n1 and n3)" in str(error)
+        assert "topology.node_rank=1" in str(error)
+    shown = capfd.readouterr().err
+    assert "s for n2 (machine 1, ranks 2 to 3): not connected; n1 and n3 are here" in shown
+
+
+def test_a_machine_0_that_never_starts_is_named(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "PROGRESS_S", 0)
+        patch.setattr(rendezvous, "is_own", lambda address: False)
+        (error,) = together(replace(place, timeout_s=1.2), member(1))
+    assert isinstance(error, PeerFailed)
+    (problem,) = error.problems  # with the address once
+    said = rf"machine 0 could not be reached at 127\.0\.0\.1:{place.port} for \d+ s: connection refused"
+    assert re.fullmatch(said, problem.what)
+    assert re.search(r"waiting \d+ s for machine 0 at 127\.0\.0\.1", capfd.readouterr().err)
+
+
+def test_an_address_of_the_machine_itself_is_an_error_before_the_time_is_over(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "CERTAIN_S", 0.5)
+    begun = time.monotonic()
+    by_name, error = (together(replace(place, address=one), member(1))[0] for one in ("localhost", "127.0.0.1"))
+    assert time.monotonic() - begun < place.timeout_s / 2
+    assert isinstance(by_name, CheckFailed) and isinstance(error, CheckFailed)
+    assert "127.0.0.1 here, an address of this machine itself, and nobody listens there" in str(by_name)
+    assert "127.0.0.1 is an address of this machine itself, and nobody listens there" in str(error)
+    assert "topology.main_address" in str(error)
+
+
+def test_an_unknown_name_is_an_error_on_both_sides(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "CERTAIN_S", 0.5)
+
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    ends = together(replace(place, address="nowhere"), member(0), member(1))
+    assert all(isinstance(one, CheckFailed) and "'nowhere' is not known" in str(one) for one in ends)
+
+
+def test_a_second_machine_0_is_told_its_own_addresses(place: Place) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "is_own", lambda address: False)
+        patch.setattr(rendezvous, "_CALL_OUT_S", 0.5)  # nobody answers
+        (error,) = together(place, member(0, host="n2"))
+    assert isinstance(error, CheckFailed)
+    said = "this machine (n2) has topology.node_rank=0, but topology.main_address=127.0.0.1 is not one of its addresses"
+    assert said in str(error)
+    assert "topology.node_rank, topology.main_address" in str(error)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_taken_port_is_an_error_with_its_holder(answers: bool, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "CERTAIN_S", 0.5)
+    monkeypatch.setattr(rendezvous, "_CALL_OUT_S", 1)
+    code = f"import http.server as h; s = h.HTTPServer(('', {place.port}), h.SimpleHTTPRequestHandler); "
+    code += f"print('there', flush=True); {'s.serve_forever()' if answers else 'input()'}"
+    with subprocess.Popen(
+        [sys.executable, f"-c{code}", "--token=hush"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        here, there = together(place, member(0), member(1))
+        holder.kill()
+    assert isinstance(here, CheckFailed) and isinstance(there, CheckFailed)
+    # an option may be a secret
+    assert re.search(rf"port {place.port} is taken by process {holder.pid} \(\S*python\S*\)", str(here))
+    assert "topology.main_port" in str(here) and "not a packtrain that waits" in str(there)
+
+
+def test_strangers_neither_join_nor_stop_the_rendezvous(place: Place) -> None:
+    launchers = Launchers()
+    launchers.start(member(0), place)
+    join(place, member(1), job="another")  # it serves by now
+    with socket.create_connection(("127.0.0.1", place.port)) as scanner:
+        scanner.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
+        with socket.create_connection(("127.0.0.1", place.port)) as silent:
+            client = Client("127.0.0.1", place.port)
+            for odd in ({}, {"member": 3, "token": "x"}, {"member": {"node": -1}, "token": "x", "job": "job"}):
+                assert "another version of packtrain" in json.dumps(client.call("join", odd))
+            assert silent.fileno() > 0
+            launchers.start(member(1), place)
+            assert all(isinstance(one, Group) for one in launchers.join())
+
+
+def test_machines_meet_over_ipv6(place: Place) -> None:
+    if not socket.has_dualstack_ipv6() or not is_own("::1"):
+        pytest.skip("no IPv6 on this machine")
+    ends = together(replace(place, address="::1"), member(0), member(1))
+    assert all(isinstance(one, Group) for one in ends), ends
+
+
+def test_a_machine_of_another_run_is_sent_away_and_the_run_goes_on(place: Place) -> None:
+    launchers = Launchers()
+    launchers.start(member(0), place)
+    launchers.start(member(1), replace(place, job="another"))
+    while 1 not in launchers.ends:
+        time.sleep(0.05)
+    assert isinstance(launchers.ends[1], CheckFailed)
+    assert "another run" in str(launchers.ends[1])
+    launchers.start(member(1), place)
+    ends = launchers.join()
+    assert isinstance(ends[0], Group) and isinstance(ends[2], Group)
+
+
+def test_who_has_not_the_secret_that_all_were_given_cannot_join(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "of the job")
+    launchers = Launchers()
+    launchers.start(member(0), place)
+    with pytest.raises(OSError, match="channel of another run"):
+        Client("127.0.0.1", place.port).call("join", {}) if time.sleep(1) is None else None
+    launchers.start(member(1), place)
+    assert [one.secret for one in launchers.join()] == ["of the job"] * 2
+
+
+def test_a_machine_that_left_is_waited_for_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    launchers = Launchers()
+    launchers.start(member(0, 3), place)
+    monkeypatch.setattr(rendezvous, "_GONE_S", 0.2)
+    assert "wait" in join(place, member(1, 3))
+    time.sleep(0.5)
+    launchers.start(member(1, 3), place)
+    launchers.start(member(2, 3), place)
+    assert all(isinstance(one, Group) for one in launchers.join())
+
+
+def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_that_it_has_begun(place: Place) -> None:
+    def stopped() -> None:
+        raise RuntimeError
+
+    launchers = Launchers()
+    launchers.start(member(0), place, stopped)
+    launchers.start(member(1), place)
+    error = launchers.join()[1]
+    assert isinstance(error, PeerFailed)
+    assert "machine 0 left before the run began: its launcher was stopped" in str(error)
+    place, begun = free_place(), Launchers()
+    begun.start(member(0), place)
+    begun.start(member(1), place)
+    while len(begun.ends) < 2:
+        time.sleep(0.01)
+    assert "goes on already" in json.dumps(join(place, member(1)))
+    begun.join()
+
+
+def test_the_name_of_a_run_is_that_of_its_folder() -> None:
+    config = load_config("recipes/quickstart-sft.yaml", [])
+    assert job_of(config) != job_of(replace(config, trainer=Trainer(output_dir="elsewhere")))
+
+
+@pytest.mark.parametrize("kind", [UserError, CheckFailed, PeerFailed])
+def test_an_error_of_one_machine_is_of_the_same_kind_on_another(kind: type[PacktrainError]) -> None:
+    error = kind("the port is taken", where="port", fix="take another")
+    told = rendezvous._from_json(json.loads(json.dumps(rendezvous._to_json(error))))
+    assert type(told) is kind
+    assert told.problems == (Problem("the port is taken", "port", "take another"),)

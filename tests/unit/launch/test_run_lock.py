@@ -1,0 +1,57 @@
+"""One run at a time in a run folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from packtrain.errors import UserError
+from packtrain.launch.run_lock import check_free, is_locked, locked
+from packtrain.run_folder import RunFolder
+
+
+def test_a_folder_is_locked_by_one_run_until_it_ends_even_when_it_is_moved(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.summary.parent.mkdir()
+    folder.summary.write_text('{"status": "done"}')
+    check_free(folder.root)
+    folder.open_attempt("auto")
+    with locked(folder.root):
+        assert folder.begin("auto") is not None
+        assert is_locked(folder.root)
+        with pytest.raises(UserError, match="a run is going on in"):
+            check_free(folder.root)
+        (folder.logs / "channel.json").write_text(json.dumps({"host": "n2"}))
+        with pytest.raises(UserError, match=r"a run of another machine is going on in .* \(n2\)"), locked(folder.root):
+            pass
+        assert not is_locked(tmp_path / "another")
+    assert not is_locked(folder.root)
+
+
+LOCK = """
+import sys
+from pathlib import Path
+from packtrain.errors import UserError
+from packtrain.launch.run_lock import locked
+locks, folder = 0, Path(sys.argv[1])
+while locks < 200:
+    try:
+        with locked(folder):
+            (folder / "mine").mkdir()
+            (folder / "mine").rmdir()
+            locks += 1
+    except UserError:
+        pass
+"""
+
+
+def test_a_lock_goes_with_its_run_and_is_never_held_twice(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    command = [sys.executable, "-c", LOCK, str(tmp_path)]
+    several = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    for one in several:
+        assert one.communicate(timeout=120)[1] == ""
