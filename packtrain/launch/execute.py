@@ -39,12 +39,13 @@ from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.interfaces import short_waits
 from packtrain.plan.launch_plan import LaunchPlan
-from packtrain.plan.surroundings import BY_HAND, launch_of
 from packtrain.run_folder import RunFolder, environment, write_json
 
 LAUNCHER_LOG = "launcher.log"
 SHUTDOWN_TIMEOUT_S = 120
 MOST_SILENCE_S = 30
+_OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE")
+"""Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher; without them processes are started by hand."""
 
 
 def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> int:
@@ -107,8 +108,7 @@ def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: C
     if plan.num_processes > 1:  # started by another launcher
         own = {name: value for name, value in stacks.recorded_into(folder.logs).items() if name not in os.environ}
         os.environ.update(own)
-        launch = launch_of(os.environ, os.getppid())
-        with watched(folder.logs, _limits(config), by_hand=launch is None or launch[0].startswith(BY_HAND)):
+        with watched(folder.logs, _limits(config), by_hand=not any(name in os.environ for name in _OF_LAUNCHERS)):
             return train()
     with looked_at(folder.logs, _limits(config)), last_words(folder.log(0)):
         return train()
