@@ -25,7 +25,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import xxhash
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed import distributed_c10d
 
@@ -33,7 +32,7 @@ from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem
 from packtrain.launch.worker import LOG_DIR
 from packtrain.model.load import base_model, weights_hash
 from packtrain.monitor.heartbeat import waiting
-from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, differences, shared_versions
+from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, differences, digest_of, shared_versions
 from packtrain.plan.interfaces import SOCKETS
 from packtrain.run_folder import environment
 from packtrain.train.library_errors import shortly
@@ -82,7 +81,11 @@ def agree_on_model(peers: Peers | None, model: torch.nn.Module, *, timeout_s: fl
     if peers is None:
         return
     settings = base_model(model).config.to_dict()
-    facts = {f"model.config.{key}": _text(value) for key, value in settings.items() if key not in _NO_MATTER}
+    facts = {
+        f"model.config.{key}": text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({digest_of(text)})"
+        for key, value in settings.items()
+        if key not in _NO_MATTER and (text := json.dumps(value, sort_keys=True, default=str))
+    }
     facts["model weights"] = f"those with hash {weights_hash(model)[:12]}"
     fix = "its files differ there: compare them with sha256sum, copy them, or name a model.revision"
     _agree(peers, "model", facts, dict.fromkeys(facts, fix), timeout_s)
@@ -186,11 +189,6 @@ def _agree(
 
     if peers is not None:
         peers.settle(stage, facts, judge, timeout_s=timeout_s)
-
-
-def _text(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({xxhash.xxh3_64_hexdigest(text.encode())[:6]})"
 
 
 def _wrong_sum(rank: int, ranks: int, device: torch.device, reduce: Callable[[torch.Tensor], object]) -> str:

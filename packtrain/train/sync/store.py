@@ -40,8 +40,8 @@ Judge = Callable[[Sequence["Statement"]], Sequence[Problem]]
 
 
 def preparing_s(limit_s: float) -> float:
-    """How long ranks wait for others that prepare data, load a model, read a checkpoint or write results, of which some have
-    a cache and others need hours: for ever where a launcher of ours watches them, and `limit_s` elsewhere."""
+    """How long ranks wait for others that prepare data, load a model, or read or write files, for which some need hours: for
+    ever where a launcher of ours watches them, and `limit_s` elsewhere."""
     return math.inf if LOG_DIR in os.environ else limit_s
 
 
@@ -96,55 +96,49 @@ class Peers:
         try:
             if self.own.rank == 0:
                 self.store.set(name, value)
-            elif not _came(self.store, [name], timeout_s):
-                raise PeerFailed(f"rank 0 did not say its {name} within {timeout_s:g} s", fix="its log says why")
+            with waiting("rank 0"):
+                if not _came(self.store, [name], timeout_s):
+                    raise PeerFailed(f"rank 0 did not say its {name} within {timeout_s:g} s", fix="its log says why")
             return self.store.get(name).decode()
         except DistError as error:
             raise PeerFailed(f"rank {self.own.rank} lost rank 0: {shortly(error)}", fix="its log says why") from error
 
     def machines(self) -> list[tuple[str, tuple[int, ...]]]:
         """Host name and ranks of each machine, once all ranks have come to the first stage."""
-        machines: dict[str, list[Statement]] = defaultdict(list)
+        machines: dict[tuple[str, str], list[int]] = defaultdict(list)
         for one in _statements(PrefixStore(FIRST_STAGE, self.store), range(self.world_size)):
-            machines[one.machine].append(one)
-        return [(ours[0].host, tuple(one.rank for one in ours)) for ours in machines.values()]
+            machines[one.host, one.machine].append(one.rank)
+        return [(host, tuple(ranks)) for (host, _), ranks in machines.items()]
 
     def _verdict(self, store: Store, statement: Statement, judge: Judge, timeout_s: float) -> dict[str, Any]:
+        said, problems = [f"said/{rank}" for rank in range(self.world_size)], []
+        missing, own = [], said[statement.rank]
         if store.add(f"taken/{statement.rank}", 1) > 1:
-            return self._refused(store, statement)
-        store.set(f"said/{statement.rank}", json.dumps(asdict(statement)))
-        if statement.rank:
-            came = _came(store, ["verdict"], timeout_s + GRACE_S)
-            return json.loads(store.get("verdict")) if came else {"problems": [], "missing": "rank 0", "readers": 0}
-        said = [f"said/{one}" for one in range(self.world_size)]
-        came = _came(store, said, timeout_s, or_key="verdict")
-        if store.check(["verdict"]):  # of a second process with a rank
-            return json.loads(store.get("verdict"))
-        missing = [] if came else [one for one in range(self.world_size) if not store.check([said[one]])]
-        problems = [] if missing else [asdict(one) for one in judge(_statements(store, range(self.world_size)))]
+            other = _statements(store, [statement.rank])[0].host if _came(store, [own], GRACE_S) else "?"
+            what = f"two processes say that they are rank {statement.rank}: on {other} and on {statement.host}"
+            fix = "give each machine its own number (topology.node_rank, --machine_rank), and each launch its own main_port"
+            problems = [Problem(what, "environment variable RANK", fix)]
+        else:
+            store.set(own, json.dumps(asdict(statement)))
+            if statement.rank:
+                came = _came(store, ["verdict"], timeout_s + GRACE_S)
+                return json.loads(store.get("verdict")) if came else {"problems": [], "missing": "rank 0", "readers": 0}
+            came = _came(store, said, timeout_s, or_key="verdict")
+            if store.check(["verdict"]):  # of a second process with a rank
+                return json.loads(store.get("verdict"))
+            missing = [] if came else [rank for rank, key in enumerate(said) if not store.check([key])]
+            problems = [] if missing else judge(_statements(store, range(self.world_size)))
         absent = in_words(self._known(missing)) if missing else ""
-        verdict = {"problems": problems, "missing": absent, "readers": self.world_size - len(missing)}
-        store.set("verdict", json.dumps(verdict))
-        return verdict
-
-    def _refused(self, store: Store, statement: Statement) -> dict[str, Any]:
-        """The verdict of a process whose rank another one has already."""
-        came = _came(store, [f"said/{statement.rank}"], GRACE_S)
-        other = _statements(store, [statement.rank])[0].host if came else "?"
-        problem = Problem(
-            f"two processes say that they are rank {statement.rank}: on {other} and on {statement.host}",
-            where="environment variable RANK",
-            fix="give each machine its own number (topology.node_rank, --machine_rank), and each launch its own main_port",
-        )
-        verdict = {"problems": [asdict(problem)], "missing": "", "readers": self.world_size}
+        readers = self.world_size - len(missing)
+        verdict = {"problems": [asdict(one) for one in problems], "missing": absent, "readers": readers}
         store.set("verdict", json.dumps(verdict))
         return verdict
 
     def _known(self, ranks: Sequence[int]) -> list[Statement]:
         """What ranks said at the first stage, or no more than their number where they never came."""
         first = PrefixStore(FIRST_STAGE, self.store)
-        nothing = [Statement(one, "", "", {}) for one in ranks]
-        return [_statements(first, [o.rank])[0] if first.check([f"said/{o.rank}"]) else o for o in nothing]
+        came = {rank: first.check([f"said/{rank}"]) for rank in ranks}
+        return [_statements(first, [rank])[0] if came[rank] else Statement(rank, "", "", {}) for rank in ranks]
 
     def _wait_until_read(self, store: Store, readers: int) -> None:
         """Rank 0, with which the store may end, goes on when all have read the verdict."""
@@ -188,8 +182,8 @@ def join(*, timeout_s: float) -> Peers | None:
             raise CheckFailed(what, where="topology.main_port", fix=_PORT_FIX) from store
         fix = f"another program may have that port there: {_PORT_FIX}"
         raise PeerFailed(f"no connection to rank 0 at {address}:{port}: {said}", fix=fix) from store
-    machine = f"{host} {os.environ.get('GROUP_RANK', '')}"
-    return Peers(PrefixStore("packtrain", store), world_size, Statement(rank, host, machine, {}))
+    own = Statement(rank, host, f"{host} {os.environ.get('GROUP_RANK', '')}", {})
+    return Peers(PrefixStore("packtrain", store), world_size, own)
 
 
 def in_words(ours: Sequence[Statement], *, hosts: bool = True) -> str:
