@@ -17,9 +17,9 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config import rules
 from packtrain.config.keys import Fault
 from packtrain.config.overrides import COMMAND_LINE, NO_HYDRA, Argument, carry_out, no_choice, parse
+from packtrain.config.rules import combinations, missing, secrets, slurm
 from packtrain.config.schema import RunConfig, groups
 from packtrain.config.validate import build, plain_values
 from packtrain.config.yaml_files import ConfigFile, find_choice, find_config, options, read_config, shipped, shown
@@ -210,7 +210,13 @@ def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[F
     config = RunConfig(**made)
     faults += _new(wrong_values, faults, spoilt)
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
-    return config, faults + _new(rules.check(config, given), faults, spoilt)
+    impossible = [
+        *combinations.check(config, given),
+        *slurm.check(config.topology, config.trainer.resume, given),
+        *secrets.check(asdict(config)),
+        *missing.check(config.model, config.data, config.objective, config.trainer, config.optim, config.tracking),
+    ]
+    return config, faults + _new(impossible, faults, spoilt)
 
 
 def _new(faults: list[Fault], known: list[Fault], spoilt: list[str]) -> list[Fault]:

@@ -92,7 +92,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One config key: `path` is "optim.learning_rate"; bounds are `>= minimum`, `> above` and `<= maximum`."""
+    """One config key: `path` is "optim.learning_rate"; bounds are `>= minimum`, `> above`, `< below` and `<= maximum`."""
 
     path: str
     type: Any
@@ -100,6 +100,7 @@ class Key:
     doc: str
     minimum: float | None
     above: float | None
+    below: float | None
     maximum: float
 
 
@@ -131,6 +132,7 @@ def choices(kind: Any) -> tuple[str, ...]:
 def describe(key: Key) -> str:
     """What a key takes, in words: "whole number ≥ 1, or null"."""
     bounds = f" ≥ {key.minimum:g}" if key.minimum is not None else f" > {key.above:g}" if key.above is not None else ""
+    bounds += f", below {key.below:g}" if key.below is not None else ""
     optional = ", or null" if type(None) in members(key.type) else ""
     return words(members(key.type)) + bounds + optional
 

@@ -39,13 +39,19 @@ DEFAULT_ROW_TOKENS = 8192
 
 
 def key(
-    default: Any, doc: str, *, minimum: float | None = None, above: float | None = None, maximum: float = 10**9
+    default: Any,
+    doc: str,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    maximum: float = 10**9,
 ) -> Any:
-    """A config field: its default, its one-sentence description, and bounds (`>= minimum`, `> above`) where it has any.
+    """A config field: its default, its one-sentence description, and bounds (`>= minimum`, `> above`, `< below`) where it has any.
 
     A number above `maximum` does not fit some counter, or would never end.
     """
-    metadata = {"doc": doc, "minimum": minimum, "above": above, "maximum": maximum}
+    metadata = {"doc": doc, "minimum": minimum, "above": above, "below": below, "maximum": maximum}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -169,7 +175,9 @@ class Objective:
     loss_type: LossType | list[LossType] = key("sigmoid", "dpo: loss by TRL's name, or several that are added up.")
     loss_weights: list[float] | None = key(None, "dpo: weight of each of several losses; none for 1 each.")
     beta: float = key(0.1, "dpo: how strongly the model is held to the reference.", above=0)
-    label_smoothing: float = key(0.0, "dpo: share of pairs whose preference is taken to be wrong.", minimum=0)
+    label_smoothing: float = key(
+        0.0, "dpo: share of pairs whose preference is taken to be wrong.", minimum=0, below=0.5
+    )
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = key(
         "reverse_kl", "dpo: divergence from the reference (arXiv 2309.16240)."
     )
@@ -178,6 +186,7 @@ class Objective:
         None,
         "dpo: weight of tokens beyond the shorter answer's length (LD-DPO, arXiv 2409.06411); none for 1.",
         minimum=0,
+        maximum=1,
     )
     use_weighting: bool = key(False, "dpo: weigh pairs by how likely the model finds them (WPO, arXiv 2406.11827).")
     discopop_tau: float = key(0.05, "dpo: temperature of the discopop loss.", above=0)
@@ -221,8 +230,8 @@ class Optim:
     schedule_options: dict[str, Any] = key({}, "Arguments of the schedule (e.g. {min_lr_rate: 0.1}).")
     warmup_steps: float = key(0, "Steps of linear warm-up; below 1 a fraction of all steps.", minimum=0)
     weight_decay: float = key(0.0, "Decoupled weight decay, not on biases and norms.", minimum=0)
-    beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0)
-    beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0)
+    beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0, below=1)
+    beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0, below=1)
     epsilon: float = key(1e-8, "AdamW's epsilon.", above=0)
     max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0)
 
@@ -287,7 +296,7 @@ class Peft:
     kind: Literal["none", "lora"] = key("none", "Full fine-tuning, or LoRA adapters.")
     r: int = key(16, "Rank of the adapters.", minimum=1)
     alpha: int = key(32, "Scale of the adapters (alpha / r).", minimum=1)
-    dropout: float = key(0.0, "Dropout in front of the adapters.", minimum=0)
+    dropout: float = key(0.0, "Dropout in front of the adapters.", minimum=0, below=1)
     target_modules: str | list[str] = key("all-linear", "Names of the layers that get adapters.")
     modules_to_save: list[str] = key([], "Layers trained in full beside the adapters.")
     merge: bool = key(False, "Also write final-merged/, with the adapters merged into the model.")

@@ -176,7 +176,7 @@ def _in_bounds(value: float, key: Key) -> bool:
     if not math.isfinite(value):
         return False
     above = (key.minimum is None or value >= key.minimum) and (key.above is None or value > key.above)
-    return above and value <= key.maximum
+    return above and value <= key.maximum and (key.below is None or value < key.below)
 
 
 def _unknown(path: str) -> Fault:

@@ -189,7 +189,6 @@ def test_what_trl_cannot_compute_is_refused_by_the_config(objective: dict[str, A
 @pytest.mark.parametrize(
     ("objective", "said"),
     [
-        ({"ld_alpha": 1.5}, "would weigh more than the others"),
         ({"loss_weights": [-1.0]}, "away from the preferences"),
         ({"loss_weights": [float("nan")]}, "away from the preferences"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [0.0, 0.0]}, "trains nothing"),

@@ -53,7 +53,6 @@ def check(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_optim(config.optim),
         *_trainer(config, given),
         *_objective(config, given),
-        *_groups(config, given),
         *_topology(config.topology),
         *check_strategy(config),
     ]
@@ -148,9 +147,6 @@ def _batch(config: RunConfig) -> Iterator[Fault]:
 
 
 def _optim(optim: Optim) -> Iterator[Fault]:
-    for name, beta in (("beta1", optim.beta1), ("beta2", optim.beta2)):
-        if beta >= 1:
-            yield Fault((f"optim.{name}",), f"found {beta:g}", "A decay rate is below 1.")
     known = SCHEDULE_OPTIONS[optim.schedule]
     for name in optim.schedule_options:
         if name not in known:
@@ -204,6 +200,10 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
 
 
 def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    for key in sorted(given) if config.peft.kind == "none" else ():
+        if key.startswith("peft."):
+            what = "it does nothing without adapters (peft.kind is none)"
+            yield Fault((key,), what, "Choose peft=lora, or take the key away.")
     objective = config.objective
     other = "dpo" if objective.kind == "sft" else "sft"
     for path, key in keys().items():
@@ -219,16 +219,6 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             yield Fault(("packing.share_prefix",), what, "Take the key away.")
         return
     yield from dpo_rules(objective, config.data, config.packing, config.peft, given)
-
-
-def _groups(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    if config.peft.kind == "none":
-        for key in sorted(given):
-            if key.startswith("peft."):
-                what = "it does nothing without adapters (peft.kind is none)"
-                yield Fault((key,), what, "Choose peft=lora, or take the key away.")
-    if config.peft.dropout >= 1:
-        yield Fault(("peft.dropout",), f"found {config.peft.dropout:g}", "A dropout probability is below 1.")
 
 
 def check_strategy(config: RunConfig) -> Iterator[Fault]:

@@ -55,9 +55,6 @@ def _losses(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault]
     if "exo_pair" in losses and objective.label_smoothing == 0:
         what = "the loss exo_pair needs label smoothing"
         yield Fault(("objective.label_smoothing",), what, "Its paper recommends 1e-3.")
-    if objective.label_smoothing >= 0.5:
-        what = f"found {objective.label_smoothing:g}: from one half on the preferences are turned round"
-        yield Fault(("objective.label_smoothing",), what, "Choose a number below 0.5.")
     smoothed = sorted({"exo_pair", "robust", "aot", "aot_unpaired"} & set(losses))
     if objective.label_smoothing > 0 and not smoothed:
         what = f"TRL's {', '.join(losses)} takes no label smoothing"
@@ -66,9 +63,6 @@ def _losses(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault]
     if objective.f_divergence_type != "reverse_kl" and (others := sorted(set(losses) - diverging)):
         what = f"{', '.join(others)} is not defined for {objective.f_divergence_type}"
         yield Fault(("objective.f_divergence_type", "objective.loss_type"), what, "Use reverse_kl.")
-    if objective.ld_alpha is not None and objective.ld_alpha > 1:
-        what = f"found {objective.ld_alpha:g}: tokens beyond the shorter answer would weigh more than the others"
-        yield Fault(("objective.ld_alpha",), what, "Choose a number from 0 to 1.")
     if objective.use_weighting and (sorting := objective.sorting_losses):
         what = f"{', '.join(sorting)} sorts pairs, which would get the weights of others"
         yield Fault(("objective.use_weighting", "objective.loss_type"), what, "Take it away.")

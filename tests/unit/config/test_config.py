@@ -411,6 +411,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["trainer.mixed_precision=bf16", "model.dtype=float16"], "trainer.mixed_precision", "float16"),
         (["model.dtype=float16"], "model.dtype", "peft=lora"),
         (["optim.beta1=1"], "optim.beta1", "below 1"),
+        (["objective.kind=dpo", "objective.ld_alpha=1.5"], "objective.ld_alpha", "at most 1"),
         (["topology.main_port=70000"], "topology.main_port", "65535"),
         (["trainer.epochs=1e9"], "trainer.epochs", "at most 1000000"),
         (["trainer.max_steps=1000000000000000000"], "trainer.max_steps", "at most 1000000000"),
