@@ -164,9 +164,8 @@ class ChatEncoder:
             text, _ = self._render(self.template.text, probe, probe.messages)
         except BadRow:
             return frozenset(ends)
-        tail = (
-            self.tokenizer.encode(text[text.rfind("ANSWER") + len("ANSWER") :].lstrip()).ids if "ANSWER" in text else []
-        )
+        _, answer, rest = text.rpartition("ANSWER")
+        tail = self.tokenizer.encode(rest.lstrip()).ids if answer else []
         if len(tail) and int(tail[0]) in self.tokenizer.special_ids:
             ends.add(int(tail[0]))
         return frozenset(ends)
@@ -184,8 +183,8 @@ class ChatEncoder:
         """The tokens `turn` (indices), cut or extended to end in the turn's end-of-turn token.
 
         White space behind that token is taken off. Marks may leave the token out: then it is added where only white space
-        stands in front of it, or `following` is another part of the same turn. A `whole` turn must hold it. Raises BadRow
-        where there is no such token.
+        stands in front of it, and nothing is added where `following` is another part of the same turn. A `whole` turn must
+        hold it. Raises BadRow where there is no such token.
         """
         ids, starts, ends = encoded.ids, encoded.starts, encoded.ends
         assert starts is not None and ends is not None
