@@ -22,6 +22,7 @@ from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
 NAME = "packtrain_varlen"
+_DROPS = "the kernels drop no scores (set model.config.attention_dropout=0, or the like of its type)"
 _OTHER = "set model.attention=auto: segmented and per_document need no kernel"
 
 
@@ -50,6 +51,8 @@ def flash_attention(
     if key.shape[2] != query.shape[2]:
         what = f"{type(module).__name__} attends to keys of other tokens"
         raise CheckFailed(what, fix="set model.attention=per_document")
+    if dropout:
+        raise CheckFailed(f"{type(module).__name__}: {_DROPS}", fix=_OTHER)
     # layer norms and rotary embeddings hand down float32 under autocast and with PEFT
     dtype = get_target_dtype(query, module) or query.dtype
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
@@ -61,12 +64,11 @@ def flash_attention(
         window=window is not None,
         softcap=softcap,
         sinks=s_aux is not None,
-        dropout=dropout > 0,
     )
     choice = choose_kernel(layer, query.device)
     if choice.kernel is None:
         raise CheckFailed(f"no flash kernel serves {type(module).__name__}: {choice.why_not()}", fix=_OTHER)
-    scoring = Scoring(q.shape[2] ** -0.5 if scaling is None else scaling, window, softcap, dropout)
+    scoring = Scoring(q.shape[2] ** -0.5 if scaling is None else scaling, window, softcap)
     return attend_by_segments(choice.kernel, q, k, v, segments, scoring, s_aux)[None], None
 
 
@@ -76,7 +78,7 @@ def available(
     """The kernel for a plain layer of `model` on `device` where there is one, and a line for people.
 
     `dtype` is what the layers compute in: autocast's, by default that of the weights. The line names the kernel and what
-    better ones lack, or says why there is none. What single layers need beyond (windows, sinks) shows when they run; dropout
+    better ones lack, or why there is none. What single layers need beyond (windows, sinks) shows when they run; dropout
     does not, since proofs run without it, and is looked up in the config.
     """
     dtype = dtype or model.dtype
@@ -84,22 +86,23 @@ def available(
         return None, f"the device is {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
         return None, f"the layers compute in {dtype}, the kernels in bfloat16 and float16"
-    choice = choose_kernel(_plain_features(model, dtype), device)
+    config: Any = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")):
+        return None, _DROPS
+    choice = choose_kernel(_plain_features(config, dtype), device)
     if choice.kernel is None:
         return None, f"no kernel is right: {choice.why_not()}"
     return choice, f"{choice.kernel.name} ({choice.why_not()})" if choice.lacks else choice.kernel.name
 
 
-def _plain_features(model: PreTrainedModel, dtype: torch.dtype) -> LayerFeatures:
-    """What an attention layer of the model needs by its config, without windows, soft-cap and sinks."""
-    config: Any = model.config.get_text_config()
+def _plain_features(config: Any, dtype: torch.dtype) -> LayerFeatures:
+    """What an attention layer needs by the model's config, without windows, soft-cap and sinks."""
     heads = getattr(config, "num_attention_heads", None) or 1
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 64 * heads) // heads
     head_dim = getattr(config, "qk_head_dim", None) or head_dim  # latent attention has heads of two widths
     value_dim = getattr(config, "v_head_dim", None) or head_dim
-    dropout = any(getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop", "attn_dropout"))
-    return LayerFeatures(dtype, max(1, heads // kv_heads), head_dim, value_dim, dropout=dropout)
+    return LayerFeatures(dtype, max(1, heads // kv_heads), head_dim, value_dim)
 
 
 AttentionInterface.register(NAME, flash_attention)

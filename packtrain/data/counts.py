@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-FATES = np.dtype(
+FATES = np.dtype(  # the fields of Fate
     [
         ("content", np.uint64),
         ("cut_tokens", np.int64),
@@ -35,13 +35,13 @@ class Fate(NamedTuple):
     """
 
     content: int
+    cut_tokens: int = 0
     documents: int = 0
+    dropped_chunks: int = 0
     dropped: str = ""
     truncated: bool = False
     split: bool = False
     apart: bool = False
-    dropped_chunks: int = 0
-    cut_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ from packtrain.data.sources.chunks import BadRow, Chunk
 from packtrain.data.sources.locate import Role, Source, locate, sources_in
 from packtrain.data.tokens.cache import StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
-from packtrain.data.tokens.encode import MOST_PROBLEMS, EncodedChunk, Encoder, PairEncoder, Settings
+from packtrain.data.tokens.encode import MOST_PROBLEMS, EncodedChunk, Encoder, PairEncoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.monitor import heartbeat
@@ -102,7 +102,7 @@ def _prepared(
         raise UserError("there is nothing to train on", where="data.train", fix="Give a file, a folder or a hub id.")
     chat_template = choose_template(template or data.chat_template, tokenizer)
     encoder = (Encoder if objective == "sft" else PairEncoder)(
-        plain_tokenizer(tokenizer), chat_template, _settings(data, objective)
+        plain_tokenizer(tokenizer), chat_template, _checked(data, objective)
     )
     console = Console(stderr=True, quiet=not progress)
     mix = partial(mixed, seed=seed, together=1 if objective == "sft" else 2)
@@ -120,14 +120,13 @@ def _prepared(
         return PreparedData(mix(train, "data.train"), mix(evaluated, "data.eval"))
 
 
-def _settings(data: Data, objective: Objective) -> Settings:
-    """The keys that decide the tokens; raises UserError for values that the objective has no use for."""
-    overlong, columns = data.overlong, tuple(sorted(data.columns.items()))
+def _checked(data: Data, objective: Objective) -> Data:
+    """`data` with what the objective makes of it; raises UserError for values that it has no use for."""
     if objective == "sft":
-        if overlong in ("keep_start", "keep_end"):
-            what = f"data.overlong={overlong} is for preference pairs"
+        if data.overlong in ("keep_start", "keep_end"):
+            what = f"data.overlong={data.overlong} is for preference pairs"
             raise UserError(what, where="data.overlong", fix="Set it to truncate, split, drop or error.")
-        return Settings(data.loss_on, data.max_length, overlong, data.bad_rows, columns)
+        return data
     if data.format not in ("auto", *OF_PAIRS):
         what = f"data.format={data.format} has no preference pairs"
         fix = "Set it to auto, preference or ranked, or train with packtrain sft."
@@ -135,11 +134,10 @@ def _settings(data: Data, objective: Objective) -> Settings:
     if data.loss_on not in ("auto", "completion"):
         what = f"data.loss_on={data.loss_on}, but preferences are about the answers"
         raise UserError(what, where="data.loss_on", fix="Set it to auto or completion.")
-    if overlong == "split":
+    if data.overlong == "split":
         what = "a preference pair cannot be split: the later parts would have no prompt"
         raise UserError(what, where="data.overlong", fix="Set it to truncate, keep_end, drop or error.")
-    overlong = "truncate" if overlong == "keep_start" else overlong
-    return Settings("completion", data.max_length, overlong, data.bad_rows, columns)
+    return replace(data, overlong="truncate") if data.overlong == "keep_start" else data
 
 
 @dataclass
@@ -160,9 +158,10 @@ class _Tokeniser:
         except OSError as error:
             where = str(error.filename or given.path)
             raise UserError(f"cannot be used: {error.strerror or error}", where=where) from error
-        encoder = self.workers.encoder
+        encoder, data = self.workers.encoder, self.workers.encoder.data
         chat = encoder.template.content if encoder.template else ""
-        parts = (VERSION, identity, self.objective, self.data.format, encoder.settings, encoder.tokenizer.content, chat)
+        keys = (data.format, data.loss_on, data.max_length, data.overlong, data.bad_rows, sorted(data.columns.items()))
+        parts = (VERSION, identity, self.objective, keys, encoder.tokenizer.content, chat)
         key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
         def say(message: str) -> None:

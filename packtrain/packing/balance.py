@@ -21,12 +21,13 @@ its rank, which ZeRO-3 and FSDP would gain nothing from.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from typing import Literal
 
 import numpy as np
+
+from packtrain.packing.bins import best_fit
 
 Mode = Literal["padding", "padding_free", "packed"]
 Layout = list[list[np.ndarray]]  # [rank][micro-batch]: int64[documents]
@@ -122,14 +123,12 @@ def _spread(lengths: np.ndarray, world_size: int, limits: MicroBatchLimits, atte
     cost = costs(lengths, attention_cost).tolist()
     fewest = max(min(1, len(sizes)), math.ceil(sum(sizes) / limits.tokens), math.ceil(len(sizes) / limits.examples))
     slots = _rounded_up(fewest, world_size)
-    parts = _longest_first(order, sizes, cost, slots, limits)
-    if parts is None:
-        fullest = _best_fit(order, sizes, limits)
-        if len(fullest) > slots:
-            slots = _rounded_up(len(fullest), world_size)
-            parts = _longest_first(order, sizes, cost, slots, limits)
-        if parts is None:
-            parts = fullest + [[] for _ in range(slots - len(fullest))]
+    while (parts := _longest_first(order, sizes, cost, slots, limits)) is None:
+        if limits.examples == math.inf:
+            rows = best_fit(lengths, int(limits.tokens), np.random.default_rng(0))
+            if len(rows) <= slots:
+                return [rows[row] for row in range(len(rows))] + [rows.documents[:0]] * (slots - len(rows))
+        slots += world_size
     return [np.array(part, dtype=np.int64) for part in parts]
 
 
@@ -168,23 +167,6 @@ def _longest_first(
             heappop(cheapest)
         else:
             heapreplace(cheapest, (load[part], part))
-    return parts
-
-
-def _best_fit(order: list[int], lengths: list[int], limits: MicroBatchLimits) -> list[list[int]]:
-    """Best-fit-decreasing: each document of `order` (longest first) into the fullest part with room, else a new one."""
-    parts: list[list[int]] = []
-    rooms: list[tuple[float, int]] = []  # (room, part), ascending, of parts that take more documents
-    for document in order:
-        at = bisect_left(rooms, (lengths[document], -1))
-        if at < len(rooms):
-            room, part = rooms.pop(at)
-        else:
-            room, part = limits.tokens, len(parts)
-            parts.append([])
-        parts[part].append(document)
-        if len(parts[part]) != limits.examples:
-            insort(rooms, (room - lengths[document], part))
     return parts
 
 

@@ -32,7 +32,7 @@ from packtrain.proof.isolation import tolerance_of
 Batch = dict[str, object]
 
 WINDOW = 80  # tokens; the proof's row has 37
-LENGTHS = (9, 1, 17, 17, 90)
+LENGTHS = (17, 1, 33, 33, 100)
 TOLERANCE_LOSS, TOLERANCE_GRADIENTS = 1e-5, 1e-4  # relative, in float32
 
 

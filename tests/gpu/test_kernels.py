@@ -32,13 +32,12 @@ NEEDS = {
     "sinks": LayerFeatures(torch.bfloat16, 8, 64, 64, sinks=True),
     "sinks and window": LayerFeatures(torch.bfloat16, 8, 64, 64, window=True, sinks=True),
     "latent attention": LayerFeatures(torch.bfloat16, 1, 192, 128),
-    "dropout": LayerFeatures(torch.bfloat16, 2, 128, 128, dropout=True),
 }
 TORCH = "torch's varlen_attn"
-TORCH_HAS_NOT = ("soft-cap", "soft-cap and window", "dropout")
+TORCH_HAS_NOT = ("soft-cap", "soft-cap and window")
 
 
-@pytest.mark.parametrize("case", [case for case in NEEDS if not NEEDS[case].dropout])  # what it draws has no reference
+@pytest.mark.parametrize("case", NEEDS)
 @pytest.mark.parametrize("name", [name for name, _ in CANDIDATES])
 def test_a_kernel_is_right_in_output_and_gradients_or_says_what_it_lacks(
     name: str, case: str, device: torch.device

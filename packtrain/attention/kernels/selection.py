@@ -35,7 +35,6 @@ class LayerFeatures:
     window: bool = False
     softcap: float | None = None
     sinks: bool = False
-    dropout: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +97,6 @@ def _lack_of(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> str:
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             error = kernel_error(kernel, layer, device)
-            if layer.dropout:
-                _run_with_dropout(kernel, layer, device)
     except Lacks as lack:
         return str(lack)
     except torch.OutOfMemoryError:
@@ -169,14 +166,6 @@ def _row_error(ours: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """The largest |a - b| of a row (last dimension) over its |b|, or over the mean |b| where that is larger."""
     error, norm = (ours.double() - exact).norm(dim=-1), exact.norm(dim=-1)
     return (error / norm.clamp(min=norm.square().mean().sqrt())).max()
-
-
-def _run_with_dropout(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> None:
-    """Raises what the kernel raises where it cannot drop scores; what it draws cannot be compared with anything."""
-    segments, scoring, (query, key, value, sinks) = probe_row(layer, device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        output = attend_by_segments(kernel, query, key, value, segments, replace(scoring, dropout=0.1), sinks)
-        torch.autograd.grad(output.sum(), query)
 
 
 def _first_line(error: Exception) -> str:

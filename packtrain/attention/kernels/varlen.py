@@ -3,7 +3,7 @@
 All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
 causality at the bottom right: a segment may have more keys than queries, which is how a shared prefix is served. Its keys
 and values are gathered in front of the segment's own; the backward of the gather sums the gradients. What a kernel has
-beyond that (soft-cap, sinks, dropout) is read from its signature; whether it is right is found out by running it
+beyond that (soft-cap, sinks) is read from its signature; whether it is right is found out by running it
 (selection.py).
 """
 
@@ -33,13 +33,12 @@ class Lacks(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer weighs its keys: `scale` of the dot products, `window` in tokens (the query's own included), the
-    `softcap` that scores are squashed to, and the probability of `dropout`."""
+    """How a layer weighs its keys: `scale` of the dot products, `window` in tokens (the query's own included), and the
+    `softcap` that scores are squashed to. No kernel drops scores: a draw could be compared with nothing."""
 
     scale: float
     window: int | None = None
     softcap: float | None = None
-    dropout: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +164,6 @@ def _by_signature(function: Callable[..., Any]) -> Attend:
     sink_name = next((name for name in ("learnable_sink", "s_aux") if name in names), "learnable_sink")
     words = {
         "softcap": "soft-cap",
-        "dropout_p": "dropout",
         "window_size": "sliding window",
         sink_name: "attention sinks",
     }
@@ -173,7 +171,6 @@ def _by_signature(function: Callable[..., Any]) -> Attend:
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
         asked = {
             "softcap": scoring.softcap,
-            "dropout_p": scoring.dropout or None,
             "window_size": None if scoring.window is None else (scoring.window - 1, 0),
             sink_name: None if sinks is None else sinks.to(q.dtype),
         }
@@ -210,8 +207,6 @@ def from_torch() -> Attend:
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
         if scoring.softcap is not None:
             raise Lacks("no soft-cap")
-        if scoring.dropout:
-            raise Lacks("no dropout")
         left = -1 if scoring.window is None else scoring.window - 1
         if sinks is not None:
             forward, backward = _torch_passes(borders, scoring.scale, left)

@@ -77,7 +77,8 @@ class StoreWriter:
 
     def add(self, documents: Documents, fates: list[Fate]) -> None:
         """Append documents, and the fates of the rows they came from."""
-        self._fates.append(np.array([self._record(fate) for fate in fates], FATES))
+        numbered = (fate._replace(dropped=self._reason(fate.dropped)) for fate in fates)
+        self._fates.append(np.array(list(map(tuple, numbered)), FATES))
         if len(documents.lengths):
             for name, values in ((TOKENS, documents.ids), (MASK, documents.mask)):
                 with open(self.folder / name, "ab") as file:
@@ -86,9 +87,9 @@ class StoreWriter:
             self._lengths.append(documents.lengths)
             self._trained.append(np.add.reduceat(documents.mask, starts, dtype=np.int32))
 
-    def _record(self, fate: Fate) -> tuple[int, ...]:
-        values = {**fate._asdict(), "dropped": self._reasons.setdefault(fate.dropped, len(self._reasons))}
-        return tuple(values[name] for name in FATES.fields or ())
+    def _reason(self, reason: str) -> Any:
+        """The number of a reason, by which a fate has it on disk."""
+        return self._reasons.setdefault(reason, len(self._reasons))
 
     @property
     def counts(self) -> RowCounts:

@@ -24,10 +24,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from packtrain.config.schema import Data
 from packtrain.data.counts import Fate
 from packtrain.data.formats.columns import Format, Row, content_of, number_of
 from packtrain.data.formats.conversations import Conversation, PromptCompletion, Text, Tokens, read_row
@@ -46,20 +47,8 @@ SAME = "identical answers"
 SAME_ONCE_CUT = "identical answers within data.max_length"
 NO_ROOM = "an answer leaves no room for its prompt within data.max_length"
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
-LossOn = Literal["auto", "assistant", "completion", "all"]
 Tokenised = tuple[np.ndarray, np.ndarray]
 """Ids int32[n] of a document and its trained targets bool[n]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The keys of `data` that decide which tokens a row becomes."""
-
-    loss_on: LossOn
-    max_length: int | None
-    overlong: Literal["truncate", "keep_end", "drop", "split", "error"]
-    bad_rows: Literal["error", "skip"]
-    columns: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +79,7 @@ class Encoder:
 
     tokenizer: PlainTokenizer
     template: Template | None
-    settings: Settings
+    data: Data
 
     def encode(self, chunk: Chunk, format: Format) -> EncodedChunk:
         """Every row of the chunk, in order."""
@@ -103,11 +92,11 @@ class Encoder:
                 documents, apart = self._tokens(row, format)
             except BadRow as bad:
                 fates.append(Fate(content, dropped=bad.reason))
-                if self.settings.bad_rows == "error" and not isinstance(bad, NoPair):
+                if self.data.bad_rows == "error" and not isinstance(bad, NoPair):
                     problems.append(bad.problem(where))
                 continue
             longest = max(len(ids) for ids, _ in documents)
-            if self.settings.overlong == "error" and self.settings.max_length and longest > self.settings.max_length:
+            if self.data.overlong == "error" and self.data.max_length and longest > self.data.max_length:
                 problems.append(self._overlong_problem(where, longest))
             parts, fate = self._fitted(documents, Fate(content, apart=apart))
             kept.extend(parts)
@@ -121,7 +110,7 @@ class Encoder:
 
     def check(self, format: Format, where: str) -> None:
         """Raise UserError if this tokenizer, template and data.loss_on cannot serve rows of the format at all."""
-        tokenizer, loss_on = self.tokenizer, self.settings.loss_on
+        tokenizer, loss_on = self.tokenizer, self.data.loss_on
         chat = format in ("messages", "sharegpt", "alpaca")
         if chat and self.template is None:
             raise UserError(f"{format} needs a chat template, and {tokenizer.name} has none", where=where, fix=ADVICE)
@@ -140,10 +129,10 @@ class Encoder:
 
     def _content(self, row: RawRow, format: Format) -> int:
         """A number that is equal for equal rows."""
-        return content_of(row, format, dict(self.settings.columns))
+        return content_of(row, format, self.data.columns)
 
     def _row(self, values: dict[str, Any]) -> Row:
-        return Row(values, dict(self.settings.columns), self._named_roles)
+        return Row(values, self.data.columns, self._named_roles)
 
     @cached_property
     def _named_roles(self) -> frozenset[str]:
@@ -172,7 +161,7 @@ class Encoder:
         return documents, apart
 
     def _documents(self, row: Row, format: Format) -> tuple[list[Tokenised], bool]:
-        example, loss_on, apart = read_row(row, format), self.settings.loss_on, False
+        example, loss_on, apart = read_row(row, format), self.data.loss_on, False
         if isinstance(example, Conversation):
             default = "assistant" if example.answer_from is None else "completion"
             ids, mask = self._chat.encode(example, default if loss_on == "auto" else loss_on)
@@ -187,7 +176,7 @@ class Encoder:
         return [(ids, mask)], apart
 
     def _given(self, tokens: Tokens) -> Tokenised:
-        ids, mask, loss_on = tokens.input_ids, tokens.mask, self.settings.loss_on
+        ids, mask, loss_on = tokens.input_ids, tokens.mask, self.data.loss_on
         if len(outside := np.flatnonzero((ids < 0) | (ids >= self.tokenizer.vocabulary))):
             what = f"token {ids[outside[0]]} is not in the vocabulary of {self.tokenizer.vocabulary}"
             where, fix = f"input_ids[{outside[0]}]", "Use the model's own tokenizer."
@@ -220,20 +209,20 @@ class Encoder:
         return self._ended(np.concatenate([prompt, completion])), len(prompt), True
 
     def _overlong_problem(self, where: str, length: int) -> Problem:
-        what = f"{length} tokens, but data.max_length={self.settings.max_length}"
+        what = f"{length} tokens, but data.max_length={self.data.max_length}"
         return Problem(what, where, "Raise data.max_length, or set data.overlong to truncate, split or drop.")
 
     def _fitted(self, documents: list[Tokenised], fate: Fate) -> tuple[list[Tokenised], Fate]:
         """The document's parts that are kept, each with a trained token (or none), and `fate` with what that means."""
         ((ids, mask),) = documents
-        limit = self.settings.max_length or len(ids)
+        limit = self.data.max_length or len(ids)
         if not mask.any():
             return [], fate._replace(dropped=UNTRAINED)
         if len(ids) <= limit:
             return documents, fate._replace(documents=1)
-        if self.settings.overlong == "drop":
+        if self.data.overlong == "drop":
             return [], fate._replace(dropped=TOO_LONG)
-        if self.settings.overlong != "split":
+        if self.data.overlong != "split":
             if not mask[:limit].any():
                 return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
             cut = fate._replace(documents=1, truncated=True, cut_tokens=len(ids) - limit)
@@ -281,7 +270,7 @@ class PairEncoder(Encoder):
 
     def _fitted(self, documents: list[Tokenised], fate: Fate) -> tuple[list[Tokenised], Fate]:
         """Both documents or none, and `fate` with what that means."""
-        kept, limit = documents, self.settings.max_length
+        kept, limit = documents, self.data.max_length
         if _same(documents):
             return [], fate._replace(dropped=SAME)
         if not all(mask.any() for _, mask in documents):
@@ -289,9 +278,9 @@ class PairEncoder(Encoder):
         excess = 0 if limit is None else max(len(ids) for ids, _ in documents) - limit
         if excess <= 0:
             return documents, fate._replace(documents=2)
-        if self.settings.overlong == "drop":
+        if self.data.overlong == "drop":
             return [], fate._replace(dropped=TOO_LONG)
-        if self.settings.overlong == "keep_end":
+        if self.data.overlong == "keep_end":
             if excess >= int(np.argmax(documents[0][1])):
                 return [], fate._replace(dropped=NO_ROOM)
             kept = [(ids[excess:], mask[excess:]) for ids, mask in documents]

@@ -265,7 +265,6 @@ def test_every_need_finds_the_kernel_that_has_it(no_kernels: Callable) -> None:
         return kernel and kernel.name
 
     assert chosen() == chosen(softcap=9.0, window=True) == "FlashAttention 3"
-    assert chosen(dropout=True) == "FlashAttention 2"
     assert chosen(sinks=True) == "torch's varlen_attn"
     assert chosen(sinks=True, softcap=9.0) is None
 
@@ -384,8 +383,10 @@ def test_without_a_gpu_or_in_float32_flash_is_not_available() -> None:
 def test_dropout_of_the_attention_is_looked_up_since_proofs_run_without_it() -> None:
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.1)
     with torch.device("meta"):
-        features = flash._plain_features(LlamaForCausalLM(config), torch.bfloat16)
-    assert features == LayerFeatures(torch.bfloat16, 2, 16, 16, dropout=True)
+        model = LlamaForCausalLM(config)
+    choice, why = flash.available(model, torch.device("cuda"), torch.bfloat16)
+    assert choice is None and "attention_dropout=0" in why
+    assert flash._plain_features(config, torch.bfloat16) == LayerFeatures(torch.bfloat16, 2, 16, 16)
 
 
 def test_the_sink_of_a_kernel_that_returns_its_log_sum_is_exact_to_the_gradient() -> None:
