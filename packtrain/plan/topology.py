@@ -37,16 +37,15 @@ GPUS_PER_NODE = "topology.gpus_per_node"
 class Processes:
     """`per_node` processes on each of `nodes` machines, of which this is number `node`; and why.
 
-    `role`: this process trains itself, starts those of its machine, or starts packtrain on all machines of a Slurm job.
-    `joins` where another launcher has started all processes; `env` is what torch has to be told of it. `hosts` are the
+    `spread` where packtrain is still to be started on all machines of a Slurm job; `joins` where another launcher has started all processes; `env` is what torch has to be told of it. `hosts` are the
     machines' names where they are known. `obstacles` keep the plan from being carried out from here.
     """
 
     nodes: int
     per_node: int
-    role: Role
     reason: str
     node: int = 0
+    spread: bool = False
     joins: bool = False
     hosts: tuple[str, ...] = ()
     main_address: str | None = None
@@ -58,6 +57,11 @@ class Processes:
     def total(self) -> int:
         """Processes of all machines."""
         return self.nodes * self.per_node
+
+    @property
+    def role(self) -> Role:
+        """What this process has to do: train, start those of its machine, or start packtrain on all machines."""
+        return "spread" if self.spread else "train" if self.joins or self.total == 1 else "launch"
 
 
 def choose_processes(topology: Topology, surroundings: Surroundings) -> Processes:
@@ -79,7 +83,7 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
     if topology.kind == "env":
         raise incomplete(surroundings.env)
     if topology.kind == "single":
-        return Processes(1, 1, "train", "topology=single: one process")
+        return Processes(1, 1, "topology=single: one process")
     if topology.kind in ("auto", "slurm") and allocation:
         return _in_slurm(topology, surroundings, allocation)
     if topology.kind in ("auto", "slurm"):
@@ -132,7 +136,7 @@ def _join(topology: Topology, started: LaunchedProcess, surroundings: Surroundin
     if surroundings.env.get("GROUP_RANK", "").isdigit():  # torchrun's
         _agree("topology.node_rank", topology.node_rank, int(surroundings.env["GROUP_RANK"]), "GROUP_RANK (torchrun)")
     reason = f"joins a running launch as rank {started.rank} of {started.total} ({started.by})"
-    return Processes(nodes, started.per_node, "train", reason, joins=True, env=env)
+    return Processes(nodes, started.per_node, reason, joins=True, env=env)
 
 
 def _machine(topology: Topology, surroundings: Surroundings, machine: LaunchedMachine) -> Processes:
@@ -154,7 +158,6 @@ def _machine(topology: Topology, surroundings: Surroundings, machine: LaunchedMa
     return Processes(
         nodes=machine.nodes,
         per_node=per_node,
-        role=_role(machine.nodes * per_node),
         reason=f"machine {machine.node} of {machine.nodes} ({machine.by}), {per_node} processes each",
         node=machine.node,
         main_address=topology.main_address or machine.main_address,
@@ -167,7 +170,9 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
     job = f"Slurm job {allocation.job}"
     _agree("topology.nodes", topology.nodes, nodes, f"{job}: {', '.join(allocation.hosts)}")
     if allocation.place == "task":
-        _check_number(allocation)
+        if allocation.node >= nodes:  # of a heterogeneous job
+            what = f"machine {allocation.node} (SLURM_NODEID) of {nodes} of a step over several parts of a heterogeneous job"
+            raise UserError(what, where=job, fix="Start packtrain in one of them: srun --het-group=0.")
         _agree("topology.node_rank", topology.node_rank, allocation.node, f"{job} (SLURM_NODEID)")
     elif topology.node_rank is not None and nodes > 1:
         what = f"{topology.node_rank} for all of the {nodes} machines of {job}"
@@ -191,7 +196,7 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
     return Processes(
         nodes=nodes,
         per_node=per_node,
-        role="spread" if spread else _role(nodes * per_node),
+        spread=spread,
         reason=reason,
         node=allocation.node if allocation.place == "task" else 0,
         hosts=allocation.hosts,
@@ -218,7 +223,6 @@ def _by_hand(topology: Topology, surroundings: Surroundings) -> Processes:
     return Processes(
         nodes=nodes,
         per_node=per_node,
-        role=_role(nodes * per_node),
         reason=_machines(nodes, per_node, " started by hand"),
         node=node or 0,
         main_address=topology.main_address,
@@ -242,7 +246,6 @@ def _elsewhere(topology: Topology, surroundings: Surroundings) -> Processes:
     return Processes(
         nodes=nodes,
         per_node=per_node,
-        role="launch",
         reason=_machines(nodes, per_node),
         main_address=topology.main_address,
         main_port=topology.main_port or DEFAULT_PORT,
@@ -269,7 +272,7 @@ def _on_this_machine(topology: Topology, surroundings: Surroundings) -> Processe
         raise UserError(what, where="topology.gpus_per_node", fix=fix)
     else:
         number, reason = 1, f"no GPU is visible on {surroundings.host}: one process on the CPU{_unseen(surroundings)}"
-    return Processes(1, number, _role(number), reason, main_port=topology.main_port, obstacles=obstacles)
+    return Processes(1, number, reason, main_port=topology.main_port, obstacles=obstacles)
 
 
 def _agree(key: str, wanted: int | None, found: int, source: str) -> None:
@@ -293,18 +296,6 @@ def _check_port(port: str) -> None:
         raise UserError(what, where="environment variable MASTER_PORT", fix="Ports are whole numbers from 1 to 65535.")
 
 
-def _check_number(allocation: Allocation) -> None:
-    """Raises UserError where a step has more machines than its part of a heterogeneous job."""
-    nodes = len(allocation.hosts)
-    if allocation.node >= nodes:
-        raise UserError(
-            f"this is machine {allocation.node} (SLURM_NODEID) of {nodes} ({', '.join(allocation.hosts)}): the step is over "
-            "several parts of a heterogeneous job, whose machines are not alike",
-            where=f"Slurm job {allocation.job}",
-            fix="Start packtrain in one of them: srun --het-group=0.",
-        )
-
-
 def _check_gpus(per_node: int, surroundings: Surroundings, source: str) -> None:
     """Raises CheckFailed where this machine shows fewer GPUs than were promised; one without a driver runs on its CPUs."""
     if per_node > surroundings.gpus and surroundings.driver:
@@ -325,11 +316,6 @@ def _unseen(surroundings: Surroundings) -> str:
     if surroundings.gpus or not surroundings.driver or "CUDA_VISIBLE_DEVICES" in surroundings.env:
         return ""
     return " (it has an NVIDIA driver: see whether nvidia-smi works)"
-
-
-def _role(total: int) -> Role:
-    """What a process of a machine that trains by itself has to do."""
-    return "launch" if total > 1 else "train"
 
 
 def _machines(nodes: int, per_node: int, how: str = "") -> str:

@@ -10,7 +10,7 @@ from packtrain.plan.launcher_settings import STAGES, deepspeed_config, launch_ar
 from packtrain.plan.topology import Processes
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2")
-TWO = Processes(1, 2, "launch", "two on this machine")
+TWO = Processes(1, 2, "two on this machine")
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
