@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import datasets
 import numpy as np
@@ -15,8 +16,8 @@ from trl import SFTConfig, SFTTrainer
 DOCUMENTS, BATCH, STEPS = 24, 4, 6
 
 
-@pytest.fixture
-def tokenised(tmp_path: Path) -> tuple[Path, list[dict]]:
+@pytest.fixture(scope="module")
+def tokenised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     """Documents of 2 to 90 tokens, with parts that are not trained, as a jsonl of `input_ids` and `labels`."""
     rng = np.random.default_rng(0)
     rows = []
@@ -26,24 +27,24 @@ def tokenised(tmp_path: Path) -> tuple[Path, list[dict]]:
         mask = rng.random(length) < 0.6
         mask[0], mask[-1] = False, True
         rows.append({"input_ids": ids.tolist(), "labels": np.where(mask, ids, -100).tolist()})
-    return write_jsonl(tmp_path / "tokens.jsonl", rows), rows
+    return write_jsonl(tmp_path_factory.mktemp("tokens") / "tokens.jsonl", rows), rows
 
 
-@pytest.mark.parametrize("mode", ["padding", "packed"])
-def test_losses_gradients_and_weights_equal_trl_padding(
-    mode: str, tokenised: tuple[Path, list[dict]], tmp_path: Path
-) -> None:
-    path, rows = tokenised
-    start = base_config(tmp_path, trainer={"max_steps": 1}, optim={"learning_rate": 0.0})
-    model_folder = train(tmp_path, start, name="start").folder / "final"
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that both begin with."""
+    folder = tmp_path_factory.mktemp("start")
+    config = base_config(folder, trainer={"max_steps": 1}, optim={"learning_rate": 0.0})
+    return train(folder, config, name="start").folder / "final"
 
-    def init() -> torch.nn.Module:
-        return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
 
-    theirs = SFTTrainer(
-        model=init(),
+@pytest.fixture(scope="module")
+def theirs(tokenised: tuple[Path, list[dict]], start: Path, tmp_path_factory: pytest.TempPathFactory) -> SFTTrainer:
+    """TRL's trainer, at its end."""
+    trainer = SFTTrainer(
+        model=cast(Any, AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)),
         args=SFTConfig(
-            output_dir=str(tmp_path / "trl"),
+            output_dir=str(tmp_path_factory.mktemp("trl")),
             per_device_train_batch_size=BATCH,
             max_steps=STEPS,
             learning_rate=1e-3,
@@ -61,16 +62,23 @@ def test_losses_gradients_and_weights_equal_trl_padding(
             dataset_kwargs={"skip_prepare_dataset": True},
             disable_tqdm=True,
         ),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(model_folder),
+        train_dataset=datasets.Dataset.from_list(tokenised[1]),
+        processing_class=AutoTokenizer.from_pretrained(start),
     )
-    theirs.train()
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("mode", ["padding", "packed"])
+def test_losses_gradients_and_weights_equal_trl_padding(
+    mode: str, tokenised: tuple[Path, list[dict]], start: Path, theirs: SFTTrainer, tmp_path: Path
+) -> None:
     expected = [line for line in theirs.state.log_history if "loss" in line]
 
     config = base_config(
         tmp_path,
-        model={"init": "pretrained", "path": str(model_folder), "config": {}, "tokenizer": None},
-        data={"train": str(path), "shuffle": False, "max_length": 100},
+        model={"init": "pretrained", "path": str(start), "config": {}, "tokenizer": None},
+        data={"train": str(tokenised[0]), "shuffle": False, "max_length": 100},
         batch={"examples_per_step": BATCH, "tokens_per_device": 128},
         optim={"schedule": "linear", "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5},
         trainer={"max_steps": STEPS},

@@ -32,6 +32,13 @@ def eval_loss_by_definition(model_folder: Path, documents: Path, cache: Path) ->
     return total / count
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """Four steps without any of what the tests turn on."""
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, train(folder, base_config(folder, trainer={"max_steps": 4}), name="plain")
+
+
 @pytest.mark.parametrize(("mode", "processes"), [("padding", 1), ("packed", 3)])
 def test_eval_loss_is_exact_over_the_set_and_final_is_what_was_evaluated(
     tmp_path: Path, mode: str, processes: int
@@ -113,15 +120,14 @@ def test_adapters_on_a_base_that_cannot_be_named_are_merged_into_final(tmp_path:
     ],
     ids=lambda overrides: overrides[0],
 )
-def test_what_saves_memory_or_time_does_not_change_the_losses(tmp_path: Path, overrides: list[str]) -> None:
-    config = base_config(tmp_path, trainer={"max_steps": 4})
-    expected = train(tmp_path, config, name="plain")
-    assert train(tmp_path, config, *overrides, name="other").losses == pytest.approx(expected.losses, rel=1e-5)
+def test_what_saves_memory_or_time_does_not_change_the_losses(plain: tuple[Path, Run], overrides: list[str]) -> None:
+    folder, expected = plain
+    config = base_config(folder, trainer={"max_steps": 4})
+    assert train(folder, config, *overrides, name=overrides[0]).losses == pytest.approx(expected.losses, rel=1e-5)
 
 
-def test_bf16_modes_agree_within_bf16(tmp_path: Path) -> None:
-    config = base_config(tmp_path, trainer={"max_steps": 4})
-    expected = train(tmp_path, config, name="fp32").losses
+def test_bf16_modes_agree_within_bf16(plain: tuple[Path, Run], tmp_path: Path) -> None:
+    config, expected = base_config(tmp_path, trainer={"max_steps": 4}), plain[1].losses
     for overrides in (["trainer.mixed_precision=bf16"], ["model.dtype=bfloat16", "packing.mode=padding"]):
         run = train(tmp_path, config, *overrides, name=overrides[0].split("=")[1] + str(len(overrides)))
         assert run.losses == pytest.approx(expected, rel=2e-2)
@@ -129,11 +135,9 @@ def test_bf16_modes_agree_within_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["objective.loss=dft", "objective.neftune_alpha=5"])
-def test_objectives_change_the_loss(tmp_path: Path, override: str) -> None:
-    config = base_config(tmp_path, trainer={"max_steps": 2})
-    plain = train(tmp_path, config, name="plain").losses
-    other = train(tmp_path, config, override, name="other").losses
-    assert abs(other[0] / plain[0] - 1) > 1e-4
+def test_objectives_change_the_loss(plain: tuple[Path, Run], tmp_path: Path, override: str) -> None:
+    other = train(tmp_path, base_config(tmp_path, trainer={"max_steps": 1}), override, name="other").losses
+    assert abs(other[0] / plain[1].losses[0] - 1) > 1e-4
 
 
 def test_the_run_folder_holds_what_is_promised_and_nothing_of_the_machine(tmp_path: Path) -> None:
