@@ -1,6 +1,9 @@
-"""Markers of the test suite, and how its made-up examples are chosen: the same each time, however long the machine takes."""
+"""Markers and order of the test suite, and how its made-up examples are chosen: the same each time, on any machine."""
 
 from __future__ import annotations
+
+from itertools import chain, zip_longest
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,3 +14,14 @@ settings.load_profile("steady")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", 'slow: takes more than a few seconds; left out by -m "not slow"')
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that mostly wait for processes take turns with files that mostly compute: of two workers one does each."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting = [path for path in files if path.parent.name == "cluster"]
+    computing = [path for path in files if path.parent.name != "cluster"]
+    turns = chain.from_iterable(zip_longest(computing, waiting))
+    items[:] = [item for path in turns if path is not None for item in files[path]]
