@@ -1,8 +1,9 @@
 """All-reduces between the machines of a run, over the backend that it would use, and what their times say of the network.
 
 One process on each machine (`python -m packtrain.diagnose.cluster.all_reduce`) reduces alone first, to find what is its own
-machine's fault; then in pairs, in rounds in which no machine is in two pairs; and at last with all, unless a pair has failed. Each pair is a process group of its own: one that fails takes no other down. What is known is printed
-as it comes, each JSON line in place of the one before, so a process that had to be killed has still said which pair it was in.
+machine's fault; then in pairs, one after another, so that no figure is of two streams; and at last with all, unless a pair
+has failed. Each pair is a process group of its own: one that fails takes no other down. What is known is printed as it comes,
+each JSON line in place of the one before, so a process that had to be killed has still said which pair it was in.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal
 
 from packtrain.diagnose.cluster.compare import Folded
@@ -29,10 +31,10 @@ TOGETHER_S = 40.0
 COLLECTIVE_S = 10.0
 """For one operation of all; gloo tries five times as long to connect to a machine that does not answer."""
 PAIRS_S = 30.0
-"""After which no round of pairs begins."""
-ROUND_S = 20.0
-"""For a machine that is late to a round: as long as a pair takes that cannot connect."""
-LIMIT_S = TOGETHER_S + 2 * COLLECTIVE_S + PAIRS_S + ROUND_S
+"""After which no pair begins."""
+LATE_S = 20.0
+"""For a machine that is late to a pair: as long as a pair takes that cannot connect."""
+LIMIT_S = TOGETHER_S + 2 * COLLECTIVE_S + PAIRS_S + LATE_S
 """For everything."""
 WAITED = "waited for the others"
 _PAIR_S = 3.0  # for one operation of a pair
@@ -40,7 +42,7 @@ _ENOUGH_S = 1.0  # an operation that takes longer is timed once
 _MIB = 2**20
 _SIZES = {"kib_ms": (2**10, 10), "mib_64_ms": (64 * _MIB, 3)}  # bytes, and how many are timed
 _PAIR_MIB = {"nccl": 16, "gloo": 4}
-_MOST_FOR_ALL_PAIRS = 16
+_MOST_FOR_ALL_PAIRS = 8
 _SLOW_MIB_PER_S = 20.0
 _FIX = "Look at the interfaces that NCCL and gloo take (packtrain plan) and at firewalls between the machines: they use free ports. "
 _FIX += "NCCL_DEBUG=INFO, or TORCH_CPP_LOG_LEVEL=INFO for gloo, shows what they try."
@@ -133,7 +135,7 @@ def summary(backend: str, results: Mapping[str, Mapping[str, Any]]) -> Reduced:
 def _links(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Link]:
     """Every pair that was to be tried, with the slower figures of its two ends."""
     names = list(results)
-    for pair in (pair for pairs in rounds_of(len(names)) for pair in pairs):
+    for pair in pairs_of(len(names)):
         said = [(results[names[one]].get("pairs", ()), sum(pair) - one) for one in pair]
         known = [one for pairs, other in said for one in pairs if one["other"] == other]
         failed = [str(one["found"]) for one in known if one["mib_per_s"] is None]
@@ -170,19 +172,11 @@ def checks_of(reduced: Reduced) -> list[Folded]:
     return found
 
 
-def rounds_of(machines: int) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs, no machine in two pairs of one: each pair of few machines (the circle method: the first stays, the
-    others go round), the neighbours in a ring of more than 16."""
-    if machines > _MOST_FOR_ALL_PAIRS:
-        ring = [(one, (one + 1) % machines) for one in range(machines)]
-        last = machines - machines % 2
-        return [one for one in (ring[0:last:2], ring[1::2] if last == machines else ring[1:last:2], ring[last:]) if one]
-    circle, rounds = [*range(machines + machines % 2)], []
-    for _ in range(len(circle) - 1):
-        pairs = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
-        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < machines])
-        circle = [circle[0], circle[-1], *circle[1:-1]]
-    return rounds
+def pairs_of(machines: int) -> list[tuple[int, int]]:
+    """The pairs that are tried, one after another: each of few machines, the neighbours in a ring of more."""
+    if machines <= _MOST_FOR_ALL_PAIRS:
+        return list(combinations(range(machines), 2))
+    return [(one, (one + 1) % machines) for one in range(machines)]
 
 
 def _measure(order: Mapping[str, Any], say: Callable[..., None]) -> None:
@@ -208,11 +202,11 @@ def _pairs(store: dist.Store, backend: str, rank: int, world: int, say: Callable
 
     done, end, late = [], time.monotonic() + PAIRS_S, False
     say(pairs=done)
-    for number, pairs in enumerate(rounds_of(world)):
-        late = not _all_at(store, f"round {number}", world)
+    for pair in pairs_of(world):
+        late = not _all_at(store, f"before {pair}", world)
         if late or time.monotonic() > end:
             break
-        if pair := next((one for one in pairs if rank in one), None):
+        if rank in pair:
             own: dict[str, Any] = {"other": sum(pair) - rank, "latency_ms": None, "mib_per_s": None}
             say(pairs=[*done, {**own, "found": "no result in time"}])
             try:
@@ -229,8 +223,8 @@ def _pairs(store: dist.Store, backend: str, rank: int, world: int, say: Callable
 
 
 def _all_at(store: dist.Store, name: str, wanted: int, own: int = 1) -> bool:
-    """Whether all processes have come to this point within ROUND_S."""
-    end = time.monotonic() + ROUND_S
+    """Whether all processes have come to this point within LATE_S."""
+    end = time.monotonic() + LATE_S
     count = store.add(name, own)
     while count < wanted and time.monotonic() < end:
         time.sleep(0.002)

@@ -285,10 +285,11 @@ class _Gathering:
         why = f"did not connect to {here.name} ({here.address}:{here.port}) within {here.limit_s:.0f} s; "
         why += "is packtrain env started there, and does the port answer?"
         missing |= {name: why for node, name in names.items() if node and node not in self._others}
+        traits = {name: one["own"]["traits"] for name, one in good.items()}
         offsets = {names[0]: 0.0, **{names[node]: one.offset_s for node, one in sorted(self._others.items())}}
         return {
             "nodes": {names[node]: one for node, one in reports.items()},
-            "differences": [one.to_json() for one in differences(good, offsets)],
+            "differences": [one.to_json() for one in differences(traits, offsets)],
             "all_reduce": reduced.to_json(),
             "missing": list(missing),
             "reasons": missing,

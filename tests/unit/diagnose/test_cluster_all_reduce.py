@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from packtrain.diagnose.cluster.all_reduce import WAITED, backend_of, checks_of, rounds_of, summary, take_part
+from packtrain.diagnose.cluster.all_reduce import WAITED, backend_of, checks_of, pairs_of, summary, take_part
 from tests.ports import free_port
-from tests.unit.diagnose.test_cluster_compare import with_fact
+from tests.unit.diagnose.test_cluster_compare import with_torch
 
-CPU = with_fact("torch", "available", False)
-GPU = with_fact("torch", "available", True)
-BROKEN = with_fact("torch", "error", "libcudart.so.13: cannot open shared object file")
-SLOW = with_fact("torch", "error", "no answer within 4.5 s")
+CPU = with_torch(available=False)
+GPU = with_torch(available=True)
+BROKEN = with_torch(error="libcudart.so.13: cannot open shared object file")
+SLOW = with_torch(error="no answer within 4.5 s")
 
 
 def entry(other: int, ms: float | None = 0.2, rate: float | None = 1000.0, found: str = "") -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_a_pair_has_the_slower_figures_of_its_ends_and_is_dead_where_one_of_them
 @pytest.mark.parametrize("number", [3, 5, 16, 64])
 def test_the_pairs_of_a_slow_machine_are_named_and_the_slowest_of_them(number: int) -> None:
     results: dict[str, Any] = {f"n{rank}": {**WELL, "pairs": []} for rank in range(number)}
-    for one, other in (pair for pairs in rounds_of(number) for pair in pairs):
+    for one, other in pairs_of(number):
         for rank, with_ in ((one, other), (other, one)):
             results[f"n{rank}"]["pairs"].append(entry(with_, 0.2, 90.0 if 2 in (one, other) else 200.0))
     reduced = summary("gloo", results)
@@ -88,14 +88,10 @@ def test_the_pairs_of_a_slow_machine_are_named_and_the_slowest_of_them(number: i
     assert "the slowest pair is" in reduced.found and "n2" in reduced.found
 
 
-@pytest.mark.parametrize("number", [2, 3, 4, 7, 16, 17, 64, 65])
-def test_no_machine_is_in_two_pairs_of_a_round_and_few_machines_play_every_pair(number: int) -> None:
-    rounds = rounds_of(number)
-    for one in rounds:
-        ends = [node for pair in one for node in pair]
-        assert len(ends) == len(set(ends))
-    pairs = [frozenset(pair) for one in rounds for pair in one]
-    assert len(pairs) == len(set(pairs)) == (number * (number - 1) // 2 if number <= 16 else number)
+def test_each_pair_of_few_machines_is_tried_and_each_of_many_is_in_two() -> None:
+    assert pairs_of(2) == [(0, 1)] and len(set(pairs_of(8))) == 28
+    met = [node for pair in pairs_of(65) for node in pair]
+    assert len(pairs_of(65)) == 65 and all(met.count(node) == 2 for node in range(65))
 
 
 def test_three_processes_reduce_in_pairs_and_together_and_one_that_cannot_says_why() -> None:

@@ -1,141 +1,108 @@
-"""Reports of several machines compared, in tables, without any machine."""
+"""What is compared of several machines, in tables, without any machine."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from packtrain.diagnose.cluster import compare
-from packtrain.diagnose.cluster.compare import Folded, differences, folded, shown
+from packtrain.diagnose.cluster.compare import Folded, Traits, differences, folded, shown, traits_of
 from packtrain.diagnose.cluster.gather import exit_code_of
-from packtrain.diagnose.facts import Facts, Folder, Gpu, Gpus, Host, Torch
+from packtrain.diagnose.facts import Facts, Folder, Gpu, Gpus, Host, NetworkFacts, Torch
 from packtrain.diagnose.redact import Redactor
+from packtrain.plan.interfaces import Port
 
 NO_CLOCKS: dict[str, float] = {}
+H100 = Gpu(0, "H100", memory=80 * 2**30, power=700)
+FACTS = Facts(
+    torch=Torch(version="2.13.0"),
+    gpus=Gpus(gpus=(H100, H100), driver="570.1"),
+    host=Host(memlock=-1, shm=64 * 2**30, folders=(Folder("trainer.output_dir", "/runs", True, kind="nfs4"),)),
+)
 
 
 def said(one: compare.Difference) -> str:
     return " / ".join(f"{', '.join(nodes)}: {value}" for value, nodes in one.values)
 
 
-H100 = Gpu(0, "H100", memory=80 * 2**30, power=700)
-FACTS = Facts(
-    torch=Torch(version="2.13.0"),
-    gpus=Gpus(gpus=(H100, H100), driver="570.1"),
-    host=Host(
-        memlock=-1,
-        shm=64 * 2**30,
-        folders=(Folder("trainer.output_dir", "/runs", True, kind="nfs4"),),
-    ),
-)
+def traits(same: dict[str, str] | None = None, variables: dict[str, str] | None = None, **facts: Any) -> Traits:
+    return traits_of(replace(FACTS, **facts), {"torch": "2.13.0", "trainer.seed": "0"} | (same or {}), variables or {})
 
 
-def report(**own: Any) -> dict[str, Any]:
-    same = {
-        "versions": {"torch": "2.13.0"},
-        "config": {"trainer.seed": "0"},
-        "environment": {},
-    }
-    return {"facts": json.loads(json.dumps(FACTS.to_json())), "checks": [], "own": {**same, **own}}
+def report(**same: str) -> dict[str, Any]:
+    """A machine's report, as it is sent to machine 0."""
+    own = {"network": {}, "traits": traits(same)}
+    return json.loads(json.dumps({"facts": FACTS.to_json(), "checks": [], "own": own}))
 
 
-def machines(number: int, odd: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def with_torch(**changes: Any) -> dict[str, Any]:
+    found = report()
+    found["facts"]["torch"] |= changes
+    return found
+
+
+def machines(number: int, odd: Traits) -> dict[str, Traits]:
     """Machines n1, n2 … that are all alike but n3."""
-    return {f"n{at}": odd if at == 3 else report() for at in range(1, number + 1)}
-
-
-def without_a_gpu() -> dict[str, Any]:
-    found = report()
-    del found["facts"]["gpus"]["gpus"][1]
-    return found
-
-
-def with_fact(group: str, key: str, value: Any) -> dict[str, Any]:
-    found = report()
-    found["facts"][group][key] = value
-    return found
-
-
-def with_gpu(**changes: Any) -> dict[str, Any]:
-    found = report()
-    found["facts"]["gpus"]["gpus"][0] |= changes
-    return found
-
-
-def with_limit(**changes: Any) -> dict[str, Any]:
-    found = report()
-    found["facts"]["host"] |= changes
-    return found
-
-
-PORT = {"layer": "InfiniBand", "rate": 400, "active": True}
+    return {f"n{at}": odd if at == 3 else traits() for at in range(1, number + 1)}
 
 
 @pytest.mark.parametrize("number", [4, 128])
 def test_machines_that_are_alike_differ_in_nothing(number: int) -> None:
-    assert differences({f"n{at}": report() for at in range(number)}, {"n0": 0.0, "n1": 0.5}) == []
+    assert differences({f"n{at}": traits() for at in range(number)}, {"n0": 0.0, "n1": 0.5}) == []
+
+
+GPUS, HOST = FACTS.gpus, FACTS.host
 
 
 @pytest.mark.parametrize(
     ("odd", "what", "status", "values"),
     [
-        (report(versions={"torch": "2.12.0"}), "torch", "fail", "n1, n2, n4: 2.13.0 / n3: 2.12.0"),
-        (report(config={"trainer.seed": "1"}), "trainer.seed", "fail", "n1, n2, n4: 0 / n3: 1"),
-        (report(environment={"NCCL_ALGO": "Ring"}), "NCCL_ALGO", "warn", "n1, n2, n4: nothing / n3: Ring"),
-        (report(environment={"NCCL_IB_HCA": "m"}), "NCCL_IB_HCA", "ok", "n1, n2, n4: nothing / n3: m"),
-        (without_a_gpu(), "number of GPUs", "fail", "n1, n2, n4: 2 / n3: 1"),
-        (with_fact("gpus", "driver", "550.9"), "NVIDIA driver", "warn", "n1, n2, n4: 570.1 / n3: 550.9"),
-        (with_gpu(power=500), "power limit of the GPUs", "warn", "n1, n2, n4: 2 × 700 W / n3: 1 × 500 W, 1 × 700 W"),
+        (traits({"torch": "2.12.0"}), "torch", "fail", "n1, n2, n4: 2.13.0 / n3: 2.12.0"),
+        (traits({"trainer.seed": "1"}), "trainer.seed", "fail", "n1, n2, n4: 0 / n3: 1"),
+        (traits({"new": "9"}), "new", "fail", "n1, n2, n4: nothing / n3: 9"),
+        (traits(variables={"NCCL_ALGO": "Ring"}), "NCCL_ALGO", "warn", "n1, n2, n4: nothing / n3: Ring"),
+        (traits(variables={"NCCL_IB_HCA": "m"}), "NCCL_IB_HCA", "ok", "n1, n2, n4: nothing / n3: m"),
+        (traits(gpus=replace(GPUS, gpus=(H100,))), "number of GPUs", "fail", "n1, n2, n4: 2 / n3: 1"),
+        (traits(gpus=replace(GPUS, driver="550.9")), "NVIDIA driver", "warn", "n1, n2, n4: 570.1 / n3: 550.9"),
         (
-            with_fact("network", "ports", [PORT]),
+            traits(gpus=replace(GPUS, gpus=(replace(H100, power=500), H100))),
+            "power limit of the GPUs",
+            "warn",
+            "n1, n2, n4: 2 × 700 W / n3: 1 × 500 W, 1 × 700 W",
+        ),
+        (
+            traits(network=NetworkFacts(ports=(Port("mlx5_0", rate=400),))),
             "RDMA ports",
             "warn",
             "n1, n2, n4: nothing / n3: 1 × InfiniBand 400 Gb/s up",
         ),
-        (with_limit(memlock=65536), "ulimit -l", "warn", "n1, n2, n4: unlimited / n3: 65536"),
-        (with_limit(shm=2**26), "/dev/shm", "warn", "n1, n2, n4: 64 GiB / n3: 64 MiB"),
-        (with_fact("torch", "nccl", "2.21"), "nccl of torch", "fail", "n1, n2, n4: nothing / n3: 2.21"),
-    ],
-    ids=[
-        "version",
-        "config",
-        "variable",
-        "own-variable",
-        "gpus",
-        "driver",
-        "power",
-        "rdma",
-        "memlock",
-        "shm",
-        "nccl",
+        (traits(host=replace(HOST, memlock=65536)), "ulimit -l", "warn", "n1, n2, n4: unlimited / n3: 65536"),
+        (traits(host=replace(HOST, shm=2**26)), "/dev/shm", "warn", "n1, n2, n4: 64 GiB / n3: 64 MiB"),
+        (traits(torch=Torch(version="2.13.0", nccl="2.21")), "nccl of torch", "fail", "n1, n2, n4: nothing / n3: 2.21"),
     ],
 )
-def test_what_differs_is_said_with_who_has_which(odd: dict[str, Any], what: str, status: str, values: str) -> None:
+def test_what_differs_is_said_with_who_has_which(odd: Traits, what: str, status: str, values: str) -> None:
     found = {one.what: one for one in differences(machines(4, odd), NO_CLOCKS)}
     assert (found[what].status, said(found[what])) == (status, values)
-    assert found[what].fix or status == "ok"
-    if what == "number of GPUs":
-        assert all(name.endswith("GPUs") for name in found)
-    else:
-        assert list(found) == [what]
+    assert bool(found[what].to_json()["fix"]) == (status != "ok")
+    assert all(name.endswith("GPUs") for name in found) if what == "number of GPUs" else list(found) == [what]
 
 
 def test_clocks_are_compared_with_machine_0s() -> None:
-    (clock,) = differences(machines(3, report()), {"n1": 0.0, "n2": 0.4, "n3": -75.2})
+    (clock,) = differences(machines(3, traits()), {"n1": 0.0, "n2": 0.4, "n3": -75.2})
     assert said(clock) == "n1, n2: right / n3: 75 s behind"
 
 
 def test_a_torch_that_was_too_slow_to_answer_is_no_difference() -> None:
-    assert differences(machines(3, with_fact("torch", "version", None)), NO_CLOCKS) == []
+    assert differences(machines(3, traits(torch=Torch())), NO_CLOCKS) == []
 
 
 def test_a_report_of_another_version_is_compared_as_far_as_it_goes() -> None:
-    odd = report(versions={"torch": "2.13.0", "packtrain": "9"})
-    del odd["facts"]["torch"]["nccl"]
-    (found,) = differences(machines(3, odd), NO_CLOCKS)
-    assert (found.what, said(found)) == ("packtrain", "n1, n2: nothing / n3: 9")
+    (found,) = differences({"n1": {"fail": {"packtrain": "8"}}, "n2": {"fail": {"packtrain": "9"}}}, NO_CLOCKS)
+    assert (found.what, said(found)) == ("packtrain", "n1: 8 / n2: 9")
 
 
 def test_a_check_is_said_once_for_all_machines_that_say_the_same() -> None:
@@ -153,8 +120,8 @@ def test_a_check_is_said_once_for_all_machines_that_say_the_same() -> None:
     ("changes", "code"),
     [
         ({}, 0),
-        ({"differences": differences(machines(3, report(config={"trainer.seed": "1"})), NO_CLOCKS)}, 3),
-        ({"differences": differences(machines(3, report()), {"n1": 0.0, "n3": 9.0})}, 0),
+        ({"differences": differences(machines(3, traits({"trainer.seed": "1"})), NO_CLOCKS)}, 3),
+        ({"differences": differences(machines(3, traits()), {"n1": 0.0, "n3": 9.0})}, 0),
         ({"checks": [Folded("all-reduce", "warn", "slow", "look", ("n1", "n2"))]}, 0),
         ({"checks": [Folded("all-reduce", "fail", "dead", "look", ("n1", "n2"))]}, 3),
         ({"missing": ["n2"]}, 4),

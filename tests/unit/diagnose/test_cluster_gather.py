@@ -28,7 +28,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """Of three machines, each of which makes the report of `test_cluster_compare`; machine 2's config is other."""
 
     def own_report(config: RunConfig) -> dict[str, Any]:
-        made = report(config={"data.train": "other" if config.topology.node_rank == 2 else "same"}, network={})
+        made = report(**{"data.train": "other" if config.topology.node_rank == 2 else "same"})
         made["facts"]["torch"].update(version=None, error="No module named 'torch'")
         return made
 
@@ -95,7 +95,7 @@ def test_the_figures_of_the_all_reduce_are_shown_of_each_pair(
         return {"pairs": pairs, "kib_ms": 1.5, "mib_64_ms": 64.0}
 
     monkeypatch.setattr(gather, "take_part", take_part)
-    monkeypatch.setattr(gather, "own_report", lambda config: report(network={}))
+    monkeypatch.setattr(gather, "own_report", lambda config: report())
     monkeypatch.setenv(SECRET, "of the job")
     assert together(config, 0, 1, 2, as_json=False) == [0, 0, 0]
     said = capsys.readouterr().out
