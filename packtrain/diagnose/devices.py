@@ -23,8 +23,8 @@ from packtrain.plan.interfaces import kernel_text
 
 MARK = "packtrain-fact "
 _PCI, _NVIDIA, _DISPLAY = "sys/bus/pci/devices", "0x10de", ("0x0300", "0x0302")
-_SLOWED = {"HwSlowdown": "hardware slowdown", "HwThermalSlowdown": "too hot", "SwThermalSlowdown": "too hot"}
-_SLOWED["HwPowerBrakeSlowdown"] = "power brake of the machine"
+_SLOWED = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake of the machine"}
+"""NVML's reasons for a lower clock (nvmlClocksEventReason…) that are worth a word."""
 _MOST_NVLINKS = 18
 
 
@@ -32,10 +32,7 @@ def ask_driver(limit_s: float) -> Gpus:
     """The machine's GPUs; a driver that does not answer is the `error`."""
     try:
         found = json.loads(command((sys.executable, "-m", __name__, "driver"), limit_s).splitlines()[-1])
-        found["gpus"] = tuple(
-            Gpu(**{**one, "slowed": tuple(one["slowed"]), "uses": tuple(one["uses"])}) for one in found["gpus"]
-        )
-        return Gpus(**found)
+        return Gpus(**{**found, "gpus": tuple(Gpu(**one) for one in found["gpus"])})
     except Unanswered as refusal:
         return Gpus(present=has_nvidia(), error=str(refusal))
 
@@ -130,11 +127,9 @@ def _gpu(nvml: Any, ask: Callable[..., Any], index: int) -> Gpu:
         temperature=of("Temperature", nvml.NVML_TEMPERATURE_GPU),
         ecc=None if ecc is None else bool(ecc[0]),
         trouble=trouble,
-        slowed=tuple(
-            {words for name, words in _SLOWED.items() if slowed & getattr(nvml, f"nvmlClocksThrottleReason{name}")}
-        ),
+        slowed=", ".join({words for bit, words in _SLOWED.items() if slowed & bit}),
         mig=bool((of("MigMode") or [0])[0]),
-        uses=tuple(f"{one.pid} {_program(one.pid)}".strip() for one in of("ComputeRunningProcesses") or ()),
+        uses=", ".join(f"{one.pid} {_program(one.pid)}".strip() for one in of("ComputeRunningProcesses") or ()),
         nvlinks=None if links[0] is None else sum(link == 1 for link in links),
         power=power and power // 1000,
     )

@@ -49,26 +49,6 @@ BUDGET_S = 8.5
 """From the start of this process to the last answer."""
 _LEAST_FOR_TORCH_S = 3.0
 _COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
-CHECKS = (
-    *(
-        host.check_run,
-        software.check_packages,
-        gpu_checks.check_torch,
-        software.check_attention,
-        software.check_deepspeed,
-    ),
-    *(
-        gpu_checks.check_driver,
-        gpu_checks.check_number,
-        gpu_checks.check_health,
-        gpu_checks.check_use,
-        gpu_checks.check_gpu_memory,
-    ),
-    *(network.check_infiniband, network.check_interfaces, network.check_host_name, network.check_name_server),
-    *(network.check_main_address, host.check_limits, host.check_memory, host.check_cores, host.check_clock),
-    host.check_folders,
-)
-"""In the order in which they are shown: each takes facts and needs, and yields what it has to say."""
 
 
 def show_environment(load: Callable[[], RunConfig | None], *, as_json: bool) -> int:
@@ -85,7 +65,8 @@ def show_environment(load: Callable[[], RunConfig | None], *, as_json: bool) -> 
 
 def check_all(facts: Facts, needs: RunNeeds) -> list[Check]:
     """What every check says of a machine and a run."""
-    return [check for one in CHECKS for check in one(facts, needs)]
+    checks = (*host.CHECKS, *software.CHECKS, *gpu_checks.CHECKS, *network.CHECKS)
+    return [check for one in checks for check in one(facts, needs)]
 
 
 def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
@@ -116,9 +97,8 @@ def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
         gpus = inquiry.answer("GPU driver", Gpus(present=has_nvidia(), error="no answer"))
         inquiry.lacks += [f"GPU driver: {gpus.error}"] if gpus.error else []
         needs = RunNeeds() if config is None else _needs(config, gpus.gpus)
-        found = [
-            inquiry.answer(name, Folder(name, path, lack="no answer within 5 s")) for name, path in folders.items()
-        ]
+        silent = [Folder(name, path, lack="no answer within 5 s") for name, path in folders.items()]
+        found = [inquiry.answer(one.setting, one) for one in silent]
         limits, clock = inquiry.answer("limits", Host()), inquiry.answer("timedatectl", None)
         machine = replace(limits, folders=tuple(found), clock_kept=clock)
         links, installed = network.network_of(inquiry, needs), software.software_of(inquiry)

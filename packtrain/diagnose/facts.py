@@ -88,9 +88,9 @@ class Gpu:
     temperature: int | None = None
     ecc: bool | None = None
     trouble: str = ""
-    slowed: tuple[str, ...] = ()
+    slowed: str = ""
     mig: bool = False
-    uses: tuple[str, ...] = ()
+    uses: str = ""
     nvlinks: int | None = None
     power: int | None = None
 

@@ -25,17 +25,14 @@ def check_driver(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
         yield Check(name, "ok", f"{gpus.driver or 'version not known'}, CUDA {gpus.cuda or 'not known'} at most")
     elif not gpus.error:
         fix = "ask Slurm for them (topology.gres=gpu:N), or start the container with --gpus all"
-        yield Check(
-            name, "fail" if needs.configured else "warn", "the driver shows no GPU: the job or container has none", fix
-        )
+        what = "the driver shows no GPU: the job or container has none"
+        yield Check(name, "fail" if needs.configured else "warn", what, fix)
     elif not gpus.present and ("Not Found" in gpus.error or "not installed" in gpus.error):
         yield Check(name, "ok", "no NVIDIA driver on this machine: runs are on the CPU")
     elif "not installed" in gpus.error:
         yield Check(name, "warn", f"the GPUs' health is not known: {gpus.error}", "pip install nvidia-ml-py")
     else:
-        fix = (
-            "does nvidia-smi answer? reinstall the driver for the running kernel, load it (modprobe nvidia), or reboot"
-        )
+        fix = "does nvidia-smi answer? reinstall the driver for the running kernel, modprobe nvidia, or reboot"
         fix = "reboot: the module's version is not the libraries' (an update)" if "mismatch" in gpus.error else fix
         fix += "; in a container, --gpus all"
         yield Check(name, "fail" if gpus.present else "warn", f"the driver does not answer: {gpus.error}", fix)
@@ -62,16 +59,13 @@ def check_torch(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     elif torch.cuda and gpus.gpus and torch.available is False and not unseen:
         what = f"{built} finds no GPU where the driver shows {len(gpus.gpus)}: {torch.warning or 'it does not say why'}"
         fix = "look at CUDA_VISIBLE_DEVICES and the driver (nvidia-smi); in a container start it with --gpus all"
-        yield Check(
-            "torch", "fail", what, next((words for code, words in _FIXES.items() if code in torch.warning), fix)
-        )
+        fix = next((words for code, words in _FIXES.items() if code in torch.warning), fix)
+        yield Check("torch", "fail", what, fix)
     elif torch.error and torch.available is None:
         what = f"{built}, but looking for GPUs ended otherwise: {torch.error}"
         fix = "time python -c 'import torch; print(torch.cuda.is_available())'"
         yield Check("torch", "fail" if gpus.gpus and not late else "warn", what, fix)
-    elif lacking := [
-        one for one in torch.devices if one.capability and not _has_code(one.capability, torch.architectures)
-    ]:
+    elif lacking := [one for one in torch.devices if not _has_code(one.capability, torch.architectures)]:
         what = f"{built} has no code for {lacking[0].name} ({lacking[0].capability}), only {', '.join(torch.architectures)}"
         yield Check("torch", "fail", what, "pip install --upgrade torch")
     else:
@@ -111,7 +105,7 @@ def check_health(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
             found.append(Check("gpu-health", "fail", f"{name}: {gpu.trouble}", fix))
         if gpu.slowed:
             heat = "" if gpu.temperature is None else f" at {gpu.temperature} °C"
-            what = f"{name} is slowed down{heat}: {', '.join(gpu.slowed)}"
+            what = f"{name} is slowed down{heat}: {gpu.slowed}"
             found.append(Check("gpu-pace", "warn", what, f"{look} -d PERFORMANCE; look at cooling and power"))
         if gpu.nvlinks is not None and gpu.nvlinks < most:
             what = f"{name} has {gpu.nvlinks} NVLinks that are up, another one {most}"
@@ -133,7 +127,7 @@ def check_use(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     idle = ",".join(str(gpu.index) for gpu in gpus if gpu not in used)
     for gpu in used:
         free, least = (gpu.memory or 0) - (gpu.memory_used or 0), _least(needs.memory)
-        by = f" by {', '.join(gpu.uses[:3])}" if gpu.uses else ""
+        by = f" by {gpu.uses}" if gpu.uses else ""
         what = f"GPU {gpu.index} is in use{by}: {size(gpu.memory_used)} of its memory, {gpu.utilization or 0} % busy"
         short = gpu.memory is not None and least > free
         what += f"; the run needs {size(least)}, {size(free)} are free" if short else ""
@@ -193,8 +187,11 @@ def _wheel_for(cuda: str | None) -> str:
     return {11: "cu118", 12: "cu126"}.get(major(cuda or "13"), "cu130")
 
 
-def _has_code(capability: str, architectures: tuple[str, ...]) -> bool:
+def _has_code(capability: str | None, architectures: tuple[str, ...]) -> bool:
     """By binary code of the same major version, or by PTX of any."""
-    own = re.sub(r"\D", "", capability)[:-1]
+    own = re.sub(r"\D", "", capability or "")[:-1]
     built = {re.sub(r"\D", "", one)[:-1] for one in architectures}
-    return not built or own in built or any(one.startswith("compute_") for one in architectures)
+    return not built or not own or own in built or any(one.startswith("compute_") for one in architectures)
+
+
+CHECKS = (check_torch, check_driver, check_number, check_health, check_use, check_gpu_memory)

@@ -21,6 +21,7 @@ from packtrain.plan.interfaces import kernel_text
 from packtrain.plan.memory import Memory
 
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay", "squashfs", "apfs")
+_FOLDERS = {"trainer.output_dir": "output-folder", "data.cache_dir": "cache-folder"}
 _TOLD = (
     *("ACCELERATE_", "CUBLAS", "CUDA_", "CUDNN_", "DS_", "FI_", "FSDP_", "GLOO_", "HF_", "HSA_", "KMP_"),
     *("MASTER_", "MKL_", "NCCL_", "NVIDIA_", "NVTE_", "OMP_", "PACKTRAIN_", "PYTORCH_", "ROCR_"),
@@ -189,9 +190,7 @@ def check_clock(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
 def check_folders(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     """Where the run writes."""
     for folder in facts.host.folders:
-        name = {"trainer.output_dir": "output-folder", "data.cache_dir": "cache-folder"}.get(
-            folder.setting, "hub-cache"
-        )
+        name = _FOLDERS.get(folder.setting, "hub-cache")
         room = f"{size(folder.free)} free of {size(folder.total)}" + (f", {folder.kind}" if folder.kind else "")
         yield from list(_folder(name, folder, needs)) or [Check(name, "ok", f"{folder.path}: {room}")]
 
@@ -199,11 +198,7 @@ def check_folders(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
 def _folder(name: str, folder: Folder, needs: RunNeeds) -> Iterator[Check]:
     output, path, free = name == "output-folder", folder.path, folder.free
     stops = "fail" if output and needs.configured else "warn"
-    set_it = (
-        f"{folder.setting} on another disk"
-        if "." in folder.setting
-        else f"export {folder.setting}=FOLDER on another disk"
-    )
+    set_it = f"{folder.setting} on another disk"
     needed = needs.disk if output else 0
     if folder.lack:
         yield Check(name, stops, f"{path}: {folder.lack}", f"df {path} (does it answer?), or {set_it}")
@@ -212,11 +207,13 @@ def _folder(name: str, folder: Folder, needs: RunNeeds) -> Iterator[Check]:
         yield Check(name, stops, what, f"chmod u+w, or {set_it}")
     elif free is not None and free < needed:
         what = f"{path} has {size(free)} free; model and checkpoints take about {size(needed)}"
-        yield Check(
-            name, "fail" if free < needs.final else "warn", what, f"{set_it}, or a smaller trainer.keep_checkpoints"
-        )
+        fix = f"{set_it}, or a smaller trainer.keep_checkpoints"
+        yield Check(name, "fail" if free < needs.final else "warn", what, fix)
     elif free is not None and (free < GIB or free < 0.02 * (folder.total or 0)):
         yield Check(name, stops if free < 64 * MIB else "warn", f"{path} has {size(free)} free", set_it)
     if output and needs.nodes > 1 and folder.kind in _LOCAL:
         what = f"{path} is on a disk of this machine ({folder.kind}); each of {needs.nodes} would have its own"
         yield Check(name, "warn", what, f"{folder.setting} on a file system that all machines share")
+
+
+CHECKS = (check_run, check_limits, check_memory, check_cores, check_clock, check_folders)

@@ -84,7 +84,10 @@ def taken(port: int | None) -> str:
 
 
 def check_host_name(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """Whether others would be told an address of this machine that they can reach."""
+    """Whether others would be told an address of this machine that they can reach, and names are looked up at once."""
+    if facts.network.silence:
+        what = f"{facts.network.silence}, and torch asks it at each connection, for 10 s"
+        yield Check("name-server", "warn", what, FIX)
     host = facts.network.host
     own = {address for one in facts.network.interfaces for address in one.addresses}
     found, fix = "", f"this machine's own address for {host.name} in /etc/hosts"
@@ -106,15 +109,6 @@ def check_host_name(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     else:
         around = f"or topology.environment.GLOO_SOCKET_IFNAME={_outward(facts)}"
         yield Check("host-name", needs.between, found, f"{fix}, {around}")
-
-
-def check_name_server(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """Whether each connection of torch would wait for a name server."""
-    if facts.network.silence:
-        what = f"{facts.network.silence}, and torch asks it at each connection, for 10 s"
-        yield Check("name-server", "warn", what, FIX)
-    else:
-        yield Check("name-server", "ok", "names are looked up at once")
 
 
 def check_main_address(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
@@ -156,9 +150,8 @@ def check_interfaces(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
         chosen = [one for one in there.interfaces if wanted and one.name in names]
         if chosen and needs.nodes > 1 and all(one.loopback for one in chosen):
             fix = f"topology.environment.{variable}={_outward(facts)}, or unset {variable}"
-            found.append(
-                Check("network-interface", "fail", f"{variable}={wanted}, which reaches no other machine", fix)
-            )
+            what = f"{variable}={wanted}, which reaches no other machine"
+            found.append(Check("network-interface", "fail", what, fix))
     if needs.nodes > 1 and there.interfaces and not (ways or told or any(variables.get(name) for name in SOCKETS)):
         what = "there is no default route: NCCL takes ib*, or the first that the system lists"
         fix = f"topology.environment.NCCL_SOCKET_IFNAME={_outward(facts)}, and the same for GLOO_SOCKET_IFNAME"
@@ -227,3 +220,6 @@ def _named(ports: Sequence[Port]) -> str:
 
 def _devices(ports: Sequence[Port]) -> str:
     return ",".join(dict.fromkeys(one.device for one in ports))
+
+
+CHECKS = (check_infiniband, check_interfaces, check_host_name, check_main_address)

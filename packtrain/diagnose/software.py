@@ -221,3 +221,6 @@ def attention_json(facts: Facts, needs: RunNeeds) -> dict[str, dict[str, object]
         "flash": {"available": kernel is not None, "why": flash, "kernels": dict(facts.torch.kernels or {})},
         **found,
     }
+
+
+CHECKS = (check_packages, check_attention, check_deepspeed)

@@ -26,9 +26,6 @@ class Nvml:
     class NVMLError(Exception):
         """As pynvml's."""
 
-    nvmlClocksThrottleReasonHwSlowdown, nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 8, 128
-    nvmlClocksThrottleReasonSwThermalSlowdown, nvmlClocksThrottleReasonHwThermalSlowdown = 32, 64
-
     def __init__(self, gpus: int = 1, **changes: Any) -> None:
         healthy = {
             "Name": "NVIDIA H100 80GB HBM3",
@@ -72,7 +69,7 @@ def test_a_healthy_gpu_is_read_with_nothing_wrong_and_one_that_is_lost_is_named(
     assert (found.driver, found.cuda, len(found.gpus)) == ("570.133.20", "12.8", 2)
     well, lost = found.gpus
     assert (well.name, well.memory, well.ecc) == ("NVIDIA H100 80GB HBM3", 80 * GIB, True)
-    assert (well.trouble, well.slowed, well.uses, well.mig) == ("", (), (), False)
+    assert (well.trouble, well.slowed, well.uses, well.mig) == ("", "", "", False)
     assert (well.power, well.nvlinks) == (700, 18)
     assert (lost.index, lost.trouble) == (1, "the driver has lost it: GPU is lost")
 
@@ -83,8 +80,8 @@ def test_a_healthy_gpu_is_read_with_nothing_wrong_and_one_that_is_lost_is_named(
         ({"TotalEccErrors": 2}, "trouble", "2 uncorrected memory errors since the driver was loaded"),
         ({"RemappedRows": (0, 1, 1, 0)}, "trouble", "a repair of its memory waits for a reset"),
         ({"RemappedRows": (0, 1, 0, 1)}, "trouble", "memory rows could not be remapped"),
-        ({"CurrentClocksEventReasons": 1 | 8}, "slowed", ("hardware slowdown",)),
-        ({"ComputeRunningProcesses": [types.SimpleNamespace(pid=2**30)]}, "uses", (str(2**30),)),
+        ({"CurrentClocksEventReasons": 1 | 8}, "slowed", "hardware slowdown"),
+        ({"ComputeRunningProcesses": [types.SimpleNamespace(pid=2**30)]}, "uses", str(2**30)),
         ({"MigMode": [1, 1]}, "mig", True),
         ({"NvLinkState": lambda link: int(link < 17)}, "nvlinks", 17),
     ],
