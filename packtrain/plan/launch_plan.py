@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import RunConfig, Topology
 from packtrain.errors import Problem
 from packtrain.plan.batch import BatchPlan, plan_batch
 from packtrain.plan.interfaces import NetworkSetting, choose_network
@@ -30,7 +30,7 @@ class NodeCommand:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """The processes of a run and why; what this process does for it is its `role` (launch/topology.py).
+    """The processes of a run and why; what this process does for it is its `role` (topology.py).
 
     `spread` is the srun command that starts packtrain on every machine of a Slurm job, empty elsewhere; `commands` are
     what it comes to on each. This machine is number `node`, is called `host` and shows `gpus`; `network` is what its
@@ -62,8 +62,8 @@ class LaunchPlan:
 
     @property
     def lacks_gpus_alone(self) -> bool:
-        """Whether all that is in the way is that this machine has fewer GPUs than each of several should: at the roll call all
-        of them are told."""
+        """Whether all that is in the way is that this machine has fewer GPUs than each of several should: when the machines
+        meet, all of them are told."""
         lacking = self.nodes > 1 and 0 < self.gpus < self.gpus_per_node
         return lacking and all(one.where == GPUS_PER_NODE for one in self.obstacles)
 
@@ -78,7 +78,7 @@ class LaunchPlan:
         return self.commands[self.node if len(self.commands) > 1 else 0]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain containers; the keys are a promise to users (docs/config.md does not repeat them)."""
+        """Plain containers; the keys are a promise to users."""
         return {
             "num_processes": self.num_processes,
             "nodes": self.nodes,
@@ -97,26 +97,35 @@ def plan_launch(
 
     Raises UserError or CheckFailed where it is impossible, or where two sources contradict each other.
     """
-    surroundings = _with_asked_gpus(config, surroundings)
-    processes = choose_processes(config.topology, surroundings)
-    own = processes.node
-    settings = [_settings(config, processes, node, surroundings) for node in range(processes.nodes)]
-    network = _network(config, processes, surroundings)
-    told = {one.name: one.value for one in network if one.value is not None}
-    env = _env(config, processes, surroundings)
+    topology, folder = config.topology, RunFolder.of(config.trainer)
+    surroundings = _with_asked_gpus(topology, surroundings)
+    processes = choose_processes(topology, surroundings)
+    port = processes.main_port or (surroundings.free_port if processes.nodes == 1 else DEFAULT_PORT)
+    file, gpus = str(folder.deepspeed), surroundings.gpus > 0
+    settings = [
+        launch_config(processes, node, config.strategy.name, deepspeed_file=file, port=port, gpus=gpus)
+        for node in range(processes.nodes)
+    ]
+    worker = (verb, str(folder.config))
+
+    def argv(settings: dict[str, Any]) -> tuple[str, ...]:
+        if processes.total == 1 or processes.joins:
+            return (surroundings.python, "-m", WORKER, *worker)
+        file, timeout = str(folder.accelerate), topology.join_timeout
+        return tuple(launch_argv(surroundings.accelerate, file, settings, worker, join_timeout_s=timeout))
+
+    network = _network(topology, processes, surroundings)
+    env = _env(topology, processes, surroundings)
+    own_env = {**{one.name: one.value for one in network if one.value is not None}, **env}
     return LaunchPlan(
         num_processes=processes.total,
         nodes=processes.nodes,
         gpus_per_node=processes.per_node,
-        commands=tuple(
-            NodeCommand(
-                node,
-                _argv(config, processes, setting, surroundings, verb),
-                {**told, **env} if node == own else env,  # the others look at their own network
-            )
-            for node, setting in enumerate(settings)
+        commands=tuple(  # the other machines look at their own network
+            NodeCommand(node, argv(one), own_env if node == processes.node else env)
+            for node, one in enumerate(settings)
         ),
-        accelerate=settings[own],
+        accelerate=settings[processes.node],
         deepspeed=deepspeed_config(
             config.strategy.name, dtype=config.model.dtype, max_grad_norm=config.optim.max_grad_norm
         ),
@@ -124,11 +133,11 @@ def plan_launch(
             config.batch, config.packing.mode, config.objective, config.trainer, processes=processes.total
         ),
         role=processes.role,
-        node=own,
+        node=processes.node,
         host=surroundings.host,
         gpus=surroundings.gpus,
         hosts=processes.hosts,
-        spread=_spread(processes, surroundings, verb, arguments) if processes.role == "spread" else (),
+        spread=_spread(processes, surroundings, verb, arguments) if processes.spread else (),
         network=network,
         obstacles=processes.obstacles,
         reason=processes.reason,
@@ -136,9 +145,9 @@ def plan_launch(
     )
 
 
-def _with_asked_gpus(config: RunConfig, surroundings: Surroundings) -> Surroundings:
+def _with_asked_gpus(topology: Topology, surroundings: Surroundings) -> Surroundings:
     """The surroundings as the processes will see them, where topology.environment shows them other GPUs."""
-    asked = config.topology.variables.get(_VISIBLE)
+    asked = topology.variables.get(_VISIBLE)
     if asked is None:
         return surroundings
     hidden = _VISIBLE in surroundings.env and surroundings.driver  # how many there are is not known
@@ -146,27 +155,10 @@ def _with_asked_gpus(config: RunConfig, surroundings: Surroundings) -> Surroundi
     return replace(surroundings, gpus=gpus, env={**surroundings.env, _VISIBLE: asked})
 
 
-def _settings(config: RunConfig, processes: Processes, node: int, surroundings: Surroundings) -> dict[str, Any]:
-    port = processes.main_port or (surroundings.free_port if processes.nodes == 1 else DEFAULT_PORT)
-    file, name = str(RunFolder.of(config.trainer).deepspeed), config.strategy.name
-    return launch_config(processes, node, name, deepspeed_file=file, port=port, gpus=surroundings.gpus > 0)
-
-
-def _argv(
-    config: RunConfig, processes: Processes, settings: dict[str, Any], surroundings: Surroundings, verb: str
-) -> tuple[str, ...]:
-    folder = RunFolder.of(config.trainer)
-    worker = [verb, str(folder.config)]
-    if processes.total == 1 or processes.joins:
-        return (surroundings.python, "-m", WORKER, *worker)
-    file, timeout = str(folder.accelerate), config.topology.join_timeout
-    return tuple(launch_argv(surroundings.accelerate, file, settings, worker, join_timeout_s=timeout))
-
-
 def _spread(processes: Processes, surroundings: Surroundings, verb: str, arguments: Sequence[str]) -> tuple[str, ...]:
     """One task on each machine, which starts the machine's processes; it has all cores that the job has there.
 
-    A task that fails does not end the others: they are told, and end in order (launch/rollcall.py).
+    A task that fails does not end the others: they are told, and end in order.
     """
     flags = ["--nodes", str(processes.nodes), "--ntasks", str(processes.nodes), "--ntasks-per-node", "1"]
     if cpus := surroundings.env.get("SLURM_CPUS_ON_NODE"):  # srun does not take this from the job
@@ -175,45 +167,42 @@ def _spread(processes: Processes, surroundings: Surroundings, verb: str, argumen
     return ("srun", *flags, surroundings.python, "-m", "packtrain", verb, *arguments)
 
 
-def _network(config: RunConfig, processes: Processes, surroundings: Surroundings) -> tuple[NetworkSetting, ...]:
+def _network(topology: Topology, processes: Processes, surroundings: Surroundings) -> tuple[NetworkSetting, ...]:
     """What the processes of this machine are told of its network, where it is one of several and about to start them.
 
     Raises CheckFailed where the user's own settings name what is not there.
     """
-    if surroundings.network is None or processes.nodes == 1 or processes.obstacles or processes.role == "spread":
+    if surroundings.network is None or processes.nodes == 1 or processes.obstacles or processes.spread:
         return ()
-    main = processes.main_address
-    if processes.joins:
-        main = processes.env.get("MASTER_ADDR") or surroundings.env.get("MASTER_ADDR")
-    asked = config.topology.variables
+    main = {**surroundings.env, **processes.env}.get("MASTER_ADDR") if processes.joins else processes.main_address
     return tuple(
         choose_network(
             surroundings.network(main),
             surroundings.env,
             main_address=main,
             nodes=processes.nodes,
-            asked=asked,
+            asked=topology.variables,
             gpus=surroundings.gpus > 0,
         )
     )
 
 
-def _env(config: RunConfig, processes: Processes, surroundings: Surroundings) -> dict[str, str]:
+def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -> dict[str, str]:
     """What the processes need to be told: their share of the cores, and one GPU where one process has several.
 
     Threads that spin while they wait for one another are many times slower where other work holds a core; asleep they are
     not, and the sums stay the same, which another number of threads would change.
     """
-    asked = config.topology.variables
+    asked = topology.variables
     if processes.joins:
         return {**processes.env, **asked}
     told, own = {}, {}
     if processes.total > 1:
         told["OMP_NUM_THREADS"] = str(max(1, surroundings.cpus // processes.per_node))
-    threads = asked.get("OMP_NUM_THREADS") or surroundings.env.get("OMP_NUM_THREADS") or told.get("OMP_NUM_THREADS")
+    threads = {**told, **surroundings.env, **asked}.get("OMP_NUM_THREADS")
     if threads != "1" and not surroundings.gpus and surroundings.load > surroundings.cpus / 2:
         told["OMP_WAIT_POLICY"] = "passive"
     if processes.total == 1 and surroundings.gpus > 1:  # transformers would spread it over all of them (DataParallel)
         own[_VISIBLE] = surroundings.env.get(_VISIBLE, "0").split(",")[0].strip()
-    told = {name: value for name, value in told.items() if not name.startswith("OMP") or name not in surroundings.env}
+    told = {name: value for name, value in told.items() if name not in surroundings.env}
     return {**told, **asked, **own}

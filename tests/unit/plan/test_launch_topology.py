@@ -420,3 +420,9 @@ def test_what_slurm_would_be_asked_for_is_no_job() -> None:
 
 def test_no_job_is_no_allocation() -> None:
     assert allocation_of({"SLURM_CONF": "/etc/slurm.conf"}) is None
+
+
+def test_a_job_of_one_machine_and_one_gpu_can_be_planned_from_the_shell_of_salloc() -> None:
+    made = plan({"gpus_per_node": 1}, {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1"})
+    assert (made.role, made.num_processes) == ("spread", 1)
+    assert made.commands[0].argv[1:3] == ("-m", "packtrain.worker")
