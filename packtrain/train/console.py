@@ -25,7 +25,6 @@ from transformers.utils import logging as transformers_logging
 from packtrain.config.schema import Batch, Model, Objective, Optim, Packing, Peft
 from packtrain.data.counts import DataReport
 from packtrain.data.prepare import PreparedData
-from packtrain.model.forward import Head
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, elements
@@ -55,6 +54,14 @@ class Log:
         """To the terminal and the file."""
         self.console.print(text)
         self.note(render(text).plain)
+
+    def fact(self, name: str, text: str) -> None:
+        """What was decided about something: `text` is plain."""
+        self.say(f"[bold]{name:<10}[/] {escape(text)}")
+
+    def warn(self, text: str) -> None:
+        """A remark to be noticed; `text` is plain."""
+        self.say(f"[yellow]{escape(text)}[/]")
 
     def note(self, text: str) -> None:
         """To the file only."""
@@ -91,18 +98,18 @@ def without_future_warnings() -> Iterator[None]:
 def about_model(log: Log, settings: Model, peft: Peft, model: PreTrainedModel, precision: Precision) -> None:
     """What is trained, and how precisely."""
     base = base_model(model)
-    trainable = sum(elements(p) for p in model.parameters() if p.requires_grad)
+    whole, trained = (_count(sum(map(elements, some))) for some in (base.parameters(), _trained(model)))
     name = settings.path or "new weights"
     if settings.path and settings.init == "random":
         name += ", new weights"
-    log.say(
-        f"[bold]model[/]      {escape(name)} ({type(base).__name__}, {_count(sum(map(elements, base.parameters())))} parameters,"
-        f" {_count(trainable)} trained)"
-    )
+    log.fact("model", f"{name} ({type(base).__name__}, {whole} parameters, {trained} trained)")
     if peft.kind == "lora":
-        log.say(f"[bold]adapters[/]   {escape(_adapters(peft))}")
+        targets = peft.target_modules if isinstance(peft.target_modules, str) else ", ".join(peft.target_modules)
+        also = f"; in full: {', '.join(peft.modules_to_save)}" if peft.modules_to_save else ""
+        sizes = f"rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}"
+        log.fact("adapters", f"LoRA, {sizes}, on {targets}{also}")
     computed = f", computed in {_dtype(precision.autocast)}" if precision.autocast else ""
-    log.say(f"[bold]precision[/]  {_dtype(precision.weights)} weights{computed}")
+    log.fact("precision", f"{_dtype(precision.weights)} weights{computed}")
 
 
 def about_steps(
@@ -117,41 +124,42 @@ def about_steps(
 ) -> None:
     """What a step is made of, how many there are, and what follows each."""
     total, thing = steps.schedule.total_steps, "pairs" if isinstance(steps, PairSteps) else "documents"
-    log.say(f"[bold]optimizer[/]  {_optimizer(optim, total)}")
+    warmup = optim.warmup_steps if optim.warmup_steps >= 1 else math.ceil(optim.warmup_steps * total)
+    warms = f" after {warmup:g} warm-up steps" if warmup else ""
+    decay = f", weight decay {optim.weight_decay:g}" if optim.weight_decay else ""
+    log.fact("optimizer", f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}{warms}{decay}")
     if ranks.strategy != "ddp":
-        log.say(f"[bold]strategy[/]   {ranks.strategy}: {_SPREAD[ranks.strategy]}")
+        log.fact("strategy", f"{ranks.strategy}: {_SPREAD[ranks.strategy]}")
     for title, part in (("data", data.train), ("held out", data.eval)):
         if part is not None:
-            log.say(f"[bold]{title:<10}[/] {escape(_documents(part.report))}")
-    log.say(f"[bold]packing[/]    {packing.mode}: {_layout(steps, thing, ranks.world_size)}")
+            log.fact(title, _documents(part.report))
+    figures = steps.schedule.summary(ranks.world_size)
+    low, high = figures.micro_batches_min, figures.micro_batches_max
+    log.fact(
+        "packing",
+        f"{packing.mode}: {figures.documents_per_step:,.1f} {thing} and {figures.tokens_per_step:,.0f} tokens a step,"
+        f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
+        f" {figures.padding_fraction:.1%} padding, {figures.imbalance:.1%} imbalance over processes",
+    )
     each = counted(batch.examples_per_step, thing) if batch.examples_per_step else f"{batch.tokens_per_step:,} tokens"
     evaluated = "" if evaluation is None else f", {counted(len(evaluation), 'evaluation steps')}"
-    log.say(f"[bold]steps[/]      {total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
+    log.fact("steps", f"{total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
 
 
 def attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None) -> None:
     """Which attention serves the rows and why, and the isolation proof's figures; `decision` is None for padded batches."""
     if decision is None:
-        log.say(f"[bold]attention[/]  {model.config._attn_implementation} on padded batches, as the model comes")
+        log.fact("attention", f"{model.config._attn_implementation} on padded batches, as the model comes")
         return
-    log.say(f"[bold]attention[/]  {decision.backend.name} ({escape(decision.backend.why)})")
+    log.fact("attention", f"{decision.backend.name} ({decision.backend.why})")
     if (proof := decision.proof) is None:
-        log.say(
-            "[bold]isolation[/]  [yellow]not proved (verify.preflight=false): documents of a row may see each other[/]"
-        )
+        log.warn("isolation  not proved (verify.preflight=false): documents of a row may see each other")
     else:
-        log.say(
-            f"[bold]isolation[/]  {proof.verdict}: a changed document moves the others by"
+        log.fact(
+            "isolation",
+            f"{proof.verdict}: a changed document moves the others by"
             f" {max(proof.moved_before, proof.moved_after):.1g}, each equals itself alone within {proof.alone:.1g}"
-            f" (tolerance {proof.tolerance:.0g}; without isolation {proof.control:.1g})"
-        )
-
-
-def head(log: Log, model: PreTrainedModel, head: Head, off: float) -> None:
-    """Says so where the model's head needs its full logits, which take memory."""
-    if not head.fused:
-        log.say(
-            f"[bold]head[/]       full logits: the fused one does not fit {type(model).__name__} (its loss is off by {off:.1g})"
+            f" (tolerance {proof.tolerance:.0g}; without isolation {proof.control:.1g})",
         )
 
 
@@ -159,28 +167,21 @@ def pairs(log: Log, objective: Objective, layout: str, unshared: str, reference:
     """How pairs run, the losses, and what they are held to; `dropout` is that of adapters."""
     runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
     if layout in runs:
-        log.say(f"[bold]prompts[/]    {escape(runs[layout])}")
-    said = {
+        log.fact("prompts", runs[layout])
+    held_to = {
         "model": "a second copy of the model",
         "adapters_off": "the model with its adapters off",
         "adapters": f"the model with the adapters of {reference.adapters}",
         "precomputed": "log-probabilities of the model before training, computed once",
         "path": objective.reference,
-    }
+    }[reference.kind]
     weights = objective.loss_weights or [1.0] * len(objective.losses)
     losses = [
         name if weight == 1 else f"{weight:g} × {name}" for name, weight in zip(objective.losses, weights, strict=True)
     ]
-    held_to = escape(said[reference.kind])
-    log.say(f"[bold]loss[/]       {escape(' + '.join(losses))}, beta {objective.beta:g}, against {held_to}")
+    log.fact("loss", f"{' + '.join(losses)}, beta {objective.beta:g}, against {held_to}")
     if dropout:  # TRL turns it off
-        log.say(f"[bold]dropout[/]    off, peft.dropout={dropout:g} too: a preference is not to be a draw of it")
-
-
-def first_step(log: Log, seconds: float, checkpoint: Path | None) -> None:
-    """Where training starts, and how long it took to get there."""
-    start = f"resuming from {checkpoint.name}" if checkpoint else "training"
-    log.say(f"[bold]ready[/]      {start} after {seconds:.1f} s")
+        log.fact("dropout", f"off, peft.dropout={dropout:g} too: a preference is not to be a draw of it")
 
 
 def _documents(report: DataReport) -> str:
@@ -204,14 +205,8 @@ def _documents(report: DataReport) -> str:
     )
 
 
-def _layout(steps: Steps | PairSteps, thing: str, world_size: int) -> str:
-    figures = steps.schedule.summary(world_size)
-    low, high = figures.micro_batches_min, figures.micro_batches_max
-    return (
-        f"{figures.documents_per_step:,.1f} {thing} and {figures.tokens_per_step:,.0f} tokens a step,"
-        f" {low if low == high else f'{low} to {high}'} micro-batch{'' if high == 1 else 'es'} a process,"
-        f" {figures.padding_fraction:.1%} padding, {figures.imbalance:.1%} imbalance over processes"
-    )
+def _trained(model: PreTrainedModel) -> Iterator[torch.nn.Parameter]:
+    return (weight for weight in model.parameters() if weight.requires_grad)
 
 
 def _count(number: int) -> str:
@@ -220,18 +215,3 @@ def _count(number: int) -> str:
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _adapters(peft: Peft) -> str:
-    targets = peft.target_modules if isinstance(peft.target_modules, str) else ", ".join(peft.target_modules)
-    also = f"; in full: {', '.join(peft.modules_to_save)}" if peft.modules_to_save else ""
-    return f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}, on {targets}{also}"
-
-
-def _optimizer(optim: Optim, steps: int) -> str:
-    warmup = optim.warmup_steps if optim.warmup_steps >= 1 else math.ceil(optim.warmup_steps * steps)
-    decay = f", weight decay {optim.weight_decay:g}" if optim.weight_decay else ""
-    return (
-        f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}"
-        f"{f' after {warmup:g} warm-up steps' if warmup else ''}{decay}"
-    )

@@ -42,7 +42,7 @@ from packtrain.plan.dpo_reference import DpoReference
 from packtrain.proof.choice import AttentionChoice, prove_pairs
 from packtrain.train import console
 from packtrain.train.loader import MicroBatch, PairSteps
-from packtrain.train.loop import LoopSettings, StepTrainer, placeholder
+from packtrain.train.loop import LoopSettings, StepTrainer, unread_data
 from packtrain.train.preflight import choose_together, same_everywhere
 
 _COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
@@ -88,10 +88,8 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
                 ref_model=reference,
                 args=args,
                 processing_class=tokenizer,
-                data_collator=cast(Any, list),
-                train_dataset=placeholder(_COLUMNS),
-                eval_dataset=placeholder(_COLUMNS) if settings.evaluation is not None else None,
                 callbacks=callbacks,
+                **unread_data(_COLUMNS, evaluates=settings.evaluation is not None),
             )
         outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
         outputs = (*outputs, "log_sum_sq_probs") if self.use_weighting else outputs
@@ -387,22 +385,12 @@ class DPO:
         return steps
 
     def trainer(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-        callbacks: list[TrainerCallback],
+        self, model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, **given: Any
     ) -> PackedDPOTrainer:
-        """The trainer, before its proofs."""
+        """The trainer, before its proofs; `given` are its settings and callbacks."""
         own = objective_arguments(self._objective, precomputed=self._reference.kind == "precomputed")
         return PackedDPOTrainer(
-            model,
-            DPOConfig(**arguments, **own),
-            tokenizer,
-            settings=settings,
-            reference=self._reference_model,
-            callbacks=callbacks,
+            model, DPOConfig(**arguments, **own), tokenizer, reference=self._reference_model, **given
         )
 
     def prove(

@@ -252,18 +252,25 @@ class StopRequest:
             self.agreed = signal.SIGTERM if terminations else signal.SIGINT
 
 
-class StopCallback(TrainerCallback):
-    """Ends the loop after the step in which the ranks agreed, with a checkpoint."""
+class StepControl(TrainerCallback):
+    """What transformers does after a step: it stops where the ranks agreed to, with a checkpoint, and logs the last step.
+
+    Intervals are this run's, not those of the checkpoint that it resumes from.
+    """
 
     def __init__(self, stop: StopRequest) -> None:
         self._stop = stop
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
-    ) -> TrainerControl:
-        """Asks for the checkpoint and the end."""
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
+        """Puts this run's log_every, eval_every and checkpoint_every in place of those of the checkpoint."""
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
+        """Asks for the last line, and for the checkpoint and the end."""
         if self._stop.agreed:
             control.should_log = control.should_save = control.should_training_stop = True
+        if state.global_step >= state.max_steps:
+            control.should_log = True
         return control
 
 
@@ -329,6 +336,7 @@ def training_arguments(
     }
 
 
-def placeholder(columns: dict[str, list[Any]]) -> datasets.Dataset:
-    """TRL wants a datasets.Dataset to look at; ours are never read through it."""
-    return datasets.Dataset.from_dict(columns)
+def unread_data(columns: dict[str, list[Any]], *, evaluates: bool) -> dict[str, Any]:
+    """The arguments of TRL's trainers about data: they want a datasets.Dataset to look at; ours are never read through it."""
+    looked_at = datasets.Dataset.from_dict(columns)
+    return {"data_collator": list, "train_dataset": looked_at, "eval_dataset": looked_at if evaluates else None}

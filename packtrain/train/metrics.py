@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 
 from packtrain.errors import CheckFailed
@@ -152,34 +152,6 @@ class LoggingHooks(_Trainer):
             with waiting("the others' part of the evaluation"):
                 self.accelerator.reduce(torch.zeros((), device=self.args.device))
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class; the live bar is taken down also when training ends by an error."""
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, TerminalProgress):
-                    callback.close()
-
-
-class Intervals(TrainerCallback):
-    """log_every, eval_every and checkpoint_every are this run's, and the last step is logged whatever log_every is.
-
-    transformers goes by the intervals of the checkpoint that it resumes from, and logs multiples of log_every alone.
-    """
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        """Puts this run's intervals in place of those of the checkpoint."""
-        state.compute_steps(args, state.max_steps)
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs
-    ) -> TrainerControl:
-        """Asks for the last line."""
-        if state.global_step >= state.max_steps:
-            control.should_log = True
-        return control
-
 
 class MetricsFile(TrainerCallback):
     """Appends a line to metrics.jsonl for every logged step and evaluation (main process only).
@@ -191,16 +163,14 @@ class MetricsFile(TrainerCallback):
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Keeps the lines up to the step that the run starts from."""
         if not state.is_world_process_zero or not self._path.exists():
             return
         lines = self._path.read_text().splitlines() if state.global_step else []
         self._path.write_text("".join(f"{line}\n" for line in lines if _step_of(line) <= state.global_step))
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
         """Writes the line."""
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():
             return
@@ -226,25 +196,16 @@ class TerminalProgress(TrainerCallback):
         self._bar: Progress | None = None
         self._task: Any = None
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Shows the bar."""
         if not (state.is_world_process_zero and self._log.console.is_terminal):
             return
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self._log.console,
-        )
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}")
+        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self._log.console)
         self._task = self._bar.add_task("train", total=state.max_steps, completed=state.global_step, figures="")
         self._bar.start()
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
         """Shows the step's figures."""
         place = f"step {state.global_step}/{state.max_steps}"
         if "eval_loss" in logs:
@@ -263,12 +224,8 @@ class TerminalProgress(TrainerCallback):
                 self._bar.update(self._task, completed=state.global_step, figures=figures)
                 self._log.note(f"{place}  {figures}")
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        """Leaves the terminal in order."""
-        self.close()
-
     def close(self) -> None:
-        """Stops the live bar, also when training ended by an error."""
+        """Stops the live bar, however training ended."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -283,18 +240,13 @@ class EarlyStop(TrainerCallback):
     def __init__(self, patience: int, checkpoints: Path, log: Log) -> None:
         self._patience, self._checkpoints, self._log = patience, checkpoints, log
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Forgets a best evaluation whose checkpoint is not here: the run goes on from a checkpoint of another folder."""
         if state.best_global_step and not folder_of(self._checkpoints, state.best_global_step).is_dir():
             state.best_metric = state.best_global_step = None
 
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float],
-        **kwargs,
+        self, args: Any, state: TrainerState, control: TrainerControl, *, metrics: dict[str, float], **_: Any
     ) -> TrainerControl:
         """Compares with the best evaluation so far; the state that it is kept in is part of every checkpoint."""
         if state.global_step == 0:
@@ -305,8 +257,6 @@ class EarlyStop(TrainerCallback):
         elif (state.global_step - (state.best_global_step or 0)) // int(args.eval_steps or 1) >= self._patience:
             if not control.should_training_stop and state.global_step < state.max_steps:
                 best = f"{state.best_metric:.4f} at step {state.best_global_step}"
-                self._log.say(
-                    f"[yellow]stopping early[/] after step {state.global_step}: the lowest eval loss was {best}"
-                )
+                self._log.warn(f"stopping early after step {state.global_step}: the lowest eval loss was {best}")
             control.should_training_stop = True
         return control

@@ -133,7 +133,7 @@ class Summary:
     early: bool
 
     def to_json(self, status: str) -> dict[str, Any]:
-        """DESIGN's summary.json: `status, steps, train_loss, tokens, examples, truncated, dropped, verify …`."""
+        """The content of summary.json."""
         state, report = self.trainer.state, self.data.train.report
         losses = [line["loss"] for line in state.log_history if "loss" in line]
         evals = {int(line["step"]): line["eval_loss"] for line in state.log_history if "eval_loss" in line}
@@ -164,11 +164,6 @@ class Summary:
 def last_evaluated(trainer: StepTrainer) -> int | None:
     """The step of the last evaluation."""
     return next((int(line["step"]) for line in reversed(trainer.state.log_history) if "eval_loss" in line), None)
-
-
-def stopped(log: Log, signal: int, step: int) -> None:
-    """The last line of a run that a signal ended."""
-    log.say(f"stopped by signal {signal} after step {step}; the same command goes on from there")
 
 
 def show(

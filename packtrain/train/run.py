@@ -49,8 +49,8 @@ from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.dpo import DPO
 from packtrain.train.library_errors import explained, keep_in_full
 from packtrain.train.loader import PairSteps, Steps, attention_cost
-from packtrain.train.loop import LoopSettings, StepTrainer, StopCallback, StopRequest, training_arguments
-from packtrain.train.metrics import EarlyStop, Intervals, MetricsFile, TerminalProgress
+from packtrain.train.loop import LoopSettings, StepControl, StepTrainer, StopRequest, training_arguments
+from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.sft import SFT
 from packtrain.train.sync.checks import (
     agree_on_data,
@@ -108,7 +108,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     checkpoint = _checkpoint_to_resume(run)
     needed = checkpoint is not None or config.trainer.checkpoint_every is not None
     if ranks.world_size > 1 and (remark := check_run_folder(folder.logs, main=ranks.main, needed=needed)):
-        log.say(f"[yellow]{escape(remark)}[/]")
+        log.warn(remark)
 
     own_heartbeat().enter("prepare")
     tokenizer = load_tokenizer(config.model)
@@ -132,20 +132,26 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
 
     own_heartbeat().enter("proof")
     attention = own_attention(base_model(model))  # as the model comes
-    trainer, decision = _build(run, objective, data, model, tokenizer, origin, checkpoint)
+    progress = TerminalProgress(log)
+    trainer, decision = _build(run, objective, data, model, tokenizer, origin, checkpoint, progress)
     before = _answers(run, model, tokenizer, attention)
-    console.first_step(log, time.perf_counter() - started, checkpoint)
+    begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
+    log.fact("ready", f"{begins} after {time.perf_counter() - started:.1f} s")
     _clear_the_way(run, checkpoint)
     if checkpoint is not None:
         limit_collectives(config.topology.checkpoint_timeout)  # until the first step: some have read it before others
     run.stop.listen()  # until here a signal ends the process as usual: there is nothing to save
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        progress.close()
 
     early = config.trainer.early_stop_patience is not None
     summary = results.Summary(trainer, data, decision, started, early)
     if run.stop.agreed:
         _write_summary(run, summary.to_json("stopped"))
-        results.stopped(log, run.stop.agreed, trainer.state.global_step)
+        step = trainer.state.global_step
+        log.say(f"stopped by signal {run.stop.agreed} after step {step}; the same command goes on from there")
         return 128 + run.stop.agreed
     _finish(run, trainer, summary, model, tokenizer, attention, before)
     return 0
@@ -169,6 +175,7 @@ def _build(
     tokenizer: PreTrainedTokenizerBase,
     origin: dict[str, Any],
     checkpoint: Path | None,
+    progress: TerminalProgress,
 ) -> tuple[StepTrainer, AttentionChoice | None]:
     """The trainer, ready for step 1, and which attention was decided on for packed rows (None: batches are padded)."""
     config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
@@ -212,34 +219,42 @@ def _build(
         evaluates=evaluation is not None,
         starts_anew=checkpoint is None,
     )
-    settings = LoopSettings(
-        steps=steps,
-        evaluation=evaluation,
-        stop=run.stop,
-        checkpoints=run.folder.checkpoints,
-        origin=origin | held_to,
-        keep_checkpoints=config.trainer.keep_checkpoints,
-        first_step=step_of(checkpoint) if checkpoint else 0,
-        loader_workers=config.trainer.loader_workers,
-        machines=run.peers.machines() if run.peers and ranks.main else (),
-        say=lambda text: log.say(f"[yellow]{text}[/]"),
-        strategy=ranks.strategy,
-        autocast=precision.autocast,
-        backend=decision.backend.name if decision else None,
-        limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
-    )
-    trainer = objective.trainer(model, arguments, tokenizer, settings, _callbacks(run))
+    settings = _loop_settings(run, steps, evaluation, precision.autocast, decision, origin | held_to, checkpoint)
+    callbacks: list[TrainerCallback] = [StepControl(run.stop), MetricsFile(run.folder.metrics), progress]
+    if patience := config.trainer.early_stop_patience:
+        callbacks.append(EarlyStop(patience, run.folder.checkpoints, log))
+    trainer = objective.trainer(model, arguments, tokenizer, settings=settings, callbacks=callbacks)
     trainer.close_proofs = close_proofs
     objective.prove(trainer, log, attention, preflight=prove, ranks=ranks, precision=precision, one_pass=steps_over)
     return trainer, decision
 
 
-def _callbacks(run: Run) -> list[TrainerCallback]:
-    """What watches, logs and stops a run."""
-    callbacks = [Intervals(), StopCallback(run.stop), MetricsFile(run.folder.metrics), TerminalProgress(run.log)]
-    if patience := run.config.trainer.early_stop_patience:
-        callbacks.append(EarlyStop(patience, run.folder.checkpoints, run.log))
-    return callbacks
+def _loop_settings(
+    run: Run,
+    steps: Steps | PairSteps,
+    evaluation: Steps | PairSteps | None,
+    autocast: torch.dtype | None,
+    decision: AttentionChoice | None,
+    origin: dict[str, Any],
+    checkpoint: Path | None,
+) -> LoopSettings:
+    trainer, topology, ranks = run.config.trainer, run.config.topology, run.ranks
+    return LoopSettings(
+        steps=steps,
+        evaluation=evaluation,
+        stop=run.stop,
+        checkpoints=run.folder.checkpoints,
+        origin=origin,
+        keep_checkpoints=trainer.keep_checkpoints,
+        first_step=step_of(checkpoint) if checkpoint else 0,
+        loader_workers=trainer.loader_workers,
+        machines=run.peers.machines() if run.peers and ranks.main else (),
+        say=run.log.warn,
+        strategy=ranks.strategy,
+        autocast=autocast,
+        backend=decision.backend.name if decision else None,
+        limits=TimeLimits(topology.step_timeout, topology.checkpoint_timeout),
+    )
 
 
 def origin_of(config: RunConfig, data: TokenDataset | PairDataset) -> dict[str, Any]:
@@ -312,7 +327,7 @@ def _checkpoint_to_resume(run: Run) -> Path | None:
     with waiting("rank 0 to find the checkpoint"):
         checkpoint, remarks = cast(list, broadcast_object_list(found))[0]
     for remark in remarks:
-        run.log.say(f"[yellow]{remark}[/]")
+        run.log.warn(remark)
     return checkpoint
 
 
@@ -339,7 +354,7 @@ def _clear_the_way(run: Run, checkpoint: Path | None) -> None:
         raise UserError(f"cannot begin: {error}", where=f"trainer.output_dir ({folder.root})") from error
     folder.summary.unlink(missing_ok=True)
     for remark in set_aside(folder.checkpoints, step_of(checkpoint) if checkpoint else 0):
-        run.log.say(f"[yellow]{remark}[/]")
+        run.log.warn(remark)
 
 
 def _finish(

@@ -27,9 +27,9 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.schedule import Schedule
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import tolerance_of
-from packtrain.train import console
+from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.loop import LoopSettings, StepTrainer, placeholder
+from packtrain.train.loop import LoopSettings, StepTrainer, unread_data
 from packtrain.train.preflight import FirstStepWatch, choose_together, fit_head
 
 _PROBE_TOKENS = 64
@@ -55,10 +55,8 @@ class PackedSFTTrainer(StepTrainer, SFTTrainer):
             model=model,
             args=args,
             processing_class=tokenizer,
-            data_collator=cast(Any, list),
-            train_dataset=placeholder(_COLUMNS),
-            eval_dataset=placeholder(_COLUMNS) if settings.evaluation is not None else None,
             callbacks=callbacks,
+            **unread_data(_COLUMNS, evaluates=settings.evaluation is not None),
         )
         if routers is not None:  # TRL turns them on for its auxiliary loss; ours asks for them itself
             text_config.output_router_logits = routers
@@ -148,28 +146,24 @@ class SFT:
         return Steps(data, schedule, self.packing.mode == "padding", pad_token_id, ranks.rank, ranks.world_size)
 
     def trainer(
-        self,
-        model: PreTrainedModel,
-        arguments: dict[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: LoopSettings,
-        callbacks: list[TrainerCallback],
+        self, model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, **given: Any
     ) -> PackedSFTTrainer:
-        """The trainer, before its proofs."""
+        """The trainer, before its proofs; `given` are its settings and callbacks."""
         args = SFTConfig(**arguments, dataset_kwargs={"skip_prepare_dataset": True})
-        return PackedSFTTrainer(
-            model, args, tokenizer, settings=settings, objective=self.objective, callbacks=callbacks
-        )
+        return PackedSFTTrainer(model, args, tokenizer, objective=self.objective, **given)
 
-    def prove(self, trainer: PackedSFTTrainer, log: console.Log, attention: str, *, preflight: bool, **_: Any) -> None:
+    def prove(self, trainer: PackedSFTTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Checks the output head and the routers, and has the first steps watched; `attention` is what the model came with."""
         model, autocast = base_model(trainer.model), trainer.settings.autocast
         if preflight and trainer.settings.backend is not None:
             tolerance = tolerance_of(trainer.compute_dtype)
             trainer.watch = FirstStepWatch(attention, tolerance, cast(Steps, trainer.steps).pad_token_id)
-        console.head(log, model, trainer.head, fit_head(model, trainer.head, trainer.probe(), autocast))
+        off = fit_head(model, trainer.head, trainer.probe(), autocast)
+        if not trainer.head.fused:
+            log.fact(
+                "head", f"full logits: the fused one does not fit {type(model).__name__} (its loss is off by {off:.1g})"
+            )
         if trainer.routers is not None:
-            weight = trainer.routers.weight
-            log.say(f"[bold]routers[/]    {weight:g} × load-balancing loss over the tokens of a step")
+            log.fact("routers", f"{trainer.routers.weight:g} × load-balancing loss over the tokens of a step")
             if preflight:
                 trainer.routers.check(model, trainer.probe(), autocast=autocast)

@@ -23,9 +23,9 @@ from packtrain.model.spread import Ranks
 from packtrain.packing.collate import PairRows, collate_pairs
 from packtrain.plan.dpo_reference import DpoReference
 from packtrain.train import console
-from packtrain.train.dpo import DPO, FIGURES, PackedDPOTrainer
+from packtrain.train.dpo import _COLUMNS, DPO, FIGURES, PackedDPOTrainer
 from packtrain.train.loader import PairSteps
-from packtrain.train.loop import placeholder
+from packtrain.train.loop import unread_data
 
 SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
@@ -58,7 +58,7 @@ def trl_trainer(folder: Path, **objective: Any) -> _TRL:
         ref_model=cast(Any, another()),
         args=arguments(folder, **objective),
         processing_class=TOKENIZER,
-        train_dataset=placeholder({"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}),
+        train_dataset=unread_data(_COLUMNS, evaluates=False)["train_dataset"],
     )
     trainer.model.train()
     return trainer
@@ -220,7 +220,7 @@ def test_losses_are_told_of_with_their_weights() -> None:
     config = RunConfig(objective=Objective(kind="dpo", loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.2]))
     said: list[str] = []
     console.pairs(
-        cast(Any, SimpleNamespace(say=said.append)),
+        cast(Any, SimpleNamespace(fact=lambda _, text: said.append(text))),
         config.objective,
         "shared",
         "",
