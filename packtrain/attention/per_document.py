@@ -1,6 +1,6 @@
 """`per_document`: the row is taken apart and the model runs once per document, for models that cannot be flattened exactly.
 
-State-space layers, linear attention, convolutions along the row and code that nobody here has seen keep a state that does
+State-space layers, linear attention, convolutions along the row and unknown code keep a state that does
 not stop at a document's border. Planner, collator and loss still see packed rows; only the forward pass is over documents,
 neighbours or not, of equal length together, so there is no padding. It is exact by construction, whatever the model does;
 what it costs is kernels on fewer tokens at a time.

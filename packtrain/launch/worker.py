@@ -97,20 +97,20 @@ def report_stop(number: int) -> None:
 
 
 def stop_of_rank_0(exits: Path) -> int | None:
-    """The signal that has ended rank 0, where it says so."""
+    """The signal that rank 0 was stopped by, if any."""
     file = exits / "0.stopped"
     return int(file.read_text() or 0) or None if file.exists() else None
 
 
 def losses(exits: Path) -> dict[int, str]:
-    """What the ranks said that only saw the others gone."""
+    """Messages of the ranks that only lost the others."""
     return {int(file.stem): file.read_text() for file in exits.glob("*.lost")}
 
 
 def end_with_parent(parent: int) -> None:
     """Has the system kill this process when `parent`, which started it, ends, however that happens (Linux only).
 
-    A launcher that is killed can end nobody, and torchrun's workers, in sessions of their own, would keep GPUs and port.
+    A killed launcher cannot end its workers, which have sessions of their own and would keep GPUs and port.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

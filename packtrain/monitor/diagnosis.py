@@ -3,7 +3,7 @@
 Ranks that train together all stop when one does, so the question is not who stands still but who does not wait for the
 others. Every rank says itself whether it waits; inside a forward or backward pass, where a strategy may wait unseen, its
 progress decides, then torch's flight recorder. In this order: a rank that is dead or stopped; one at its end too early; one
-that does not wait, the least far of those; one that nothing is heard of; where all wait, those in another collective than the
+that does not wait, the least far of those; one without heartbeats; where all wait, those in another collective than the
 others; else what lies between them. What cannot be told apart is told as what is known.
 """
 
@@ -21,7 +21,7 @@ from packtrain.wording import ranks_in_words
 
 FRAMES_SHOWN = 10
 UNHEARD_S = 30
-"""Seconds after which a rank counts as one that nothing is heard of; a busy machine makes beats late."""
+"""Seconds after which a rank counts as one without heartbeats; a busy machine makes beats late."""
 ABORTED = -6
 """Exit of a process that ended itself by SIGABRT."""
 _MOST_GROUPS = 3
@@ -102,8 +102,8 @@ CAUSES: Mapping[Cause, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What is known of a rank. `heard_s` is since its last beat (None: there was none), `still_s` since it has told of any
-    progress, `stopped_s` since its process is stopped; `process` is what its launcher knows of that, None for nothing.
+    """What is known of a rank. `heard_s` is since its last beat (None: there was none), `still_s` since it last
+    reported progress, `stopped_s` since its process is stopped; `process` is what its launcher knows of that, None for nothing.
 
     `stack` (innermost first), `pending` and the last collectives that it has `passed` are what it answered when it was asked,
     `answered` whether it did.

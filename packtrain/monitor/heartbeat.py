@@ -1,4 +1,4 @@
-"""What every rank tells while it works: its phase, step and micro-batch, and whether it waits for the others.
+"""What every rank reports while it works: its phase, step and micro-batch, and whether it waits for the others.
 
 `enter` says where the rank is, `waiting` stands around everything that waits for other ranks (collectives, barriers, the
 store, joining), `progress` says that something long goes on. Each is an assignment of a few values; a small thread sends them
@@ -167,7 +167,7 @@ class Heartbeat:
             self._state = self._state._replace(waits=before, since=time.monotonic())
 
     def last_message(self, code: int, lost: str = "") -> dict[str, Any]:
-        """The body of the last beat of a rank that ends with `code`; `lost` says so where only others were gone."""
+        """The body of the last beat of a rank that ends with `code`; `lost` are its words where it only lost other ranks."""
         return {**self.message(), "ended": code, "lost": lost}
 
     def message(self, *, asked: bool = False) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Heartbeat:
 
 @functools.cache
 def own_heartbeat() -> Heartbeat:
-    """That of this process; made before anything heavy is imported. Where our launcher has told of a channel, it beats."""
+    """The heartbeat of this process; make it before anything heavy is imported. It beats where our launcher has set a channel."""
     heartbeat = Heartbeat(int(os.environ.get("RANK", "0")))
     stacks.listen()
     if "PACKTRAIN_HEARTBEAT_DIR" in os.environ:

@@ -1,8 +1,8 @@
 """Runs that no launcher of ours watches: those of torchrun, mpirun, srun or DeepSpeed's launcher, and runs of one process.
 
 Rank 0 serves the control channel from threads of its own and is the watchdog of all; the others hear of its port through the
-store at which they meet, and beat to it. Who is to end, ends itself with exit code 4: when rank 0 says so, when rank 0 is gone
-or silent for too long, and when the launcher that has started it is gone. Rank 0 ends what is left on its own machine.
+store at which they meet, and beat to it. A rank ends itself with exit code 4 when rank 0 orders it, when rank 0 is gone
+or silent for too long, and when the launcher that started it is gone. Rank 0 ends what is left on its own machine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Share = Callable[[str], str]
 
 @contextmanager
 def looked_at(logs: Path, limits: TimeLimits) -> Iterator[None]:
-    """Inside the block packtrain doctor finds this run of one process, which nobody waits for, and nobody ends."""
+    """Inside the block packtrain doctor finds this run of one process; a stall is reported there and does not end the run."""
     heartbeat = own_heartbeat()
     heartbeat.enter("start")
     watchdog = Watchdog([(socket.gethostname(), [0])], limits, logs, ends=False)

@@ -1,10 +1,10 @@
-"""The watchdog of a run: hears the heartbeats of all ranks of all machines, and says when, and why, they stand still.
+"""The watchdog of a run: receives the heartbeats of all ranks of all machines, and finds when, and why, they stand still.
 
 There is one, in the process that serves the control channel, which calls `look` once a second. A rank has until the deadline
-of its phase (TimeLimits); the others, which say that they wait, have no part in it. A minute after everything has come to a
-stand it is said who keeps the others waiting. Shortly before the deadline all ranks are asked for their stacks and pending
-collectives, and one diagnosis comes of it. Beats that are merely late are no standstill: a rank that nothing is heard of has
-the whole deadline from its last beat on.
+of its phase (TimeLimits); the others, which say that they wait, have no part in it. After a
+minute without progress a notice names the rank that the others wait for. Shortly before the deadline all ranks are asked for their stacks and pending
+collectives, and one diagnosis comes of it. Late beats alone are no stall: a rank without heartbeats has the whole
+deadline from its last beat on.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def stacks_of(logs: Path, rank: int) -> Path:
 class Watchdog:
     """Watches a run on `machines` (host name and ranks of each); writes into `logs`. Its methods may be called by any thread.
 
-    `ends`: whether it is to end a run that stands still. A run of one process nobody waits for is only looked at.
+    `ends`: whether to end a run that stands still; a run of one process is only reported on.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""The network of a machine, and what NCCL and gloo are told of it, only where they would choose otherwise than they must.
+"""The network of a machine, and the settings of NCCL and gloo that it needs: only where they would choose a wrong interface.
 
 Interfaces, the default route and RDMA ports are read where the kernel keeps them (/sys/class/net, /sys/class/infiniband,
 /proc/net), which needs no rights and is what NCCL looks at, too. gloo takes the address that the machine's own name resolves to,
-often 127.0.0.1, and then nobody reaches it. NCCL takes an interface called ib*, else the first that the system lists, wherever it
-leads, and all RDMA ports that are active, those of storage among them. Both are told the interface on the way to the first
-machine, which is known to lead there. What a user has set is read as NCCL reads it, checked and left alone.
+often 127.0.0.1, which no other machine can reach. NCCL takes an interface called ib*, else the first that the system lists, wherever it
+leads, and all RDMA ports that are active, those of storage among them. Both are set to the interface that leads to the
+first machine. What a user has set is read as NCCL reads it, checked and left alone.
 """
 
 from __future__ import annotations

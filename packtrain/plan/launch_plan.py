@@ -33,8 +33,8 @@ class LaunchPlan:
     """The processes of a run and why; what this process does for it is its `role` (topology.py).
 
     `spread` is the srun command that starts packtrain on every machine of a Slurm job, empty elsewhere; `commands` are
-    what it comes to on each. This machine is number `node`, is called `host` and shows `gpus`; `network` is what its
-    processes are told of its network, and why. `obstacles` keep the plan from being carried out from here.
+    what it comes to on each. This machine is number `node`, is called `host` and shows `gpus`; `network` are the
+    network settings of its processes, with reasons. `obstacles` are why the plan cannot be carried out from here.
     """
 
     num_processes: int
@@ -168,7 +168,7 @@ def _spread(processes: Processes, surroundings: Surroundings, verb: str, argumen
 
 
 def _network(topology: Topology, processes: Processes, surroundings: Surroundings) -> tuple[NetworkSetting, ...]:
-    """What the processes of this machine are told of its network, where it is one of several and about to start them.
+    """Network settings for the processes of this machine, where it is one of several and about to start them.
 
     Raises CheckFailed where the user's own settings name what is not there.
     """

@@ -1,4 +1,4 @@
-"""What accelerate's launcher and DeepSpeed are told of a run: one source for `packtrain plan`, for the launch and for training.
+"""Settings of accelerate's launcher and of DeepSpeed for a run: one source for `packtrain plan`, for the launch and for training.
 
 Every choice of the launcher is on its command line AND in its YAML: without --config_file, accelerate mixes in whatever the
 user once answered to `accelerate config`. It only starts processes; what is active in them comes from the run's config

@@ -120,7 +120,7 @@ def _gpus_of_machine() -> list[int]:
 
 
 def free_port() -> int:
-    """A port that nobody has; below those that the system gives to whoever asks for any, who would have it before it is used."""
+    """A free port, below the range that the system gives out by itself, so that it is still free when it is used."""
     for _ in range(_ATTEMPTS):
         port = _LEAST_PORT + secrets.randbelow(_PORTS)
         with socket.socket() as probe, suppress(OSError):

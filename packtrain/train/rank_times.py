@@ -1,8 +1,8 @@
 """Where the time of a rank goes, and which machine or rank is slower than the others.
 
-`StepClock.enter` is called wherever a step changes its phase: it tells the watchdog (monitor/heartbeat.py) and adds the time up.
+`StepClock.enter` is called wherever a step changes its phase: it reports the phase (monitor/heartbeat.py) and adds the time up.
 In a run of many ranks every step takes all of them the same time, since they wait for each other; what tells them apart is the
-forward passes, which wait for nobody (but where a sharded model gathers its weights: its ranks look alike), and loading data.
+forward passes, which wait for no other rank (but where a sharded model gathers its weights: its ranks look alike), and loading data.
 The backward pass has the waiting for slower ranks in it. Times travel with the counts of every tenth step or more (as it is
 logged), in the reduction that a step has anyway: four whole numbers for each rank, and no operation more.
 """
@@ -65,7 +65,7 @@ class StepClock:
         self._first = True
         self._sums = [0] * _PARTS
         self.steps = 0
-        """Those that the next `slots` will tell of; the same number on all ranks."""
+        """Steps that the next `slots` will cover; the same number on all ranks."""
         self._on_gpu = device.type == "cuda"
         self._events: list[tuple[Phase, Any]] = []
 

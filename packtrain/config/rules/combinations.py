@@ -16,7 +16,7 @@ from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-# What torch is told of a launch: two sources for one number would be one too many.
+# What the launcher sets for torch; a user's value beside it would contradict it.
 _OF_LAUNCH = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

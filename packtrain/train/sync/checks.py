@@ -1,6 +1,6 @@
 """What all ranks must have in common, asserted at the start, after preparing the data and after loading the model.
 
-Ranks that differ would train something that nobody asked for, or wait for each other for ever. The first collective
+Ranks that differ would train something else than was asked for, or wait for each other for ever. The first collective
 operation is a sum whose result is known, so that a backend that hangs or adds wrongly is named at the start, and not by a
 loss hours later; from then on collectives have time limits, which change with the phase of the run.
 """
