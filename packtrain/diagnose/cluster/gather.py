@@ -246,7 +246,7 @@ class _Gathering:
             time.sleep(0.05)
 
     def _present(self) -> dict[int, _Other]:
-        return {node: one for node, one in sorted(self._others.items()) if not one.lost}
+        return {node: one for node, one in sorted(dict(self._others).items()) if not one.lost}
 
     def _reduce(self, reports: Mapping[int, dict[str, Any]]) -> Reduced:
         """The all-reduces of all that reported, where nothing speaks against them already."""
@@ -298,7 +298,7 @@ class _Gathering:
 
     def _names(self) -> dict[int, str]:
         """Of all machines, as they call themselves, or as Slurm or the number calls those that are not here."""
-        called = {node: one.host for node, one in self._others.items()}
+        called = {node: one.host for node, one in dict(self._others).items()}  # calls may come in meanwhile
         hosts = {**dict(enumerate(self._here.hosts)), **called, 0: self._here.name}
         alone = {node: list(hosts.values()).count(host) == 1 for node, host in hosts.items()}
         words = {node: host if alone[node] else f"{host} (machine {node})" for node, host in hosts.items()}
