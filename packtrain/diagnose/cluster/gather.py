@@ -194,9 +194,8 @@ class _Gathering:
             server = channel.Server(here.port, secret=here.secret)
         except OSError as error:
             what = f"port {here.port} cannot be listened at: {(error.strerror or str(error)).lower()}"
-            raise CheckFailed(
-                what, where="topology.main_port", fix="Is a run going on here? Or set another port."
-            ) from error
+            fix = "Is a run going on here? Or set another port."
+            raise CheckFailed(what, where="topology.main_port", fix=fix) from error
         server.about = lambda: "packtrain env --cluster"
         server.serve(_CALL, self._answer, open=not here.secret)
         try:
