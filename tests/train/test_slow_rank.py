@@ -10,13 +10,15 @@ import yaml
 from tests.cluster.small_launch import PRELOAD, SMALL, at_work
 from tests.train.running import base_config
 
-STEPS = 30
+STEPS = 12
 WORKER = """
 import os, time
 import torch
 from packtrain.launch.worker import run_worker
+from packtrain.train import loop, rank_times
 from packtrain.worker import _work
 
+loop.TOLD_EVERY, rank_times._WINDOW_STEPS = 4, 8  # in place of 10 and 20
 forward = torch.nn.parallel.DistributedDataParallel.forward
 
 def slowly(self, *inputs, **kwargs):
@@ -31,7 +33,7 @@ run_worker(_work)
 
 def test_a_rank_whose_forward_passes_are_slow_is_named_and_not_those_that_wait(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
-    trainer = {"max_steps": STEPS, "log_every": 10}
+    trainer = {"max_steps": STEPS, "log_every": 4}
     config = base_config(tmp_path, trainer=trainer, topology={"gpus_per_node": 3}, batch={"examples_per_step": 6})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     run = at_work(tmp_path, *SMALL, **{PRELOAD: "packtrain.train.run"})
