@@ -17,7 +17,7 @@ from typing import Any
 
 from packtrain.launch.exit_status import MOST_TELLING, Outcome, Verdict, judge
 from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Refused
-from packtrain.monitor.diagnosis import Diagnosis, aftermath
+from packtrain.monitor.diagnosis import Diagnosis
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.wording import listed
@@ -195,9 +195,9 @@ class Machines:
             return
         diagnosis = self._diagnosis
         ends = [code for one in self._outcomes.values() for code in one.codes.values()]
-        killed = any(code is None or (code < 0 and code != -signal.SIGABRT) for code in ends)
+        killed = any(code is None or (code < 0 and code != -signal.SIGABRT) for code in ends) or {0, 4} == set(ends)
         if diagnosis is None and (killed or (-signal.SIGABRT in ends and 1 not in ends)):
-            diagnosis = aftermath(self._watchdog.states())
+            diagnosis = self._watchdog.aftermath()
         first = self._end[1] if self._end else 0
         lost = {rank for node, one in self._outcomes.items() if one.lost for rank in self._ranks(node)}
         lines = diagnosis.lines if diagnosis else ()

@@ -65,6 +65,7 @@ STEP_S, CHECKPOINT_S, JOIN_S = 600, 1800, 300
 """topology.step_timeout, topology.checkpoint_timeout and topology.join_timeout that nobody has set."""
 _COMPUTES = 0.05  # of a core
 _BEATS_A_SECOND = 200  # of all ranks together
+_SPREAD_S = 5.0
 _TO_GIVE_UP_S = 60
 _TO_ASK_S = 5
 
@@ -133,7 +134,6 @@ class Heartbeat:
         self._host = socket.gethostname()
         self._worked_at, self._looked = 0.0, (time.monotonic(), time.process_time())
         self._over = threading.Event()
-        self._old: Any = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -144,16 +144,11 @@ class Heartbeat:
     def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> float:
         """Now in `phase`, of the step before unless told; returns time.monotonic()."""
         now, state = time.monotonic(), self._state
-        if self._old is not None:
-            self._old.usual_s = self.usual_s
-            self._old.enter(phase, step=step, micro=micro)
         self._state = _State(phase, state.step if step is None else step, micro, state.waits, now)
         return now
 
     def progress(self) -> None:
         """Still in the same phase, and at work: how long it has stood still counts anew."""
-        if self._old is not None:
-            self._old.go_on()
         self._state = self._state._replace(since=time.monotonic())
 
     @contextmanager
@@ -231,7 +226,7 @@ class Heartbeat:
         on_silence: Callable[[float, NoAnswer], None],
     ) -> None:
         asked, answered = False, time.monotonic()
-        pause_s = random.random() * interval_s / 10  # not all at once
+        pause_s = random.random() * min(interval_s - 1, _SPREAD_S)  # not all at once
         while not self._over.wait(0 if asked else pause_s):
             pause_s = interval_s
             try:
@@ -251,10 +246,6 @@ def own_heartbeat() -> Heartbeat:
     """The heartbeat of this process; make it before anything heavy is imported. It beats where our launcher has set a channel."""
     heartbeat = Heartbeat(int(os.environ.get("RANK", "0")))
     stacks.listen()
-    if "PACKTRAIN_HEARTBEAT_DIR" in os.environ:
-        from packtrain.monitor.old.heartbeat import own_pulse
-
-        heartbeat._old = own_pulse()
     if ADDRESS in os.environ:
         address, _, port = os.environ[ADDRESS].rpartition(":")
         client = Client(address, int(port), secret=os.environ.get(SECRET, ""))

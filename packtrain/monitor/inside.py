@@ -115,6 +115,7 @@ class _Inside:
         self._logs, self._limits, self._by_hand = logs, limits, by_hand
         self._heartbeat, self._parent, self._over = own_heartbeat(), os.getppid(), threading.Event()
         self._first = f"rank 0 on {os.environ.get('MASTER_ADDR', '?')}"
+        self._first_pid = 0  # of rank 0 where it is on this machine
         self._client: Client | None = None
         self._watchdog: Watchdog | None = None
         self._serving = ExitStack()
@@ -134,9 +135,10 @@ class _Inside:
             self._serving.enter_context(published(self._logs, server, address))
             self._serving.callback(watchdog.close)
             self._watchdog = watchdog
-            share(f"{server.port} {server.secret}")
+            share(f"{server.port} {server.secret} {socket.gethostname()} {os.getpid()}")
             return
-        port, secret = share("").split()
+        port, secret, host, pid = share("").split()
+        self._first_pid = int(pid) if host == socket.gethostname() else 0
         self._client = Client(address, int(port), secret=secret)
         self._heartbeat.connect(self._client, ranks, on_end=self._obey, on_silence=self._miss)
 
@@ -228,8 +230,7 @@ class _Inside:
         time.sleep(0.5)
         for one in watchdog.states():
             if one.pid and one.pid != os.getpid() and one.host == socket.gethostname() and seen(one.pid) != "gone":
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(one.pid, signal.SIGKILL)
+                _kill(one.pid)
 
     def _obey(self, reason: str) -> None:
         self._end([f"rank {self._heartbeat.rank} on {socket.gethostname()} is ended: {reason}"])
@@ -239,9 +240,10 @@ class _Inside:
         if error.refused and silent_s > GONE_S:
             self._end([f"{self._first} is gone: nobody listens at its port any more"])
         if silent_s > self._limits.deadline_s(self._heartbeat.phase):
-            self._end(
-                [f"{self._first} has not answered for {silent_s:.0f} s: it is stopped, stuck, or its machine is lost"]
-            )
+            if self._first_pid:
+                _kill(self._first_pid)
+            why = "it is stopped, something in C holds Python's lock there, or its machine is lost"
+            self._end([f"{self._first} has not answered for {silent_s:.0f} s: {why}"])
 
     def _end(self, lines: Sequence[str]) -> NoReturn:
         with suppress(OSError):
@@ -255,6 +257,11 @@ class _Inside:
             sys.stderr.write(text)
             sys.stderr.flush()
         in_time(lambda: _append(self._logs / _LAUNCHER_LOG, text), None)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _append(file: Path, text: str) -> None:

@@ -173,11 +173,10 @@ class Watchdog:
             return [self._state(rank, one, now) for rank, one in sorted(self._ranks.items())]
 
     def _state(self, rank: int, one: _Rank, now: float) -> RankState:
-        said = one.message
+        said, stopped_s = one.message, now - one.stopped if one.stopped else 0.0
         if one.heard is None:
-            return RankState(
-                rank, one.host, one.process.pid if one.process else 0, still_s=now - one.begun, process=one.process
-            )
+            pid, still_s = one.process.pid if one.process else 0, now - one.begun
+            return RankState(rank, one.host, pid, still_s=still_s, stopped_s=stopped_s, process=one.process)
         silent = now - one.heard
         pending = [Collective(**each) for each in one.collectives.get("pending", ())]
         return RankState(
@@ -191,7 +190,7 @@ class Watchdog:
             heard_s=round(silent, 1),
             still_s=round(silent if silent > _LATE_S else said["for_s"] + silent, 1),
             usual_s=said["usual_s"],
-            stopped_s=now - one.stopped if one.stopped else 0.0,
+            stopped_s=stopped_s,
             process=one.process,
             stack=one.stack,
             pending=pending[0] if pending else None,
@@ -230,6 +229,8 @@ class Watchdog:
             return self._found
         if any(one.dead or one.lost_others or one.failed for one in states):
             return None
+        if any(one.stopped_s for one in live):
+            self._ask(live)
         if any(one.stopped_s >= min(STOPPED_S, self._limits.deadline_s("data")) for one in live):
             return self._conclude(diagnose(states))
         return self._judge(states, live)

@@ -1,7 +1,7 @@
 """Collective operations of workers that import no torch: over plain sockets, and in a flight recorder as torch keeps one.
 
 Rank 0 hears all and answers each; operations of different names wait for ever, as they do in gloo. What the launchers ask a
-rank for (launch/stacks.py) is thereby the same as of a real one.
+rank for (monitor/stacks.py) is thereby the same as of a real one.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import socket
 import struct
 import sys
 import time
+from pathlib import Path
 from types import ModuleType
 
 from packtrain.errors import LostPeers
 from packtrain.monitor.heartbeat import own_heartbeat
+from packtrain.monitor.inside import beat_to_rank_0
 
 _HEAD = struct.Struct("!16sdI")
 _JOIN_S = 30
@@ -26,13 +28,24 @@ class Group:
 
     def __init__(self) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.pulse = own_heartbeat()
-        self.pulse.enter("join")
+        self.heartbeat = own_heartbeat()
+        self.heartbeat.enter("join")
         self._entries: list[dict] = []
         recorder = ModuleType("torch._C._distributed_c10d")
         recorder.__dict__["_dump_fr_trace_json"] = lambda: json.dumps({"entries": self._entries[-9:]})
         sys.modules |= {"torch.distributed": ModuleType("torch.distributed"), recorder.__name__: recorder}
         self._peers = self._met()
+        beat_to_rank_0(self.share)
+
+    def share(self, said: str) -> str:
+        """What rank 0 says, on all ranks."""
+        file, limit = Path("shared"), time.monotonic() + _JOIN_S
+        if self.rank == 0:
+            Path("shared.partial").write_text(said)
+            os.replace("shared.partial", file)
+        while not file.exists() and time.monotonic() < limit:
+            time.sleep(0.05)
+        return file.read_text()
 
     def all_reduce(self, value: float = 0.0, *, name: str = "all_reduce", payload: bytes = b"") -> float:
         """The sum of the values of all; `payload` is what every rank sends besides. Raises LostPeers."""
@@ -40,7 +53,7 @@ class Group:
         self._entries.append({**entry, "is_p2p": False, "retired": False} | _SHAPE)
         own = _HEAD.pack(name.encode(), value, len(payload)) + payload
         try:
-            with self.pulse.waiting(f"gloo:{name} of all ranks"):
+            with self.heartbeat.waiting(f"gloo:{name} of all ranks"):
                 value = self._exchanged(own, name, value, payload)
         except OSError as error:
             raise LostPeers(f"rank {self.rank} lost the other processes: {error}") from error

@@ -1,4 +1,4 @@
-"""A link between two hosts that delays, and one that loses packets: the one is named while the run goes on, the other ends it."""
+"""A link between two hosts that loses packets ends the run when a step does not come through."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.cluster.small_group import Group
 def work():
     group = Group()
     for step in range(10**6):
-        group.pulse.enter("backward", step=step)
+        group.heartbeat.enter("backward", step=step)
         group.all_reduce(payload=bytes(2**25 if Path("big").exists() else 1))
-        group.pulse.usual_s = 0.01
+        group.heartbeat.usual_s = 0.01
         if group.rank == 0: Path("step").write_text(str(step))
 
 run_worker(work)
@@ -54,18 +54,6 @@ def goes_on(folder: Path, runs: tuple[Running, Running]) -> None:
         assert [run.process.poll() for run in runs] == [None, None], runs[0].text + runs[1].text
         assert time.monotonic() < end, runs[0].text
         time.sleep(0.05)
-
-
-def test_a_slow_link_is_named_while_training_goes_on(made: TwoHosts, link: BadLink, tmp_path: Path) -> None:
-    runs = training(made, tmp_path, "topology.step_timeout=600")
-    link.delay_s = 2.0
-    runs[0].until("the network between n1 and n2 is bad: an answer takes ", 120)
-    goes_on(tmp_path, runs)
-    link.delay_s = 0.0
-    for run in runs:
-        run.process.kill()
-        run.wait()
-    made.assert_empty()
 
 
 def test_a_link_that_loses_packets_ends_the_run_in_time(made: TwoHosts, link: BadLink, tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ STALLS = """
     logs = Path("out/logs")
     if rank == 1:
         names = ["stacks-rank-00000.txt", "stacks-rank-00001.txt", "diagnosis.txt", "launcher.log", "rank-00001.log"]
-        for name in [*names, ".heartbeats-00000.json.partial", ".heartbeats-00000.json.told"]:
+        for name in [*names, ".ranks.json.partial"]:
             os.mkfifo(logs / f"{name}.stalled")  # who opens it waits for ever
             os.rename(logs / f"{name}.stalled", logs / name)
-    pulse.enter("checkpoint", step=3)
+    heartbeat.enter("checkpoint", step=3)
     Path("since").write_text(str(time.time()))
     def _sync():
         (logs / "rank-00001.log").write_text("weights")

@@ -76,7 +76,7 @@ def work():
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: stop.append(number))
     for step in range(10**6):
-        group.pulse.enter("backward", step=step)
+        group.heartbeat.enter("backward", step=step)
         done = group.all_reduce(float(bool(stop)))
         if step == 3:
             print("training", flush=True)

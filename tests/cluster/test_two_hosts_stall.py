@@ -27,12 +27,12 @@ def read_documents():
 def work():
     group = Group()
     for step in range(1, 100):
-        group.pulse.enter("data", step=step)
+        group.heartbeat.enter("data", step=step)
         if step == 4 and rank == 1 and fault == "data": read_documents()
-        group.pulse.enter("backward")
+        group.heartbeat.enter("backward")
         if step == 4: Path("since").write_text("")
         group.all_reduce(name="barrier" if step == 4 and rank == 1 and fault == "collectives" else "all_reduce")
-        group.pulse.usual_s = 0.01
+        group.heartbeat.usual_s = 0.01
     return 0
 
 run_worker(work)
@@ -67,12 +67,14 @@ def started(made: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def test_doctor_on_a_third_machine_names_the_rank_and_shows_what_all_are_doing(started: Stalls) -> None:
     folder, runs = started[ASKED]
     found, end = None, time.monotonic() + LONG_S
-    while found is None or found.status == "running" or sum(one.told and one.stack != () for one in found.ranks) < 2:
+    while (
+        found is None or found.status == "running" or sum(one.answered and one.stack != () for one in found.ranks) < 2
+    ):
         assert time.monotonic() < end, found and found.lines
         time.sleep(0.1)
         found = examine(RunFolder(folder / "run"), ask=True) if (folder / "since").exists() else None
     said = "\n".join(found.lines)
-    assert found.diagnosis and found.diagnosis.cause == "data", said
+    assert found.diagnosis and found.diagnosis["cause"] == "data", said
     assert "rank 1 on n2" in said and "rank 0 on n1 waits in gloo:all_reduce number 4" in said
     for rank, where in ((0, "in work"), (1, "in read_documents")):
         assert where in (folder / f"run/logs/stacks-rank-0000{rank}.txt").read_text()

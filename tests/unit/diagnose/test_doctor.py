@@ -6,30 +6,48 @@ import json
 import os
 import pickle
 import platform
+import re
+import socket
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from packtrain.config.schema import RunConfig, Topology, Trainer
-from packtrain.diagnose import doctor
-from packtrain.diagnose.doctor import examine, show_run
+from packtrain.diagnose.doctor import Finding, examine, show_run
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch import worker
 from packtrain.launch.execute import execute
 from packtrain.launch.run_lock import locked
-from packtrain.monitor.old.heartbeat import Pulse
+from packtrain.monitor.channel import Client, Server, published
+from packtrain.monitor.diagnosis import RankState
+from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits
+from packtrain.monitor.processes import ProcessState
+from packtrain.monitor.watchdog import RANKS, Watchdog
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import look_around
 from packtrain.run_folder import RunFolder
 
 
-def leave(folder: Path, *, codes: dict | None = None, status: str | None = None, diagnosis: str = "") -> RunFolder:
+def leave(
+    folder: Path,
+    *,
+    codes: tuple[int | None, ...] = (None, None),
+    status: str | None = None,
+    diagnosis: str = "",
+    phase: Phase = "backward",
+    begun: int = 0,
+) -> RunFolder:
+    """A run as it is left by ranks that ended with `codes`; rank 0's log had `begun` bytes before."""
     run = RunFolder(folder)
-    run.logs.mkdir(parents=True)
-    pointer = {"host": "n0", "ranks": [0, 2], "step_timeout": 600, "last": {}, "codes": codes or {}}
-    (run.logs / "heartbeats-00000.json").write_text(json.dumps(pointer))
+    run.logs.mkdir(parents=True, exist_ok=True)
+    ends = [(code is not None and ProcessState(77, "gone", code, told=True)) or None for code in codes]
+    ranks = [RankState(rank, "n0", 77, phase, 7, heard_s=1.0, process=end) for rank, end in enumerate(ends)]
+    left = {"ranks": [one.to_json() for one in ranks], "logs": {"0": begun}}
+    (run.logs / RANKS).write_text(json.dumps(left))
     if status:
         run.summary.write_text(json.dumps({"status": status, "steps": 12}))
     if diagnosis:
@@ -38,7 +56,7 @@ def leave(folder: Path, *, codes: dict | None = None, status: str | None = None,
 
 
 def test_a_finished_run_is_in_order(tmp_path: Path) -> None:
-    found = examine(leave(tmp_path, codes={"0": 0, "1": 0}, status="done"))
+    found = examine(leave(tmp_path, codes=(0, 0), status="done"))
     assert (found.exit_code, list(found.lines)) == (0, ["this run is done after step 12"])
 
 
@@ -48,7 +66,7 @@ def test_a_run_that_was_ended_by_the_watchdog_has_its_diagnosis_repeated(tmp_pat
 
 
 def test_a_rank_that_failed_is_shown_with_the_end_of_its_log(tmp_path: Path) -> None:
-    run = leave(tmp_path, codes={"0": 143, "1": 2})
+    run = leave(tmp_path, codes=(143, 2))
     run.log(1).write_text("ready\nerror:\n  bad data\n")
     found = examine(run)
     assert found.exit_code == 4
@@ -56,14 +74,9 @@ def test_a_rank_that_failed_is_shown_with_the_end_of_its_log(tmp_path: Path) -> 
 
 
 def test_of_an_attempt_that_was_refused_its_own_words_are_shown_and_not_those_of_the_run_before(tmp_path: Path) -> None:
-    run = leave(tmp_path, codes={"0": 2, "1": 2}, status="stopped")
-    run.log(0).write_text("step 1/6\nstep 2/6\n")
-    pointer = run.logs / "heartbeats-00000.json"
-    pointer.write_text(
-        json.dumps({**json.loads(pointer.read_text()), "logs": {"0": run.log(0).stat().st_size, "1": 0}})
-    )
-    with run.log(0).open("a") as log:
-        log.write("error:\n  other data\n")
+    earlier = "step 1/6\nstep 2/6\n"
+    run = leave(tmp_path, codes=(2, 2), status="stopped", begun=len(earlier))
+    run.log(0).write_text(f"{earlier}error:\n  other data\n")
     run.attempt.root.mkdir()
     assert [line.strip() for line in examine(run).lines[1:]] == [
         "error:",
@@ -74,45 +87,91 @@ def test_of_an_attempt_that_was_refused_its_own_words_are_shown_and_not_those_of
 
 
 def test_an_attempt_that_started_nothing_is_not_mistaken_for_the_run_before(tmp_path: Path) -> None:
-    run = leave(tmp_path, codes={"0": 0, "1": 0}, status="done")
+    run = leave(tmp_path, codes=(0, 0), status="done")
     run.attempt.root.mkdir()
     run.attempt.config.touch()
-    os.utime(run.logs / "heartbeats-00000.json", (1, 1))
+    os.utime(run.logs / RANKS, (1, 1))
     found = examine(run)
     assert found.status == "failed" and "was ended before it had started any process" in found.lines[0]
     with locked(run.root):
         assert examine(run).lines == ["a run is about to start here"]
 
 
-def killed_run(folder: Path) -> RunFolder:
-    """As a launcher leaves it that was killed: its heartbeats are still there."""
-    run = leave(folder / "run")
-    (folder / "beats").mkdir()
-    Pulse(folder / "beats", 1).enter("backward", step=7)
+@contextmanager
+def live(folder: Path) -> Iterator[tuple[RunFolder, Watchdog, list[Heartbeat]]]:
+    """A run of a rank on each of n1 and n2, whose first steps are over, with its watchdog and what the ranks tell."""
+    run = RunFolder(folder)
+    run.logs.mkdir(parents=True)
+    watchdog = Watchdog([("n1", [0]), ("n2", [1])], TimeLimits(), run.logs)
+    server = Server(secret="secret", host="127.0.0.1")
+    watchdog.attach(server)
+    heartbeats = [Heartbeat(rank) for rank in (0, 1)]
+    for heartbeat in heartbeats:
+        heartbeat.enter("forward", step=9)
+        heartbeat.usual_s = 0.01
+        watchdog.processes(heartbeat.rank, {heartbeat.rank: ProcessState(os.getpid())})
+        watchdog.hear(heartbeat.message())
+        heartbeat.connect(Client("127.0.0.1", server.port, secret="secret"), 2)
+    with published(run.logs, server, "127.0.0.1"):
+        yield run, watchdog, heartbeats
+    for heartbeat in heartbeats:
+        heartbeat.close()
+    server.close()
+
+
+@pytest.mark.parametrize("ask", [False, True])
+def test_a_run_that_stands_still_is_told_with_its_culprit_and_goes_on(ask: bool, tmp_path: Path) -> None:
+    with live(tmp_path / "run") as (run, watchdog, (waits, reads)):
+        assert (run.logs / "channel.json").stat().st_mode & 0o777 == 0o600
+        found = examine(run)
+        assert (found.status, found.exit_code) == ("running", 0) and len(found.lines) == 2
+        reads.enter("data", step=9)
+        with waits.waiting("the counts of all ranks"):
+            for heartbeat in (waits, reads):
+                heartbeat._state = heartbeat._state._replace(since=heartbeat._state.since - 60)
+                watchdog.hear(heartbeat.message())
+            found = examine(run, ask=ask)
+        assert watchdog.look() is None
+    assert (found.status, found.exit_code) == ("stalled", 4)
+    assert found.to_json()["diagnosis"] == {"cause": "data", "ranks": [1]}
+    said = "\n".join(found.lines)
+    assert "rank 0 on n1 (process " in said and ", waits for the counts of all ranks" in said
+    assert "rank 1 on n2 (process " in said and re.search(r"is behind: for 6\d s in loading data of step 9", said)
+    assert ("stack of rank 1 on n2, innermost call first" in said) == ask
+
+
+def test_machines_that_nothing_is_heard_of_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with live(tmp_path / "run") as (run, watchdog, _):
+        watchdog._launchers[1] -= 130
+        found = examine(run)
+    assert "n2 (rank 1): its launcher has not been heard of for 130 s" in found.lines
+    assert [one["host"] for one in found.to_json()["silent"]] == ["n2"]
+
+
+def silent(folder: Path, **about: object) -> Finding:
+    """Of a run whose channel nobody serves."""
+    run = RunFolder(folder)
+    run.logs.mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    usual = {"address": "127.0.0.1", "port": port, "secret": "", "host": platform.node(), "pid": os.getpid()}
+    (run.logs / "channel.json").write_text(json.dumps({**usual, **about}))
+    return examine(run)
+
+
+def test_a_launcher_that_was_killed_or_does_not_answer_is_named(tmp_path: Path) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    about = {"host": platform.node(), "ranks": [0, 2], "step_timeout": 600, "folder": str(folder / "beats")}
-    (run.logs / "heartbeats-00000.json").write_text(json.dumps({**about, "launcher": gone.pid}))
-    return run
-
-
-@pytest.mark.parametrize("memory", [False, True])
-def test_of_a_killed_run_it_is_told_where_it_was_and_whether_it_was_for_memory(
-    memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "killed_for_memory", lambda pid: memory and pid == os.getpid())
-    found = examine(killed_run(tmp_path))
+    found = silent(tmp_path / "killed", pid=gone.pid)
     assert found.exit_code == 4 and found.lines[0].endswith("is gone without a word: it was killed")
-    assert found.lines[1] == "  rank 1 was last in the backward pass of step 7"
-    assert ("for want of memory" in found.lines[2]) == memory and found.lines[-1].startswith("  → ")
-
-
-def test_a_process_that_has_the_number_of_a_killed_launcher_is_not_taken_for_it(tmp_path: Path) -> None:
-    run = killed_run(tmp_path)
-    file = run.logs / "heartbeats-00000.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "launcher": os.getpid(), "folder": "/nowhere"}))
-    found = examine(run)
-    assert found.status == "failed" and found.lines[1].endswith(f"only the heartbeats are gone: ps -fp {os.getpid()}")
+    found = silent(tmp_path / "another program has its number")
+    assert found.exit_code == 4 and found.lines[0].endswith("is gone without a word: it was killed")
+    found = silent(tmp_path / "elsewhere", host="n7.invalid")
+    assert (
+        found.exit_code == 4
+        and found.lines[0].startswith("n7.invalid (process ")
+        and "does not answer" in found.lines[0]
+    )
 
 
 def test_a_run_of_one_process_that_failed_is_shown_with_its_exit_code_and_last_words(
@@ -142,7 +201,7 @@ def test_the_first_of_many_processes_leaves_its_last_words_in_its_log(
     monkeypatch.setenv(worker.LOG_DIR, str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ZeroDivisionError):
-        worker._with_a_pulse(lambda: 1 // 0)
+        worker._beating(lambda: 1 // 0)
     assert (tmp_path / "rank-00000.log").read_text().endswith("ZeroDivisionError: integer division or modulo by zero\n")
 
 
@@ -159,7 +218,7 @@ def test_a_run_that_waits_in_slurms_queue_has_not_begun(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_stopped_before_its_first_step_has_not_failed(tmp_path: Path) -> None:
-    found = examine(leave(tmp_path, codes={"0": 130, "1": 143}))
+    found = examine(leave(tmp_path, codes=(130, 143)))
     assert (found.status, found.exit_code) == ("stopped", 0)
     assert list(found.lines) == ["this run was stopped by SIGINT before its first step"]
 
@@ -184,17 +243,9 @@ class Recorded:
         self.content = {"version": "2.10", "pg_status": {}, "entries": entries}
 
 
-def leave_dumps(folder: Path, *recorded: Recorded, ranks: int = 2, phase: str = "backward") -> RunFolder:
+def leave_dumps(folder: Path, *recorded: Recorded, ranks: int = 2) -> RunFolder:
     """A run of which each rank has left such a dump."""
-    run = leave(folder)
-    beat = {"number": 9, "pid": 77, "phase": phase, "step": 7, "micro": 0, "at": 1.0, "usual_s": 0.1}
-    pointer = {
-        "host": "n0",
-        "ranks": [0, ranks],
-        "step_timeout": 600,
-        "last": {str(rank): beat for rank in range(ranks)},
-    }
-    (run.logs / "heartbeats-00000.json").write_text(json.dumps({**pointer, "codes": {}}))
+    run = leave(folder, codes=(None,) * ranks)
     for rank, one in enumerate(recorded):
         (run.logs / f"flight-recorder-rank-{rank}").write_bytes(pickle.dumps(one.content))
     return run
@@ -212,7 +263,7 @@ def test_flight_recorders_dumps_tell_why_a_run_ended_that_nobody_watched(
     recorded: tuple[Recorded, ...], cause: str, said: str, tmp_path: Path
 ) -> None:
     found = examine(leave_dumps(tmp_path, *recorded))
-    assert (found.status, found.diagnosis and found.diagnosis.cause) == ("failed", cause)
+    assert (found.status, found.diagnosis and found.diagnosis["cause"]) == ("failed", cause)
     assert said in "\n".join(found.lines)
     assert ('File "train.py", line 12, in backward' in "\n".join(found.lines)) == (cause != "stuck")
 
