@@ -12,7 +12,7 @@ from typing import Any
 
 from packtrain.plan.topology import Processes
 
-WORKER = "packtrain.worker"
+WORKER = "packtrain.train"
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 """DeepSpeed's strategies, and their ZeRO stages."""
 _NOT_KNOWN_YET = "MAIN_ADDRESS"  # in plans for machines whose names are still to come

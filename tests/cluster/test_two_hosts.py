@@ -1,7 +1,7 @@
 """Runs on two network hosts: a healthy one, and every way in which the usual launchers hang or train something else in silence.
 
 Each fault: what the user is told, with which exit code, how soon, and that nothing is left running. The roll call comes
-before torch is imported; for faults while training, small workers stand in for packtrain.worker (small_launch.py).
+before torch is imported; for faults while training, small workers stand in for packtrain.train (small_launch.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ run_worker(work)
 """
 OF_PACKTRAIN = """
 from packtrain.launch.worker import run_worker
-from packtrain.worker import _work
+from packtrain.train.__main__ import _work
 
 run_worker(_work)
 """

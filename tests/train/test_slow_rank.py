@@ -16,7 +16,7 @@ import os, time
 import torch
 from packtrain.launch.worker import run_worker
 from packtrain.train import loop, rank_times
-from packtrain.worker import _work
+from packtrain.train.__main__ import _work
 
 loop.TOLD_EVERY, rank_times._WINDOW_STEPS = 4, 8  # in place of 10 and 20
 forward = torch.nn.parallel.DistributedDataParallel.forward

@@ -1,4 +1,4 @@
-"""`python -m packtrain.worker VERB CONFIG_YAML`: what the launcher starts, once per device."""
+"""`python -m packtrain.train VERB CONFIG_YAML`: what the launcher starts, once per device."""
 
 from __future__ import annotations
 
