@@ -128,7 +128,8 @@ def add_loss_sum(
             else:
                 labels = kwargs.pop("shift_labels")
                 log_probs = _log_probs(inner_forward(**kwargs, use_cache=False).logits, labels)
-        return _losses(log_probs, loss) if token_losses else _loss_sum(log_probs, loss)
+        losses = _losses(log_probs, loss)
+        return losses if token_losses else losses.sum()
 
     model.forward = types.MethodType(forward, model)
     return head
@@ -142,10 +143,6 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _losses(log_probs: torch.Tensor, loss: str) -> torch.Tensor:
     return -(log_probs * log_probs.exp().detach() if loss == "dft" else log_probs)
-
-
-def _loss_sum(log_probs: torch.Tensor, loss: str) -> torch.Tensor:
-    return _losses(log_probs, loss).sum()
 
 
 def choose_head(model: PreTrainedModel, head: Head, batch: dict[str, Any], *, tolerance: float) -> float:

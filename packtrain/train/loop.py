@@ -145,13 +145,13 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
     def _get_num_items_in_batch(self, batch_samples: list[list[MicroBatch]], device: torch.device) -> torch.Tensor:
         """2. Counts of the global step: trained targets, tokens, slots, examples. The same reduction carries what is logged,
         the signals to stop, and every now and then the ranks' times."""
-        if not batch_samples:  # Trainer's loop would ask for ever
+        if not batch_samples:  # the Trainer would ask forever
             raise RuntimeError(f"the data ended after step {self.state.global_step}, before the length of the loader")
         batches = batch_samples[0]
         counts = [sum(column) for column in zip(*(batch.counts for batch in batches), strict=True)]
         self.clock.enter("counts")
-        told = (self.state.global_step + 1) % max(self.state.logging_steps, TOLD_EVERY) == 0
-        timed = self.clock.steps if told else 0
+        with_times = (self.state.global_step + 1) % max(self.state.logging_steps, TOLD_EVERY) == 0
+        timed = self.clock.steps if with_times else 0
         times = self.clock.slots() if timed else []
         total = torch.tensor([*counts, *self.settings.stop.counts(), *times], device=device)
         with waiting("the counts of all ranks"):

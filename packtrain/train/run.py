@@ -219,7 +219,15 @@ def _build(
         evaluates=evaluation is not None,
         starts_anew=checkpoint is None,
     )
-    settings = _loop_settings(run, steps, evaluation, precision.autocast, decision, origin | held_to, checkpoint)
+    settings = _loop_settings(
+        run,
+        checkpoint,
+        steps=steps,
+        evaluation=evaluation,
+        origin=origin | held_to,
+        autocast=precision.autocast,
+        backend=decision.backend.name if decision else None,
+    )
     callbacks: list[TrainerCallback] = [StepControl(run.stop), MetricsFile(run.folder.metrics), progress]
     if patience := config.trainer.early_stop_patience:
         callbacks.append(EarlyStop(patience, run.folder.checkpoints, log))
@@ -229,30 +237,18 @@ def _build(
     return trainer, decision
 
 
-def _loop_settings(
-    run: Run,
-    steps: Steps | PairSteps,
-    evaluation: Steps | PairSteps | None,
-    autocast: torch.dtype | None,
-    decision: AttentionChoice | None,
-    origin: dict[str, Any],
-    checkpoint: Path | None,
-) -> LoopSettings:
+def _loop_settings(run: Run, checkpoint: Path | None, **decided: Any) -> LoopSettings:
     trainer, topology, ranks = run.config.trainer, run.config.topology, run.ranks
     return LoopSettings(
-        steps=steps,
-        evaluation=evaluation,
+        **decided,
         stop=run.stop,
         checkpoints=run.folder.checkpoints,
-        origin=origin,
         keep_checkpoints=trainer.keep_checkpoints,
         first_step=step_of(checkpoint) if checkpoint else 0,
         loader_workers=trainer.loader_workers,
         machines=run.peers.machines() if run.peers and ranks.main else (),
         say=run.log.warn,
         strategy=ranks.strategy,
-        autocast=autocast,
-        backend=decision.backend.name if decision else None,
         limits=TimeLimits(topology.step_timeout, topology.checkpoint_timeout),
     )
 
