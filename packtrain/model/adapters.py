@@ -1,7 +1,7 @@
 """Adapters: new ones on a model, and a folder of them (what a LoRA run leaves in final/) in the place of a model.
 
 Such a folder names its base model. As model.path with peft=lora its adapters are trained on, with peft=none they are merged
-first. As objective.reference it is a second, frozen set of adapters on the same base in memory (train/reference.py), or a
+first. As objective.reference it is a second, frozen set of adapters on the same base in memory (model/reference.py), or a
 merged model of its own where that cannot be.
 """
 

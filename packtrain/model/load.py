@@ -177,7 +177,7 @@ def _location(source: str, config: Model) -> dict[str, Any]:
 
 
 def _load_pretrained(config: Model) -> PreTrainedModel:
-    assert config.path is not None  # config/rules.py refuses it
+    assert config.path is not None  # config/rules/ refuses it
     location = _location(config.path, config)
     dtype = _DTYPES[config.dtype]
     overrides = config.config

@@ -40,6 +40,8 @@ MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 14, 600, 70
 MOST_CONDUCTORS = 15
 WITHOUT_TORCH = ("config", "plan", "launch", "cli", "packing/bins", "monitor/channel")
 MEANINGLESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "base"}
+OF_OTHERS = {"serve.py", "kernels/chunked_logprob.py"}
+"""Files that are spoken of and not ours: an example of a program, and TRL's."""
 MADE_BY_A_RUN = {"checkpoints/", "final/", "logs/"}
 UNDER_WAY = pytest.mark.xfail(strict=False, reason="modules are still being moved")
 
@@ -187,6 +189,16 @@ def test_what_a_page_says_of_the_layout_is_there(page: str) -> None:
             assert name in {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)}, (
                 path
             )
+
+
+def test_files_that_code_and_pages_speak_of_are_there() -> None:
+    pages = [*PACKAGE.rglob("*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "pyproject.toml"]
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.rglob("*.py") if ".venv" not in path.parts[0]]
+    gone = []
+    for page in pages:
+        spoken_of = set(re.findall(r"(?<![\w/.-])((?:[a-z_]+/)*[a-z_0-9]+\.py)\b", page.read_text())) - OF_OTHERS
+        gone += [f"{page.name}: {one}" for one in sorted(spoken_of) if not any(f.endswith(f"/{one}") for f in files)]
+    assert gone == []
 
 
 def test_the_map_leads_into_every_folder() -> None:

@@ -1,6 +1,6 @@
 """The plan for 64 machines with 8 GPUs each under ZeRO-3, as a file: a change of it is a change of what people run.
 
-`python tests/unit/test_launch_golden.py` writes it anew.
+`python tests/unit/plan/test_launch_golden.py` writes it anew.
 """
 
 from __future__ import annotations
