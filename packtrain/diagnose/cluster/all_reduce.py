@@ -203,8 +203,10 @@ def _pairs(store: dist.Store, backend: str, rank: int, world: int, say: Callable
     done, end, late = [], time.monotonic() + PAIRS_S, False
     say(pairs=done)
     for pair in pairs_of(world):
+        if time.monotonic() > end:
+            store.add(f"no time for {pair}", 1)
         late = not _all_at(store, f"before {pair}", world)
-        if late or time.monotonic() > end:
+        if late or store.add(f"no time for {pair}", 0):  # all go on, or none
             break
         if rank in pair:
             own: dict[str, Any] = {"other": sum(pair) - rank, "latency_ms": None, "mib_per_s": None}
