@@ -159,8 +159,7 @@ def _say_torch() -> None:
         return
     built = torch.version.cuda
     say(version=torch.__version__, cuda=built, architectures=list(torch.cuda.get_arch_list()) if built else [])
-    say(nccl=_or_none(_nccl))
-    say(accelerate=_accelerate())
+    say(nccl=_or_none(_nccl), accelerate=_accelerate())
     layer = Layer(**json.loads(sys.stdin.read() or "{}"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -23,22 +23,14 @@ MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Conflict:
-    """The package `by` needs `requirement` ("torch>=2.10"), and `found` is installed (None: nothing)."""
-
-    by: str
-    requirement: str
-    found: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class Software:
-    """Versions of packages and build tools (None: not installed); `commits` of packages that run from a checkout."""
+    """Versions of packages and build tools (None: not installed); `commits` of packages that run from a checkout; `conflicts`:
+    the package, what it needs ("torch>=2.10"), and the version that is installed ("none")."""
 
     platform: str = ""
     python: str = ""
     packages: Mapping[str, str | None] = field(default_factory=dict)
-    conflicts: tuple[Conflict, ...] = ()
+    conflicts: tuple[tuple[str, str, str], ...] = ()
     tools: Mapping[str, str | None] = field(default_factory=dict)
     commits: Mapping[str, str] = field(default_factory=dict)
 

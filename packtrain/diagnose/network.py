@@ -206,16 +206,14 @@ def _outward(facts: Facts) -> str:
     return ways[0].name if ways else "INTERFACE"
 
 
-def port_words(port: Port) -> str:
-    """An RDMA port in words."""
-    rate = "" if port.rate is None else f", {port.rate:g} Gb/s"
-    layer = "RoCE" if port.layer == "Ethernet" else port.layer
-    interfaces = f" = {', '.join(port.interfaces)}" if port.interfaces else ""
-    return f"{port.device}:{port.number}{interfaces} ({layer}, {'ACTIVE' if port.active else 'DOWN'}{rate})"
-
-
 def _named(ports: Sequence[Port]) -> str:
-    return "; ".join(map(port_words, ports))
+    words = []
+    for one in ports:
+        rate = "" if one.rate is None else f", {one.rate:g} Gb/s"
+        interfaces = f" = {', '.join(one.interfaces)}" if one.interfaces else ""
+        state = f"{'RoCE' if one.layer == 'Ethernet' else one.layer}, {'ACTIVE' if one.active else 'DOWN'}"
+        words.append(f"{one.device}:{one.number}{interfaces} ({state}{rate})")
+    return "; ".join(words)
 
 
 def _devices(ports: Sequence[Port]) -> str:

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from packtrain.diagnose.facts import Check, Conflict, Facts, RunNeeds, Software, Torch
+from packtrain.diagnose.facts import Check, Facts, RunNeeds, Software, Torch
 from packtrain.diagnose.gpus import major
 from packtrain.diagnose.probe import Inquiry, command
 from packtrain.plan.launcher_settings import STAGES
@@ -91,7 +91,7 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def conflicts_of(package: str) -> Iterator[Conflict]:
+def conflicts_of(package: str) -> Iterator[tuple[str, str, str]]:
     """What `package` needs and is not installed in a version that will do; packtrain's extras count where they are installed."""
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -104,7 +104,7 @@ def conflicts_of(package: str) -> Iterator[Conflict]:
         extras = _EXTRAS if package == "packtrain" and found else _EXTRAS[:1]
         counts = wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in extras)
         if counts and (found is None or not wanted.specifier.contains(found, prereleases=True)):
-            yield Conflict(package, f"{wanted.name}{wanted.specifier}", found)
+            yield package, f"{wanted.name}{wanted.specifier}", found or "none"
 
 
 def trl_lines(software: Software, torch: Torch) -> dict[str, Any]:
@@ -127,13 +127,13 @@ def trl_lines(software: Software, torch: Torch) -> dict[str, Any]:
 
 def check_packages(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     """Versions that do not work together, by what the packages themselves say."""
-    own = [one for one in facts.software.conflicts if one.by == "packtrain"]
-    others = [one for one in facts.software.conflicts if one.by != "packtrain"]
+    own = [one for one in facts.software.conflicts if one[0] == "packtrain"]
+    others = [one for one in facts.software.conflicts if one[0] != "packtrain"]
     for name, conflicts in (("packages", own), ("other-packages", others)):
         if conflicts:
             status = "fail" if conflicts is own else "warn"
-            words = "; ".join(f"{one.by} needs {one.requirement}, found {one.found or 'none'}" for one in conflicts)
-            yield Check(name, status, words, "pip install " + " ".join(f"'{one.requirement}'" for one in conflicts))
+            words = "; ".join("{} needs {}, found {}".format(*one) for one in conflicts)
+            yield Check(name, status, words, "pip install " + " ".join(f"'{wanted}'" for _, wanted, _ in conflicts))
     if not facts.software.conflicts:
         count = sum(version is not None for version in facts.software.packages.values())
         yield Check("packages", "ok", f"{count} installed ones fit together")

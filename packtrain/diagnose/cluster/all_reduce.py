@@ -73,17 +73,21 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What came of it all: `found` in words, `nodes` has milliseconds or an `error` of each machine that took part."""
+    """What came of it all: `found` in words, `nodes` has milliseconds or an `error` of each machine that took part, `blamed`
+    are those that failed, and those of dead pairs."""
 
     status: Literal["ok", "failed", "skipped"] = "skipped"
     found: str = ""
     backend: str = ""
     nodes: Mapping[str, Mapping[str, Any]] | None = None
     pairs: tuple[Link, ...] = ()
+    blamed: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain containers."""
-        return {**asdict(self), "pairs": [one.to_json() for one in self.pairs]}
+        plain = {**asdict(self), "pairs": [one.to_json() for one in self.pairs]}
+        del plain["blamed"]
+        return plain
 
 
 def backend_of(reports: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
@@ -119,10 +123,12 @@ def summary(backend: str, results: Mapping[str, Mapping[str, Any]]) -> Reduced:
     errors = {name: str(one["error"]) for name, one in nodes.items() if "error" in one}
     errors = {name: error for name, error in errors.items() if error != WAITED} or errors
     links = _judged(_links(results))
-    dead = [f"{one.start} and {one.end}: {one.found}" for one in links if one.status == "dead"]
-    if failed := [*(f"{name}: {error}" for name, error in errors.items()), *dead]:
-        more = f"; and {len(failed) - 4} more" if len(failed) > 4 else ""
-        return Reduced("failed", f"over {backend}: {'; '.join(failed[:4])}{more}", backend, nodes, links)
+    dead = [one for one in links if one.status == "dead"]
+    failed = [f"{name}: {error}" for name, error in errors.items()]
+    if failed := [*failed, *(f"{one.start} and {one.end}: {one.found}" for one in dead)]:
+        found = f"over {backend}: {'; '.join(failed[:4])}{f'; and {len(failed) - 4} more' if len(failed) > 4 else ''}"
+        blamed = dict.fromkeys([*errors, *(name for one in dead for name in (one.start, one.end))])
+        return Reduced("failed", found, backend, nodes, links, tuple(blamed))
     if not all("kib_ms" in one for one in results.values()):
         return Reduced("skipped", f"over {backend}: there was no time", backend, nodes, links)
     kib, mib = (max(float(one[key]) for one in results.values()) for key in _SIZES)
@@ -158,12 +164,7 @@ def _judged(links: Iterable[Link]) -> tuple[Link, ...]:
 
 def checks_of(reduced: Reduced) -> list[Folded]:
     """That it failed, and which pairs are slow."""
-    bad = [one for one in reduced.pairs if one.status == "dead"]
-    errors = [name for name, one in (reduced.nodes or {}).items() if one.get("error", WAITED) != WAITED]
-    found = []
-    if reduced.status == "failed":
-        nodes = dict.fromkeys([*errors, *(name for one in bad for name in (one.start, one.end))]) or reduced.nodes or {}
-        found.append(Folded("all-reduce", "fail", reduced.found, _FIX, tuple(nodes)))
+    found = [Folded("all-reduce", "fail", reduced.found, _FIX, reduced.blamed)] if reduced.status == "failed" else []
     if slow := [one for one in reduced.pairs if one.status == "slow"]:
         words = [f"{one.start} and {one.end}: {one.figures}" for one in slow]
         what = f"slow: {'; '.join(words[:8])}{f' and {len(words) - 8} more pairs' if len(words) > 8 else ''}"

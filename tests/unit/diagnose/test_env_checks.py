@@ -13,7 +13,6 @@ from packtrain.config.schema import RunConfig, Strategy, Topology, Trainer
 from packtrain.diagnose.env import check_all, report_json
 from packtrain.diagnose.facts import (
     Check,
-    Conflict,
     Device,
     Facts,
     Folder,
@@ -139,8 +138,8 @@ def test_a_machine_of_which_nothing_is_known_is_no_crash() -> None:
 
 TROUBLE: list[tuple[str, Facts, RunNeeds, str, str, str]] = [
     # check, machine, run, status, what is found, what the fix names
-    ("packages", machine(software=Software(conflicts=(Conflict("packtrain", "torch>=2.10", "2.9"),))), RunNeeds(), "fail", "found 2.9", "pip install 'torch>=2.10'"),
-    ("other-packages", machine(software=Software(conflicts=(Conflict("vllm", "torch==2.8", "2.13"),))), RunNeeds(), "warn", "vllm needs torch==2.8", "pip install"),
+    ("packages", machine(software=Software(conflicts=(("packtrain", "torch>=2.10", "2.9"),))), RunNeeds(), "fail", "found 2.9", "pip install 'torch>=2.10'"),
+    ("other-packages", machine(software=Software(conflicts=(("vllm", "torch==2.8", "2.13"),))), RunNeeds(), "warn", "vllm needs torch==2.8", "pip install"),
     ("torch", torch(version="2.13.0+cpu", cuda=None, available=False, kind="cpu"), RunNeeds(), "fail", "without CUDA, on a machine with 8 GPUs", "whl/cu126"),
     ("torch", torch(cuda="13.0", available=False, warning="driver too old"), RunNeeds(), "fail", "knows CUDA 12.8 at most", "driver"),
     ("torch", torch(available=False, kind="cpu", warning="Error 802: system not yet initialized"), RunNeeds(), "fail", "finds no GPU", "nvidia-fabricmanager"),
