@@ -32,6 +32,7 @@ CERTAIN_S = 15
 """How long what looks like a mistake may also be a machine 0 that is about to start, or is busy."""
 _POLL_S = 0.3
 _GONE_S = 6  # who has not called for so long may have been started again
+_SILENT_S = 10  # who has not called for so long is waited for again
 _FULL_PICTURE_S = 3  # how long others are waited for once two are known not to fit
 _CALL_OUT_S = 5
 _OF_ONE_LINK = ("169.254.", "fe80:")
@@ -164,8 +165,7 @@ class _Hall:
 
     def about(self) -> str:
         """For people with curl."""
-        here = listed(list(names_of(self.members()).values()))
-        return f"packtrain: a run of {self._me.nodes} machines, here: {here}"
+        return f"packtrain: a run of {self._me.nodes} machines, here: {self._here()}"
 
     def join(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Answers a launcher: {"wait": text}, {"go": …}, {"stop": problems}, or {"left": why}."""
@@ -177,11 +177,10 @@ class _Hall:
             self._sent_away[member.host] = "is of a run with another trainer.output_dir"
             return {"stop": _to_json(_other_run(self._place, self._me))}
         with self._lock:
-            guest = self._known(member, token)
-            if guest is None and self._answer is not None:
+            known = [one for one in (self._guests.get(member.node), *self._rivals) if one and one.token == token]
+            if not known and self._answer is not None:
                 return {"stop": _to_json(_goes_on(self._place, self._me))}
-            if guest is None:
-                guest = self._admit(member, token)
+            guest = known[0] if known else self._admit(member, token)
             guest.heard = time.monotonic()
             guest.answered = self._answer is not None
         self._news.set()
@@ -193,11 +192,15 @@ class _Hall:
         while len(self._guests) + 1 < self._me.nodes and self._error is None and (now := time.monotonic()) < self._end:
             if now >= next_word:
                 next_word += PROGRESS_S
-                self._waiting = self._in_words(now)
+                are = f"{self._here()} {'are' if self._guests else 'is'} here"
+                waits = f"waiting {now - self._begun:.0f} s for {listed(self._absent())}"
+                self._waiting = f"{waits}: not connected; {are}"
                 print(self._waiting, file=sys.stderr, flush=True)
             self._news.wait(min(_POLL_S, max(self._end - now, 0)))
             self._news.clear()
-            self._forget_silent()
+            with self._lock:  # who has left is waited for again
+                here = {node: one for node, one in self._guests.items() if time.monotonic() - one.heard < _SILENT_S}
+                self._guests = here
         if error := self._error or unlike(self.members()):
             raise error
         if self._absent():
@@ -216,10 +219,6 @@ class _Hall:
         ):
             time.sleep(_POLL_S / 3)
 
-    def _known(self, member: Member, token: str) -> _Guest | None:
-        known = [one for one in (self._guests.get(member.node), *self._rivals) if one and one.token == token]
-        return known[0] if known else None
-
     def _admit(self, member: Member, token: str) -> _Guest:
         guest = _Guest(member, token, member.clock - time.time())
         there = self._guests.get(member.node)
@@ -233,17 +232,8 @@ class _Hall:
             self._end = min(self._end, time.monotonic() + _FULL_PICTURE_S)
         return guest
 
-    def _forget_silent(self) -> None:
-        """Who has left is waited for again."""
-        with self._lock:
-            for node, one in list(self._guests.items()):
-                if time.monotonic() - one.heard > max(_GONE_S, PROGRESS_S):
-                    del self._guests[node]
-
-    def _in_words(self, now: float) -> str:
-        here = list(names_of(self.members()).values())
-        are = f"{listed(here)} {'is' if len(here) == 1 else 'are'} here"
-        return f"waiting {now - self._begun:.0f} s for {listed(self._absent())}: not connected; {are}"
+    def _here(self) -> str:
+        return listed(list(names_of(self.members()).values()))
 
     def _absent(self) -> list[str]:
         missing = [node for node in range(1, self._me.nodes) if node not in self._guests]
@@ -252,13 +242,12 @@ class _Hall:
     def _missing(self) -> PeerFailed:
         first = min(set(range(1, self._me.nodes)) - set(self._guests))
         what = f"{listed(self._absent())} did not connect to {self._me.host} within {self._place.timeout_s:.0f} s"
-        here = listed(list(names_of(self.members()).values()))
         turned = "".join(f"; {who}, which was sent away, {why}" for who, why in list(self._sent_away.items())[:3])
         fix = (
             f"Is packtrain started there, with topology.node_rank={first}? If so, does {self._place.address}:{self._place.port} "
             f"answer there (name, firewall)? topology.join_timeout is how long the others wait."
         )
-        return PeerFailed(f"{what} (here: {here}){turned}", where="rendezvous", fix=fix)
+        return PeerFailed(f"{what} (here: {self._here()}){turned}", where="rendezvous", fix=fix)
 
 
 class _NotYet(Exception):
@@ -289,7 +278,7 @@ def _arrive(me: Member, place: Place) -> Group:
                 print(group, file=sys.stderr, flush=True)
         except _NotYet as error:
             now = time.monotonic()
-            mistaken = mistaken if error.mistake else now
+            mistaken = mistaken if error.mistake and joined is None else now
             if error.mistake and now - mistaken >= CERTAIN_S:
                 raise error.mistake from None
             if joined is not None and now - joined >= CERTAIN_S:
@@ -317,7 +306,7 @@ def _asked(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
     for address in addresses:
         client = Client(address, place.port, secret=os.environ.get(SECRET, ""))
         try:
-            answer = client.call("join", body, timeout_s=max(min(_CALL_OUT_S, limit_s), 1))
+            answer = client.call("join", body, timeout_s=max(min(CERTAIN_S, limit_s), 1))
         except NotOurs as error:
             raise _NotYet(str(error), _other_program(place, "does not speak packtrain's language")) from error
         except Refused as error:

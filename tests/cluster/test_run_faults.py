@@ -77,9 +77,9 @@ WORKER = WORKER.replace("SLOW_S", str(SLOW_S)).replace("SLOW_BATCH_S", str(SLOW_
 SAID = {
     "storage": ["rank 1 on n2 ", "in the checkpoint after step 2", "slow or stalled storage", "in stalled_write"],
     "too slow": ["rank 1 on n2 ", "in the checkpoint after step 2", "the storage", "in slow_write"],
-    "loader": ["rank 1 on n2 ", "in loading data of step 4", "loader processes", "in wait_for_the_lock"],
+    "loader": ["rank 1 on n2 ", "in loading data of step 4", "loader processes give it nothing"],
     "ended": ["rank 1 on n2 ", "where the others do not come, in logging after step 3", "rank 0 on n1 waits in "],
-    "memory": ["rank 1 on n2 ", "ended without a word (SIGKILL), in the ", "the system killed it for want of memory"],
+    "memory": ["rank 1 on n2 ", "ended without a word (SIGKILL), in ", "the system killed it for want of memory"],
     "raises": ["n2, rank 1 failed (exit code 1): see ", "n2, rank 1: ValueError: shapes do not fit"],
     "data": ["data.train: rank 1 on n2 has 22 documents with fingerprint ", "; rank 0 on n1 has 22 "],
     "interface": [
@@ -168,6 +168,8 @@ def test_a_fault_on_the_second_machine_is_named_on_the_first_and_ends_both(
         assert one in first.text
     assert max(first.at, second.at) - since < 2 * (25 if early else 60)  # on a busy machine; twice what is promised
     assert first.text.count("likely cause") == (not early and fault != "raises")
+    if fault == "loader":
+        assert "in wait_for_the_lock" in (folder / "run/logs/stacks-rank-00001.txt").read_text()
     assert first.text.count(SAID[fault][-1]) == 1 + (fault == "loopback")  # of each
 
 

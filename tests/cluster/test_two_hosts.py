@@ -1,6 +1,6 @@
 """Runs on two network hosts: a healthy one, and every way in which the usual launchers hang or train something else in silence.
 
-Each fault: what the user is told, with which exit code, how soon, and that nothing is left running. The roll call comes
+Each fault: what the user is told, with which exit code, how soon, and that nothing is left running. The rendezvous comes
 before torch is imported; for faults while training, small workers stand in for packtrain.train (small_launch.py).
 """
 
@@ -57,7 +57,7 @@ run_worker(work)
 """
 OF_PACKTRAIN = """
 from packtrain.launch.worker import run_worker
-from packtrain.train.__main__ import _work
+from packtrain.worker import _work
 
 run_worker(_work)
 """
@@ -76,7 +76,7 @@ def work():
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: stop.append(number))
     for step in range(10**6):
-        group.heartbeat.enter("backward", step=step)
+        group.pulse.enter("backward", step=step)
         done = group.all_reduce(float(bool(stop)))
         if step == 3:
             print("training", flush=True)
