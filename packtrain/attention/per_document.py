@@ -11,7 +11,6 @@ A segment with a prefix runs with its own copy of it: nothing is shared, and the
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,12 +54,11 @@ class _Group:
 
 
 def _groups(segments: Segments) -> list[_Group]:
-    shapes: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, shape in enumerate(zip(segments.prefix_lengths, segments.lengths, strict=True)):
-        shapes[shape].append(number)
     return [
-        _Group(tuple(numbers), torch.stack([_tokens(segments, number) for number in numbers]), before)
-        for (before, _), numbers in shapes.items()
+        _Group(
+            numbers, torch.stack([_tokens(segments, number) for number in numbers]), segments.prefix_lengths[numbers[0]]
+        )
+        for numbers in segments.same_shape
     ]
 
 

@@ -2,10 +2,10 @@
 
 The algorithm, for a row of T tokens:
 
-1. neighbouring segments of one length form a run, folded without a copy: [1, heads, n·l, d] → [n, heads, l, d],
-2. the keys and values of a shared prefix are put in front of the segment's own,
-3. runs of one shape go through the attention function in one call, under its causal mask,
-4. the outputs are put back in the order of the row.
+1. queries, keys and values are split by segment,
+2. segments of equal length, wherever they are, form a batch: [count, heads, length, d],
+3. the keys and values of a shared prefix are put in front of the segment's own,
+4. the attention function runs on each batch under a causal mask, and the outputs are put back in the order of the row.
 
 No T×T mask is built and nothing is computed between documents: O(Σ l²) in place of O(T²). The price is one call per
 different length, so many different short lengths keep a GPU less busy than one varlen kernel would (`flash`). The
@@ -21,11 +21,8 @@ layers fails here at once instead of leaking.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -59,20 +56,28 @@ def segmented_attention(
     segments, window = row_of(module, query, attention_mask, segments, sliding_window, kwargs)
     attend = attention_function(module, kwargs)
     kwargs["is_causal"] = True  # some modules leave causality to the mask
-    if len(segments.lengths) == 1:
-        mask = mask_of(attend, segments.tokens, segments.tokens, window, query.dtype, query.device)
-        return attend(module, query, key, value, mask, sliding_window=window, **kwargs)[0], None
-    runs = _runs(segments)
-    folded = list(_folded(runs, query, key, value))
+    # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
+    parts = [tensor.split(segments.lengths, dim=2) for tensor in (query, key, value)]
     outputs: dict[int, torch.Tensor] = {}
-    for together in _calls(runs):
-        run, parts = runs[together[0]], zip(*(folded[number] for number in together), strict=True)
-        q, k, v = (part[0] if len(part) == 1 else torch.cat(part) for part in parts)
-        mask = mask_of(attend, run.length, run.before + run.length, window, query.dtype, query.device)
+    for numbers in segments.same_shape:
+        length, before = segments.lengths[numbers[0]], segments.prefix_lengths[numbers[0]]
+        q, k, v = (_batch(segment[number] for number in numbers) for segment in parts)
+        if before:
+            prefixes = [prefix for number in numbers if (prefix := segments.shared[number]) is not None]
+            k, v = (
+                torch.cat([_batch(segment[prefix] for prefix in prefixes), own], dim=2)
+                for segment, own in zip(parts[1:], (k, v), strict=True)
+            )
+        mask = mask_of(attend, length, before + length, window, query.dtype, query.device)
         output = attend(module, q, k, v, mask, sliding_window=window, **kwargs)[0]  # [count, length, heads, d]
-        outputs |= zip(together, output.split([runs[number].count for number in together]), strict=True)
-    rows = [outputs[number].flatten(0, 1) for number in range(len(runs))]
-    return (rows[0] if len(rows) == 1 else torch.cat(rows))[None], None
+        outputs |= zip(numbers, output.unbind(0), strict=True)
+    return torch.cat([outputs[number] for number in range(len(outputs))])[None], None
+
+
+def _batch(segments: Iterable[torch.Tensor]) -> torch.Tensor:
+    """[count, heads, length, d] of tensors [1, heads, length, d]; one alone is not copied."""
+    together = list(segments)
+    return together[0] if len(together) == 1 else torch.cat(together)
 
 
 def row_of(
@@ -98,64 +103,6 @@ def row_of(
         what = "brings a mask of its own" if attention_mask is not None else "adds a bias by position in the row"
         raise CheckFailed(f"{name} {what}", fix="set model.attention=per_document")
     return local_segments(module, segments, sliding_window)
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """`count` neighbouring segments of `length` tokens; the `before` keys of `prefixes[i]` come before those of i."""
-
-    length: int
-    before: int
-    prefixes: tuple[int | None, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.prefixes)
-
-
-@lru_cache(maxsize=64)  # the same for every layer
-def _runs(segments: Segments) -> tuple[_Run, ...]:
-    each = zip(segments.lengths, segments.prefix_lengths, segments.shared, strict=True)
-    return tuple(
-        _Run(length, before, tuple(prefix for _, _, prefix in group))
-        for (length, before), group in groupby(each, key=lambda one: one[:2])
-    )
-
-
-@lru_cache(maxsize=64)
-def _calls(runs: tuple[_Run, ...]) -> tuple[tuple[int, ...], ...]:
-    """The numbers of the runs that go through in one call: those of one shape, wherever in the row they are."""
-    shapes: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for number, run in enumerate(runs):
-        shapes[run.length, run.before].append(number)
-    return tuple(map(tuple, shapes.values()))
-
-
-def _folded(
-    runs: tuple[_Run, ...], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each run its queries [count, heads, length, d], and its keys and values [count, kv_heads, before + length, d]."""
-    # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
-    sizes = [run.length * run.count for run in runs]
-    queries, keys, values = (
-        [
-            # [1, heads, count · length, d] → [count, heads, length, d]; the backward of piece[0] would fill a whole tensor
-            piece.squeeze(0).unflatten(1, (run.count, run.length)).transpose(0, 1)
-            for run, piece in zip(runs, tensor.split(sizes, dim=2), strict=True)
-        ]
-        for tensor in (query, key, value)
-    )
-    if not any(run.before for run in runs):
-        yield from zip(queries, keys, values, strict=True)
-        return
-    segment_keys = [segment for run in keys for segment in run.unbind(0)]
-    segment_values = [segment for run in values for segment in run.unbind(0)]
-    for run, q, k, v in zip(runs, queries, keys, values, strict=True):
-        if run.before:
-            named = [prefix for prefix in run.prefixes if prefix is not None]
-            k = torch.cat([torch.stack([segment_keys[prefix] for prefix in named]), k], dim=2)
-            v = torch.cat([torch.stack([segment_values[prefix] for prefix in named]), v], dim=2)
-        yield q, k, v
 
 
 def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Callable[..., Any]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -195,12 +194,9 @@ class _Batch:
 
 @lru_cache(maxsize=64)  # the same for every layer
 def _batches(segments: Segments) -> tuple[_Batch, ...]:
-    numbers: dict[int, list[int]] = defaultdict(list)
-    for number, length in enumerate(segments.lengths):
-        numbers[length].append(number)
     return tuple(
-        _Batch(length, tuple(same), tuple(segments.starts[number] for number in same))
-        for length, same in numbers.items()
+        _Batch(segments.lengths[numbers[0]], numbers, tuple(segments.starts[number] for number in numbers))
+        for numbers in segments.same_shape
     )
 
 

@@ -55,6 +55,14 @@ class Segments:
         """Tokens of each segment's prefix, 0 where it has none."""
         return tuple(0 if prefix is None else self.lengths[prefix] for prefix in self.shared)
 
+    @cached_property
+    def same_shape(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the segments, those of equal length and equal length of prefix together."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for number, shape in enumerate(zip(self.lengths, self.prefix_lengths, strict=True)):
+            groups.setdefault(shape, []).append(number)
+        return tuple(map(tuple, groups.values()))
+
     def position_ids(self) -> torch.Tensor:
         """int64 [1, T], counting from 0 in every segment, or on from its prefix."""
         pairs = zip(self.lengths, self.prefix_lengths, strict=True)

@@ -33,6 +33,7 @@ FILES = {".txt", ".md", ".tsv", ".xls", ".xlsx", ".pdf", ".docx", ".html", ".xml
 FILES |= {".feather", ".orc", ".avro", ".pkl", ".npy", ".npz", ".bin", ".db", ".sqlite", ".jsonlines", ".zip", ".tar"}
 FILES |= {".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
 """Endings of files that people have data in, and that no hub id ends in."""
+READABLE = f"Readable are {', '.join(SUFFIXES)}, and folders of these or of datasets.save_to_disk."
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,27 +135,31 @@ def locate(source: DataSource, role: Role, seed: int, objective: Objective = "sf
         raise UserError("a source has no path", where=f"data.{role}", fix="Give a file, a folder or a hub id.")
     if path == "quickstart":
         return _quickstart(source, role, seed, objective)
-    local = Path(path).expanduser()
-    if local.is_dir():
-        return _folder(local, source)
-    if local.exists():
-        if suffix_of(local) is None:
-            raise UserError(f"cannot read {local.name!r}", where=f"data.{role}", fix=f"Readable are {_readable()}.")
-        return _files(str(local), (local,), source)
-    if any(sign in path for sign in "*?["):
-        matches = [Path(name) for name in sorted(glob.glob(str(local), recursive=True))]
-        found = tuple(match for match in matches if suffix_of(match) and match.is_file())
-        if not found:
-            raise UserError(
-                f"no readable file matches {path!r}", where=f"data.{role}", fix=f"Readable are {_readable()}."
-            )
-        return _files(path, found, source)
-    if looks_local(path):
-        if suffix_of(local) is None and local.suffix:
-            what = f"no such file: {path}; files with {local.suffix!r} could not be read either"
-            raise UserError(what, where=f"data.{role}", fix=f"Readable are {_readable()}.")
-        raise UserError(f"no such file: {path}", where=f"data.{role}", fix=_nearest(local))
-    return Table(f"{path} [{source.split}]", _from_hub(source, role))
+    local, where = Path(path).expanduser(), f"data.{role}"
+    if (local / "state.json").exists():
+        return Table(str(local), _saved(local, source))
+    if (local / "dataset_dict.json").exists():
+        return Table(f"{local} [{source.split}]", _saved(local, source))
+    if local.is_dir():  # without hidden files: copies that editors, notebooks and macOS keep
+        found = [
+            one for one in sorted(local.rglob("*")) if not any(part[0] == "." for part in one.relative_to(local).parts)
+        ]
+    elif local.exists():
+        found = [local]
+    elif any(sign in path for sign in "*?["):
+        found = [Path(name) for name in sorted(glob.glob(str(local), recursive=True))]
+    elif looks_local(path):
+        fix = READABLE if local.suffix and suffix_of(local) is None else _nearest(local)
+        raise UserError(f"no such file: {path}", where=where, fix=fix)
+    else:
+        return Table(f"{path} [{source.split}]", _from_hub(source, role))
+    files = tuple(one for one in found if suffix_of(one) and one.is_file())
+    if not files:
+        raise UserError(f"there is nothing to read in {path!r}", where=where, fix=READABLE)
+    if source.split != "train" or source.subset is not None:
+        what = f"there is no {'split' if source.subset is None else 'subset'} to choose in plain files"
+        raise UserError(what, where=str(local), fix="Name the file, or a glob of files, that holds it.")
+    return Files(str(local), files)
 
 
 def looks_local(path: str) -> bool:
@@ -180,36 +185,12 @@ def _quickstart(source: DataSource, role: Role, seed: int, objective: Objective)
     return Quickstart(source.path, source.split, seed, objective)
 
 
-def _readable() -> str:
-    return ", ".join(SUFFIXES) + ", and folders of these or of datasets.save_to_disk"
-
-
 def _nearest(path: Path) -> str:
     if not path.parent.is_dir():
         return f"The folder {path.parent} does not exist either; relative paths start at {Path.cwd()}."
     names = difflib.get_close_matches(path.name, [other.name for other in path.parent.iterdir()], n=3, cutoff=0.5)
     hint = f"Near it: {', '.join(names)}." if names else f"The folder {path.parent.resolve()} has nothing like it."
     return f"{hint} A hub id has the form owner/name."
-
-
-def _folder(folder: Path, source: DataSource) -> Source:
-    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
-        name = str(folder) if (folder / "state.json").exists() else f"{folder} [{source.split}]"
-        return Table(name, _saved(folder, source))
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and suffix_of(path)]
-    # Hidden files are copies that editors, notebooks and macOS keep.
-    files = tuple(path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-    if not files:
-        raise UserError("nothing to read in this folder", where=str(folder), fix=f"Readable are {_readable()}.")
-    return _files(str(folder), files, source)
-
-
-def _files(name: str, paths: tuple[Path, ...], source: DataSource) -> Files:
-    """The files; raises UserError where the `source` names a split or a subset of them."""
-    if source.split != "train" or source.subset is not None:
-        what = f"there is no {'split' if source.subset is None else 'subset'} to choose in plain files"
-        raise UserError(what, where=name, fix="Name the file, or a glob of files, that holds it.")
-    return Files(name, paths)
 
 
 def _saved(folder: Path, source: DataSource) -> datasets.Dataset:
@@ -222,9 +203,8 @@ def _saved(folder: Path, source: DataSource) -> datasets.Dataset:
     if isinstance(loaded, datasets.Dataset):
         return loaded
     if source.split not in loaded:
-        raise UserError(
-            f"no split {source.split!r}", where=str(folder), fix=f"Give split, one of {', '.join(map(str, loaded))}."
-        )
+        fix = f"Give split, one of {', '.join(map(str, loaded))}."
+        raise UserError(f"no split {source.split!r}", where=str(folder), fix=fix)
     return loaded[source.split]
 
 
