@@ -111,7 +111,7 @@ def dense_mask_attention(
 
     transformers' signature; shapes and errors as `segmented_attention`.
     """
-    segments, window = row_of(module, query, attention_mask, segments, sliding_window, kwargs)
+    segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
     attend = attention_function(module, kwargs)
     mask = as_mask(attend, _visible(segments, window, query.device), query.dtype)
     kwargs["is_causal"] = False  # causality is in the mask

@@ -47,10 +47,7 @@ def flash_attention(
     [1, T, heads, d_v] in the precision that the kernel computes in; T is `segments.tokens`. Raises CheckFailed where the
     layer does not get the segments of its row, or no kernel is right for it.
     """
-    segments, window = row_of(module, query, attention_mask, segments, sliding_window, kwargs)
-    if key.shape[2] != query.shape[2]:
-        what = f"{type(module).__name__} attends to keys of other tokens"
-        raise CheckFailed(what, fix="set model.attention=per_document")
+    segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
     if dropout:
         raise CheckFailed(f"{type(module).__name__}: {_DROPS}", fix=_OTHER)
     # layer norms and rotary embeddings hand down float32 under autocast and with PEFT

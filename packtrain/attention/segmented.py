@@ -53,7 +53,7 @@ def segmented_attention(
     Shapes: `query` [1, heads, T, d], `key` and `value` [1, kv_heads, T, d], result [1, T, heads, d]; T is
     `segments.tokens`. Raises CheckFailed where the layer does not get the segments of its row, or its reach is not known.
     """
-    segments, window = row_of(module, query, attention_mask, segments, sliding_window, kwargs)
+    segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
     attend = attention_function(module, kwargs)
     kwargs["is_causal"] = True  # some modules leave causality to the mask
     # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
@@ -83,6 +83,7 @@ def _batch(segments: Iterable[torch.Tensor]) -> torch.Tensor:
 def row_of(
     module: torch.nn.Module,
     query: torch.Tensor,
+    key: torch.Tensor,
     attention_mask: torch.Tensor | None,
     segments: Segments | None,
     sliding_window: int | None,
@@ -90,8 +91,9 @@ def row_of(
 ) -> tuple[Segments, int | None]:
     """The segments of the row that `query` [1, heads, T, d] is, as this layer sees them, and its window.
 
-    Raises CheckFailed where the layer does not get them, where its reach is not known, or where it brings a mask or a bias
-    of its own (doge learns one), which was made for the whole row.
+    Raises CheckFailed where the layer does not get them, where its reach is not known, where its keys are not those of the
+    row's tokens (deepseek_v4 compresses them), or where it brings a mask or a bias of its own (doge learns one), which was
+    made for the whole row.
     """
     name = type(module).__name__
     if segments is None or segments.tokens != query.shape[2] or query.shape[0] != 1:
@@ -99,6 +101,8 @@ def row_of(
             f"{name} ran on a flattened row without knowing its documents",
             fix="this model does not pass keyword arguments to its attention: set model.attention=per_document",
         )
+    if key.shape[2] != query.shape[2]:
+        raise CheckFailed(f"{name} attends to keys of other tokens", fix="set model.attention=per_document")
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         what = "brings a mask of its own" if attention_mask is not None else "adds a bias by position in the row"
         raise CheckFailed(f"{name} {what}", fix="set model.attention=per_document")
