@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _MOST_NAMES = 6
 
@@ -22,16 +22,6 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
         parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else [str(rank) for rank in run]
     words = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
     return f"rank{'s' if len(ranks) > 1 else ''} {words}"
-
-
-def numbered(ranks: Collection[int], per_node: int, machines: int) -> tuple[range, int] | None:
-    """The ranks of a machine and its number, where all machines are numbered alike: in a row (0 and 1, 2 and 3), or one of each
-    machine in turn (0 and 2, 1 and 3). None where these are not all of a machine, or in another order."""
-    first, last = min(ranks), max(ranks)
-    if len(ranks) == per_node and first % per_node == 0 and last - first == per_node - 1:
-        return range(first, last + 1), first // per_node
-    in_turn = range(first, machines * per_node, machines)
-    return (in_turn, first) if first < machines and set(ranks) == set(in_turn) else None
 
 
 def counted(number: float, things: str) -> str:
