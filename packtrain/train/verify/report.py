@@ -1,16 +1,14 @@
 """`packtrain verify`: the proof on the loaded model that its packed rows are exact, as a report.
 
 Every process loads the model as training would and measures (1) isolation and (2) equality with each document alone
-(proof/isolation.py), and (3) loss and gradients of the three modes with the loss of the objective
-(modes.py); of preference pairs (4) also the first loss, against the reference of the config (dpo_start.py). Where the
-strategy spreads weights over processes the model is proved as it is spread, by all of them together; (3) and (4) are
-measured on a whole model in each under ZeRO-3, whose weights have no gradients before there is an optimizer. The main process
-writes the report of the process with the worst verdict into the run folder that it is given, for the command line to show
-(command.py). Data is not read: the documents are random tokens.
+(proof/isolation.py), (3) loss and gradients of the three modes with the loss of the objective (modes.py), and of preference
+pairs (4) the first loss against the reference of the config (dpo_start.py). A model that the strategy spreads is proved as it
+is spread, by all processes together; under ZeRO-3, whose weights have no gradients before there is an optimizer, (3) and (4)
+are measured on a whole model in each. The main process writes the report of the process with the worst verdict into the run
+folder that it is given, for the command line to show (command.py). Data is not read: the documents are random tokens.
 
-Verdicts: `exact`; `leaks`, something differs by more than rounding; `unsupported`, packed rows cannot be run, or the
-positive controls say that a leak would not have shown, or the first loss is not what it must be. Documents that run one at a
-time (per_document) need no control.
+Verdicts: `exact`; `leaks`, something differs by more than rounding; `unsupported`, packed rows cannot be run, or a leak would
+not have shown in the positive controls, or the first loss is not what it must be.
 """
 
 from __future__ import annotations
