@@ -120,6 +120,7 @@ class _Inside:
         self._watchdog: Watchdog | None = None
         self._serving = ExitStack()
         self._memory = MemoryKills()
+        self._lost = False  # whether rank 0 itself is at its end because others are gone
         self._ended_at: float | None = None  # when a rank was first seen to have ended otherwise than well
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -151,7 +152,8 @@ class _Inside:
             self._watchdog.hear(message)
             if 0 < code <= 128 and not lost and self._watchdog.trains():
                 self._watchdog.end = f"{self._first} failed (exit code {code})"
-            self._part(self._watchdog, lost=bool(lost))
+            self._lost = bool(lost)
+            self._part(self._watchdog)
         self._over.set()
         self._heartbeat.close()
         self._serving.close()
@@ -165,12 +167,14 @@ class _Inside:
                 print(f"{self._first} ended without a word", file=sys.stderr, flush=True)
             return False
 
-    def _part(self, watchdog: Watchdog, *, lost: bool) -> None:
-        """Rank 0 stays until all others are heard. Where it has lost them, its thread may have found by then why, and ends it."""
-        end = time.monotonic() + (2 * _PARTING_S if lost else _PARTING_S)
-        while time.monotonic() < end and (lost or not watchdog.all_know()):
+    def _part(self, watchdog: Watchdog) -> None:
+        """Rank 0 stays until all others are heard. Where it has lost them, its thread may find by then why, and ends it."""
+        end = time.monotonic() + (2 * _PARTING_S if self._lost else _PARTING_S)
+        while time.monotonic() < end and (self._lost or not watchdog.all_know()):
             time.sleep(0.1)
-        if lost and (missing := [one for one in watchdog.states() if _is_silent(one)]):
+        if self._lost and watchdog.end:
+            self._thread.join(GONE_S)
+        if self._lost and (missing := [one for one in watchdog.states() if _is_silent(one)]):
             names = ", ".join(f"rank {one.rank} on {one.host} (last in {one.place})" for one in missing)
             self._say([f"nothing is heard any more of {names}"])
 
@@ -202,7 +206,7 @@ class _Inside:
         if found := watchdog.aftermath():
             return found.lines
         # before training they may all be about to end for the same reason, each by itself
-        if now - self._ended_at < (GRACE_S if watchdog.trains() else self._limits.join_s):
+        if not self._lost and now - self._ended_at < (GRACE_S if watchdog.trains() else self._limits.join_s):
             return ()
         first = next((one for one in ended if one.failed), ended[0])
         return (
@@ -237,9 +241,10 @@ class _Inside:
 
     def _miss(self, silent_s: float, error: NoAnswer) -> None:
         """Rank 0 does not answer."""
-        if error.refused and silent_s > GONE_S:
-            self._end([f"{self._first} is gone: nobody listens at its port any more"])
-        if silent_s > self._limits.deadline_s(self._heartbeat.phase):
+        if error.refused:
+            if silent_s > GONE_S:
+                self._end([f"{self._first} is gone: nobody listens at its port any more"])
+        elif silent_s > self._limits.deadline_s(self._heartbeat.phase):
             if self._first_pid:
                 _kill(self._first_pid)
             why = "it is stopped, something in C holds Python's lock there, or its machine is lost"

@@ -89,13 +89,13 @@ CASES = (
     Case("torchrun", "none"),
     Case("mpirun", "data", DATA, 4),
     Case("mpirun", "1 is killed", ("rank 1 on ", DIED), KILLED),
-    Case("srun", "stopped", STOPPED, 4),
+    Case("srun", "stopped", STOPPED, KILLED),
     Case("srun", "0 is killed", ("rank 0 on ", "is gone: nobody listens at its port any more"), KILLED),
     Case("srun", "raises", ("row 7 is broken",), 4),
     Case("mpirun", "has a bug", ("rank 1 on ", " has failed:", "ValueError: shapes do not fit"), 4),
     Case("srun", "none"),
     Case("cyclic", "data", (*DATA[:-1], "rank 3 on "), 4),
-    Case("hand", "stopped", STOPPED, 4),
+    Case("hand", "stopped", STOPPED, KILLED),
 )
 ABANDONED = Case("mpirun", "no launcher")
 Launch = tuple[Path, subprocess.Popen[str]]
