@@ -24,7 +24,7 @@ import torch.distributed as dist
 from packtrain.monitor.channel import ADDRESS, SECRET, Server
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.monitor.watchdog import LOOK_S, Watchdog
-from packtrain.train.rank_times import TOLD_EVERY, StepClock
+from packtrain.train.sync.rank_times import TOLD_EVERY, StepClock
 
 STEPS = 5000
 REDUCTIONS = 1500

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 
     from packtrain.train.loop import LoopSettings
-    from packtrain.train.rank_times import StepClock
+    from packtrain.train.sync.rank_times import StepClock
 else:
     _Trainer = object  # the trainer of TRL that StepTrainer stands in front of
 

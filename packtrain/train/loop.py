@@ -45,7 +45,7 @@ from packtrain.train.checkpoint import CheckpointHooks
 from packtrain.train.loader import MicroBatch, PairSteps, Steps, step_loader
 from packtrain.train.metrics import LoggingHooks, StepFigures
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
-from packtrain.train.rank_times import TOLD_EVERY, Machines, RankTimes, StepClock
+from packtrain.train.sync.rank_times import TOLD_EVERY, Machines, RankTimes, StepClock
 
 
 @dataclass(frozen=True, slots=True)

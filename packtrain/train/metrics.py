@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 
     from packtrain.train.loop import LoopSettings
-    from packtrain.train.rank_times import RankTimes, StepClock
+    from packtrain.train.sync.rank_times import RankTimes, StepClock
 else:
     _Trainer = object  # the trainer of TRL that StepTrainer stands in front of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from packtrain.monitor.heartbeat import Heartbeat, Phase
-from packtrain.train.rank_times import RankTimes, StepClock, slow_ones
+from packtrain.train.sync.rank_times import RankTimes, StepClock, slow_ones
 from tests.unit.launch.test_docs_multi_node import ROWS, same
 
 

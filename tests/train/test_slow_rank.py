@@ -15,7 +15,8 @@ WORKER = """
 import os, time
 import torch
 from packtrain.launch.worker import run_worker
-from packtrain.train import loop, rank_times
+from packtrain.train import loop
+from packtrain.train.sync import rank_times
 from packtrain.train.__main__ import _work
 
 loop.TOLD_EVERY, rank_times._WINDOW_STEPS = 4, 8  # in place of 10 and 20

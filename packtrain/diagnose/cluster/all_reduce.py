@@ -50,7 +50,7 @@ _FIX_SLOW = "Look at its cable, port, MTU and interface (ethtool, ibstat), and a
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """What two machines measured: milliseconds of an all-reduce of 1 KiB, and the rate of a large one; `found`: why not."""
 
     start: str
@@ -80,7 +80,7 @@ class Reduced:
     found: str = ""
     backend: str = ""
     nodes: Mapping[str, Mapping[str, Any]] | None = None
-    pairs: tuple[Link, ...] = ()
+    pairs: tuple[MeasuredLink, ...] = ()
     blamed: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -138,14 +138,14 @@ def summary(backend: str, results: Mapping[str, Mapping[str, Any]]) -> Reduced:
     return Reduced("ok", found, backend, nodes, links)
 
 
-def _links(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Link]:
+def _links(results: Mapping[str, Mapping[str, Any]]) -> Iterator[MeasuredLink]:
     """Every pair that was to be tried, with the slower figures of its two ends."""
     names = list(results)
     for pair in pairs_of(len(names)):
         said = [(results[names[one]].get("pairs", ()), sum(pair) - one) for one in pair]
         known = [one for pairs, other in said for one in pairs if one["other"] == other]
         failed = [str(one["found"]) for one in known if one["mib_per_s"] is None]
-        link = Link(names[pair[0]], names[pair[1]])
+        link = MeasuredLink(names[pair[0]], names[pair[1]])
         if failed or not known:
             yield replace(link, status="dead" if known else "not tried", found=failed[0] if failed else "")
         else:
@@ -153,7 +153,7 @@ def _links(results: Mapping[str, Mapping[str, Any]]) -> Iterator[Link]:
             yield replace(link, latency_ms=latency, mib_per_s=min(float(one["mib_per_s"]) for one in known))
 
 
-def _judged(links: Iterable[Link]) -> tuple[Link, ...]:
+def _judged(links: Iterable[MeasuredLink]) -> tuple[MeasuredLink, ...]:
     """The links with those marked slow that have less than half of the rate that a quarter of them reach (of two machines:
     less than any training needs)."""
     found = list(links)
