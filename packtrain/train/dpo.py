@@ -405,7 +405,7 @@ class DPO:
         one_pass: Callable[[PairDataset], PairSteps],
     ) -> None:
         """Computes what is to be precomputed (`one_pass` over a set in order), then checks the forward and the first loss."""
-        from packtrain.train.dpo_start import check_pair_forward, check_start
+        from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 
         console.pairs(log, self._objective, self.layout, self._unshared, self._reference, self._peft.dropout)
         if self._reference.kind == "precomputed":

@@ -40,10 +40,10 @@ from packtrain.proof.isolation import Proof, check_as_it_comes
 from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.console import without_future_warnings
-from packtrain.train.dpo_start import Start
 from packtrain.train.preflight import fit_head, why_not_together
 from packtrain.train.sync.checks import agree_on_model
 from packtrain.train.sync.store import preparing_s
+from packtrain.train.verify.dpo_start import Start
 from packtrain.train.verify.modes import (
     MODES,
     SHARED,
