@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -72,6 +72,7 @@ class Folded:
 def own_report(config: RunConfig) -> dict[str, Any]:
     """This machine's report as `env --json` has it, with what is compared, and what NCCL and gloo are told, under `own`."""
     facts, needs = gather(lambda: config)
+    facts = replace(facts, network=replace(facts.network, taken=""))  # it is this comparison that listens at the port
     redactor = Redactor(os.environ, needs.environment)
     same = {**shared_versions(environment()), **shared_values(to_dict(config))}
     variables = told(os.environ)
