@@ -1,6 +1,24 @@
-"""`python -m packtrain` is the same as `packtrain`."""
+"""`python -m packtrain` is `packtrain`; `python -m packtrain worker VERB CONFIG_YAML` is what the launcher starts, once per device."""
 
-from packtrain.cli import main
+from __future__ import annotations
+
+import sys
+
+
+def _work() -> int:
+    from packtrain.config.compose import load_config
+    from packtrain.train.run import train
+
+    verb, config = sys.argv[-2:]
+    return train(verb, load_config(config, []))
+
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["worker"]:
+        from packtrain.launch.worker import run_worker
+
+        run_worker(_work)
+    else:
+        from packtrain.cli import main
+
+        main()

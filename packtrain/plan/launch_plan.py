@@ -110,7 +110,7 @@ def plan_launch(
 
     def argv(settings: dict[str, Any]) -> tuple[str, ...]:
         if processes.total == 1 or processes.joins:
-            return (surroundings.python, "-m", WORKER, *worker)
+            return (surroundings.python, "-m", *WORKER, *worker)
         file, timeout = str(folder.accelerate), topology.join_timeout
         return tuple(launch_argv(surroundings.accelerate, file, settings, worker, join_timeout_s=timeout))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from packtrain.plan.topology import Processes
 
-WORKER = "packtrain.train"
+WORKER = ("packtrain", "worker")  # python -m …
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 """DeepSpeed's strategies, and their ZeRO stages."""
 _NOT_KNOWN_YET = "MAIN_ADDRESS"  # in plans for machines whose names are still to come
@@ -116,7 +116,7 @@ def launch_argv(
     for name in ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port"):
         flags += [f"--{name}", str(config[name])]
     flags += ["--rdzv_conf", f"timeout={join_timeout_s}", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    return [accelerate, "launch", *flags, "-m", WORKER, *worker]
+    return [accelerate, "launch", *flags, "-m", *WORKER, *worker]
 
 
 def _strategy_flags(config: dict[str, Any]) -> list[str]:

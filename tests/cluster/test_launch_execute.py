@@ -1,6 +1,6 @@
 """Real processes through accelerate: which exit code comes out, what reaches the terminal, and what a signal does.
 
-The workers are small scripts in place of packtrain.train, so that only the launcher is under test; where torchrun has no
+The workers are small scripts in place of `packtrain worker`, so that only the launcher is under test; where torchrun has no
 part in it, small_launch.py stands in for that.
 """
 

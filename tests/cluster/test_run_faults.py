@@ -18,7 +18,7 @@ import os, time
 from pathlib import Path
 from packtrain.launch.worker import run_worker
 from packtrain.train import loader, sft
-from packtrain.train.__main__ import _work
+from packtrain.__main__ import _work
 
 fault, steps, trainer = os.environ["FAULT"], loader.Steps, sft.PackedSFTTrainer
 whole, read, loss, write = steps.__len__, steps.__getitem__, trainer.loss_of, trainer._save_rng_state

@@ -1,6 +1,6 @@
 """Faults of real processes: who is named, with which cause, how soon, and that nothing is left running.
 
-The workers are small scripts in place of packtrain.train, which say where they are as a training run does; most of them
+The workers are small scripts in place of `packtrain worker`, which say where they are as a training run does; most of them
 import no torch (small_launch.py, small_group.py). Time limits are set low (topology.step_timeout).
 """
 

@@ -110,7 +110,7 @@ def test_several_processes_are_one_accelerate_launch_with_everything_said() -> N
         "--dynamo_backend no",
     ):
         assert words in text
-    assert text.endswith("-m packtrain.train sft runs/x/config.yaml")
+    assert text.endswith("-m packtrain worker sft runs/x/config.yaml")
     assert made.accelerate["num_processes"] == 4
     assert made.accelerate["main_process_port"] == 4321
 

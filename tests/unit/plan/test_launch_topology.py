@@ -425,4 +425,4 @@ def test_no_job_is_no_allocation() -> None:
 def test_a_job_of_one_machine_and_one_gpu_can_be_planned_from_the_shell_of_salloc() -> None:
     made = plan({"gpus_per_node": 1}, {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1"})
     assert (made.role, made.num_processes) == ("spread", 1)
-    assert made.commands[0].argv[1:3] == ("-m", "packtrain.train")
+    assert made.commands[0].argv[1:4] == ("-m", "packtrain", "worker")
