@@ -72,7 +72,7 @@ def show_run(place: str, *, ask: bool, as_json: bool) -> int:
 
 
 def examine(folder: RunFolder, *, ask: bool = False) -> Finding:
-    """What can be told of a run from this machine. Raises UserError where no run is."""
+    """What can be found out about a run from this machine. Raises UserError where no run is."""
     if not folder.logs.is_dir() and not folder.summary.exists():
         fix = "Name the folder that trainer.output_dir is."
         raise UserError("there is no run of packtrain", where=str(folder.root), fix=fix)
@@ -207,7 +207,7 @@ def _with_recorded(known: RankState, recorded: Mapping[str, Any]) -> RankState:
 
 
 def _of_dumps(states: Sequence[RankState], ranks: int) -> Finding:
-    """Of a run whose collectives have run out of time, with nobody to say why they did."""
+    """For a run whose collectives timed out, without any other reason."""
     lines = ["a collective operation ran out of time; by the flight recorders in logs/:", *map(_recorded_line, states)]
     alive = [replace(one, process=None) for one in states]
     found = diagnose(alive) if len(states) == ranks else None

@@ -41,7 +41,7 @@ def check_driver(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
 def check_torch(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     """Whether torch works, and can use the GPUs that the machine has."""
     torch, gpus = facts.torch, facts.gpus
-    late = "no answer" in torch.error  # it hangs, or the machine is busy: nobody knows yet
+    late = "no answer" in torch.error  # it hangs, or the machine is busy: unknown yet
     away = hidden(shown(facts, needs))
     unseen = away or hidden(facts.host.environment.get(VISIBLE))  # torch was asked without the config's variables
     built = f"torch {torch.version}" + (f" for CUDA {torch.cuda}" if torch.cuda else "")

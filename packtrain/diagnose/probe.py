@@ -103,7 +103,7 @@ def command(
     program = shutil.which(argv[0])
     if program is None:
         raise Unanswered("not installed")
-    # files, not pipes: nobody has to read them, and who has inherited a pipe holds nobody up
+    # files, not pipes: they need no reader, and a grandchild that inherits one blocks nothing
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [program, *argv[1:]],

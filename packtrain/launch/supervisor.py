@@ -143,7 +143,7 @@ class Supervisor:
             gone = {rank: self._workers[rank].pid for rank, state in seen.items() if state == "gone"}
             self._silent = {rank: pid for rank, pid in {**self._silent, **gone}.items() if rank not in codes}
         states = {rank: ProcessState(self._workers[rank].pid, state) for rank, state in seen.items()}
-        if self._received is not None:  # who is gone has obeyed
+        if self._received is not None:  # a process that is gone needs no further signal
             ended = [rank for rank, state in seen.items() if state == "gone"]
             codes = {**dict.fromkeys(ended, 128 + self._received), **codes}
         for rank, code in codes.items():

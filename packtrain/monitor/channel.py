@@ -2,7 +2,7 @@
 
 It is served on topology.main_port by the launcher of machine 0, on a free port by rank 0 of a launch that is not ours.
 `POST /NAME` with a JSON object is answered with an object by the handler of that name; `GET /` with a line of text, for people
-with curl. Who calls must know the run's secret (a header), so that nobody else can give orders; names that are `open` to
+with curl. Who calls must know the run's secret (a header), so that no other program can give orders; names that are `open` to
 those who do not know it yet are for joining. Nothing is pickled, and no call waits for ever: a server that is stopped, or
 another program at that port, is an error after `timeout_s`.
 
@@ -40,7 +40,7 @@ Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class NoAnswer(OSError):
-    """Nobody listens there (`refused`), or who does has not answered in time."""
+    """There is no server (`refused`), or it has not answered in time."""
 
     def __init__(self, what: str, *, refused: bool = False) -> None:
         super().__init__(what)

@@ -62,7 +62,7 @@ IN_WORDS: Mapping[Phase, str] = {
     "done": "its end",
 }
 STEP_S, CHECKPOINT_S, JOIN_S = 600, 1800, 300
-"""topology.step_timeout, topology.checkpoint_timeout and topology.join_timeout that nobody has set."""
+"""Defaults of topology.step_timeout, topology.checkpoint_timeout and topology.join_timeout."""
 _COMPUTES = 0.05  # of a core
 _BEATS_A_SECOND = 200  # of all ranks together
 _SPREAD_S = 5.0

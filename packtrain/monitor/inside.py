@@ -34,7 +34,7 @@ SETTLE_S = 2
 GRACE_S = 5
 """Seconds that ranks have to end by themselves where another one has failed in training."""
 GONE_S = 10
-"""Seconds for which nobody has listened at rank 0's port when it counts as gone."""
+"""Seconds without a listener at rank 0's port after which it counts as gone."""
 _PARTING_S = 3
 _LAUNCHER_LOG = "launcher.log"
 

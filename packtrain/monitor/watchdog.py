@@ -265,7 +265,7 @@ class Watchdog:
     def _notice(self, found: Diagnosis, live: Sequence[RankState], limit: float) -> None:
         """Says once, of a standstill, who keeps the others waiting."""
         mark = (found.ranks, tuple(one.progress for one in live if one.rank in found.ranks))
-        joining = any(one.phase in ("start", "join") for one in live)  # who waits there says so itself
+        joining = any(one.phase in ("start", "join") for one in live)  # joining itself reports whom it waits for
         if joining or mark == self._noticed or not any(one.waits_for_others for one in live):
             return
         self._noticed = mark

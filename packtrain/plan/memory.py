@@ -5,7 +5,7 @@ the gradients in its buckets; DeepSpeed float32 copies of the trained weights wh
 they gather at a time. Parts add up to the fullest moment of a step. What lies outside torch's allocator (CUDA's context,
 kernels, NCCL) is taken off the device before anything is said to fit; fragmentation is not foreseen.
 
-Activations are counted for llama and its kin as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), applied to what
+Activations are counted for llama and models like it as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), applied to what
 transformers' layers keep: RMS norms in float32, three tensors of the MLP's inner width and their product, attention without its
 s² term, no dropout. Where there is a mask (padded batches, model.attention=sdpa_mask), a layer keeps one of token × longest
 document or row, and keys and values for every head. With gradient checkpointing a layer keeps its input, and one layer at a time

@@ -1,7 +1,7 @@
 """The shapes of a model's weights, and the sizes in its config, before it is loaded: no torch, no hub.
 
 They come from the headers of safetensors files in a local folder or in the hub's cache; for a model that is not there, from
-the sizes in its config (or in model.config), where the layers of its type are known: llama's and their kin. Where neither
+the sizes in its config (or in model.config), where the layers of its type are known: those of llama and models like it. Where neither
 is at hand the answer says what is missing, and nothing is guessed.
 """
 

@@ -28,7 +28,7 @@ from packtrain.plan.interfaces import HostNetwork, read_network
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # what torchrun gives each process
 ALSO_NEEDED = ("LOCAL_RANK", "MASTER_PORT")
 DEFAULT_PORT = 29500
-# Rank, size, rank on the machine, size of the machine: Open MPI's, and those of MPICH, Intel MPI and their kin (Hydra).
+# Rank, size, rank on the machine, size of the machine: Open MPI's, and those of MPICH, Intel MPI and others of the Hydra family.
 OF_MPI = (
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),

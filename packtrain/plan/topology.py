@@ -312,7 +312,7 @@ def _too_few_gpus(wanted: int, surroundings: Surroundings) -> list[Problem]:
 
 
 def _unseen(surroundings: Surroundings) -> str:
-    """A remark where there should be GPUs, and nobody has hidden them."""
+    """A remark where there should be GPUs, and they are not hidden on purpose."""
     if surroundings.gpus or not surroundings.driver or "CUDA_VISIBLE_DEVICES" in surroundings.env:
         return ""
     return " (it has an NVIDIA driver: see whether nvidia-smi works)"

@@ -24,7 +24,7 @@ _OF_OURS = "device-side assert"  # an index out of range: of the GPU's errors th
 def explained(
     error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch, trainer: Trainer
 ) -> PacktrainError | None:
-    """What the user is told of `error`; None where it may be a bug of ours.
+    """The message to the user for `error`; None where it may be a bug of ours.
 
     NCCL and the store have an error type of their own; gloo's errors are known by the source file they name. So are
     those of torch.save; safetensors says the system's words. The CPU has no type for too little memory.

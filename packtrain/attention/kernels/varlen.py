@@ -159,7 +159,7 @@ def from_hub(repository: str) -> Attend:
 
 
 def _by_signature(function: Callable[..., Any]) -> Attend:
-    """An adapter for FlashAttention 2, 3, 4 and their kin, whose arguments differ by what they can do."""
+    """An adapter for FlashAttention 2, 3, 4 and others, whose arguments differ by what they can do."""
     names = signature(function).parameters
     sink_name = next((name for name in ("learnable_sink", "s_aux") if name in names), "learnable_sink")
     words = {

@@ -198,7 +198,7 @@ def _measure(order: Mapping[str, Any], say: Callable[..., None]) -> None:
 
 
 def _pairs(store: dist.Store, backend: str, rank: int, world: int, say: Callable[..., None]) -> bool:
-    """Whether all pairs that were tried work, and nobody was late."""
+    """Whether all pairs that were tried work, and no machine was late."""
     import torch.distributed as dist
 
     done, end, late = [], time.monotonic() + PAIRS_S, False
