@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from packtrain.config.schema import RunConfig
@@ -138,10 +137,6 @@ def _bring_report(here: _Here) -> int:
             raise CheckFailed(str(orders["refused"]), where="--cluster", fix=_OWN_NUMBER)
         if "code" in orders:
             return int(orders["code"])
-        if "mark" in orders and "sees" not in probes:
-            probes["sees"] = Probe(
-                lambda name=Path(orders["mark"]).name: os.path.exists(here.nearest() / name), LIMIT_S
-            )
         if "reduce" in orders and "result" not in probes:
             probes["result"] = Probe(lambda order=orders["reduce"]: here.reduce(order), 2 * REDUCE_S)
         time.sleep(_CALL_S)
