@@ -25,7 +25,7 @@ import yaml
 from packtrain.config.compose import to_dict, to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
-from packtrain.launch.machines import Link, Machines
+from packtrain.launch.machines import Machines, Reporter
 from packtrain.launch.rendezvous import Group, Place, alone, job_of, meet, own_addresses
 from packtrain.launch.run_lock import check_free, locked
 from packtrain.launch.srun import spread
@@ -125,8 +125,8 @@ def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
         )
         argv = _with_files_of_its_own(plan, config, folder, own, group.store_port)
         environment = _environment(plan, folder, group, own, limits)
-        with Link(plan.node, group.names[0], silence_s, main) as link:
-            supervisor = Supervisor(own, log, plan.ranks, plan.host, link)
+        with Reporter(plan.node, group.names[0], silence_s, main) as reporter:
+            supervisor = Supervisor(own, log, plan.ranks, plan.host, reporter)
             verdict = supervisor.run([sys.executable, *_torchrun(argv, log)], environment)
             if plan.node == 0 or verdict.alone:  # rank 0 and this are what the terminal shows
                 for said in verdict.lines:

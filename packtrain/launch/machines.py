@@ -208,7 +208,7 @@ class Machines:
         self._verdict = verdict
 
 
-class Link:
+class Reporter:
     """A launcher's end, a context: a thread that hands `report` in once a second, and keeps the last `orders`.
 
     `to` is machine 0, called `main`: its record on machine 0 itself, elsewhere the channel. `lost` says why it is, where it is.
@@ -224,7 +224,7 @@ class Link:
             to.wake = self.wake
         self._thread = threading.Thread(target=self._serve, name="launchers", daemon=True)
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> Reporter:
         self._thread.start()
         return self
 

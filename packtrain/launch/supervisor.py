@@ -20,7 +20,7 @@ from typing import Literal
 import psutil
 
 from packtrain.launch.exit_status import TAIL_LINES, Outcome, Stopped, Verdict, heard_by, say_stopped
-from packtrain.launch.machines import Link
+from packtrain.launch.machines import Reporter
 from packtrain.launch.torchrun import ends_in
 from packtrain.launch.worker import exit_codes, losses, process_ids, stop_of_rank_0
 from packtrain.monitor.processes import MemoryKills, ProcessState
@@ -44,11 +44,11 @@ class Supervisor:
     """torchrun and its workers, the `ranks` of this machine (`host`).
 
     Workers leave process ids, exit codes and stacks in the folder `exits`; logs/rank-*.log are beside `log`, torchrun's own.
-    `link` leads to machine 0.
+    `reporter` leads to machine 0.
     """
 
-    def __init__(self, exits: Path, log: Path, ranks: range, host: str, link: Link) -> None:
-        self._exits, self._log, self._ranks, self._host, self._link = exits, log, ranks, host, link
+    def __init__(self, exits: Path, log: Path, ranks: range, host: str, reporter: Reporter) -> None:
+        self._exits, self._log, self._ranks, self._host, self._reporter = exits, log, ranks, host, reporter
         self._logs = {rank: log.with_name(f"rank-{rank:05d}.log") for rank in ranks}
         self._before = {file: file.stat().st_size if file.exists() else 0 for file in (log, *self._logs.values())}
         self._received: int | None = None  # the signal that all are to stop for
@@ -74,11 +74,11 @@ class Supervisor:
             if self._received is None:
                 self._torchrun = subprocess.Popen(argv, env=dict(environment), start_new_session=True)
             self._watch()
-            verdict = self._link.finish(self._outcome(), self._host, len(self._ranks))
+            verdict = self._reporter.finish(self._outcome(), self._host, len(self._ranks))
             if (
-                self._link.orders.stop is not None and self._received is None
+                self._reporter.orders.stop is not None and self._received is None
             ):  # the ranks were quicker to tell each other
-                print(self._link.orders.why, file=sys.stderr, flush=True)
+                print(self._reporter.orders.why, file=sys.stderr, flush=True)
             return verdict
 
     @property
@@ -95,8 +95,8 @@ class Supervisor:
             self._obey()
             self._stuck = self._stuck or (self._halted() if self._ending is None else "")
             if self._ending is None and (failed := self._failed() or self._stuck):
-                self._link.report.failed = failed
-                self._link.wake()
+                self._reporter.report.failed = failed
+                self._reporter.wake()
                 self._end()
             elif self._ending is None and (why := self._lingers()):
                 self._told = True
@@ -113,8 +113,8 @@ class Supervisor:
         if self._over and self._received is not None:
             raise Stopped
         if self._received is None:
-            self._link.report.signal = number
-            self._link.wake()
+            self._reporter.report.signal = number
+            self._reporter.wake()
         self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
@@ -150,24 +150,24 @@ class Supervisor:
             pid = states[rank].pid if rank in states else 0
             states[rank] = ProcessState(pid, "gone", code, told=True, lost=lost.get(rank, ""))
         states |= {rank: ProcessState(pid, "gone") for rank, pid in self._silent.items()}
-        self._link.report.ranks = states
+        self._reporter.report.ranks = states
 
     def _obey(self) -> None:
-        orders = self._link.orders
+        orders = self._reporter.orders
         if orders.stop is not None and self._received is None:
             print(orders.why, file=sys.stderr, flush=True)
             self._pass_on(orders.stop)
-        end = orders.end or (self._link.lost and f"machine 0 was lost: {self._link.lost}")
+        end = orders.end or (self._reporter.lost and f"machine 0 was lost: {self._reporter.lost}")
         if end and self._ending is None:
             self._told = True
             print(f"ending the processes on {self._host}: {end}", file=sys.stderr, flush=True)
             self._end()
-        given = self._link.report.stacks
+        given = self._reporter.report.stacks
         if wanted := [rank for rank in orders.stacks if rank in self._workers and rank not in given]:
             dumped = {rank: dump(self._exits, str(rank), self._workers[rank].pid) for rank in wanted}
-            self._link.report.stacks = {**given, **dumped}
+            self._reporter.report.stacks = {**given, **dumped}
         elif given and not orders.stacks:
-            self._link.report.stacks = {}
+            self._reporter.report.stacks = {}
 
     def _failed(self) -> str:
         """What the first failed worker did, in words, if there is one."""
@@ -183,7 +183,7 @@ class Supervisor:
         self._halted_s = self._halted_s + min(passed, 1) if stopped else 0.0  # all of us may have been suspended
         if self._torchrun is None or self._halted_s < STOPPED_S or self._all_through:
             return ""
-        if any(state.state == "stopped" for state in self._link.report.ranks.values()):
+        if any(state.state == "stopped" for state in self._reporter.report.ranks.values()):
             return ""
         which = f"torchrun on {self._host} (process {self._torchrun.pid})"
         return f"{which}, which starts and ends the ranks there, is stopped"
@@ -267,7 +267,7 @@ class Supervisor:
 
     def _ends_of_silent(self, known: Collection[int]) -> dict[int, int | None]:
         """The signals of those that left no exit code, None where none is known; the report has what else is known of them."""
-        ends, states, codes = ends_in(self._exits), dict(self._link.report.ranks), {}
+        ends, states, codes = ends_in(self._exits), dict(self._reporter.report.ranks), {}
         for rank, pid in self._silent.items():
             if rank in known:
                 continue
@@ -275,7 +275,7 @@ class Supervisor:
             code = ends.get(rank, -crashed if crashed else None)
             states[rank] = ProcessState(pid, "gone", code, crash=text, oom=self._memory.killed(pid))
             codes[rank] = code if code is not None and code < 0 else None  # it has not left the number itself
-        self._link.report.ranks = states
+        self._reporter.report.ranks = states
         return codes
 
     def _tails(self, logs: Mapping[int, Path]) -> dict[int, list[str]]:

@@ -16,14 +16,14 @@ import pytest
 
 from packtrain.launch import machines
 from packtrain.launch.exit_status import BUG, Outcome, Verdict, judge
-from packtrain.launch.machines import Link, Machines, Orders, Report
+from packtrain.launch.machines import Machines, Orders, Report, Reporter
 from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.watchdog import Watchdog
 
 LONG_S = 60
-Work = Callable[[Link], Verdict]
+Work = Callable[[Reporter], Verdict]
 
 
 @pytest.fixture(autouse=True)
@@ -44,15 +44,15 @@ def control(number: int, logs: Path, silence_s: float = 30) -> Iterator[tuple[Ma
 
 
 def together(works: list[Work], logs: Path, silence_s: float = 30) -> list[Any]:
-    """What each of the launchers comes to, whose `works` have their link."""
+    """What each of the launchers comes to, whose `works` have their reporter."""
     ends: dict[int, Any] = {}
     with control(len(works), logs, silence_s) as (main, server):
 
         def run(node: int) -> None:
             to = Client("127.0.0.1", server.port, secret="s") if node else main
             try:
-                with Link(node, "n1", silence_s, to) as link:
-                    ends[node] = works[node](link)
+                with Reporter(node, "n1", silence_s, to) as reporter:
+                    ends[node] = works[node](reporter)
                     if not node:
                         main.part()
             except RuntimeError as error:
@@ -67,12 +67,12 @@ def together(works: list[Work], logs: Path, silence_s: float = 30) -> list[Any]:
     return [ends[node] for node in range(len(works))]
 
 
-def finish(link: Link, **outcome: Any) -> Verdict:
-    return link.finish(Outcome(**outcome), f"n{link.report.node + 1}", 2)
+def finish(reporter: Reporter, **outcome: Any) -> Verdict:
+    return reporter.finish(Outcome(**outcome), f"n{reporter.report.node + 1}", 2)
 
 
-def good(link: Link) -> Verdict:
-    return finish(link, codes={2 * link.report.node: 0, 2 * link.report.node + 1: 0})
+def good(reporter: Reporter) -> Verdict:
+    return finish(reporter, codes={2 * reporter.report.node: 0, 2 * reporter.report.node + 1: 0})
 
 
 def until(reached: Callable[[], object]) -> None:
@@ -90,15 +90,15 @@ def test_all_machines_end_with_one_code(tmp_path: Path) -> None:
 def test_a_failure_anywhere_ends_the_others_at_once_with_its_code(failing: int, tmp_path: Path) -> None:
     whys, rank = {}, 2 * failing + 1
 
-    def fails(link: Link) -> Verdict:
-        link.report.failed = f"rank {rank} failed"
-        link.wake()
-        return finish(link, codes={rank: 2}, launched=1, tails={rank: ["error:", "  bad data"]})
+    def fails(reporter: Reporter) -> Verdict:
+        reporter.report.failed = f"rank {rank} failed"
+        reporter.wake()
+        return finish(reporter, codes={rank: 2}, launched=1, tails={rank: ["error:", "  bad data"]})
 
-    def obeys(link: Link) -> Verdict:
-        until(lambda: link.orders.end)
-        whys[link.report.node] = link.orders.end
-        return finish(link)
+    def obeys(reporter: Reporter) -> Verdict:
+        until(lambda: reporter.orders.end)
+        whys[reporter.report.node] = reporter.orders.end
+        return finish(reporter)
 
     ends = together([fails if node == failing else obeys for node in range(3)], tmp_path)
     name = f"n{failing + 1}, rank {rank}"
@@ -117,15 +117,15 @@ def test_a_failure_anywhere_ends_the_others_at_once_with_its_code(failing: int, 
 def test_a_signal_to_one_launcher_stops_all_in_order(asked: int, tmp_path: Path) -> None:
     whys = []
 
-    def work(link: Link) -> Verdict:
-        node = link.report.node
+    def work(reporter: Reporter) -> Verdict:
+        node = reporter.report.node
         if node == asked:
-            link.report.signal = 15
-            link.wake()
+            reporter.report.signal = 15
+            reporter.wake()
         else:
-            until(lambda: link.orders.stop)
-            whys.append((link.orders.stop, link.orders.why))
-        return finish(link, codes={2 * node: 143, 2 * node + 1: 143}, launched=1, signal=15)
+            until(lambda: reporter.orders.stop)
+            whys.append((reporter.orders.stop, reporter.orders.why))
+        return finish(reporter, codes={2 * node: 143, 2 * node + 1: 143}, launched=1, signal=15)
 
     ends = together([work] * 3, tmp_path)
     assert [(one.code, list(one.lines)) for one in ends] == [(143, [])] * 3
@@ -138,13 +138,13 @@ def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(
 ) -> None:
     monkeypatch.setattr(machines, "_REFUSED_S", 0.2)
 
-    def leaves(link: Link) -> Verdict:
+    def leaves(reporter: Reporter) -> Verdict:
         until(lambda: time.sleep(0.3) is None)
         raise RuntimeError("oops")
 
-    def waits(link: Link) -> Verdict:
-        until(lambda: link.orders.end or link.lost)
-        return finish(link)
+    def waits(reporter: Reporter) -> Verdict:
+        until(lambda: reporter.orders.end or reporter.lost)
+        return finish(reporter)
 
     ends = together([leaves if node == lost else waits for node in range(2)], tmp_path)
     other = ends[1 - lost]
@@ -167,17 +167,17 @@ def test_a_launcher_that_falls_silent_is_lost_in_time(
     if silent == 0:
         monkey(Machines, "hear", no_answer)
 
-    def falls_silent(link: Link) -> Verdict:
+    def falls_silent(reporter: Reporter) -> Verdict:
         if silent:
-            link._hand_in = lambda: None  # type: ignore[method-assign]
+            reporter._hand_in = lambda: None  # type: ignore[method-assign]
         told.wait(LONG_S)
         return Verdict(0)
 
-    def notices(link: Link) -> Verdict:
-        until(lambda: link.orders.end or link.lost)
-        assert "silent for" in (link.orders.end or link.lost)
+    def notices(reporter: Reporter) -> Verdict:
+        until(lambda: reporter.orders.end or reporter.lost)
+        assert "silent for" in (reporter.orders.end or reporter.lost)
         told.set()
-        return finish(link)
+        return finish(reporter)
 
     ends = together([falls_silent if node == silent else notices for node in range(2)], tmp_path, silence_s=0.8)
     other = ends[1 - silent]
@@ -192,12 +192,12 @@ def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_
     monkeypatch.setattr(machines, "_PART_S", 0.3)
     over = threading.Event()
 
-    def fails(link: Link) -> Verdict:
-        verdict = finish(link, codes={0: 3}, launched=1)
+    def fails(reporter: Reporter) -> Verdict:
+        verdict = finish(reporter, codes={0: 3}, launched=1)
         over.set()
         return verdict
 
-    def stays(link: Link) -> Verdict:
+    def stays(reporter: Reporter) -> Verdict:
         over.wait(LONG_S)
         return Verdict(0)
 
@@ -210,9 +210,9 @@ def test_who_has_ended_says_whom_it_waits_for(
     monkeypatch.setattr(machines, "_PROGRESS_S", 0.2)
     said = []
 
-    def late(link: Link) -> Verdict:
+    def late(reporter: Reporter) -> Verdict:
         until(lambda: said.append(capfd.readouterr().err) or "waiting" in "".join(said))
-        return good(link)
+        return good(reporter)
 
     assert [one.code for one in together([good, late], tmp_path)] == [0, 0]
     assert re.search(r"the processes on n1 have ended; waiting \d s for those on n2", "".join(said))
@@ -222,15 +222,15 @@ def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with control(2, tmp_path, silence_s=5) as (main, server):
-        link = Link(1, "n1", 5, Client("127.0.0.1", server.port, secret="s"))
+        reporter = Reporter(1, "n1", 5, Client("127.0.0.1", server.port, secret="s"))
         now, clock = time.monotonic(), time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
         main.look()
-        link._hand_in()
+        reporter._hand_in()
         main.look()
         monkeypatch.setattr(time, "monotonic", clock)
         assert time.monotonic() - now < LONG_S
-    assert main.hear(Report(0)).end == "" and link.lost == ""
+    assert main.hear(Report(0)).end == "" and reporter.lost == ""
 
 
 def test_answers_that_take_long_are_said_to_be_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,14 +241,14 @@ def test_answers_that_take_long_are_said_to_be_so_once(tmp_path: Path, capsys: p
 
 
 def test_a_rank_that_died_is_named_where_another_machine_was_quicker_to_lose_it(tmp_path: Path) -> None:
-    def loses(link: Link) -> Verdict:
-        link.report.failed = "rank 0 on n1 failed (exit code 4)"
-        return finish(link, codes={0: 4}, followers=[0], tails={0: ["rank 0 lost the others"]})
+    def loses(reporter: Reporter) -> Verdict:
+        reporter.report.failed = "rank 0 on n1 failed (exit code 4)"
+        return finish(reporter, codes={0: 4}, followers=[0], tails={0: ["rank 0 lost the others"]})
 
-    def died(link: Link) -> Verdict:
-        until(lambda: link.orders.end)
-        link.report.ranks = {3: ProcessState(7, "gone", -9)}
-        return finish(link, codes={3: -9}, tails={3: ["2026-01-01 00:00:00 step 3", "munmap failed"]})
+    def died(reporter: Reporter) -> Verdict:
+        until(lambda: reporter.orders.end)
+        reporter.report.ranks = {3: ProcessState(7, "gone", -9)}
+        return finish(reporter, codes={3: -9}, tails={3: ["2026-01-01 00:00:00 step 3", "munmap failed"]})
 
     ends = together([loses, died], tmp_path)
     assert [one.code for one in ends] == [4, 4]

@@ -13,7 +13,7 @@ import pytest
 
 from packtrain.launch import supervisor
 from packtrain.launch.exit_status import ONE_RAISED, Verdict
-from packtrain.launch.machines import Link, Machines
+from packtrain.launch.machines import Machines, Reporter
 from packtrain.launch.supervisor import Supervisor
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.watchdog import Watchdog
@@ -64,8 +64,8 @@ def run(folder: Path, code: str, *arguments: str, ranks: int = 1) -> Verdict:
     """What becomes of `ranks` on n1, whose torchrun is the Python program `code`."""
     (folder / "exits").mkdir()
     watchdog = Watchdog([("n1", range(ranks))], TimeLimits(), folder)
-    with Link(0, "n1", 30, Machines({0: "n1"}, ranks, 30, watchdog)) as link:
-        one = Supervisor(folder / "exits", folder / "launcher.log", range(ranks), "n1", link)
+    with Reporter(0, "n1", 30, Machines({0: "n1"}, ranks, 30, watchdog)) as reporter:
+        one = Supervisor(folder / "exits", folder / "launcher.log", range(ranks), "n1", reporter)
         return one.run([sys.executable, "-c", code, str(folder / "exits"), *arguments], {**os.environ})
 
 
