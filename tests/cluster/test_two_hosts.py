@@ -57,7 +57,7 @@ run_worker(work)
 """
 OF_PACKTRAIN = """
 from packtrain.launch.worker import run_worker
-from packtrain.worker import _work
+from packtrain.train.__main__ import _work
 
 run_worker(_work)
 """
@@ -76,7 +76,7 @@ def work():
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: stop.append(number))
     for step in range(10**6):
-        group.pulse.enter("backward", step=step)
+        group.heartbeat.enter("backward", step=step)
         done = group.all_reduce(float(bool(stop)))
         if step == 3:
             print("training", flush=True)
