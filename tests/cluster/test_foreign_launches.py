@@ -16,7 +16,7 @@ import yaml
 
 from packtrain.launch.worker import PARENT
 from tests.cluster.small_launch import PRELOAD, SMALL, at_work
-from tests.cluster.test_watchdog import CONFIG, running
+from tests.cluster.test_stalls import CONFIG, running
 from tests.cluster.two_hosts import ENDED_S, LONG_S
 from tests.ports import free_port
 
@@ -54,7 +54,7 @@ def work():
         group.heartbeat.enter("backward", step=step)
         if step == 4 and rank == 0 and fault in ("1 is killed", "raises"): time.sleep(1000)  # as NCCL
         if step == 4 and rank == 1 and fault == "0 is killed": time.sleep(1000)
-        group.all_reduce()
+        group.all_reduce(name="broadcast" if step == 4 and (rank, fault) == (1, "apart") else "all_reduce")
         group.heartbeat.usual_s = 0.01
     return 0
 

@@ -20,7 +20,7 @@ import yaml
 
 from packtrain.launch.exit_status import BUG
 from tests.cluster.small_launch import ROOT
-from tests.cluster.test_watchdog import CONFIG
+from tests.cluster.test_stalls import CONFIG
 from tests.cluster.two_hosts import LONG_S
 
 LAUNCH = """

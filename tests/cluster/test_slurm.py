@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import yaml
 from safetensors.torch import load_file
-from tests.cluster.test_beside import WORKER
 
 from packtrain.config.yaml_files import shipped
 from tests.cluster.slurm import Slurm, slurm, tail
 from tests.cluster.small_launch import ROOT
+from tests.cluster.test_foreign_launches import WORKER
 from tests.cluster.two_hosts import Running
 
 pytestmark = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from tests.cluster.test_watchdog import running, start
+from tests.cluster.test_stalls import running, start
 
 STALLS = """
     logs = Path("out/logs")

@@ -151,6 +151,11 @@ def test_no_two_files_have_one_name() -> None:
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
 
 
+def test_no_two_files_of_tests_have_one_name() -> None:
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, number in names.items() if number > 1] == []  # pytest imports them by their name alone
+
+
 def test_no_two_public_classes_have_one_name() -> None:
     classes = defaultdict(list)
     for name, tree in trees().items():
