@@ -100,15 +100,15 @@ def test_verify_compares_the_modes_by_the_losses_and_gradients_of_dpo(
 def test_verify_sees_an_answer_that_sees_the_other_one_where_only_long_rows_show_it(
     start: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = segmented._runs
+    exact = segmented.row_of
 
-    def joined(segments: Segments) -> Any:
-        """Answers of one pair see each other, in rows of several pairs."""
-        if segments.tokens < 60 or not any(segments.prefix_lengths):
-            return exact(segments)
-        return exact(Segments(segments.lengths, tuple(None for _ in segments.lengths)))
+    def joined(*given: Any) -> tuple[Segments, int | None]:
+        """No answer sees its prompt, in rows of several pairs."""
+        segments, window = exact(*given)
+        apart = segments.tokens >= 60 and any(segments.prefix_lengths)
+        return (Segments(segments.lengths) if apart else segments), window
 
-    monkeypatch.setattr(segmented, "_runs", joined)
+    monkeypatch.setattr(segmented, "row_of", joined)
     assert verify(start, ALONE) == 3
     report = json.loads(RunFolder.of(start.trainer).verification.read_text())
     assert report["verdict"] == "leaks" and report["problem"].startswith(

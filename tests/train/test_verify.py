@@ -154,19 +154,28 @@ def test_a_named_backend_that_is_not_there_is_a_user_error(tmp_path: Path) -> No
         proved(tmp_path, LLAMA, attention="flash")
 
 
-def forgets_all_borders(segments: Segments) -> tuple[Any, ...]:
-    return (segmented._Run(segments.tokens, 0, (None,)),)
+def forgets_all_borders(segments: Segments) -> Segments:
+    return Segments((segments.tokens,))
 
 
-def forgets_a_border_of_long_rows(segments: Segments) -> tuple[Any, ...]:
+def forgets_a_border_of_long_rows(segments: Segments) -> Segments:
     lengths = segments.lengths
-    if len(lengths) > 4:
-        lengths = (*lengths[:-2], lengths[-2] + lengths[-1])
-    return tuple(segmented._Run(length, 0, (None,)) for length in lengths)
+    return Segments((*lengths[:-2], lengths[-2] + lengths[-1])) if len(lengths) > 4 else segments
+
+
+def break_borders(monkeypatch: Any, broken: Callable[[Segments], Segments]) -> None:
+    """Every layer takes the row that it runs for the `broken` one."""
+    exact = segmented.row_of
+
+    def row_of(*given: Any) -> tuple[Segments, int | None]:
+        segments, window = exact(*given)
+        return broken(segments), window
+
+    monkeypatch.setattr(segmented, "row_of", row_of)
 
 
 def test_an_attention_that_ignores_the_documents_is_caught_and_named(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(segmented, "_runs", forgets_all_borders)
+    break_borders(monkeypatch, forgets_all_borders)
     code, report = proved(tmp_path, LLAMA, attention="segmented")
     assert (code, report["verdict"]) == (3, "leaks")
     assert report["where"] == {
@@ -177,13 +186,13 @@ def test_an_attention_that_ignores_the_documents_is_caught_and_named(tmp_path: P
 
 
 def test_auto_does_not_take_a_broken_attention(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(segmented, "_runs", forgets_all_borders)
+    break_borders(monkeypatch, forgets_all_borders)
     code, report = proved(tmp_path, LLAMA)
     assert (code, report["backend"]) == (0, "per_document")
 
 
 def test_what_the_rows_of_the_isolation_proof_do_not_show_the_modes_do(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(segmented, "_runs", forgets_a_border_of_long_rows)
+    break_borders(monkeypatch, forgets_a_border_of_long_rows)
     code, report = proved(tmp_path, LLAMA, attention="segmented")
     assert (code, report["verdict"]) == (3, "leaks")
     assert report["isolation"]["max_abs_diff_after"] < report["isolation"]["tolerance"]
@@ -192,8 +201,7 @@ def test_what_the_rows_of_the_isolation_proof_do_not_show_the_modes_do(tmp_path:
 
 
 def test_a_leak_in_rows_longer_than_all_others_is_found(tmp_path: Path, monkeypatch: Any) -> None:
-    exact = segmented._runs
-    monkeypatch.setattr(segmented, "_runs", lambda row: exact(row) if row.tokens < 256 else forgets_all_borders(row))
+    break_borders(monkeypatch, lambda row: row if row.tokens < 256 else forgets_all_borders(row))
     code, report = proved(tmp_path, LLAMA, attention="segmented")
     assert (code, report["verdict"]) == (3, "leaks")
     assert report["problem"].startswith("isolation is exact, but packed has loss")
@@ -319,7 +327,7 @@ def test_routers_that_choose_otherwise_in_16_bits_are_no_leak_and_hide_none(
     model = tiny_model("mixtral", num_local_experts=8, num_experts_per_tok=2).bfloat16()
     disturb_attention(model)
     if broken is not None:
-        monkeypatch.setattr(segmented, "_runs", broken)
+        break_borders(monkeypatch, broken)
     comparison = compared(model)
     assert comparison.grad_tolerance > comparison.usual == 5e-2
     assert comparison.sees
