@@ -17,7 +17,7 @@ import torch
 from packtrain.launch.worker import run_worker
 from packtrain.train import loop
 from packtrain.train.sync import rank_times
-from packtrain.train.__main__ import _work
+from packtrain.__main__ import _work
 
 loop.TOLD_EVERY, rank_times._WINDOW_STEPS = 4, 8  # in place of 10 and 20
 forward = torch.nn.parallel.DistributedDataParallel.forward
