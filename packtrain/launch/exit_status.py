@@ -45,7 +45,7 @@ _LOST = {
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM, where nothing better listens for it: a run that trains does (train/loop.py)."""
+    """SIGINT or SIGTERM, where nothing better listens for it: a run that trains does (train/settings.py)."""
 
 
 @contextmanager

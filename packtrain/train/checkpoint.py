@@ -29,7 +29,7 @@ from packtrain.run_folder import write_json
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 
-    from packtrain.train.loop import LoopSettings
+    from packtrain.train.settings import LoopSettings
     from packtrain.train.sync.rank_times import StepClock
 else:
     _Trainer = object  # the trainer of TRL that StepTrainer stands in front of

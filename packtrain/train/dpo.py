@@ -42,8 +42,10 @@ from packtrain.plan.dpo_reference import DpoReference
 from packtrain.proof.choice import AttentionChoice, prove_pairs
 from packtrain.train import console
 from packtrain.train.loader import MicroBatch, PairSteps
-from packtrain.train.loop import LoopSettings, StepTrainer, unread_data
+from packtrain.train.loop import StepTrainer
 from packtrain.train.preflight import choose_together, same_everywhere
+from packtrain.train.settings import LoopSettings, unread_data
+from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 
 _COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
 TOKEN_LOSSES = ("sft",)
@@ -405,8 +407,6 @@ class DPO:
         one_pass: Callable[[PairDataset], PairSteps],
     ) -> None:
         """Computes what is to be precomputed (`one_pass` over a set in order), then checks the forward and the first loss."""
-        from packtrain.train.verify.dpo_start import check_pair_forward, check_start
-
         console.pairs(log, self._objective, self.layout, self._unshared, self._reference, self._peft.dropout)
         if self._reference.kind == "precomputed":
             self._precompute(trainer, ranks, one_pass, (self._identity, precision, trainer.ld_alpha))

@@ -27,7 +27,7 @@ from packtrain.train.loader import MicroBatch, PairSteps, Steps, step_loader
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 
-    from packtrain.train.loop import LoopSettings
+    from packtrain.train.settings import LoopSettings
     from packtrain.train.sync.rank_times import RankTimes, StepClock
 else:
     _Trainer = object  # the trainer of TRL that StepTrainer stands in front of

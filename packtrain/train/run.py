@@ -49,8 +49,9 @@ from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.dpo import DPO
 from packtrain.train.library_errors import explained, keep_in_full
 from packtrain.train.loader import PairSteps, Steps, attention_cost
-from packtrain.train.loop import LoopSettings, StepControl, StepTrainer, StopRequest, training_arguments
+from packtrain.train.loop import StepControl, StepTrainer
 from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
+from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.sft import SFT
 from packtrain.train.sync.checks import (
     agree_on_data,

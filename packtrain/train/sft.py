@@ -29,8 +29,9 @@ from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import tolerance_of
 from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.loop import LoopSettings, StepTrainer, unread_data
+from packtrain.train.loop import StepTrainer
 from packtrain.train.preflight import FirstStepWatch, choose_together, fit_head
+from packtrain.train.settings import LoopSettings, unread_data
 
 _PROBE_TOKENS = 64
 _COLUMNS: dict[str, list[Any]] = {"input_ids": [[0]], "labels": [[0]]}

@@ -19,7 +19,7 @@ from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.loader import PairSteps
-from packtrain.train.loop import LoopSettings, StopRequest
+from packtrain.train.settings import LoopSettings, StopRequest
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
 LAYOUTS: tuple[PairRows, ...] = ("padding", "flat", "shared")

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -27,8 +27,10 @@ from packtrain.model.load import base_model, load_tokenizer
 from packtrain.model.spread import most_of_all
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
-from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.loader import MicroBatch, PairSteps
+
+if TYPE_CHECKING:
+    from packtrain.train.dpo import PackedDPOTrainer
 
 Logps = tuple[torch.Tensor, torch.Tensor]
 """float32 [pairs] of chosen and of rejected answers."""

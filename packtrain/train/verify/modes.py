@@ -51,7 +51,7 @@ from packtrain.plan.dpo_reference import DpoReference
 from packtrain.proof.isolation import evaluating, positions_of, refusals_of_a_model, vocabulary_of
 from packtrain.train.dpo import PackedDPOTrainer, check_routers, objective_arguments
 from packtrain.train.loader import PairSteps
-from packtrain.train.loop import LoopSettings, StopRequest, training_arguments
+from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.verify.dpo_start import Start, check_pair_forward, start_of
 
 MODES = ("padding", "padding_free", "packed")

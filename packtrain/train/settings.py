@@ -1,0 +1,149 @@
+"""What the loop of a run is given: its steps and folders, the request to stop, and the arguments of TRL's trainers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from transformers import SchedulerType
+
+from packtrain.config.schema import SHARDED_WEIGHTS, Optim, Tracking, Trainer
+from packtrain.model.precision import Precision
+from packtrain.monitor.heartbeat import TimeLimits
+from packtrain.plan.launcher_settings import deepspeed_config
+from packtrain.train.loader import PairSteps, Steps
+from packtrain.train.sync.rank_times import Machines
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """What the loop runs over, and how.
+
+    `origin` is what a resumed run must agree on with its checkpoint, `strategy` is strategy.name, `autocast` what mixed
+    precision computes in (None: the format of the weights), `backend` what serves packed rows (None: the model's own
+    attention). The main process knows the `machines`.
+    """
+
+    steps: Steps | PairSteps
+    evaluation: Steps | PairSteps | None
+    stop: StopRequest
+    checkpoints: Path
+    origin: dict[str, Any]
+    keep_checkpoints: int | None = None
+    first_step: int = 0
+    loader_workers: int = 0
+    machines: Machines = ()
+    say: Callable[[str], None] = print
+    strategy: str = "ddp"
+    autocast: torch.dtype | None = None
+    backend: str | None = None
+    limits: TimeLimits | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether no process has all weights."""
+        return self.strategy in SHARDED_WEIGHTS
+
+
+class StopRequest:
+    """The signal that this process was sent (0: none), and the one that all ranks have agreed to stop for.
+
+    Signals reach the processes of a launch at different moments. So each rank only notes its own; the number travels with
+    the counts of the next step, and all ranks stop after the same one, with a checkpoint and exit code 128 + the number.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.agreed = 0
+
+    def counts(self) -> list[int]:
+        """[1 if this process was sent SIGINT, 1 if it was sent SIGTERM], for the reduction over ranks."""
+        return [int(self.signal == signal.SIGINT), int(self.signal == signal.SIGTERM)]
+
+    def listen(self) -> None:
+        """Notes SIGTERM and SIGINT; a second SIGINT ends the process at once."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.signal and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def agree(self, interrupts: int, terminations: int) -> None:
+        """Called with the number of ranks that were sent SIGINT and SIGTERM by the time of a step."""
+        if not self.agreed and (interrupts or terminations):
+            self.agreed = signal.SIGTERM if terminations else signal.SIGINT
+
+
+def training_arguments(
+    trainer: Trainer,
+    optim: Optim,
+    tracking: Tracking,
+    precision: Precision,
+    *,
+    strategy: str,
+    step_timeout: int,
+    total_steps: int,
+    on_cpu: bool,
+    evaluates: bool,
+    starts_anew: bool,
+) -> dict[str, Any]:
+    """The arguments that all of TRL's trainers share, of a run of `total_steps` optimizer steps.
+
+    Everything about batches is left at one: a DataLoader item is a whole optimizer step of this process, already split
+    into micro-batches, so transformers' own accumulation and sampling have nothing to do.
+    """
+    dtype = str(precision.weights).removeprefix("torch.")
+    deepspeed = deepspeed_config(strategy, dtype=dtype, max_grad_norm=optim.max_grad_norm)
+    return {
+        "output_dir": trainer.output_dir,
+        "max_steps": total_steps,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "ignore_data_skip": True,  # our sampler starts at the resumed step by itself
+        "optim": optim.name,
+        "learning_rate": optim.learning_rate,
+        "lr_scheduler_type": SchedulerType(optim.schedule),
+        "lr_scheduler_kwargs": dict(optim.schedule_options),
+        "warmup_steps": optim.warmup_steps if optim.warmup_steps < 1 else int(optim.warmup_steps),
+        "weight_decay": optim.weight_decay,
+        "adam_beta1": optim.beta1,
+        "adam_beta2": optim.beta2,
+        "adam_epsilon": optim.epsilon,
+        "max_grad_norm": optim.max_grad_norm,
+        "activation_checkpointing": trainer.gradient_checkpointing,
+        "use_cpu": on_cpu,  # without it several CPU processes silently train copies of their own
+        "seed": trainer.seed,
+        "logging_steps": trainer.log_every,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,  # a NaN must be seen
+        "save_strategy": "steps" if trainer.checkpoint_every else "no",
+        "save_steps": trainer.checkpoint_every or 1,
+        "eval_strategy": "steps" if trainer.eval_every and evaluates else "no",
+        "eval_steps": trainer.eval_every,
+        "eval_on_start": evaluates and starts_anew,
+        "report_to": list(tracking.report_to) or "none",
+        "run_name": tracking.run_name or Path(trainer.output_dir).name,
+        "ddp_timeout": step_timeout,
+        "ddp_find_unused_parameters": False,
+        # what a forward pass keeps (rotary frequencies) every rank computes itself; and forward passes would wait for rank 0
+        "ddp_broadcast_buffers": False,
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "max_length": None,
+        # DeepSpeed's bf16 would round the weights; `compute_in` is what mixed precision means under every strategy
+        "bf16": precision.weights == torch.bfloat16 if deepspeed else precision.autocast is not None,
+        **({"deepspeed": deepspeed} if deepspeed else {}),
+    }
+
+
+def unread_data(columns: dict[str, list[Any]], *, evaluates: bool) -> dict[str, Any]:
+    """The arguments of TRL's trainers about data: they want a datasets.Dataset to look at; ours are never read through it."""
+    looked_at = datasets.Dataset.from_dict(columns)
+    return {"data_collator": list, "train_dataset": looked_at, "eval_dataset": looked_at if evaluates else None}
