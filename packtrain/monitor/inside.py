@@ -120,6 +120,7 @@ class _Inside:
         self._watchdog: Watchdog | None = None
         self._serving = ExitStack()
         self._memory = MemoryKills()
+        self._asked = False  # whether rank 0's own stacks and collectives are wanted
         self._lost = False  # whether rank 0 itself is at its end because others are gone
         self._ended_at: float | None = None  # when a rank was first seen to have ended otherwise than well
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -192,7 +193,7 @@ class _Inside:
 
     def _look(self, watchdog: Watchdog) -> Sequence[str]:
         """Why all have to be ended; () while they have not."""
-        watchdog.hear(self._heartbeat.message())
+        self._asked = watchdog.hear(self._heartbeat.message(asked=self._asked)).get("ask", False)
         self._note_processes(watchdog)
         if found := watchdog.look():
             return found.lines

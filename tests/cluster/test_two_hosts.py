@@ -57,7 +57,7 @@ run_worker(work)
 """
 OF_PACKTRAIN = """
 from packtrain.launch.worker import run_worker
-from packtrain.train.__main__ import _work
+from packtrain.__main__ import _work
 
 run_worker(_work)
 """
