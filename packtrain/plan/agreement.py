@@ -115,14 +115,12 @@ class Member:
         if not isinstance(values, dict) or set(values) != {one.name for one in fields(cls)}:
             raise ValueError("not a member")
         whole = all(type(values[name]) is int and 0 <= values[name] < 2**20 for name in _WHOLE)
-        texts = all(_is_text_map(values[name]) for name in ("versions", "config"))
-        addresses = values["addresses"]
-        named = isinstance(addresses, (list, tuple)) and all(isinstance(one, str) for one in addresses)
-        timed = isinstance(values["clock"], (int, float)) and abs(values["clock"]) < 1e12
-        if not (whole and texts and named and timed and isinstance(values["host"], str)):
+        if not whole or not all(isinstance(values[name], dict) for name in ("versions", "config")):
             raise ValueError("not a member")
-        host = "".join(letter for letter in values["host"] if letter.isprintable())[:255]
-        return cls(**{**values, "host": host or "?", "addresses": tuple(addresses)})
+        host = "".join(letter for letter in str(values["host"]) if letter.isprintable())[:255]
+        texts = {name: {key: str(one) for key, one in values[name].items()} for name in ("versions", "config")}
+        addresses = tuple(map(str, values["addresses"]))
+        return cls(**{**values, **texts, "host": host or "?", "addresses": addresses, "clock": float(values["clock"])})
 
 
 _WHOLE = ("node", "nodes", "per_node", "total", "gpus")
@@ -216,7 +214,3 @@ def _shown(key: str, value: Any) -> str:
     if value is not None and (key.startswith(_VARIABLES) or speaks_of_secrets(key) or _URL_WITH_PASSWORD.search(text)):
         return f"a value not shown ({digest_of(text)})"
     return text if len(text) <= 200 else f"{text[:160]}… ({digest_of(text)})"
-
-
-def _is_text_map(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, str) for pair in value.items() for one in pair)

@@ -45,12 +45,6 @@ def base_of(path: str | None) -> str | None:
     return str(base)
 
 
-def same_base(one: str | None, other: str | None) -> bool:
-    """Whether both are adapters of one model, or the model itself."""
-    bases = [base_of(path) or path for path in (one, other)]
-    return None not in bases and len({str(Path(cast(str, base)).expanduser().resolve()) for base in bases}) == 1
-
-
 def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strategy) -> DpoReference:
     """What objective.reference means in this run."""
     wanted, lora = objective.reference, peft.kind == "lora"
@@ -62,8 +56,9 @@ def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strat
     elif wanted in ("model", "adapters_off", "precomputed"):
         kind = cast(Kind, wanted)
     else:
-        fits = lora and base_of(adapters) is not None and same_base(adapters, model.path)
-        beside = fits and strategy.name not in SHARDED_WEIGHTS  # spread weights take no adapters afterwards
+        bases = [base_of(adapters), base_of(model.path) or model.path]
+        same = None not in bases and len({Path(base or "").expanduser().resolve() for base in bases}) == 1
+        beside = lora and same and strategy.name not in SHARDED_WEIGHTS  # spread weights take no adapters afterwards
         kind = "adapters" if beside else "model" if wanted == "auto" else "path"
     if kind == "adapters":
         return DpoReference(kind, adapters, wanted == "auto")

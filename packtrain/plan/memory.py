@@ -41,10 +41,7 @@ SHARDED = {  # what a strategy spreads over the processes
 }
 """By what they cost in time, the cheapest first."""
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
-_OF_ATTENTION = ("q_proj", "k_proj", "v_proj")
-_OF_THE_MLP = ("gate_proj", "up_proj")
 _LIVE = 10**9  # numbers of gathered weights that ZeRO-3 keeps for use again (stage3_max_live_parameters)
-_WORDS = {"activations": "activations at most"}
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
 
 
@@ -86,7 +83,9 @@ class Memory:
     def sentence(self) -> str:
         """The estimate in words."""
         names = [name for name in _PARTS if getattr(self, name) or name not in ("reference", "buffers", "activations")]
-        parts = ", ".join(f"{_WORDS.get(name, name)} {_gib(getattr(self, name))}" for name in names)
+        parts = ", ".join(
+            f"{name}{' at most' if name == 'activations' else ''} {_gib(getattr(self, name))}" for name in names
+        )
         before = f" before activations ({self.unknown})" if self.activations is None else ""
         trained = "all trained" if self.trained == self.parameters else f"{self.trained / 1e6:.1f} million trained"
         size = f"{self.parameters / 1e6:.1f} million parameters, {trained}"
@@ -186,14 +185,9 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
     stepped = math.ceil(model.trained / (processes if "optimizer" in SHARDED[name] else 1))
     after = _of_the_step(config, stepped, trained_width) - (activations or 0)  # which are gone by then
     return Memory(
+        **{**split, "buffers": max(buffers, after), "activations": activations},
         parameters=model.all,
         trained=model.trained,
-        weights=split["weights"],
-        gradients=split["gradients"],
-        optimizer=split["optimizer"],
-        reference=split["reference"],
-        buffers=max(buffers, after),
-        activations=activations,
         host=host,
         unknown=unknown,
     )
@@ -251,11 +245,9 @@ def _states(config: RunConfig, model: _Model, trained_width: int) -> int:
 
 def _reference(config: RunConfig, model: _Model) -> int:
     """Bytes of the model or the adapters that DPO keeps for its reference."""
-    kind = (
-        reference_of(config.model, config.peft, config.objective, config.strategy).kind
-        if config.objective.kind == "dpo"
-        else ""
-    )
+    if config.objective.kind != "dpo":
+        return 0
+    kind = reference_of(config.model, config.peft, config.objective, config.strategy).kind
     if kind == "adapters":
         return model.trained * ADAPTER_BYTES
     return model.all * model.width if kind in ("model", "path") else 0
@@ -287,11 +279,11 @@ def _changes(config: RunConfig, processes: int) -> list[tuple[list[str], RunConf
     words, checkpointed = steps[-1]
     for key, value in _smaller(config):
         steps.append(([*words, f"batch.{key}={value}"], _with(checkpointed, "batch", **{key: value})))
-    quick = [(words, one, name) for words, one in steps for name in names if name != "zero3_offload"]
-    slow = [(words, one, "zero3_offload") for words, one in steps]  # many times slower than all else
+    tries = [(name, *step) for step in steps for name in names if name != "zero3_offload"]
+    tries += [("zero3_offload", *step) for step in steps]  # many times slower than all else
     changes = [
         ([*([] if name == now else [f"strategy={name}"]), *words], _with(one, "strategy", name=name))
-        for words, one, name in (*quick, *slow)
+        for name, words, one in tries
         if words or name != now
     ]
     return [(words, changed) for words, changed in changes if not any(check_strategy(changed))]
@@ -390,22 +382,17 @@ def _of_inputs(config: RunConfig, of: Layers, numbers: Numbers) -> int:
     adapters' float32. What o_proj reads attention has kept already, down_proj's input is always new.
     """
     full, autocast = config.peft.kind == "none", config.trainer.mixed_precision == "bf16"
-    layers = {
-        **dict.fromkeys((*_OF_ATTENTION, "o_proj"), "self_attn"),
-        **dict.fromkeys((*_OF_THE_MLP, "down_proj"), "mlp"),
-    }
-    targets = config.peft.target_modules
-    reading = [name for name, part in layers.items() if full or is_adapted(f"model.layers.0.{part}.{name}", targets)]
-    if full:
-        copied, width = numbers.compute != numbers.weight, numbers.compute
-    else:
-        copied, width = autocast or numbers.weight != 4, 2 if autocast else 4
-    if copied:
-        hidden = sum(name in reading for name in (*_OF_ATTENTION, *_OF_THE_MLP))
-    else:
-        hidden = sum(any(name in reading for name in names) for names in (_OF_ATTENTION, _OF_THE_MLP))
-    copy_of_query = of.query if copied and not full and "o_proj" in reading else 0
-    return width * (hidden * of.hidden + copy_of_query + (of.inner if "down_proj" in reading else 0))
+
+    def reading(part: str, *names: str) -> int:
+        targets = config.peft.target_modules
+        return sum(full or is_adapted(f"model.layers.0.{part}.{name}", targets) for name in names)
+
+    copied = numbers.compute != numbers.weight if full else autocast or numbers.weight != 4
+    width = numbers.compute if full else 2 if autocast else 4
+    shared = (reading("self_attn", "q_proj", "k_proj", "v_proj"), reading("mlp", "gate_proj", "up_proj"))
+    hidden = sum(number if copied else min(number, 1) for number in shared)
+    query = of.query if copied and not full and reading("self_attn", "o_proj") else 0
+    return width * (hidden * of.hidden + query + of.inner * reading("mlp", "down_proj"))
 
 
 def _of_the_head(config: RunConfig, of: Layers, tokens: int, numbers: Numbers) -> int:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,9 @@ def weights_of(model: Model) -> Weights | str:
         return "not known before loading: a .gguf file is read while loading only"
     if folder is not None:
         return _stored(folder, sizes)
-    shapes = _from_sizes(sizes) if "model_type" in sizes else ""
-    if not isinstance(shapes, str):
-        return Weights(shapes, 2, sizes)  # what model.dtype=auto finds on the hub is bfloat16
-    if shapes:
-        return shapes
+    if "model_type" in sizes:
+        shapes = _from_sizes(sizes)  # what model.dtype=auto finds on the hub is bfloat16
+        return shapes if isinstance(shapes, str) else Weights(shapes, 2, sizes)
     how = "its sizes can be given: model.config.model_type=…, model.config.hidden_size=… (docs/planning.md has all)"
     return f"not known before loading: {model.path} is not on this machine yet; {how}"
 
@@ -86,7 +84,7 @@ def layers_of(sizes: Mapping[str, Any]) -> Layers | str:
     needed = (*needed, "head_dim") if kind == "qwen3" else needed
     missing = [name for name in needed if not isinstance(sizes.get(name), int) or sizes[name] < 1]
     if missing:
-        return f"model.config.{missing[0]} is left to the {_left_to(missing[0])}"
+        return f"model.config.{missing[0]} is left to the {'tokenizer' if missing[0] == 'vocab_size' else 'model type'}"
     hidden, inner, number, heads, vocabulary = (sizes[name] for name in _SIZES)
     head = sizes.get("head_dim") or hidden // heads
     shared = (sizes.get("num_key_value_heads") or heads) * head
@@ -95,7 +93,14 @@ def layers_of(sizes: Mapping[str, Any]) -> Layers | str:
 
 def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
     """The shapes of the trained weights of LoRA: two matrices per adapted layer, and layers trained in full."""
-    return list(_adapters(shapes, peft))
+    found: list[tuple[int, ...]] = []
+    for name, shape in shapes.items():
+        layer = name.removesuffix(".weight")
+        if len(shape) == 2 and is_adapted(layer, peft.target_modules):
+            found += [(peft.r, shape[1]), (shape[0], peft.r)]
+        if any(_ends_with(layer.removesuffix(".bias"), one) for one in peft.modules_to_save):
+            found.append(shape)
+    return found
 
 
 def is_adapted(layer: str, targets: str | list[str]) -> bool:
@@ -179,19 +184,6 @@ def _from_sizes(sizes: Mapping[str, Any]) -> Shapes | str:
         shapes[f"{at}.mlp.down_proj.weight"] = (of.hidden, of.inner)
         shapes |= {f"{at}.{name}.weight": (of.hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
     return shapes
-
-
-def _left_to(name: str) -> str:
-    return "tokenizer" if name == "vocab_size" else "model type"
-
-
-def _adapters(shapes: Shapes, peft: Peft) -> Iterator[tuple[int, ...]]:
-    for name, shape in shapes.items():
-        layer = name.removesuffix(".weight")
-        if len(shape) == 2 and is_adapted(layer, peft.target_modules):
-            yield from ((peft.r, shape[1]), (shape[0], peft.r))
-        if any(_ends_with(layer.removesuffix(".bias"), one) for one in peft.modules_to_save):
-            yield shape
 
 
 def _ends_with(layer: str, name: str) -> bool:

@@ -52,8 +52,8 @@ def test_clocks_that_are_far_apart_are_remarked_upon() -> None:
 def test_a_member_is_read_from_json_or_refused() -> None:
     me = member(1)
     assert Member.from_json(asdict(me)) == me
-    for odd in (None, {}, {**asdict(me), "node": -1}, {**asdict(me), "config": {"a": 1}}, {**asdict(me), "clock": "x"}):
-        with pytest.raises(ValueError, match="not a member"):
+    for odd in (None, {}, {**asdict(me), "node": -1}, {**asdict(me), "config": "a"}, {**asdict(me), "clock": "x"}):
+        with pytest.raises(ValueError):
             Member.from_json(odd)
 
 
