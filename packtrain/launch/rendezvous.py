@@ -171,7 +171,7 @@ class _Hall:
         """Answers a launcher: {"wait": text}, {"go": …}, {"stop": problems}, or {"left": why}."""
         try:
             member, token = Member.from_json(body.get("member")), str(body["token"])
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             return {"stop": _to_json(_other_version(self._me))}
         if body.get("job") != self._place.job:
             self._sent_away[member.host] = "is of a run with another trainer.output_dir"

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -23,10 +22,11 @@ from packtrain.config.yaml_files import shipped
 from packtrain.errors import UserError
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import Surroundings
+from packtrain.plan.topology import GPUS_PER_NODE
 from packtrain.run_folder import RunFolder
+from packtrain.wording import counted
 
 TEMPLATE = "run.sbatch.j2"
-_LINE = 112  # characters of the command on one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,72 +73,86 @@ def plan_job(job: Job) -> LaunchPlan:
     Raises UserError where the config does not say what to ask Slurm for, or where a run would be impossible.
     """
     topology = job.topology
-    if any(point.config.topology != topology for point in job.points):
-        what = "the points of a sweep are one job array, which has the same machines for all of them"
-        raise UserError(
-            what, where="topology", fix="Sweep over keys of other groups, and submit one array for each topology."
-        )
-    if topology.kind in ("env", "manual"):
-        what = f"topology={topology.kind} is not for Slurm jobs, whose machines Slurm names"
-        raise UserError(what, where="topology.kind", fix="Use topology=auto.")
-    if topology.node_rank is not None:
-        what = "inside a Slurm job every machine knows its number"
-        raise UserError(what, where="topology.node_rank", fix="Take the key away.")
-    if topology.main_address is not None and not any(one.startswith(("--nodelist", "-w")) for one in topology.sbatch):
-        what = "which machine is the first, Slurm decides when the job starts"
-        raise UserError(what, where="topology.main_address", fix="Take the key away: inside a Slurm job it is known.")
-    if topology.nodes is None:
-        fix = "Set it, e.g. topology.nodes=1."
-        raise UserError("how many machines the job wants is not known", where="topology.nodes", fix=fix)
     per_node = topology.gpus_per_node or (1 if topology.kind == "single" else gpus_of(topology.gres or ""))
-    if not per_node:
-        fix = "Set it, e.g. topology.gpus_per_node=8."
-        raise UserError(
-            "how many GPUs of a machine the job wants is not known", where="topology.gpus_per_node", fix=fix
-        )
-    there = Surroundings(gpus=0 if topology.gres == "" else per_node, cpus=topology.cpus_per_node or 1)
-    known = replace(topology, gpus_per_node=per_node)
+    named = any(one.startswith(("--nodelist", "-w")) for one in topology.sbatch)
+    away = "Take the key away: inside a Slurm job it is known."
+    for wrong, key, what, fix in (
+        (
+            any(point.config.topology != topology for point in job.points),
+            "topology",
+            "the points of a sweep are one job array, which has the same machines for all of them",
+            "Sweep over keys of other groups, and submit one array for each topology.",
+        ),
+        (
+            topology.kind in ("env", "manual"),
+            "topology.kind",
+            f"topology={topology.kind} is not for Slurm jobs, whose machines Slurm names",
+            "Use topology=auto.",
+        ),
+        (
+            topology.node_rank is not None,
+            "topology.node_rank",
+            "inside a Slurm job every machine knows its number",
+            away,
+        ),
+        (
+            topology.main_address is not None and not named,
+            "topology.main_address",
+            "which machine is the first, Slurm decides when the job starts",
+            away,
+        ),
+        (topology.nodes is None, "topology.nodes", "how many machines the job wants is not known", "Set it."),
+        (not per_node, GPUS_PER_NODE, "how many GPUs of a machine the job wants is not known", "Set it."),
+    ):
+        if wrong:
+            raise UserError(what, where=key, fix=fix)
     for point in job.points:
-        if "\n" in str(job.run_folder(point).root):
-            what = f"the path {str(job.run_folder(point).root)!r} has a line break, which Slurm's options cannot have"
-            raise UserError(what, where="trainer.output_dir", fix="Name another folder.")
-        _check_visible(job, point)
+        _check_folder(job, point)
+    there = Surroundings(gpus=0 if topology.gres == "" else per_node or 1, cpus=topology.cpus_per_node or 1)
+    known = replace(topology, gpus_per_node=per_node)
     plans = [plan_launch(replace(point.config, topology=known), there, job.verb, job.arguments) for point in job.points]
     return plans[0]
 
 
 def script(job: Job, plan: LaunchPlan) -> str:
     """The whole script; `plan` is `plan_job(job)`."""
+    topology = job.topology
+    inside = topology.container is not None
+    points = [
+        {"words": shlex.join(point.chosen), "checkpoints": shlex.quote(str(job.run_folder(point).checkpoints))}
+        for point in job.points
+    ]
+    values = {
+        "shebang": "#!/bin/bash -l" if topology.modules else "#!/bin/bash",  # a login shell knows `module`
+        "made_by": f"Made by {shlex.join(job.called)}".replace("\n", "\n# "),
+        "summary": summary(job, plan),
+        "job_name": directive(topology.job_name or job.logs.parent.name),
+        "nodes": topology.nodes,
+        "asked": list(_asked(topology, plan)),
+        "folder": directive(str(job.folder)),
+        "log": directive(str(job.logs).replace("%", "%%") + f"/slurm-{'%A_%a' if job.is_sweep else '%j'}.log"),
+        "signal_before": topology.signal_before,
+        "requeue": topology.requeue,
+        "points": points if job.is_sweep else [],
+        "checkpoints": points[0]["checkpoints"],
+        "modules": shlex.join(topology.modules),
+        "activate": None if inside or topology.venv is None else shlex.quote(f"{_host(topology.venv)}/bin/activate"),
+        "setup": topology.setup,
+        "command": [*_container(topology), _command(job)],
+        # the number of the array would bring all of its tasks back
+        "requeued": "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_sweep else "$SLURM_JOB_ID",
+    }
     source = FileSystemLoader(shipped("slurm"))
     made = Environment(loader=source, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return made.get_template(TEMPLATE).render(**_directives(job, plan), **_body(job)) + "\n"
+    return made.get_template(TEMPLATE).render(**values) + "\n"
 
 
 def summary(job: Job, plan: LaunchPlan) -> str:
     """What the job is, in one line."""
-    topology = job.topology
-    unit = "processes on CPUs" if topology.gres == "" else "GPUs"
-    machines = f"{plan.nodes} machine{'s' if plan.nodes > 1 else ''} × {plan.gpus_per_node} {unit}"
-    words = f"{machines} = {plan.num_processes} process{'es' if plan.num_processes > 1 else ''}"
+    unit = "processes on CPUs" if job.topology.gres == "" else "GPUs"
+    machines = f"{counted(plan.nodes, 'machines')} × {plan.gpus_per_node} {unit}"
+    words = f"{machines} = {counted(plan.num_processes, 'processes')}"
     return f"{len(job.points)} runs, each on {words}" if job.is_sweep else words
-
-
-def _directives(job: Job, plan: LaunchPlan) -> dict[str, Any]:
-    topology = job.topology
-    name = topology.job_name or job.logs.parent.name
-    log = job.logs / ("slurm-%A_%a.log" if job.is_sweep else "slurm-%j.log")
-    return {
-        "shebang": "#!/bin/bash -l" if topology.modules else "#!/bin/bash",  # a login shell knows `module`
-        "made_by": f"Made by {shlex.join(job.called)}".replace("\n", "\n# "),
-        "summary": summary(job, plan),
-        "job_name": directive(name),
-        "nodes": topology.nodes,
-        "asked": list(_asked(topology, plan)),
-        "folder": directive(str(job.folder)),
-        "log": directive(str(log.parent).replace("%", "%%") + f"/{log.name}"),
-        "signal_before": topology.signal_before,
-        "requeue": topology.requeue,
-    }
 
 
 def _asked(topology: Topology, plan: LaunchPlan) -> Iterator[str]:
@@ -159,62 +173,39 @@ def _asked(topology: Topology, plan: LaunchPlan) -> Iterator[str]:
     yield from topology.sbatch
 
 
-def _body(job: Job) -> dict[str, Any]:
-    topology = job.topology
-    inside = topology.container is not None
-    points = [
-        {"words": shlex.join(point.chosen), "checkpoints": shlex.quote(str(job.run_folder(point).checkpoints))}
-        for point in job.points
-    ]
-    return {
-        "points": points if job.is_sweep else [],
-        "checkpoints": points[0]["checkpoints"],
-        "modules": shlex.join(topology.modules),
-        "activate": None if inside or topology.venv is None else shlex.quote(f"{_host(topology.venv)}/bin/activate"),
-        "setup": topology.setup,
-        "command": _wrapped([*_container(topology), *_command(job)]),
-        # the number of the array would bring all of its tasks back
-        "requeued": "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_sweep else "$SLURM_JOB_ID",
-    }
-
-
-def _command(job: Job) -> list[str]:
+def _command(job: Job) -> str:
     topology = job.topology
     if topology.venv is None:
         program = ("packtrain",) if topology.container else job.program
     else:
         program = (f"{topology.venv}/bin/packtrain",) if topology.container else ("packtrain",)
-    words = [shlex.quote(word) for word in (*program, job.verb, *job.arguments)]
-    return [*words, '"${point[@]}"'] if job.is_sweep else words
+    return shlex.join([*program, job.verb, *job.arguments]) + (' "${point[@]}"' if job.is_sweep else "")
 
 
 def _container(topology: Topology) -> list[str]:
-    """What comes before the command to have it in a container, with the folder that the job starts in."""
+    """The line before the command that has it in a container, with the folder that the job starts in; [] without one."""
     if topology.container is None:
         return []
-    image, mounts = (
-        shlex.quote(_host(topology.container)),
-        [shlex.quote(_host(one)) for one in topology.container_mounts],
-    )
+    image, *mounts = (shlex.quote(_host(one)) for one in (topology.container, *topology.container_mounts))
     if topology.container_runtime == "pyxis":
         seen = ",".join(['"$PWD:$PWD"', *(one if ":" in one else f"{one}:{one}" for one in mounts)])
-        return [f"--container-image={image}", f"--container-mounts={seen}", '--container-workdir="$PWD"']
+        return [f'--container-image={image} --container-mounts={seen} --container-workdir="$PWD"']
     gpus = [] if topology.gres == "" else ["--nv"]
     binds = [f"--bind={one}" for one in ('"$PWD"', *mounts)]
-    return ["apptainer", "exec", *gpus, *binds, '--pwd="$PWD"', image]
+    return [" ".join(["apptainer", "exec", *gpus, *binds, '--pwd="$PWD"', image])]
 
 
-def _check_visible(job: Job, point: Point) -> None:
-    """Raises UserError where a container would not see the run folder, under the path where Slurm's log goes too."""
-    root = job.run_folder(point).root
-    if job.topology.container is None or root.is_relative_to(job.folder):
-        return
-    mounts = [(_host(mount).split(":") * 2)[:2] for mount in job.topology.container_mounts]  # HOST, or HOST:INSIDE
-    same = [Path(host) for host, inside in mounts if host == inside]
-    if not any(root.is_relative_to(one) and root != one for one in same):
+def _check_folder(job: Job, point: Point) -> None:
+    """Raises UserError where Slurm's options cannot name the run folder, or a container would not see it under its path."""
+    root, topology = job.run_folder(point).root, job.topology
+    if "\n" in str(root):
+        what = f"the path {str(root)!r} has a line break, which Slurm's options cannot have"
+        raise UserError(what, where="trainer.output_dir", fix="Name another folder.")
+    mounts = [(_host(mount).split(":") * 2)[:2] for mount in topology.container_mounts]  # HOST, or HOST:INSIDE
+    seen = [job.folder, *(Path(host) for host, inside in mounts if host == inside and Path(host) != root)]
+    if topology.container is not None and not any(root.is_relative_to(one) for one in seen):
+        what = f"the container does not see {root}, by the path that it has outside"
         fix = f"Add {root.parent} to topology.container_mounts."
-        moved = any(root.is_relative_to(one) for mount in mounts for one in mount)
-        what = f"the container does not see {root}{', by the path that it has outside' if moved else ''}"
         raise UserError(what, where="trainer.output_dir", fix=fix)
 
 
@@ -228,14 +219,3 @@ def directive(value: str) -> str:
 def _host(path: str) -> str:
     """A path of the machines: ~ stands for the home folder, which quotes would keep bash from seeing."""
     return os.path.expanduser(path)
-
-
-def _wrapped(words: Sequence[str]) -> list[str]:
-    """The words of a command as lines."""
-    lines = [words[0]]
-    for word in words[1:]:
-        if len(lines[-1]) + len(word) < _LINE:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(f"  {word}")
-    return lines

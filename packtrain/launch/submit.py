@@ -64,10 +64,8 @@ def carry_out(job: Job, wish: Wish) -> int:
     plan = plan_job(job)
     text = script(job, plan)
     if job.topology.cpus_per_node is None and "--exclusive" not in job.topology.sbatch:
-        print(
-            "note: topology.cpus_per_node is not set; many clusters then give a job one core of each machine",
-            file=sys.stderr,
-        )
+        note = "topology.cpus_per_node is not set; many clusters then give a job one core of each machine"
+        print(f"note: {note}", file=sys.stderr)
     if wish.test:
         print(_sbatch(["--test-only"], text), file=sys.stderr)
         return 0
@@ -78,9 +76,8 @@ def carry_out(job: Job, wish: Wish) -> int:
         else:
             _write(job, text, wish)
     except OSError as error:
-        raise UserError(
-            f"cannot be written: {error.strerror}", where=str(error.filename), fix="Name another place."
-        ) from error
+        what = f"cannot be written: {error.strerror}"
+        raise UserError(what, where=str(error.filename), fix="Name another place.") from error
     return 0
 
 
@@ -133,16 +130,13 @@ def _submit(job: Job, text: str, what: str, wish: Wish) -> None:
 
 def _runs(job: Job, number: str) -> dict[str, object]:
     """Where logs and run folders of a job are, for --json."""
+    folders = [str(job.run_folder(point).root) for point in job.points]
     if not job.is_sweep:
-        return {"log": str(job.log(number)), "output_dir": str(job.run_folder(job.points[0]).root)}
+        return {"log": str(job.log(number)), "output_dir": folders[0]}
     number = "%A" if number == "%j" else number
     runs = [
-        {
-            "log": str(job.log(f"{number}_{at}")),
-            "output_dir": str(job.run_folder(point).root),
-            "overrides": list(point.chosen),
-        }
-        for at, point in enumerate(job.points)
+        {"log": str(job.log(f"{number}_{at}")), "output_dir": folder, "overrides": list(point.chosen)}
+        for at, (point, folder) in enumerate(zip(job.points, folders, strict=True))
     ]
     return {"log": str(job.log(f"{number}_%a")), "runs": runs}
 
@@ -182,14 +176,11 @@ def _sbatch(arguments: list[str], text: str | None = None) -> str:
 
 def refusal(said: str) -> UserError:
     """The error of what sbatch `said`, with the config keys that it is about where they can be told."""
-    words = [
-        re.sub(r"^(sbatch: )?(error: |fatal: |allocation failure: )?", "", line)
-        for line in said.splitlines()
-        if line.strip()
-    ]
+    before = re.compile(r"^(sbatch: )?(error: |fatal: |allocation failure: )?")
+    words = "; ".join(before.sub("", line) for line in said.splitlines() if line.strip())
     if _NO_CLUSTER.search(said):
-        what = f"sbatch does not reach a Slurm: {'; '.join(words)}"
+        what = f"sbatch does not reach a Slurm: {words}"
         return UserError(what, fix="See whether it is up (sinfo), and run this on a login machine of the cluster.")
     key = next((key for form, key in _REFUSALS if re.search(form, said, re.IGNORECASE)), "")
     fix = "See what there is: sinfo -o '%P %D %c %m %G %l %f' (partition, machines, cores, MB, GPUs, time limit, features)."
-    return UserError(f"sbatch refuses the job: {'; '.join(words)}", where=key, fix=fix if key else "")
+    return UserError(f"sbatch refuses the job: {words}", where=key, fix=fix if key else "")
