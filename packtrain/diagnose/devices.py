@@ -1,9 +1,8 @@
 """What only the GPU driver and torch can say, each asked in a process of its own that can be killed:
-`python -m packtrain.diagnose.devices driver|torch`.
+`python -m packtrain.diagnose.devices driver|torch LAYER`.
 
 The driver is asked through NVML (nvidia-ml-py). Importing torch may crash, and the first call of CUDA may hang; a report is
-wanted just then, so each fact of torch is a line of its own on stdout as soon as it is known. torch leaves CUDA alone until a
-`Layer` comes on stdin, as JSON: by then the driver has been asked about GPUs that this process does not use yet.
+wanted just then, so each fact of torch is a line of its own on stdout as soon as it is known.
 """
 
 from __future__ import annotations
@@ -23,9 +22,6 @@ from packtrain.plan.interfaces import kernel_text
 
 MARK = "packtrain-fact "
 _PCI, _NVIDIA, _DISPLAY = "sys/bus/pci/devices", "0x10de", ("0x0300", "0x0302")
-_SLOWED = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot", 0x80: "power brake of the machine"}
-"""NVML's reasons for a lower clock (nvmlClocksEventReason…) that are worth a word."""
-_MOST_NVLINKS = 18
 
 
 def ask_driver(limit_s: float) -> Gpus:
@@ -37,12 +33,12 @@ def ask_driver(limit_s: float) -> Gpus:
         return Gpus(present=has_nvidia(), error=str(refusal))
 
 
-def ask_torch(limit_s: float, layer: Callable[[], Layer]) -> Torch:
-    """What torch had said by the time limit; it waits for `layer`, which may wait for the driver."""
+def ask_torch(limit_s: float, layer: Layer) -> Torch:
+    """What torch had said by the time limit; its kernels are tried on `layer`."""
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
-    argv, error = (sys.executable, "-m", __name__, "torch"), ""
+    argv, error = (sys.executable, "-m", __name__, "torch", json.dumps(asdict(layer))), ""
     try:
-        output = command(argv, limit_s, quiet, lambda: json.dumps(asdict(layer())))
+        output = command(argv, limit_s, quiet)
     except Unanswered as refusal:
         output, error = refusal.output, str(refusal)
     return read_torch(output, error)
@@ -65,7 +61,7 @@ def has_nvidia(root: Path = Path("/")) -> bool:
     """Whether the system shows NVIDIA hardware or its driver."""
     if (root / "proc/driver/nvidia").exists() or any((root / "dev").glob("nvidia[0-9]*")):
         return True
-    found = [(kernel_text(one / "vendor").strip(), kernel_text(one / "class")) for one in (root / _PCI).glob("*")]
+    found = [(kernel_text(one / "vendor"), kernel_text(one / "class")) for one in (root / _PCI).glob("*")]
     return any(vendor == _NVIDIA and kind.startswith(_DISPLAY) for vendor, kind in found)
 
 
@@ -91,57 +87,34 @@ def _driver(nvml: Any) -> Gpus:
         except Exception:  # old drivers lack functions, and some values are not UTF-8
             return None
 
+    def gpu(index: int) -> Gpu:
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError as error:
+            return Gpu(index, trouble=f"the driver has lost it: {error}")
+        memory, rows = ask("nvmlDeviceGetMemoryInfo", handle), ask("nvmlDeviceGetRemappedRows", handle)
+        kinds = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        errors = ask("nvmlDeviceGetTotalEccErrors", handle, *kinds)
+        trouble = f"{errors} uncorrected memory errors since the driver was loaded" if errors else ""
+        if rows and (rows[2] or rows[3]):
+            trouble = "memory rows could not be remapped" if rows[3] else "a repair of its memory waits for a reset"
+        return Gpu(
+            index=index,
+            name=ask("nvmlDeviceGetName", handle) or "?",
+            uuid=ask("nvmlDeviceGetUUID", handle) or "",
+            memory=memory and memory.total,
+            memory_used=memory and memory.used,
+            trouble=trouble,
+            mig=bool((ask("nvmlDeviceGetMigMode", handle) or [0])[0]),
+        )
+
     cuda = ask("nvmlSystemGetCudaDriverVersion_v2")
     return Gpus(
         present=True,
         driver=ask("nvmlSystemGetDriverVersion"),
         cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
-        gpus=tuple(_gpu(nvml, ask, index) for index in range(nvml.nvmlDeviceGetCount())),
+        gpus=tuple(gpu(index) for index in range(nvml.nvmlDeviceGetCount())),
     )
-
-
-def _gpu(nvml: Any, ask: Callable[..., Any], index: int) -> Gpu:
-    try:
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    except nvml.NVMLError as error:
-        return Gpu(index, trouble=f"the driver has lost it: {error}")
-
-    def of(name: str, *args: Any) -> Any:
-        return ask(f"nvmlDeviceGet{name}", handle, *args)
-
-    memory, busy, ecc, rows = of("MemoryInfo"), of("UtilizationRates"), of("EccMode"), of("RemappedRows")
-    errors = of("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
-    trouble = f"{errors} uncorrected memory errors since the driver was loaded" if errors else ""
-    if rows and (rows[2] or rows[3]):
-        trouble = "memory rows could not be remapped" if rows[3] else "a repair of its memory waits for a reset"
-    slowed = of("CurrentClocksEventReasons") or of("CurrentClocksThrottleReasons") or 0
-    links = [of("NvLinkState", link) for link in range(_MOST_NVLINKS)]
-    power = of("EnforcedPowerLimit")
-    return Gpu(
-        index=index,
-        name=of("Name") or "?",
-        uuid=of("UUID") or "",
-        memory=memory and memory.total,
-        memory_used=memory and memory.used,
-        utilization=busy and busy.gpu,
-        temperature=of("Temperature", nvml.NVML_TEMPERATURE_GPU),
-        ecc=None if ecc is None else bool(ecc[0]),
-        trouble=trouble,
-        slowed=", ".join({words for bit, words in _SLOWED.items() if slowed & bit}),
-        mig=bool((of("MigMode") or [0])[0]),
-        uses=", ".join(f"{one.pid} {_program(one.pid)}".strip() for one in of("ComputeRunningProcesses") or ()),
-        nvlinks=None if links[0] is None else sum(link == 1 for link in links),
-        power=power and power // 1000,
-    )
-
-
-def _program(pid: int) -> str:
-    import psutil
-
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:
-        return ""
 
 
 def _say_torch() -> None:
@@ -160,7 +133,6 @@ def _say_torch() -> None:
     built = torch.version.cuda
     say(version=torch.__version__, cuda=built, architectures=list(torch.cuda.get_arch_list()) if built else [])
     say(nccl=_or_none(_nccl), accelerate=_accelerate())
-    layer = Layer(**json.loads(sys.stdin.read() or "{}"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kind = _kind()
@@ -170,7 +142,7 @@ def _say_torch() -> None:
     cudnn = cudnn and f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
     say(kind=kind, available=kind == "cuda", devices=devices, warning=told, cudnn=cudnn)
     if kind == "cuda":
-        say(kernels=_kernels(layer))
+        say(kernels=_kernels(Layer(**json.loads(sys.argv[2]))))
 
 
 def _or_none(ask: Callable[[], Any]) -> Any:
@@ -202,7 +174,7 @@ def _devices(kind: str) -> list[Device]:
         found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         return [Device(one.name, one.total_memory, f"sm_{one.major}{one.minor}") for one in found]
     if kind in ("cpu", "mps"):
-        return [Device("MPS", torch.mps.recommended_max_memory())] if kind == "mps" else []
+        return [Device("MPS")] if kind == "mps" else []
     name = getattr(torch.get_device_module(kind), "get_device_name", lambda index: kind)
     return [Device(name(index)) for index in range(torch.accelerator.device_count())]
 

@@ -10,8 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from queue import Queue
+from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
@@ -72,25 +71,17 @@ def check_all(facts: Facts, needs: RunNeeds) -> list[Check]:
 def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
     """The facts of this machine and what the run whose config `load` returns needs of it.
 
-    Takes until ten seconds after this process started; the machine is asked while the config is loaded. Raises what `load`
-    raises.
+    Takes until ten seconds after this process started. Raises what `load` raises.
     """
-    inquiry, layer = Inquiry(), Queue[Layer]()
+    config, inquiry = load(), Inquiry()
+    layer = Layer() if config is None else layer_of(config)
     try:
-        driver = inquiry.ask("GPU driver", lambda: ask_driver(LIMIT_S), LIMIT_S + 0.5)
-
-        def layer_after_driver() -> Layer:
-            driver.wait()
-            return layer.get()
-
+        inquiry.ask("GPU driver", lambda: ask_driver(LIMIT_S), LIMIT_S + 0.5)
         torch_s = max(_LEAST_FOR_TORCH_S, BUDGET_S - age_s())
-        inquiry.ask("torch", lambda: ask_torch(torch_s, layer_after_driver), torch_s + 0.3)
+        inquiry.ask("torch", lambda: ask_torch(torch_s, layer), torch_s + 0.3)
         inquiry.ask("limits", host.read_host)
-        inquiry.ask("timedatectl", host.clock_kept)
         software.ask_software(inquiry)
         network.ask_network(inquiry)
-        config = load()
-        layer.put(Layer() if config is None else layer_of(config))
         folders = _folders(config, os.environ)
         for name, path in folders.items():
             inquiry.ask(name, lambda name=name, path=path: host.read_folder(name, path))
@@ -99,8 +90,7 @@ def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
         needs = RunNeeds() if config is None else _needs(config, gpus.gpus)
         silent = [Folder(name, path, lack="no answer within 5 s") for name, path in folders.items()]
         found = [inquiry.answer(one.setting, one) for one in silent]
-        limits, clock = inquiry.answer("limits", Host()), inquiry.answer("timedatectl", None)
-        machine = replace(limits, folders=tuple(found), clock_kept=clock)
+        machine = replace(inquiry.answer("limits", Host()), folders=tuple(found))
         links, installed = network.network_of(inquiry, needs), software.software_of(inquiry)
         torch = inquiry.answer("torch", Torch(error="no answer"))
         return Facts(installed, torch, gpus, links, machine, tuple(inquiry.lacks)), needs
@@ -137,12 +127,11 @@ def age_s() -> float:
 
 def report_json(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redactor: Redactor) -> dict[str, Any]:
     """The whole report as plain containers; the keys up to `checks` are a promise to users."""
-    plain, torch = facts.to_json(), facts.torch
+    plain, torch, installed = asdict(facts), facts.torch, facts.software.packages
     built = {"cuda": torch.cuda, "cudnn": torch.cudnn, "nccl": torch.nccl, "driver": facts.gpus.driver}
-    installed = {**facts.software.packages, **built, **facts.software.tools}
     backend, why = software.chosen_backend(facts, needs)
     document = {
-        "versions": {"python": facts.software.python, "platform": facts.software.platform, **installed},
+        "versions": {"python": facts.software.python, "platform": facts.software.platform, **installed, **built},
         "devices": plain["gpus"]["gpus"] or [{"index": at, **one} for at, one in enumerate(plain["torch"]["devices"])],
         "attention": software.attention_json(facts, needs),
         "checks": [{"name": one.name, "status": one.status, "found": one.found, "fix": one.fix} for one in checks],
@@ -158,7 +147,7 @@ def _print_report(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redact
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nCopy-paste the following information when reporting an issue:\n")
     backend = "{} ({})".format(*software.chosen_backend(facts, needs))
-    lines = {**software.trl_lines(facts.software, facts.torch), "Attention of packed rows": backend, **facts.to_json()}
+    lines = {**software.trl_lines(facts.software, facts.torch), "Attention of packed rows": backend, **asdict(facts)}
     lines["Network settings"] = [f"{one.name}={one.value or 'as it is'}: {one.reason}" for one in needs.network]
     for line in _listed(redactor.plain(lines)):
         console.print(escape(redactor.text(line)), emoji=False)

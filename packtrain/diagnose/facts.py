@@ -7,7 +7,7 @@ any other. Sizes are in bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from packtrain.config.schema import RunConfig
@@ -24,13 +24,13 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Versions of packages and build tools (None: not installed); `commits` of packages that run from a checkout; `conflicts`:
-    the package, what it needs ("torch>=2.10"), and the version that is installed ("none")."""
+    """Versions of packages and paths of build tools (None: not installed); `commits` of packages that run from a checkout;
+    `conflicts`: what packtrain needs ("torch>=2.10") and the version that is installed ("none")."""
 
     platform: str = ""
     python: str = ""
     packages: Mapping[str, str | None] = field(default_factory=dict)
-    conflicts: tuple[tuple[str, str, str], ...] = ()
+    conflicts: tuple[tuple[str, str], ...] = ()
     tools: Mapping[str, str | None] = field(default_factory=dict)
     commits: Mapping[str, str] = field(default_factory=dict)
 
@@ -68,23 +68,15 @@ class Torch:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as the driver sees it. `trouble` and `slowed` are in words, `uses` are "PID NAME" of programs on it, `power` is the
-    most that it may take, in watts, `nvlinks` the number of those that are up."""
+    """A GPU as the driver sees it; `trouble` is in words."""
 
     index: int
     name: str = "?"
     uuid: str = ""
     memory: int | None = None
     memory_used: int | None = None
-    utilization: int | None = None
-    temperature: int | None = None
-    ecc: bool | None = None
     trouble: str = ""
-    slowed: str = ""
     mig: bool = False
-    uses: str = ""
-    nvlinks: int | None = None
-    power: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +101,15 @@ class HostName:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFacts:
-    """`main`: the first machine of the run, where there is another one; `verbs`: the device files of RDMA; `environment`:
-    NCCL's and gloo's variables; `silence`: what the name server does not answer; `taken`: why the run's port is not free."""
+    """`main`: the first machine of the run, where there is another one; `environment`: NCCL's and gloo's variables; `silence`:
+    what the name server does not answer."""
 
     host: HostName = HostName()
     main: HostName | None = None
     interfaces: tuple[Interface, ...] = ()
     ports: tuple[Port, ...] = ()
-    verbs: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     silence: str = ""
-    taken: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +127,16 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The machine beside GPUs and network; `memory` and `cpus` are what its cgroup allows, of `machine_memory`.
-
-    -1 is no limit of `memlock` and `nofile`. `clock_kept` is whether NTP keeps the clock.
-    """
+    """The machine beside GPUs and network; `memory` and `cpus` are what its cgroup allows; -1 is no limit of `memlock` and
+    `nofile`."""
 
     memlock: int | None = None
     nofile: int | None = None
     shm: int | None = None
-    shm_free: int | None = None
     memory: int | None = None
     memory_free: int | None = None
-    machine_memory: int | None = None
     cpus: float = 1
     folders: tuple[Folder, ...] = ()
-    clock_kept: bool | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -165,10 +150,6 @@ class Facts:
     network: NetworkFacts = NetworkFacts()
     host: Host = Host()
     lacks: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain containers."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +186,9 @@ class Layer:
 class RunNeeds:
     """A run as this machine sees it: `per_node` of its processes on each of `nodes` machines; `configured`: one was named.
 
-    `memory` is its estimate, or a sentence on why there is none, `final` the size of the trained model, `disk` that of all that
-    the run keeps (0: not known). `problems` keep it from starting here, `obstacles` only from being started in this way.
-    `network` is what packtrain tells NCCL and gloo, `port` the one that this machine, the first of several, listens at.
+    `memory` is its estimate, or a sentence on why there is none, `disk` the size of all that the run keeps (0: not known).
+    `problems` keep it from starting here, `obstacles` only from being started in this way. `network` is what packtrain tells
+    NCCL and gloo.
     """
 
     configured: bool = False
@@ -217,13 +198,10 @@ class RunNeeds:
     attention: str = "auto"
     packed: bool = True
     layer: Layer = Layer()
-    workers: int = 0
     main_address: str | None = None
-    port: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     network: tuple[NetworkSetting, ...] = ()
     memory: Memory | str = "no config"
-    final: int = 0
     disk: int = 0
     problems: tuple[Problem, ...] = ()
     obstacles: tuple[Problem, ...] = ()
@@ -236,7 +214,7 @@ class RunNeeds:
 
 def needs_of(config: RunConfig, surroundings: Surroundings) -> RunNeeds:
     """The needs of a run on a machine with these surroundings."""
-    problems, obstacles, port = (), (), None
+    problems, obstacles = (), ()
     nodes, per_node = config.topology.nodes or 1, config.topology.gpus_per_node or max(surroundings.gpus, 1)
     main_address, network = config.topology.main_address, ()
     try:
@@ -246,9 +224,7 @@ def needs_of(config: RunConfig, surroundings: Surroundings) -> RunNeeds:
     else:
         nodes, per_node, obstacles, network = launch.nodes, launch.gpus_per_node, launch.obstacles, launch.network
         main_address = launch.accelerate.get("main_process_ip") if nodes > 1 else None
-        port = launch.accelerate.get("main_process_port") if nodes > 1 and launch.node == 0 else None
     memory = estimate(config, nodes * per_node, surroundings.gpu_memory)
-    final, disk = _on_disk(config, memory)
     return RunNeeds(
         configured=True,
         nodes=nodes,
@@ -257,28 +233,25 @@ def needs_of(config: RunConfig, surroundings: Surroundings) -> RunNeeds:
         attention=config.model.attention,
         packed=config.packing.mode != "padding",
         layer=layer_of(config),
-        workers=config.trainer.loader_workers,
         main_address=main_address,
-        port=port,
         environment=config.topology.variables,
         network=network,
         memory=memory,
-        final=final,
-        disk=disk,
+        disk=_on_disk(config, memory),
         problems=problems,
         obstacles=obstacles,
     )
 
 
-def _on_disk(config: RunConfig, memory: Memory | str) -> tuple[int, int]:
-    """Bytes of the trained model, and of it with all checkpoints; a stopped run writes one that was not asked for."""
+def _on_disk(config: RunConfig, memory: Memory | str) -> int:
+    """Bytes of the trained model and all checkpoints; a stopped run writes one that was not asked for."""
     if isinstance(memory, str):
-        return 0, 0
+        return 0
     width = BYTES.get(config.model.dtype, 2)
     final = memory.trained * ADAPTER_BYTES if config.peft.kind == "lora" else memory.parameters * width
     states = 8 * memory.trained  # two numbers in float32 of AdamW, the largest that is common
     kept = 1 if config.trainer.checkpoint_every is None else (config.trainer.keep_checkpoints or 0) + 1
-    return final, final + kept * (final + states)
+    return final + kept * (final + states)
 
 
 def layer_of(config: RunConfig) -> Layer:

@@ -10,12 +10,7 @@ from packtrain.diagnose.facts import GIB, Check, Facts, Gpu, RunNeeds, size
 from packtrain.plan.memory import OUTSIDE, Memory
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_BUSY_MEMORY, _BUSY_PERCENT = GIB, 10
-_FIXES = {  # of what CUDA says where it finds no GPU
-    "802": "systemctl restart nvidia-fabricmanager (of the driver's version)",
-    "803": "a newer NVIDIA driver, or a torch for an older CUDA",
-    "804": "take cuda-compat out of LD_LIBRARY_PATH, or use it with a data-centre GPU only",
-}
+_BUSY_MEMORY = GIB
 
 
 def check_driver(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
@@ -32,9 +27,7 @@ def check_driver(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     elif "not installed" in gpus.error:
         yield Check(name, "warn", f"the GPUs' health is not known: {gpus.error}", "pip install nvidia-ml-py")
     else:
-        fix = "does nvidia-smi answer? reinstall the driver for the running kernel, modprobe nvidia, or reboot"
-        fix = "reboot: the module's version is not the libraries' (an update)" if "mismatch" in gpus.error else fix
-        fix += "; in a container, --gpus all"
+        fix = "does nvidia-smi answer? reboot (after an update), or reinstall the driver; in a container, --gpus all"
         yield Check(name, "fail" if gpus.present else "warn", f"the driver does not answer: {gpus.error}", fix)
 
 
@@ -58,8 +51,7 @@ def check_torch(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
         yield Check("torch", "fail", what, f"a newer driver, or pip install torch {index}")
     elif torch.cuda and gpus.gpus and torch.available is False and not unseen:
         what = f"{built} finds no GPU where the driver shows {len(gpus.gpus)}: {torch.warning or 'it does not say why'}"
-        fix = "look at CUDA_VISIBLE_DEVICES and the driver (nvidia-smi); in a container start it with --gpus all"
-        fix = next((words for code, words in _FIXES.items() if code in torch.warning), fix)
+        fix = "look at the driver and its fabric manager (nvidia-smi -q); in a container start it with --gpus all"
         yield Check("torch", "fail", what, fix)
     elif torch.error and torch.available is None:
         what = f"{built}, but looking for GPUs ended otherwise: {torch.error}"
@@ -95,46 +87,23 @@ def check_number(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
 
 
 def check_health(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """Memory errors, repairs that wait, GPUs that the driver has lost; heat, power and narrow links that slow one down."""
-    gpus = visible(facts, needs)
-    found, most = [], max((gpu.nvlinks or 0 for gpu in gpus), default=0)
-    for gpu in gpus:
-        name, look = f"GPU {gpu.index} ({gpu.name})", f"nvidia-smi -q -i {gpu.index}"
-        if gpu.trouble:
-            fix = f"nvidia-smi --gpu-reset -i {gpu.index} (as root, GPU idle), or leave it out by {VISIBLE}"
-            found.append(Check("gpu-health", "fail", f"{name}: {gpu.trouble}", fix))
-        if gpu.slowed:
-            heat = "" if gpu.temperature is None else f" at {gpu.temperature} °C"
-            what = f"{name} is slowed down{heat}: {gpu.slowed}"
-            found.append(Check("gpu-pace", "warn", what, f"{look} -d PERFORMANCE; look at cooling and power"))
-        if gpu.nvlinks is not None and gpu.nvlinks < most:
-            what = f"{name} has {gpu.nvlinks} NVLinks that are up, another one {most}"
-            found.append(Check("gpu-pace", "warn", what, f"nvidia-smi nvlink --status -i {gpu.index}"))
-    if facts.gpus.gpus:
-        well = (("gpu-health", "no memory errors"), ("gpu-pace", "none is slowed down"))
-        names = {one.name for one in found}
-        yield from [*found, *(Check(name, "ok", words) for name, words in well if name not in names)]
-
-
-def check_use(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """GPUs that others use already."""
-    gpus = visible(facts, needs)
-    used = [
-        gpu
-        for gpu in gpus
-        if gpu.uses or (gpu.memory_used or 0) > _BUSY_MEMORY or (gpu.utilization or 0) > _BUSY_PERCENT
-    ]
+    """Memory errors, repairs that wait, GPUs that the driver has lost, and memory that other programs hold."""
+    gpus, least = visible(facts, needs), _least(needs.memory)
+    sick = [gpu for gpu in gpus if gpu.trouble]
+    for gpu in sick:
+        fix = f"nvidia-smi --gpu-reset -i {gpu.index} (as root, GPU idle), or leave it out by {VISIBLE}"
+        yield Check("gpu-health", "fail", f"GPU {gpu.index} ({gpu.name}): {gpu.trouble}", fix)
+    used = [gpu for gpu in gpus if (gpu.memory_used or 0) > _BUSY_MEMORY]
     idle = ",".join(str(gpu.index) for gpu in gpus if gpu not in used)
     for gpu in used:
-        free, least = (gpu.memory or 0) - (gpu.memory_used or 0), _least(needs.memory)
-        by = f" by {gpu.uses}" if gpu.uses else ""
-        what = f"GPU {gpu.index} is in use{by}: {size(gpu.memory_used)} of its memory, {gpu.utilization or 0} % busy"
-        short = gpu.memory is not None and least > free
-        what += f"; the run needs {size(least)}, {size(free)} are free" if short else ""
-        fix = f"{VISIBLE}={idle}" if idle else "end those processes, or use another machine"
-        yield Check("gpu-use", "fail" if short else "warn", what, fix)
-    if facts.gpus.gpus and not used:
-        yield Check("gpu-use", "ok", "all idle")
+        free = (gpu.memory or 0) - (gpu.memory_used or 0)
+        what = f"GPU {gpu.index} is in use: {size(gpu.memory_used)} of its memory"
+        what += f"; the run needs {size(least)}, {size(free)} are free" if least > free else ""
+        fix = f"{VISIBLE}={idle}" if idle else "end those processes (nvidia-smi), or use another machine"
+        yield Check("gpu-use", "fail" if least > free else "warn", what, fix)
+    if facts.gpus.gpus:
+        yield from () if sick else (Check("gpu-health", "ok", "no memory errors"),)
+        yield from () if used else (Check("gpu-use", "ok", "all idle"),)
 
 
 def check_gpu_memory(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
@@ -194,4 +163,4 @@ def _has_code(capability: str | None, architectures: tuple[str, ...]) -> bool:
     return not built or not own or own in built or any(one.startswith("compute_") for one in architectures)
 
 
-CHECKS = (check_torch, check_driver, check_number, check_health, check_use, check_gpu_memory)
+CHECKS = (check_torch, check_driver, check_number, check_health, check_gpu_memory)

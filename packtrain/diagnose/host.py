@@ -1,4 +1,4 @@
-"""The machine beside GPUs and network: limits, memory, cores, folders and clock, and checks of them.
+"""The machine beside GPUs and network: limits, memory, cores and folders, and checks of them.
 
 `root` is the file system to read from; tests hand in one of their own.
 """
@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 
 from packtrain.diagnose.facts import GIB, MIB, Check, Facts, Folder, Host, RunNeeds, size
-from packtrain.diagnose.probe import command
 from packtrain.plan.interfaces import kernel_text
 from packtrain.plan.memory import Memory
 
@@ -35,26 +34,23 @@ _ALSO_TOLD = (
 
 
 def read_host(root: Path = Path("/")) -> Host:
-    """Limits, memory and cores with what the cgroup allows; without folders and clock, which may take long."""
+    """Limits, memory and cores with what the cgroup allows; without folders, which may take long."""
     memory = psutil.virtual_memory()
-    shm = _room(root / "dev/shm")
     limits = [(int(text), folder) for text, folder in _cgroup("memory.max", root) if text.isdigit()]
     allowed, free = memory.total, memory.available
     if limits and min(limits)[0] < memory.total:
         allowed, folder = min(limits)
         cached = re.search(r"^inactive_file (\d+)$", kernel_text(folder / "memory.stat"), re.MULTILINE)
-        used = int(kernel_text(folder / "memory.current").strip() or 0) - int(cached[1] if cached else 0)
+        used = int(kernel_text(folder / "memory.current") or 0) - int(cached[1] if cached else 0)
         free = min(free, allowed - used)
     cpus: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [text.split() for text, _ in _cgroup("cpu.max", root)]
     return Host(
         memlock=_ulimit(resource.RLIMIT_MEMLOCK),
         nofile=_ulimit(resource.RLIMIT_NOFILE),
-        shm=shm[0],
-        shm_free=shm[1],
+        shm=_room(root / "dev/shm")[0],
         memory=allowed,
         memory_free=free,
-        machine_memory=memory.total,
         cpus=min([cpus, *(int(quota) / int(period) for quota, period in quotas if quota.isdigit())]),
         environment=told(os.environ),
     )
@@ -89,12 +85,6 @@ def told(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in sorted(env.items()) if name.startswith(_TOLD) or name in _ALSO_TOLD}
 
 
-def clock_kept() -> bool | None:
-    """Whether NTP keeps the clock. Raises Unanswered."""
-    found = re.search(r"=(yes|no)", command(("timedatectl", "show", "-p", "NTPSynchronized")))
-    return found[1] == "yes" if found else None
-
-
 def read_folder(setting: str, path: str) -> Folder:
     """What the disk under `path` says; waits as long as the disk does."""
     wanted = Path(path).expanduser().absolute()
@@ -124,27 +114,28 @@ def check_run(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
 
 
 def check_limits(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """/dev/shm, through which NCCL and data workers hand on their data, and the limit of open files and sockets."""
+    """/dev/shm, through which NCCL and data workers hand on their data, open files and sockets, and cores."""
     host = facts.host
-    fix = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm; else "
-    fix += "mount -o remount,size=16G /dev/shm"
-    uses = needs.per_node > 1 or needs.workers > 0 or len(facts.gpus.gpus) > 1
-    if host.shm is not None and host.shm <= (GIB if uses else 64 * MIB):
-        status = "fail" if host.shm < 256 * MIB and uses and needs.configured else "warn"
+    several = needs.per_node > 1 or len(facts.gpus.gpus) > 1
+    if host.shm is not None and host.shm <= (GIB if several else 64 * MIB):
+        status = "fail" if host.shm < 256 * MIB and several and needs.configured else "warn"
         what = f"/dev/shm has {size(host.shm)}, and processes of a machine hand on their data there"
+        fix = "docker run --shm-size=16g (or --ipc=host); Kubernetes: an emptyDir with medium: Memory at /dev/shm"
         yield Check("shared-memory", status, what, fix)
-    elif host.shm is not None and host.shm_free is not None and host.shm_free < 256 * MIB:
-        what = f"/dev/shm has {size(host.shm_free)} left of {size(host.shm)}"
-        yield Check("shared-memory", "warn", what, "ls -l /dev/shm (what killed processes left there can be removed)")
     else:
-        yield Check("shared-memory", "ok", f"{size(host.shm_free)} free of {size(host.shm)} in /dev/shm")
-    wanted = 4096 if needs.nodes * needs.per_node > 1 or needs.workers else 1024
+        yield Check("shared-memory", "ok", f"{size(host.shm)} in /dev/shm")
+    wanted = 4096 if needs.nodes * needs.per_node > 1 else 1024
     if host.nofile is not None and -1 < host.nofile < wanted:
         what = f"{host.nofile} for each process; a run like this can take more than {wanted}"
         fix = "ulimit -n 65536 (for good: '* - nofile 65536' in /etc/security/limits.conf)"
         yield Check("open-files", "warn", what, fix)
     else:
         yield Check("open-files", "ok", "no limit" if host.nofile == -1 else f"{host.nofile or 'not known'}")
+    if needs.per_node > host.cpus:
+        fix = "more cores (Slurm: topology.cpus_per_node), or fewer processes: topology.gpus_per_node"
+        yield Check("cores", "warn", f"{needs.per_node} processes on {host.cpus:g} cores", fix)
+    else:
+        yield Check("cores", "ok", f"{host.cpus:g} cores")
 
 
 def check_memory(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
@@ -153,8 +144,7 @@ def check_memory(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     if isinstance(memory, Memory):  # all of it without GPUs, with them what loading and offloading take
         on_cpu = 0 if facts.gpus.gpus else memory.total - (memory.activations or 0)
         need = max(memory.host, on_cpu) * needs.per_node
-    limited = host.memory is not None and host.machine_memory is not None and host.memory < host.machine_memory
-    of = f"{size(host.memory_free)} free of {size(host.memory)}{' that the cgroup allows' if limited else ''}"
+    of = f"{size(host.memory_free)} free of {size(host.memory)} that the machine or its cgroup allows"
     what = f"the run needs {size(need)} on this machine; {of}" if need else of
     more = "more memory (Slurm: topology.memory=0 for all of the machine's; docker run --memory), or strategy=zero3 over more GPUs"
     if host.memory is not None and need > host.memory:
@@ -163,28 +153,6 @@ def check_memory(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
         yield Check("memory", "warn", what, f"end other processes, or {more}")
     else:
         yield Check("memory", "ok", what)
-
-
-def check_cores(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """Cores against processes and their threads."""
-    cores, asked = facts.host.cpus, {**facts.host.environment, **needs.environment}.get("OMP_NUM_THREADS", "0")
-    if needs.per_node > cores:
-        fix = "more cores (Slurm: topology.cpus_per_node), or fewer processes: topology.gpus_per_node"
-        yield Check("cores", "warn", f"{needs.per_node} processes on {cores:g} cores", fix)
-    elif not asked.isdigit() or int(asked) * needs.per_node > cores:
-        what = f"OMP_NUM_THREADS={asked} in each of {needs.per_node} processes, on {cores:g} cores"
-        yield Check("cores", "warn", what, f"unset it, or OMP_NUM_THREADS={max(1, int(cores // needs.per_node))}")
-    else:
-        yield Check("cores", "ok", f"{cores:g} cores")
-
-
-def check_clock(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """Whether the clock is kept."""
-    if facts.host.clock_kept is False:
-        what = "not kept by NTP: times of several machines will not match"
-        yield Check("clock", "warn", what, "systemctl enable --now chronyd (or systemd-timesyncd)")
-    else:
-        yield Check("clock", "ok", "kept by NTP" if facts.host.clock_kept else "whether NTP keeps it is not known")
 
 
 def check_folders(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
@@ -207,8 +175,7 @@ def _folder(name: str, folder: Folder, needs: RunNeeds) -> Iterator[Check]:
         yield Check(name, stops, what, f"chmod u+w, or {set_it}")
     elif free is not None and free < needed:
         what = f"{path} has {size(free)} free; model and checkpoints take about {size(needed)}"
-        fix = f"{set_it}, or a smaller trainer.keep_checkpoints"
-        yield Check(name, "fail" if free < needs.final else "warn", what, fix)
+        yield Check(name, "warn", what, f"{set_it}, or a smaller trainer.keep_checkpoints")
     elif free is not None and (free < GIB or free < 0.02 * (folder.total or 0)):
         yield Check(name, stops if free < 64 * MIB else "warn", f"{path} has {size(free)} free", set_it)
     if output and needs.nodes > 1 and folder.kind in _LOCAL:
@@ -216,4 +183,4 @@ def _folder(name: str, folder: Folder, needs: RunNeeds) -> Iterator[Check]:
         yield Check(name, "warn", what, f"{folder.setting} on a file system that all machines share")
 
 
-CHECKS = (check_run, check_limits, check_memory, check_cores, check_clock, check_folders)
+CHECKS = (check_run, check_limits, check_memory, check_folders)

@@ -48,7 +48,7 @@ class Probe(Generic[Value]):
 
     def answer(self) -> Value:
         """What was found. Raises Unanswered."""
-        self.wait()
+        self._thread.join(max(0.0, self._end - time.monotonic()))
         if self._value:
             return self._value[0]
         if isinstance(self._error, Unanswered):
@@ -56,10 +56,6 @@ class Probe(Generic[Value]):
         if self._error is not None:
             raise Unanswered(first_line(str(self._error)) or type(self._error).__name__)
         raise Unanswered(f"no answer within {self._limit_s:.3g} s")
-
-    def wait(self) -> None:
-        """Until it is answered or given up."""
-        self._thread.join(max(0.0, self._end - time.monotonic()))
 
     def _run(self, ask: Callable[[], Value]) -> None:
         try:
@@ -75,10 +71,9 @@ class Inquiry:
         self._probes: dict[str, Probe] = {}
         self.lacks: list[str] = []
 
-    def ask(self, name: str, ask: Callable[[], Value], limit_s: float = LIMIT_S) -> Probe[Value]:
+    def ask(self, name: str, ask: Callable[[], Value], limit_s: float = LIMIT_S) -> None:
         """Begins to ask."""
-        self._probes[name] = probe = Probe(ask, limit_s)
-        return probe
+        self._probes[name] = Probe(ask, limit_s)
 
     def answer(self, name: str, otherwise: Value) -> Value:
         """What was found, or `otherwise`."""
@@ -89,17 +84,8 @@ class Inquiry:
             return otherwise
 
 
-def command(
-    argv: Sequence[str],
-    limit_s: float = LIMIT_S,
-    env: Mapping[str, str] | None = None,
-    stdin: Callable[[], str] | None = None,
-) -> str:
-    """What a command prints on stdout; it reads what `stdin` returns, as soon as that does.
-
-    Raises Unanswered where the command is not there, fails, or takes longer than `limit_s`.
-    """
-    end = time.monotonic() + limit_s
+def command(argv: Sequence[str], limit_s: float = LIMIT_S, env: Mapping[str, str] | None = None) -> str:
+    """What a command prints on stdout. Raises Unanswered where it is not there, fails, or takes longer than `limit_s`."""
     program = shutil.which(argv[0])
     if program is None:
         raise Unanswered("not installed")
@@ -107,7 +93,7 @@ def command(
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             [program, *argv[1:]],
-            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
             env={**os.environ, "LC_ALL": "C", **(env or {})},
@@ -115,10 +101,7 @@ def command(
         )
         _running.add(process)
         try:
-            if stdin and process.stdin:
-                with suppress(OSError), process.stdin as pipe:  # it may be gone already
-                    pipe.write(stdin().encode())
-            process.wait(max(0.1, end - time.monotonic()))
+            process.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise Unanswered(f"no answer within {limit_s:.3g} s", _text(output)) from None
         finally:

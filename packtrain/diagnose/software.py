@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
-import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from packtrain.diagnose.facts import Check, Facts, RunNeeds, Software, Torch
-from packtrain.diagnose.gpus import major
 from packtrain.diagnose.probe import Inquiry, command
 from packtrain.plan.launcher_settings import STAGES
 
@@ -24,8 +21,6 @@ PACKAGES = (
     *("flash-attn-4", "kernels", "triton", "torchao", "safetensors", "numpy", "pyarrow", "hydra-core"),
     *("omegaconf", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
-_CHECKED = ("packtrain", "transformers", "trl", "accelerate", "peft", "datasets", "deepspeed", "liger-kernel", "vllm")
-_EXTRAS = ("", "deepspeed", "flash", "tensorboard", "wandb", "mlflow")
 _TRL_LINES = {
     "Transformers version": "transformers",
     "Accelerate version": "accelerate",
@@ -38,41 +33,30 @@ _TRL_LINES = {
     "PEFT version": "peft",
     "vLLM version": "vllm",
 }
-_VERSIONS = {"C++ compiler": r"(.+)", "ninja": r"(\d[\w.]*)", "nvcc": r"release [\d.]+, V([\d.]+)"}
-_INSTALL = {"C++ compiler": "apt install g++ (or your system's compiler)", "ninja": "pip install ninja"}
-_USUAL_NVCC = "/usr/local/cuda/bin/nvcc"
+_TOOLS = {
+    "C++ compiler": ("c++", "apt install g++ (or your system's compiler)"),
+    "ninja": ("ninja", "pip install ninja"),
+}
+"""What DeepSpeed compiles its parts with: program, and how to get it."""
 
 
 def ask_software(inquiry: Inquiry) -> None:
-    """Asks every build tool, and git for the commit of each checkout."""
-    for name in _VERSIONS:
-        inquiry.ask(name, lambda name=name: command(tool_command(name, os.environ)))
+    """Asks git for the commit of each checkout."""
     for name, folder in _checkouts():
         inquiry.ask(f"git {name}", lambda at=str(folder): command(("git", "-C", at, "rev-parse", "--short=7", "HEAD")))
 
 
 def software_of(inquiry: Inquiry) -> Software:
     """What is installed."""
-    packages, tools = {name: version_of(name) for name in PACKAGES}, {}
-    for name, pattern in _VERSIONS.items():
-        found = re.search(pattern, inquiry.answer(name, ""))
-        tools[name] = found[1].strip() if found else None
+    packages = {name: version_of(name) for name in PACKAGES}
+    where = {name: shutil.which(program) or _beside(program) for name, (program, _) in _TOOLS.items()}
     commits = {name: inquiry.answer(f"git {name}", "").strip() for name, _ in _checkouts()}
-    conflicts = tuple(conflict for name in _CHECKED if packages[name] for conflict in conflicts_of(name))
-    return Software(platform.platform(), platform.python_version(), packages, conflicts, tools, commits)
+    return Software(platform.platform(), platform.python_version(), packages, tuple(conflicts()), where, commits)
 
 
-def tool_command(name: str, env: Mapping[str, str]) -> tuple[str, ...]:
-    """The command of a build tool as a run finds it: nvcc where torch looks for it, ninja beside this Python, too."""
-    program = {"C++ compiler": "c++"}.get(name, name)
-    found = shutil.which(program, path=env.get("PATH"))
-    if name == "nvcc" and (home := env.get("CUDA_HOME") or env.get("CUDA_PATH")):
-        found = str(Path(home, "bin/nvcc"))
-    elif name == "nvcc" and not found:
-        found = shutil.which(_USUAL_NVCC)
-    elif name == "ninja" and not found:
-        found = shutil.which(program, path=str(Path(sys.executable).parent))
-    return (found or program, "--version")
+def _beside(program: str) -> str | None:
+    """A program that is installed beside this Python, where a run finds it too."""
+    return shutil.which(program, path=str(Path(sys.executable).parent))
 
 
 def _checkouts() -> Iterator[tuple[str, Path]]:
@@ -91,20 +75,15 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def conflicts_of(package: str) -> Iterator[tuple[str, str, str]]:
-    """What `package` needs and is not installed in a version that will do; packtrain's extras count where they are installed."""
-    from packaging.requirements import InvalidRequirement, Requirement
+def conflicts() -> Iterator[tuple[str, str]]:
+    """What packtrain needs and is not installed in a version that will do, with the version that is."""
+    from packaging.requirements import Requirement
 
-    for text in metadata.requires(package) or []:
-        try:
-            wanted = Requirement(text)
-        except InvalidRequirement:
-            continue
+    for wanted in map(Requirement, metadata.requires("packtrain") or []):
         found = version_of(wanted.name)
-        extras = _EXTRAS if package == "packtrain" and found else _EXTRAS[:1]
-        counts = wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in extras)
+        counts = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
         if counts and (found is None or not wanted.specifier.contains(found, prereleases=True)):
-            yield package, f"{wanted.name}{wanted.specifier}", found or "none"
+            yield f"{wanted.name}{wanted.specifier}", found or "none"
 
 
 def trl_lines(software: Software, torch: Torch) -> dict[str, Any]:
@@ -126,46 +105,28 @@ def trl_lines(software: Software, torch: Torch) -> dict[str, Any]:
 
 
 def check_packages(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """Versions that do not work together, by what the packages themselves say."""
-    own = [one for one in facts.software.conflicts if one[0] == "packtrain"]
-    others = [one for one in facts.software.conflicts if one[0] != "packtrain"]
-    for name, conflicts in (("packages", own), ("other-packages", others)):
-        if conflicts:
-            status = "fail" if conflicts is own else "warn"
-            words = "; ".join("{} needs {}, found {}".format(*one) for one in conflicts)
-            yield Check(name, status, words, "pip install " + " ".join(f"'{wanted}'" for _, wanted, _ in conflicts))
-    if not facts.software.conflicts:
-        count = sum(version is not None for version in facts.software.packages.values())
-        yield Check("packages", "ok", f"{count} installed ones fit together")
-
-
-def check_deepspeed(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """What DeepSpeed needs to compile its parts, where the run asks for it."""
-    version, tools = facts.software.packages.get("deepspeed"), facts.software.tools
-    nvcc, cuda, asked = tools.get("nvcc"), facts.torch.cuda, f"strategy={needs.strategy}"
-    missing = [name for name in _INSTALL if not tools.get(name)]
-    compiles = needs.strategy == "zero3_offload" or not facts.gpus.gpus
-    install_nvcc = f"install CUDA {cuda}'s nvcc and point CUDA_HOME at it"
+    """Whether packtrain's own requirements are met, and what DeepSpeed needs where the run asks for it."""
+    software, deepspeed = facts.software, facts.software.packages.get("deepspeed")
+    if software.conflicts:
+        words = "; ".join(f"packtrain needs {wanted}, found {found}" for wanted, found in software.conflicts)
+        yield Check(
+            "packages", "fail", words, "pip install " + " ".join(f"'{wanted}'" for wanted, _ in software.conflicts)
+        )
+    else:
+        yield Check("packages", "ok", "packtrain's requirements are met")
+    missing = [name for name in _TOOLS if not software.tools.get(name)]
     if needs.strategy not in STAGES:
-        lacking = f", without {' and '.join(missing)}" if version and missing else ""
-        words = f"DeepSpeed {version or 'is not installed'}{lacking}"
+        words = f"DeepSpeed {deepspeed or 'is not installed'}"
         yield Check("deepspeed", "ok", words + ("; this run does not use it" if needs.configured else ""))
-    elif version is None:
-        what = f"{asked}, and DeepSpeed is not installed"
+    elif deepspeed is None:
+        what = f"strategy={needs.strategy}, and DeepSpeed is not installed"
         yield Check("deepspeed", "fail", what, "pip install 'packtrain[deepspeed]'")
     elif missing:
-        what = f"{asked}: DeepSpeed {version} compiles parts of itself, and there is no {' and no '.join(missing)}"
-        fix = "; ".join(_INSTALL[name] for name in missing)
-        yield Check("deepspeed", "fail" if compiles else "warn", what, fix)
-    elif compiles and nvcc and cuda and major(nvcc) != major(cuda):
-        what = f"{asked}: nvcc is of CUDA {nvcc}, torch of {cuda}; DeepSpeed refuses to compile its parts then"
-        yield Check("deepspeed", "fail", what, install_nvcc)
-    elif needs.strategy == "zero3_offload" and cuda and not nvcc:
-        what = f"{asked}: DeepSpeed compiles its CPU Adam against CUDA's headers, and there is no nvcc"
-        yield Check("deepspeed", "warn", what, install_nvcc)
+        what = f"DeepSpeed {deepspeed} compiles parts of itself, and there is no {' and no '.join(missing)}"
+        status = "fail" if needs.strategy == "zero3_offload" or not facts.gpus.gpus else "warn"
+        yield Check("deepspeed", status, what, "; ".join(_TOOLS[name][1] for name in missing))
     else:
-        compilers = ", ".join(f"{name} {tools[name]}" for name in _INSTALL)
-        yield Check("deepspeed", "ok", f"{version} for {asked}, with {compilers}")
+        yield Check("deepspeed", "ok", f"{deepspeed} for strategy={needs.strategy}, with {' and '.join(_TOOLS)}")
 
 
 def check_attention(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
@@ -223,4 +184,4 @@ def attention_json(facts: Facts, needs: RunNeeds) -> dict[str, dict[str, object]
     }
 
 
-CHECKS = (check_packages, check_attention, check_deepspeed)
+CHECKS = (check_packages, check_attention)

@@ -106,9 +106,10 @@ def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any
     """This machine's process, to its end: its `pairs`, then milliseconds by size, or `error` where it cannot take part."""
     quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     blocking = {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # what takes too long is then an error, and not the process' end
-    argv, why = (sys.executable, "-m", "packtrain.diagnose.cluster.all_reduce"), "its process said nothing"
+    argv = (sys.executable, "-m", "packtrain.diagnose.cluster.all_reduce", json.dumps(order))
+    why = "its process said nothing"
     try:
-        output = command(argv, LIMIT_S, {**quiet, **blocking, **env}, lambda: json.dumps(order))
+        output = command(argv, LIMIT_S, {**quiet, **blocking, **env})
     except Unanswered as refusal:
         output, why = refusal.output, str(refusal)
     try:
@@ -288,7 +289,7 @@ def main() -> None:
         print(json.dumps(known), flush=True)
 
     try:
-        _measure(json.loads(sys.stdin.read()), say)
+        _measure(json.loads(sys.argv[1]), say)
     except Exception as error:  # whatever torch or a backend raises is the answer
         say(error=first_line(str(error)) or type(error).__name__)
 

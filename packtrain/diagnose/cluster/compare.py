@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -72,7 +72,6 @@ class Folded:
 def own_report(config: RunConfig) -> dict[str, Any]:
     """This machine's report as `env --json` has it, with what is compared, and what NCCL and gloo are told, under `own`."""
     facts, needs = gather(lambda: config)
-    facts = replace(facts, network=replace(facts.network, taken=""))  # it is this comparison that listens at the port
     redactor = Redactor(os.environ, needs.environment)
     same = {**shared_versions(environment()), **shared_values(to_dict(config))}
     variables = told(os.environ)
@@ -101,9 +100,6 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
         "NVIDIA driver": facts.gpus.driver or NOTHING,
         # a machine without any differs in their number
         "GPUs": _counted(f"{one.name}, {size(one.memory)}" for one in cards) if cards else "",
-        "ECC of the GPUs": _counted(f"{one.ecc}" for one in cards) if cards else "",
-        "NVLinks of the GPUs": _counted(f"{one.nvlinks}" for one in cards) if cards else "",
-        "power limit of the GPUs": _counted(f"{one.power} W" for one in cards) if cards else "",
         "RDMA ports": _counted(links),
         "MTU of the default route": _counted(f"{one.mtu}" for one in net.interfaces if one.default_route),
         "platform": facts.software.platform,
@@ -113,7 +109,6 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
         "ulimit -l": "unlimited" if host.memlock == -1 else f"{host.memlock}",
         "ulimit -n": "unlimited" if host.nofile == -1 else f"{host.nofile}",
         **{f"{one.setting} on": f"{one.kind}{'' if one.writable else ', not writable'}" for one in host.folders},
-        **{name: version or "not installed" for name, version in facts.software.tools.items()},
         **{name: version or "not installed" for name, version in facts.software.packages.items() if name not in same},
         **{name: value for name, value in variables.items() if not _OWN.search(name)},
     }

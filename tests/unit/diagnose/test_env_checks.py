@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.config.schema import RunConfig, Strategy, Topology, Trainer
+from packtrain.config.schema import RunConfig, Strategy, Topology
 from packtrain.diagnose.env import check_all, report_json
 from packtrain.diagnose.facts import (
     Check,
@@ -38,7 +38,7 @@ GIB = 2**30
 MIB = 2**20
 TWO_MACHINES = RunNeeds(configured=True, nodes=2, per_node=8)
 ONE_MACHINE = RunNeeds(configured=True, per_node=8)
-GPU = Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-0", 80 * GIB, 4 * MIB, 0, 31, True)
+GPU = Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-0", 80 * GIB, 4 * MIB)
 MEMORY = Memory(10**9, 10**9, 4 * GIB, 4 * GIB, 8 * GIB, 0, 10 * GIB, device=80 * GIB)
 
 
@@ -62,20 +62,17 @@ def machine(**changes: Any) -> Facts:
         "gpus": Gpus(
             True, "", "570.133.20", "12.8", tuple(replace(GPU, index=at, uuid=f"GPU-{at}") for at in range(8))
         ),
-        "network": NetworkFacts(
-            HostName("n1", ("10.0.0.1",)), None, (eth, lo), (Port("mlx5_0", rate=400.0),), ("uverbs0",)
-        ),
+        "network": NetworkFacts(HostName("n1", ("10.0.0.1",)), None, (eth, lo), (Port("mlx5_0", rate=400.0),)),
         "host": Host(
-            *(-1, 2**20, 500 * GIB, 500 * GIB, 1000 * GIB, 900 * GIB, 1000 * GIB, 96),
+            *(-1, 2**20, 500 * GIB, 1000 * GIB, 900 * GIB, 96),
             (Folder("trainer.output_dir", "/data/run", True, 500 * GIB, 1000 * GIB, "lustre"),),
-            clock_kept=True,
         ),
     }
     return Facts(**{**found, **changes})
 
 
 def _tools(**changes: str | None) -> dict[str, str | None]:
-    return {"C++ compiler": "g++ 12", "ninja": "1.13", "nvcc": "12.8.93", **changes}
+    return {"C++ compiler": "/bin/c++", "ninja": "/bin/ninja", **changes}
 
 
 def torch(**changes: Any) -> Facts:
@@ -95,8 +92,8 @@ def network(**changes: Any) -> Facts:
     return machine(network=replace(machine().network, **changes))
 
 
-def ports(*ports: Port, memlock: int = -1, verbs: tuple[str, ...] = ("uverbs0",), **variables: str) -> Facts:
-    facts = network(ports=ports, verbs=verbs, environment=variables)
+def ports(*ports: Port, memlock: int = -1, **variables: str) -> Facts:
+    facts = network(ports=ports, environment=variables)
     return replace(facts, host=replace(facts.host, memlock=memlock))
 
 
@@ -138,11 +135,10 @@ def test_a_machine_of_which_nothing_is_known_is_no_crash() -> None:
 
 TROUBLE: list[tuple[str, Facts, RunNeeds, str, str, str]] = [
     # check, machine, run, status, what is found, what the fix names
-    ("packages", machine(software=Software(conflicts=(("packtrain", "torch>=2.10", "2.9"),))), RunNeeds(), "fail", "found 2.9", "pip install 'torch>=2.10'"),
-    ("other-packages", machine(software=Software(conflicts=(("vllm", "torch==2.8", "2.13"),))), RunNeeds(), "warn", "vllm needs torch==2.8", "pip install"),
+    ("packages", machine(software=Software(conflicts=(("torch>=2.10", "2.9"),))), RunNeeds(), "fail", "found 2.9", "pip install 'torch>=2.10'"),
     ("torch", torch(version="2.13.0+cpu", cuda=None, available=False, kind="cpu"), RunNeeds(), "fail", "without CUDA, on a machine with 8 GPUs", "whl/cu126"),
     ("torch", torch(cuda="13.0", available=False, warning="driver too old"), RunNeeds(), "fail", "knows CUDA 12.8 at most", "driver"),
-    ("torch", torch(available=False, kind="cpu", warning="Error 802: system not yet initialized"), RunNeeds(), "fail", "finds no GPU", "nvidia-fabricmanager"),
+    ("torch", torch(available=False, kind="cpu", warning="Error 802: system not yet initialized"), RunNeeds(), "fail", "Error 802", "fabric manager"),
     ("torch", torch(devices=(Device("NVIDIA B200", 1, "sm_100"),)), RunNeeds(), "fail", "has no code for NVIDIA B200", "pip install"),
     ("torch", torch(version=None, error="torch cannot be imported: ImportError: libcudnn"), RunNeeds(), "fail", "libcudnn", "reinstall"),
     ("torch", torch(version=None, error="no answer within 8 s"), RunNeeds(), "warn", "no answer", "import torch"),
@@ -152,9 +148,7 @@ TROUBLE: list[tuple[str, Facts, RunNeeds, str, str, str]] = [
     ("attention", machine(), RunNeeds(True, attention="flash", layer=Layer("float32")), "fail", "compute in float32", "model.attention=auto"),
     ("deepspeed", machine(software=Software(packages={}, tools=_tools())), RunNeeds(True, strategy="zero2"), "fail", "not installed", "packtrain[deepspeed]"),
     ("deepspeed", machine(software=Software(packages={"deepspeed": "1"}, tools=_tools(ninja=None)), gpus=Gpus()), RunNeeds(True, strategy="zero2"), "fail", "no ninja", "pip install ninja"),
-    ("deepspeed", machine(software=Software(packages={"deepspeed": "1"}, tools=_tools(nvcc="11.8.1"))), RunNeeds(True, strategy="zero3_offload"), "fail", "nvcc is of CUDA 11.8.1", "CUDA_HOME"),
-    ("gpu-driver", gpus(error="Failed to initialize NVML: Driver/library version mismatch", gpus=()), RunNeeds(), "fail", "mismatch", "reboot"),
-    ("gpu-driver", gpus(error="no answer within 5 s", gpus=()), RunNeeds(), "fail", "no answer within 5 s", "modprobe nvidia"),
+    ("gpu-driver", gpus(error="no answer within 5 s", gpus=()), RunNeeds(), "fail", "no answer within 5 s", "reinstall the driver"),
     ("gpu-driver", gpus(gpus=()), ONE_MACHINE, "fail", "the driver shows no GPU", "topology.gres"),
     ("gpu-driver", gpus(error="nvidia-ml-py is not installed", gpus=()), RunNeeds(), "warn", "health is not known", "pip install nvidia-ml-py"),
     ("gpu-driver", gpus(present=False, error="Unknown Error", gpus=()), RunNeeds(), "warn", "Unknown Error", "--gpus all"),
@@ -167,48 +161,38 @@ TROUBLE: list[tuple[str, Facts, RunNeeds, str, str, str]] = [
     ("torch", replace(torch(version="2.13.0+cpu", cuda=None, available=False, kind="cpu"), host=variables(CUDA_VISIBLE_DEVICES="").host), RunNeeds(True, environment={"CUDA_VISIBLE_DEVICES": "0"}), "fail", "without CUDA", "whl/cu126"),
     ("gpu-health", gpu(trouble="3 uncorrected memory errors"), RunNeeds(), "fail", "GPU 0 (NVIDIA H100 80GB HBM3): 3 uncorrected memory errors", "--gpu-reset -i 0"),
     ("gpu-health", gpu(trouble="a repair waits for a reset"), RunNeeds(), "fail", "waits for a reset", "--gpu-reset"),
-    ("gpu-pace", gpu(slowed="too hot", temperature=93), RunNeeds(), "warn", "GPU 0 (NVIDIA H100 80GB HBM3) is slowed down at 93 °C: too hot", "cooling"),
-    ("gpu-pace", machine(gpus=replace(machine().gpus, gpus=(replace(GPU, nvlinks=17), replace(GPU, index=1, nvlinks=18)))), RunNeeds(), "warn", "17 NVLinks", "nvlink --status -i 0"),
-    ("gpu-use", gpu(uses="4711 python", memory_used=60 * GIB), RunNeeds(), "warn", "in use by 4711 python: 60.0 GiB", "CUDA_VISIBLE_DEVICES=1,2,3,4,5,6,7"),
+    ("gpu-use", gpu(memory_used=60 * GIB), RunNeeds(), "warn", "in use: 60.0 GiB", "CUDA_VISIBLE_DEVICES=1,2,3,4,5,6,7"),
     ("gpu-use", gpu(memory_used=70 * GIB), RunNeeds(True, memory=MEMORY), "fail", "the run needs 17.5 GiB, 10.0 GiB are free", "CUDA_VISIBLE_DEVICES=1"),
     ("gpu-memory", machine(), RunNeeds(True, memory=replace(MEMORY, optimizer=80 * GIB, advice="strategy=zero3")), "fail", "exceeds", "strategy=zero3"),
     ("gpu-memory", machine(), RunNeeds(True, memory=replace(MEMORY, activations=70 * GIB, advice="strategy=zero3")), "warn", "exceeds", "strategy=zero3"),
-    ("infiniband", ports(DOWN), TWO_MACHINES, "fail", "no port is up: mlx5_1:1 (InfiniBand, DOWN, 10 Gb/s)", "NCCL_IB_DISABLE=1"),
-    ("infiniband", ports(DOWN), RunNeeds(), "warn", "no port is up", "ibstat mlx5_1"),
-    ("infiniband", ports(UP, DOWN), TWO_MACHINES, "warn", "NCCL goes on without a word over mlx5_0", "NCCL_IB_HCA=mlx5_0"),
+    ("infiniband", ports(DOWN), TWO_MACHINES, "fail", "no port is up: mlx5_1:1 (InfiniBand, DOWN, 10.0 Gb/s)", "NCCL_IB_DISABLE=1"),
+    ("infiniband", ports(DOWN), RunNeeds(), "warn", "no port is up", "ibstat"),
+    ("infiniband", ports(UP, DOWN), TWO_MACHINES, "warn", "down or of several speeds: mlx5_0:1 (InfiniBand, ACTIVE, 400.0 Gb/s); mlx5_1", "NCCL_IB_HCA"),
     ("infiniband", ports(UP, NCCL_IB_HCA="mlx4"), TWO_MACHINES, "fail", "NCCL_IB_HCA: mlx4 means none of this machine", "take it away"),
-    ("infiniband", ports(UP, NCCL_IB_DISABLE="1"), TWO_MACHINES, "warn", "leaves mlx5_0 unused", "unset NCCL_IB_DISABLE"),
-    ("infiniband", ports(UP, verbs=()), TWO_MACHINES, "fail", "uverbs", "--device=/dev/infiniband"),
     ("locked-memory", ports(UP, memlock=8 * MIB), TWO_MACHINES, "fail", "8 MiB", "ulimit -l unlimited"),
     ("locked-memory", ports(ROCE, memlock=64 * 1024), RunNeeds(), "warn", "NCCL locks gigabytes for mlx5_1", "memlock=-1"),
     ("network-interface", network(environment={"GLOO_SOCKET_IFNAME": "ib0"}), TWO_MACHINES, "fail", "GLOO_SOCKET_IFNAME: ib0 is not there: this machine has eth0 (10.0.0.1), lo", "name one of these"),
     ("network-interface", network(environment={"NCCL_SOCKET_IFNAME": "lo"}), TWO_MACHINES, "fail", "reaches no other machine", "NCCL_SOCKET_IFNAME=eth0"),
     ("network-interface", network(interfaces=(Interface("eth1", ("10.0.0.9",), up=False),), environment={"NCCL_SOCKET_IFNAME": "=eth1"}), TWO_MACHINES, "fail", "down or has no address", "take it away"),
-    ("network-interface", network(interfaces=(Interface("eth1", ("10.0.0.9",)),)), TWO_MACHINES, "warn", "no default route", "NCCL_SOCKET_IFNAME=eth1"),
     ("host-name", network(host=HostName("n1", ("127.0.1.1",))), TWO_MACHINES, "fail", "n1 resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
-    ("host-name", network(host=HostName("n1", ("127.0.1.1",))), RunNeeds(), "warn", "where other machines find themselves", "/etc/hosts"),
+    ("host-name", network(host=HostName("n1", ("127.0.1.1",))), RunNeeds(), "warn", "where other machines do not find this one", "/etc/hosts"),
     ("host-name", network(host=HostName("n1", ("127.0.1.1",)), environment={"GLOO_SOCKET_IFNAME": "lo"}), TWO_MACHINES, "fail", "n1 resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
-    ("host-name", network(host=HostName("n1", ("10.9.9.9",))), TWO_MACHINES, "fail", "no address of this machine", "/etc/hosts"),
+    ("host-name", network(host=HostName("n1", ("10.9.9.9",))), TWO_MACHINES, "fail", "n1 resolves to 10.9.9.9", "/etc/hosts"),
     ("host-name", network(host=HostName("n1", (), "Name or service not known")), TWO_MACHINES, "fail", "does not resolve", "/etc/hosts"),
     ("name-server", network(silence="the name server does not answer for n1"), RunNeeds(), "warn", "does not answer for n1, and torch asks it", "/etc/resolv.conf"),
     ("main-address", network(main=HostName("n0", (), "Name or service not known")), TWO_MACHINES, "fail", "n0 does not resolve here", "topology.main_address"),
     ("main-address", network(main=HostName("n0", ("127.0.1.1",))), TWO_MACHINES, "fail", "look for machine 0 in itself", "topology.main_address"),
-    ("main-address", network(main=HostName("127.0.0.1", ("127.0.0.1",))), TWO_MACHINES, "warn", "127.0.0.1: every machine", "topology.main_address"),
+    ("main-address", network(main=HostName("127.0.0.1", ("127.0.0.1",))), TWO_MACHINES, "warn", "127.0.0.1 is 127.0.0.1: every machine", "topology.main_address"),
     ("main-address", network(main=HostName("localhost", ("127.0.0.1",))), TWO_MACHINES, "warn", "localhost is 127.0.0.1", "topology.main_address"),
-    ("main-address", network(taken="Address already in use"), replace(TWO_MACHINES, port=29500), "warn", "port 29500 here: address already in use", "topology.main_port"),
-    ("shared-memory", limits(shm=64 * MIB, shm_free=64 * MIB), ONE_MACHINE, "fail", "/dev/shm has 64 MiB", "--shm-size"),
-    ("shared-memory", limits(shm=64 * MIB, shm_free=64 * MIB), RunNeeds(), "warn", "/dev/shm has 64 MiB", "--shm-size"),
-    ("shared-memory", limits(shm=8 * GIB, shm_free=3 * MIB), RunNeeds(), "warn", "3 MiB left of 8.0 GiB", "/dev/shm"),
+    ("shared-memory", limits(shm=64 * MIB), ONE_MACHINE, "fail", "/dev/shm has 64 MiB", "--shm-size"),
+    ("shared-memory", limits(shm=64 * MIB), RunNeeds(), "warn", "/dev/shm has 64 MiB", "--shm-size"),
     ("open-files", limits(nofile=1024), ONE_MACHINE, "warn", "1024", "ulimit -n"),
-    ("memory", limits(memory=16 * GIB, memory_free=15 * GIB), RunNeeds(True, per_node=8, memory=replace(MEMORY, host=4 * GIB)), "fail", "the run needs 32.0 GiB on this machine; 15.0 GiB free of 16.0 GiB that the cgroup allows", "topology.memory=0"),
+    ("memory", limits(memory=16 * GIB, memory_free=15 * GIB), RunNeeds(True, per_node=8, memory=replace(MEMORY, host=4 * GIB)), "fail", "the run needs 32.0 GiB on this machine; 15.0 GiB free of 16.0 GiB that the machine or its cgroup", "topology.memory=0"),
     ("memory", limits(memory_free=GIB), RunNeeds(), "warn", "1.0 GiB free", "end other processes"),
     ("cores", limits(cpus=4.0), ONE_MACHINE, "warn", "8 processes on 4 cores", "cpus_per_node"),
-    ("cores", variables(OMP_NUM_THREADS="96"), ONE_MACHINE, "warn", "OMP_NUM_THREADS=96 in each of 8", "OMP_NUM_THREADS=12"),
-    ("clock", machine(host=replace(machine().host, clock_kept=False)), RunNeeds(), "warn", "not kept by NTP", "chronyd"),
     ("output-folder", folder(writable=False), ONE_MACHINE, "fail", "/data/run cannot be written to", "trainer.output_dir"),
     ("output-folder", folder(free=4 * MIB), ONE_MACHINE, "fail", "4 MiB free", "trainer.output_dir"),
-    ("output-folder", folder(free=10 * GIB), RunNeeds(True, disk=100 * GIB, final=9 * GIB), "warn", "take about 100 GiB", "keep_checkpoints"),
-    ("output-folder", folder(free=10 * GIB), RunNeeds(True, disk=100 * GIB, final=11 * GIB), "fail", "take about 100 GiB", "keep_checkpoints"),
+    ("output-folder", folder(free=10 * GIB), RunNeeds(True, disk=100 * GIB), "warn", "take about 100 GiB", "keep_checkpoints"),
     ("output-folder", folder(kind="ext4"), TWO_MACHINES, "warn", "each of 2 would have its own", "share"),
     ("output-folder", folder(lack="no answer within 5 s"), ONE_MACHINE, "fail", "no answer within 5 s", "df /data/run"),
     ("cache-folder", folder(setting="data.cache_dir", writable=False), ONE_MACHINE, "warn", "only what is in it can be used", "data.cache_dir"),
@@ -235,7 +219,7 @@ def test_what_only_matters_between_machines_is_no_trouble_for_a_run_on_one() -> 
 
 
 def test_a_report_without_secrets_loses_nothing_and_is_one_json_document() -> None:
-    facts = replace(machine(), lacks=("timedatectl: not installed",))
+    facts = replace(machine(), lacks=("git trl: not installed",))
     redactor = Redactor({"MY_TOKEN": "python"})
     report = report_json(facts, ONE_MACHINE, check_all(facts, ONE_MACHINE), redactor)
     assert "***" not in json.dumps(report) and report["versions"]["python"] == "3.12"
@@ -271,7 +255,7 @@ def test_a_torch_that_was_asked_where_no_gpu_is_shown_is_not_blamed_for_finding_
 
 def test_a_variable_of_the_config_counts_as_one_of_the_environment() -> None:
     needs = replace(TWO_MACHINES, environment={"NCCL_IB_DISABLE": "1"})
-    assert named(ports(UP), needs, "infiniband")[0].status == "warn"
+    assert "talk by TCP" in named(ports(UP), needs, "infiniband")[0].found
     assert named(ports(DOWN), needs, "infiniband")[0].status == "ok"
 
 
@@ -314,15 +298,9 @@ def test_the_attention_that_auto_comes_to_is_named_with_what_better_kernels_lack
 
 
 def test_what_speaks_against_the_plan_is_a_failed_check_and_not_the_end_of_the_report() -> None:
-    config = RunConfig(
-        topology=Topology(kind="local"), strategy=Strategy(name="zero3"), trainer=Trainer(loader_workers=2)
-    )
+    config = RunConfig(topology=Topology(kind="local"), strategy=Strategy(name="zero3"))
     needs = needs_of(config, Surroundings(host="n1"))
     (check,) = named(machine(), needs, "run")
-    assert (check.status, needs.strategy, needs.workers) == (
-        "fail",
-        "zero3",
-        2,
-    ) and "topology.gpus_per_node" in check.found
+    assert (check.status, needs.strategy) == ("fail", "zero3") and "topology.gpus_per_node" in check.found
     elsewhere = needs_of(RunConfig(topology=Topology(nodes=4, gpus_per_node=8)), Surroundings(host="n1"))
     assert named(machine(), elsewhere, "run")[0].status == "warn" and elsewhere.nodes * elsewhere.per_node == 32

@@ -31,13 +31,8 @@ class Nvml:
             "Name": "NVIDIA H100 80GB HBM3",
             "UUID": "GPU-1",
             "MemoryInfo": types.SimpleNamespace(total=80 * GIB, used=4 * 2**20),
-            "UtilizationRates": types.SimpleNamespace(gpu=0),
-            "EccMode": (1, 1),
             "TotalEccErrors": 0,
             "RemappedRows": (1, 0, 0, 0),
-            "CurrentClocksEventReasons": 1,
-            "ComputeRunningProcesses": [],
-            "EnforcedPowerLimit": 700_000,
         }
         self._known, self._gpus = {**healthy, **changes}, gpus
 
@@ -46,7 +41,7 @@ class Nvml:
             return 0
         if name.startswith("nvmlDeviceGet") and name.removeprefix("nvmlDeviceGet") in self._known:
             value = self._known[name.removeprefix("nvmlDeviceGet")]
-            return lambda handle, *args: value(*args) if callable(value) else value
+            return lambda handle, *args: value
         raise AttributeError(name)
 
     def nvmlDeviceGetCount(self) -> int:
@@ -65,12 +60,11 @@ class Nvml:
 
 
 def test_a_healthy_gpu_is_read_with_nothing_wrong_and_one_that_is_lost_is_named() -> None:
-    found = devices._driver(Nvml(gpus=2, NvLinkState=lambda link: 1))
+    found = devices._driver(Nvml(gpus=2))
     assert (found.driver, found.cuda, len(found.gpus)) == ("570.133.20", "12.8", 2)
     well, lost = found.gpus
-    assert (well.name, well.memory, well.ecc) == ("NVIDIA H100 80GB HBM3", 80 * GIB, True)
-    assert (well.trouble, well.slowed, well.uses, well.mig) == ("", "", "", False)
-    assert (well.power, well.nvlinks) == (700, 18)
+    assert (well.name, well.memory) == ("NVIDIA H100 80GB HBM3", 80 * GIB)
+    assert (well.trouble, well.mig) == ("", False)
     assert (lost.index, lost.trouble) == (1, "the driver has lost it: GPU is lost")
 
 
@@ -80,10 +74,7 @@ def test_a_healthy_gpu_is_read_with_nothing_wrong_and_one_that_is_lost_is_named(
         ({"TotalEccErrors": 2}, "trouble", "2 uncorrected memory errors since the driver was loaded"),
         ({"RemappedRows": (0, 1, 1, 0)}, "trouble", "a repair of its memory waits for a reset"),
         ({"RemappedRows": (0, 1, 0, 1)}, "trouble", "memory rows could not be remapped"),
-        ({"CurrentClocksEventReasons": 1 | 8}, "slowed", "hardware slowdown"),
-        ({"ComputeRunningProcesses": [types.SimpleNamespace(pid=2**30)]}, "uses", str(2**30)),
         ({"MigMode": [1, 1]}, "mig", True),
-        ({"NvLinkState": lambda link: int(link < 17)}, "nvlinks", 17),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -92,11 +83,7 @@ def test_each_fault_of_a_gpu_is_read(changes: dict[str, Any], fact: str, value: 
     assert getattr(gpu, fact) == value
 
 
-def test_rdma_devices_and_names_are_read_or_say_why_not(tmp_path: Path) -> None:
-    (tmp_path / "dev/infiniband").mkdir(parents=True)
-    for name in ("uverbs0", "rdma_cm"):
-        (tmp_path / "dev/infiniband" / name).touch()
-    assert network.read_verbs(tmp_path) == ("uverbs0",) and network.read_verbs(tmp_path / "nothing") == ()
+def test_names_are_resolved_or_say_why_not() -> None:
     assert all(map(is_loopback, network.resolved("localhost").addresses))
     assert network.resolved("no-such-machine.invalid").lack and network.resolved("a" * 300).lack
 
@@ -120,7 +107,7 @@ def test_the_tightest_limit_of_the_cgroups_counts(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
     found, machine = host.read_host(tmp_path), psutil.virtual_memory().total
-    assert (found.memory, found.machine_memory) == (memory or machine, machine)
+    assert found.memory == (memory or machine)
     assert found.cpus == cores or (cores is None and found.cpus >= 1)
     assert found.memory_free is not None and found.memory_free <= (memory or machine)
 
@@ -157,39 +144,16 @@ def test_nvidia_hardware_is_seen_without_its_driver(tmp_path: Path) -> None:
     assert has_nvidia(tmp_path)
 
 
-def test_packages_that_do_not_fit_are_found_by_what_they_say_of_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_do_not_fit_are_found_by_what_packtrain_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"torch": "2.9.0+cu128", "trl": "1.16.0", "flash-attn": "2.6.0"}
-    wanted = ["torch>=2.10", "trl>=1.16,<2", "peft>=0.21", "??"]
-    wanted += ['flash-attn>=2.8; extra == "flash"', 'wandb; extra == "wandb"']
+    wanted = ["torch>=2.10", "trl>=1.16,<2", "peft>=0.21", 'flash-attn>=2.8; extra == "flash"']
     monkeypatch.setattr(software, "version_of", installed.get)
     monkeypatch.setattr(software.metadata, "requires", lambda package: wanted)
-    assert list(software.conflicts_of("packtrain")) == [
-        ("packtrain", "torch>=2.10", "2.9.0+cu128"),
-        ("packtrain", "peft>=0.21", "none"),
-        ("packtrain", "flash-attn>=2.8", "2.6.0"),
-    ]
+    assert list(software.conflicts()) == [("torch>=2.10", "2.9.0+cu128"), ("peft>=0.21", "none")]
 
 
 def test_a_limit_of_some_kilobytes_is_not_told_as_none_at_all() -> None:
     assert [size(number) for number in (0, 65536, 8 * 2**20, 2**31)] == ["0 MiB", "64 KiB", "8 MiB", "2.0 GiB"]
-
-
-def test_build_tools_are_those_that_a_run_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def put(name: str) -> str:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(0o755)
-        return str(tmp_path / name)
-
-    usual, beside, in_path = put("usual/nvcc"), put("venv/bin/ninja"), put("path/nvcc")
-    monkeypatch.setattr(software, "_USUAL_NVCC", usual)
-    monkeypatch.setattr(software.sys, "executable", str(tmp_path / "venv/bin/python"))
-    nowhere, path = {"PATH": str(tmp_path)}, {"PATH": str(tmp_path / "path")}
-    assert software.tool_command("ninja", nowhere) == (beside, "--version")
-    assert software.tool_command("nvcc", nowhere) == (usual, "--version")
-    assert software.tool_command("nvcc", path) == (in_path, "--version")
-    assert software.tool_command("nvcc", {**path, "CUDA_HOME": "/opt/cuda"}) == ("/opt/cuda/bin/nvcc", "--version")
-    assert software.tool_command("C++ compiler", nowhere) == ("c++", "--version")
 
 
 def test_what_torch_could_not_finish_saying_counts_as_far_as_it_came() -> None:
@@ -216,7 +180,7 @@ def test_a_command_that_hangs_is_given_up_with_its_children(tmp_path: Path) -> N
         time.sleep(0.02)
 
 
-def test_a_command_that_fails_is_a_line_and_one_that_waits_reads_its_cue() -> None:
+def test_a_command_that_fails_is_a_line() -> None:
     for argv, why in (
         (("no-such-command-at-all",), "not installed"),
         (("sh", "-c", "echo 'Failed to initialize NVML' >&2; exit 9"), "Failed to initialize NVML"),
@@ -224,7 +188,6 @@ def test_a_command_that_fails_is_a_line_and_one_that_waits_reads_its_cue() -> No
     ):
         with pytest.raises(Unanswered, match=why):
             command(argv, 60)
-    assert command(("cat",), 60, stdin=lambda: "cue") == "cue"
 
 
 def test_a_question_whose_answer_fails_or_never_comes_costs_only_itself() -> None:
