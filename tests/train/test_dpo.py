@@ -25,7 +25,7 @@ from packtrain.plan.dpo_reference import DpoReference
 from packtrain.train import console
 from packtrain.train.dpo import _COLUMNS, DPO, FIGURES, PackedDPOTrainer
 from packtrain.train.loader import PairSteps
-from packtrain.train.loop import unread_data
+from packtrain.train.settings import unread_data
 
 SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
