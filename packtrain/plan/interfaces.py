@@ -100,18 +100,16 @@ def read_network(
     addresses = addresses_by_interface() if addresses is None else addresses
     default = default_interface(kernel_text(root / "proc/net/route"), kernel_text(root / "proc/net/ipv6_route"))
     folders = root / "sys/class/net"
-    names = dict.fromkeys([*(one.name for one in _listed(folders) if one.is_dir()), *(addresses or ())])
+    names = (
+        ()
+        if addresses is None
+        else dict.fromkeys([*(one.name for one in _listed(folders) if one.is_dir()), *addresses])
+    )
+    interfaces = (_interface(folders / name, addresses.get(name, ()), default=name == default) for name in names)
+    devices = _listed(root / "sys/class/infiniband")
     return HostNetwork(
-        interfaces=tuple(
-            _interface(folders / name, tuple(addresses.get(name, ())), default=name == default) for name in names
-        )
-        if addresses is not None
-        else (),
-        ports=tuple(
-            _port(device, port)
-            for device in _listed(root / "sys/class/infiniband")
-            for port in _listed(device / "ports")
-        ),
+        interfaces=tuple(interfaces),
+        ports=tuple(_port(device, port) for device in devices for port in _listed(device / "ports")),
         own_address=own_address_towards(main_address) if main_address else None,
     )
 
@@ -181,13 +179,8 @@ def _port(device: Path, port: Path) -> Port:
 
 def _listed(folder: Path) -> list[Path]:
     with suppress(OSError):
-        return sorted(folder.iterdir(), key=_natural)
+        return sorted(folder.iterdir())
     return []
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """mlx5_2 before mlx5_10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def kernel_text(path: Path) -> str:
@@ -269,50 +262,39 @@ def _rdma(ports: Sequence[Port], given: Mapping[str, str], asked: Mapping[str, s
     if given.get(name):
         return [_given(name, given[name], asked)]
     active = [one for one in ports if one.active]
-    if not active:
-        devices = ", ".join(one.device for one in ports)
-        return [NetworkSetting(name, None, f"no port of {devices} is active: NCCL talks by TCP")]
     fabric = [one for one in active if one.layer == "InfiniBand"]
     rate = max((one.rate or 0 for one in fabric), default=0)
     best = [one for one in fabric if (one.rate or 0) == rate]
-    if not best:
-        return [NetworkSetting(name, None, f"{len(active)} active RoCE ports: NCCL chooses by what is near a GPU")]
     found = f"{len(best)} active InfiniBand port{'s' if len(best) > 1 else ''} of {rate:g} Gbit/s"
-    if len(best) == len(ports):
-        return [NetworkSetting(name, None, f"{found}, all alike: NCCL uses all of them")]
-    others = ", ".join(f"{one.device} ({_why_not(one)})" for one in ports if one not in best)
-    return [
-        NetworkSetting(name, "=" + ",".join(f"{one.device}:{one.number}" for one in best), f"{found}, without {others}")
-    ]
-
-
-def _why_not(port: Port) -> str:
-    if not port.active:
-        return "down"
-    return "Ethernet" if port.layer != "InfiniBand" else f"{port.rate or 0:g} Gbit/s"
+    value = None
+    if not active:
+        reason = f"no port of {', '.join(one.device for one in ports)} is active: NCCL talks by TCP"
+    elif not best:
+        reason = f"{len(active)} active RoCE ports: NCCL chooses by what is near a GPU"
+    elif len(best) == len(ports):
+        reason = f"{found}, all alike: NCCL uses all of them"
+    else:
+        value = "=" + ",".join(f"{one.device}:{one.number}" for one in best)
+        reason = f"{found}, without {', '.join(one.device for one in ports if one not in best)}"
+    return [NetworkSetting(name, value, reason)]
 
 
 def _impossible(
     network: HostNetwork, given: Mapping[str, str], asked: Mapping[str, str], *, gpus: bool
 ) -> Iterator[Problem]:
     """What the user's own values name that is not there."""
-    usable = [one.name for one in network.interfaces if one.up and one.addresses]
-    there = ", ".join(f"{one.name} ({one.addresses[0]})" for one in network.interfaces if one.name in usable) or "none"
-    for name in SOCKETS if network.interfaces else ():
-        value, where = given.get(name, ""), _where(name, asked)
-        gloo = name.startswith("GLOO")
-        if not value or (not gloo and (not gpus or matching(value, usable))):
-            continue
-        if value.startswith("^") and not gloo:
-            what = f"{value} leaves out all that this machine has: {there}"
-            yield Problem(what, where, "take it away, and packtrain chooses")
-            continue
-        parts = value.split(",") if gloo else _parts(value)  # gloo knows names only
-        if lacking := [one for one in parts if not gloo or one not in usable]:
-            down = any(one.name in lacking for one in network.interfaces)
-            what = f"is {'down or has no address' if down else 'not there'}: this machine has {there}"
+    usable = {one.name: one.addresses[0] for one in network.interfaces if one.up and one.addresses}
+    there = ", ".join(f"{name} ({address})" for name, address in usable.items()) or "none"
+    gloo, nccl = given.get("GLOO_SOCKET_IFNAME", ""), given.get("NCCL_SOCKET_IFNAME", "")
+    lacking = {
+        "NCCL_SOCKET_IFNAME": nccl if gpus and not matching(nccl, list(usable)) else "",
+        "GLOO_SOCKET_IFNAME": ", ".join(one for one in gloo.split(",") if one not in usable),  # gloo knows names only
+    }
+    for name, value in lacking.items() if network.interfaces else ():
+        if value:
+            what = f"{value} is not there, or down: this machine has {there}"
             fix = "take it away, and packtrain chooses; or name one of these"
-            yield Problem(f"{', '.join(lacking)} {what}", where, fix)
+            yield Problem(what, _where(name, asked), fix)
     value, ports = given.get("NCCL_IB_HCA", ""), network.ports
     if not value or not gpus or given.get("NCCL_IB_DISABLE") == "1" or hcas(value, ports):
         return

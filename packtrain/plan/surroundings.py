@@ -75,7 +75,7 @@ def look_around(gpus_of_machine: Sequence[int] | None = None) -> Surroundings:
     memory = _gpus_of_machine() if gpus_of_machine is None else gpus_of_machine
     gpus = visible_gpus(len(memory), os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Surroundings(
-        env={name: value for name, value in os.environ.items() if _is_relevant(name)},
+        env={name: os.environ[name] for name in os.environ if name in _RELEVANT or name.startswith(_RELEVANT_PREFIXES)},
         gpus=gpus,
         gpu_memory=min(memory) or None if gpus else None,
         driver=bool(memory) or shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists(),
@@ -102,10 +102,6 @@ def visible_gpus(machine: int, cuda_visible_devices: str | None) -> int:
     return min(visible, machine)
 
 
-def _is_relevant(name: str) -> bool:
-    return name in _RELEVANT or name.startswith(_RELEVANT_PREFIXES)
-
-
 def _gpus_of_machine() -> list[int]:
     """Bytes of memory of each GPU; 0 where it is not known."""
     command = shutil.which("nvidia-smi")
@@ -121,14 +117,11 @@ def _gpus_of_machine() -> list[int]:
 
 def free_port() -> int:
     """A free port, below the range that the system gives out by itself, so that it is still free when it is used."""
-    for _ in range(_ATTEMPTS):
-        port = _LEAST_PORT + secrets.randbelow(_PORTS)
+    for port in (*(_LEAST_PORT + secrets.randbelow(_PORTS) for _ in range(_ATTEMPTS)), 0):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+            return probe.getsockname()[1]
+    raise UserError("no port of this machine is free", where="topology.main_port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +154,9 @@ def allocation_of(env: Mapping[str, str]) -> Allocation | None:
     in_step = step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
     if in_step:
         named = env.get("SLURM_STEP_NODELIST", named)
+    asked = env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[
+        2
+    ]  # `8`, `a100:8`: all that is known outside of the machines
     place = "task" if in_step else "machine" if "SLURM_NODEID" in env else "outside"
     return Allocation(
         job=job,
@@ -170,7 +166,7 @@ def allocation_of(env: Mapping[str, str]) -> Allocation | None:
         rank=int_of(env, "SLURM_PROCID", 0) if in_step else 0,
         local_rank=int_of(env, "SLURM_LOCALID", 0) if in_step else 0,
         tasks=repeated(env.get("SLURM_STEP_TASKS_PER_NODE", "1")) if in_step else (),
-        gpus=int_of(env, "SLURM_GPUS_ON_NODE", 0) or (_asked_gpus(env) if place == "outside" else None),
+        gpus=int_of(env, "SLURM_GPUS_ON_NODE", 0) or (int(asked) if place == "outside" and asked.isdigit() else None),
         port=_SLURM_PORTS[0]
         + (int(re.sub(r"\D", "", job) or 0) * 131 + (int(step) if in_step else 0) * 17) % _SLURM_PORTS[1],
     )
@@ -212,9 +208,8 @@ def repeated(counts: str) -> tuple[int, ...]:
     for part in counts.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if found is None:
-            raise UserError(
-                f"cannot read {counts!r} as numbers of tasks", where="environment variable SLURM_STEP_TASKS_PER_NODE"
-            )
+            what = f"cannot read {counts!r} as numbers of tasks"
+            raise UserError(what, where="environment variable SLURM_STEP_TASKS_PER_NODE")
         numbers += [int(found[1])] * int(found[2] or 1)
     return tuple(numbers)
 
@@ -230,12 +225,6 @@ def _expand_one(name: str) -> Iterator[str]:
         for number in range(int(first), int(last or first) + 1):
             for tail in _expand_one(after):
                 yield f"{before}{number:0{len(first)}d}{tail}"
-
-
-def _asked_gpus(env: Mapping[str, str]) -> int | None:
-    """Of each machine, as it was asked for (`8`, `a100:8`): all that is known outside of the machines."""
-    number = env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
-    return int(number) if number.isdigit() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,9 @@ GPUS_PER_NODE = "topology.gpus_per_node"
 class Processes:
     """`per_node` processes on each of `nodes` machines, of which this is number `node`; and why.
 
-    `spread` where packtrain is still to be started on all machines of a Slurm job; `joins` where another launcher has started all processes; `env` is what torch has to be told of it. `hosts` are the
-    machines' names where they are known. `obstacles` keep the plan from being carried out from here.
+    `spread` where packtrain is still to be started on all machines of a Slurm job; `joins` where another launcher has started
+    all processes; `env` is what torch has to be told of it. `hosts` are the machines' names where they are known. `obstacles`
+    keep the plan from being carried out from here.
     """
 
     nodes: int
@@ -111,18 +112,13 @@ def _join(topology: Topology, started: LaunchedProcess, surroundings: Surroundin
             where=f"the launch ({started.by})",
             fix="start the same number of processes on every machine",
         )
-    for key, wanted, found in (
-        ("topology.nodes", topology.nodes, nodes),
-        ("topology.gpus_per_node", topology.gpus_per_node, started.per_node),
-    ):
-        if wanted is not None and wanted != found:
-            meant = (topology.nodes or nodes) * (topology.gpus_per_node or started.per_node)
-            raise CheckFailed(
-                f"{wanted} here, but the launch has {found}: {started.total} processes in all in place of {meant}",
-                where=key,
-                fix="the number of processes that accelerate launch wants is the total over all machines; torchrun's is "
-                "that of each machine",
-            )
+    wanted = (topology.nodes or nodes, topology.gpus_per_node or started.per_node)
+    if wanted != (nodes, started.per_node):
+        raise CheckFailed(
+            f"{_machines(*wanted)} are asked for, but the launch has {_machines(nodes, started.per_node)}",
+            where="topology",
+            fix="the number of processes that accelerate launch wants is the total over all machines; torchrun's is that of each",
+        )
     env = dict(started.env)
     checked = "OMPI_COMM_WORLD_RANK" in surroundings.env  # DeepSpeed holds LOCAL_RANK to Open MPI's
     if surroundings.gpus == 1 and "LOCAL_RANK" in env and not checked:
@@ -131,7 +127,9 @@ def _join(topology: Topology, started: LaunchedProcess, surroundings: Surroundin
     if not address:
         raise UserError("it is empty", where="environment variable MASTER_ADDR", fix="Set it to the first machine.")
     _agree_on_address(topology, address, f"MASTER_ADDR ({started.by})")
-    _check_port(port)
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        what = f"found {port!r}"
+        raise UserError(what, where="environment variable MASTER_PORT", fix="Ports are whole numbers from 1 to 65535.")
     _agree("topology.main_port", topology.main_port, int(port), f"MASTER_PORT ({started.by})")
     if surroundings.env.get("GROUP_RANK", "").isdigit():  # torchrun's
         _agree("topology.node_rank", topology.node_rank, int(surroundings.env["GROUP_RANK"]), "GROUP_RANK (torchrun)")
@@ -149,9 +147,8 @@ def _machine(topology: Topology, surroundings: Surroundings, machine: LaunchedMa
         raise UserError(what, where=f"environment, {machine.by}")
     if machine.nodes > 1 and not (topology.main_address or machine.main_address):
         what = f"the first machine is not known: {machine.by} do not say its address"
-        raise UserError(
-            what, where="topology.main_address", fix="Set it to a name or address that all machines can reach."
-        )
+        fix = "Set it to a name or address that all machines can reach."
+        raise UserError(what, where="topology.main_address", fix=fix)
     _agree_on_address(topology, machine.main_address, machine.by)
     per_node = topology.gpus_per_node or machine.per_node or max(surroundings.gpus, 1)
     _check_gpus(per_node, surroundings, "topology.gpus_per_node")
@@ -178,9 +175,7 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
         what = f"{topology.node_rank} for all of the {nodes} machines of {job}"
         raise UserError(what, where="topology.node_rank", fix="Take the key away: inside a Slurm job it is known.")
     first = allocation.hosts[0]
-    if topology.main_address and not _same_host(topology.main_address, first):
-        what = f"{topology.main_address}, but the first machine of {job} is {first} (SLURM_JOB_NODELIST)"
-        raise UserError(what, where="topology.main_address", fix="Take the key away: inside a Slurm job it is known.")
+    _agree_on_address(topology, first, f"{job}: the first of SLURM_JOB_NODELIST")
     per_node = topology.gpus_per_node or allocation.gpus or max(surroundings.gpus, 1)
     if allocation.gpus and per_node > allocation.gpus:
         what = f"{per_node}, but {job} has {allocation.gpus} GPUs on this machine (SLURM_GPUS_ON_NODE)"
@@ -238,11 +233,12 @@ def _elsewhere(topology: Topology, surroundings: Surroundings) -> Processes:
     if not per_node:
         what = f"how many GPUs each of {nodes} machines has is not known here"
         raise UserError(what, where="topology.gpus_per_node", fix="Set it.")
-    what = "this is not inside a Slurm job" if topology.kind == "slurm" else f"{nodes} machines are asked for"
     fix = "Submit it (packtrain sbatch VERB CONFIG), or start packtrain in an allocation (salloc)"
-    if topology.kind != "slurm":
+    if topology.kind == "slurm":
+        where, what = "topology.kind", "this is not inside a Slurm job"
+    else:
+        where, what = "topology.nodes", f"{nodes} machines are asked for"
         fix += ", or the same command on every machine with topology=manual and its topology.node_rank"
-    where = "topology.kind" if topology.kind == "slurm" else "topology.nodes"
     return Processes(
         nodes=nodes,
         per_node=per_node,
@@ -287,13 +283,6 @@ def _agree_on_address(topology: Topology, found: str, source: str) -> None:
     if wanted and found and not (_same_host(wanted, found) or _same_host(found, wanted) or is_loopback(found)):
         fix = "Take the key away, or set both to the same."
         raise UserError(f"{wanted}, but it is {found} by {source}", where="topology.main_address", fix=fix)
-
-
-def _check_port(port: str) -> None:
-    """Raises UserError where another launcher's port is none."""
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        what = f"found {port!r}"
-        raise UserError(what, where="environment variable MASTER_PORT", fix="Ports are whole numbers from 1 to 65535.")
 
 
 def _check_gpus(per_node: int, surroundings: Surroundings, source: str) -> None:

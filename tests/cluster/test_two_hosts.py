@@ -322,7 +322,7 @@ def test_a_foreign_launch_with_the_number_of_one_machine_is_refused(hosts: TwoHo
     script = ["-m", "packtrain", "sft", "run.yaml", "topology=env", "topology.nodes=2", "topology.gpus_per_node=2"]
     runs = [hosts.start(host, *common, "--machine_rank", str(host - 1), *script, cwd=folder) for host in (1, 2)]
     assert 0 not in both(runs)
-    assert all("2 here, but the launch has 1: 2 processes in all in place of 4" in run.text for run in runs)
+    assert all("but the launch has 2 machines, 1 process on each" in run.text for run in runs)
     assert all("exitcode  : 3" in run.text for run in runs)  # torchrun's own is 1 for everything
     assert not (folder / "run/metrics.jsonl").exists()
 

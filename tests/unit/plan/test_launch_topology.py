@@ -160,7 +160,7 @@ def test_a_task_that_sees_one_gpu_only_takes_it(gpus: int, local_rank: str) -> N
     [
         ({"nodes": 4}, BATCH_SCRIPT, {}, "4, but it is 3 by Slurm job 17: n1, n2, n3"),
         ({"gpus_per_node": 9}, BATCH_SCRIPT, {}, r"9, but Slurm job 17 has 8 GPUs on this machine \(SLURM_GPUS_ON_NODE\)"),
-        ({"main_address": "login"}, BATCH_SCRIPT, {}, "login, but the first machine of Slurm job 17 is n1"),
+        ({"main_address": "login"}, BATCH_SCRIPT, {}, "login, but it is n1 by Slurm job 17: the first of SLURM_JOB_NODELIST"),
         ({"node_rank": 1}, TASK, {}, r"1, but it is 2 by Slurm job 17 \(SLURM_NODEID\)"),
         ({"kind": "manual", "nodes": 2, "node_rank": 2}, {}, {}, "machine 2 of 2"),
         ({"node_rank": 1}, {}, {}, "machine 1 of 1"),
@@ -204,8 +204,8 @@ def test_a_contradiction_is_an_error_that_names_both_sources(
     [
         ({}, TASK, {"gpus": 7, "driver": True}, r"n1 shows 7 GPUs, 8 were promised \(SLURM_GPUS_ON_NODE\)"),
         ({}, TASK, {"gpus": 0, "driver": True}, "n1 shows 0 GPUs, 8 were promised"),
-        ({"nodes": 2, "gpus_per_node": 2}, TORCHRUN, {}, "2 here, but the launch has 1: 2 processes in all in place of 4"),
-        ({"nodes": 1}, TORCHRUN, {}, "1 here, but the launch has 2"),
+        ({"nodes": 2, "gpus_per_node": 2}, TORCHRUN, {}, "2 machines, 2 processes on each are asked for, but the launch has 2 machines, 1 process on each"),
+        ({"nodes": 1}, TORCHRUN, {}, "1 machine, .* but the launch has 2 machines"),
         ({}, {**TORCHRUN, "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2"}, {}, "5 processes in all, 2 of them on this machine"),
         ({}, {**UNEVEN, "LOCAL_WORLD_SIZE": "2"}, {}, "4 processes in all, 2 of them on this machine"),
         ({}, {**UNEVEN, "LOCAL_WORLD_SIZE": "1"}, {}, "4 processes in all, 1 of them on this machine"),
