@@ -87,7 +87,7 @@ class _Composition:
     """Values, as they grow file by file and argument by argument, and the place where each was written."""
 
     def __init__(self, file: Path | None, chosen: dict[str, Argument]) -> None:
-        OmegaConf.register_new_resolver("now", _now, use_cache=True, replace=True)  # as in Hydra
+        OmegaConf.register_new_resolver("now", datetime.now().strftime, use_cache=True, replace=True)  # as in Hydra
         self.values: DictConfig = OmegaConf.create({})
         self.problems: list[Problem] = []
         self.spoilt: list[str] = []
@@ -222,15 +222,11 @@ def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[F
 def _new(faults: list[Fault], known: list[Fault], spoilt: list[str]) -> list[Fault]:
     """The faults of which no key, nor what it is in or holds, is `known` to be wrong."""
     bad = {*spoilt, *(key for fault in known for key in fault.keys)}
-    return [
-        fault
-        for fault in faults
-        if not any(
-            key == one or one.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{one}.")
-            for key in fault.keys
-            for one in bad
-        )
-    ]
+
+    def close(key: str, one: str) -> bool:
+        return key == one or one.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{one}.")
+
+    return [fault for fault in faults if not any(close(key, one) for key in fault.keys for one in bad)]
 
 
 def _text(values: DictConfig, name: str) -> str | None:
@@ -239,10 +235,6 @@ def _text(values: DictConfig, name: str) -> str | None:
         value = values[name]
         return value if isinstance(value, str) else None
     return None
-
-
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 def _escaped(value: Any) -> Any:

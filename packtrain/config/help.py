@@ -51,7 +51,8 @@ def help_text(width: int) -> str:
     """All keys for a terminal of `width` columns: a line with type and default, and the sentence under it."""
     parts = textwrap.wrap("Config keys, as `key  type [default]`; `group=choice` selects a file of configs/.", width)
     for group, cls in groups().items():
-        parts += ["", *textwrap.wrap(f"{group}: {cls.__doc__}", width), *_choices_line(group)]
+        parts += ["", *textwrap.wrap(f"{group}: {cls.__doc__}", width)]
+        parts += [f"  {group}={'|'.join(names)}"] if (names := options(group)) else []
         for key in keys_of(cls, f"{group}.").values():
             head = f"{key.path}  {describe(key).replace('|', ' | ')} [{_default(key.default)}]"  # long ones break at blanks
             parts += textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ")
@@ -74,11 +75,6 @@ def markdown() -> str:
     parts.append("## source\n\nAn entry of `data.train` and `data.eval`; text alone is its `path`.")
     parts.append(_table(list(keys_of(DataSource).values())))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
-
-
-def _choices_line(group: str) -> list[str]:
-    names = options(group)
-    return [f"  {group}={'|'.join(names)}"] if names else []
 
 
 def _default(value: Any) -> str:
@@ -134,16 +130,13 @@ def _word(incomplete: str) -> str:
 def _keys(start: str, *, taken_away: bool) -> Iterator[tuple[str, str]]:
     """Groups that have choices and keys that begin with `start`; the only one left with its values."""
     chosen = {group: cls.__doc__ or "" for group, cls in groups().items() if options(group)}
-    found = {name: said for name, said in {**chosen, **_docs()}.items() if name.startswith(start)}
+    docs = {path: key.doc for path, key in keys().items()}
+    found = {name: said for name, said in {**chosen, **docs}.items() if name.startswith(start)}
     for name, said in found.items():
         yield (name, said) if taken_away else (f"{name}=", said)
     if len(found) == 1 and not taken_away:
         (name,) = found
         yield from ((f"{name}={value}", said) for value, said in _values(name, "") if value)
-
-
-def _docs() -> dict[str, str]:
-    return {path: key.doc for path, key in keys().items()}
 
 
 def _values(name: str, start: str) -> Iterator[tuple[str, str]]:

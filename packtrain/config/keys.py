@@ -16,46 +16,29 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from packtrain.config.schema import groups
 
-# The words of TRL, transformers, peft and axolotl for what we have under another name.
+# The words of TRL, transformers, peft and axolotl for what we have under another name, where spelling does not lead to it.
 _OTHER_NAMES = {
     "model.path": ("base_model", "model_id", "model_name", "model_name_or_path"),
     "batch.examples_per_step": ("batch_size", "global_batch_size", "train_batch_size"),
     "trainer.mixed_precision": ("bf16",),
-    "optim.beta1": ("adam_beta1",),
-    "optim.beta2": ("adam_beta2",),
-    "optim.epsilon": ("adam_epsilon",),
     "data.loss_on": ("assistant_only_loss", "completion_only_loss"),
-    "model.attention": ("attn_implementation",),
     "data.max_length": ("cutoff_len", "max_seq_length", "sequence_len"),
-    "trainer.loader_workers": ("dataloader_num_workers",),
     "data.train": ("dataset", "dataset_name", "dataset_path", "datasets", "train_dataset"),
     "data.workers": ("dataset_num_proc",),
-    "topology.step_timeout": ("ddp_timeout",),
-    "trainer.early_stop_patience": ("early_stopping_patience",),
     "data.eval": ("eval_dataset", "val_set_size"),
     "trainer.eval_every": ("eval_steps",),
     "topology.gpus_per_node": ("gpus", "nproc_per_node", "num_gpus", "num_processes"),
     "optim.max_grad_norm": ("grad_clip", "gradient_clipping"),
     "trainer.log_every": ("logging_steps",),
     "peft.alpha": ("lora_alpha",),
-    "peft.dropout": ("lora_dropout",),
     "peft.r": ("lora_r",),
-    "peft.target_modules": ("lora_target_modules",),
     "optim.learning_rate": ("lr",),
     "optim.schedule": ("lr_scheduler", "lr_scheduler_type"),
     "optim.schedule_options": ("lr_scheduler_kwargs",),
-    "topology.node_rank": ("machine_rank",),
-    "topology.main_address": ("main_process_ip", "master_addr"),
-    "topology.main_port": ("main_process_port", "master_port"),
     "batch.examples_per_device": ("micro_batch_size", "per_device_train_batch_size"),
     "model.config.model_type": ("model_type",),
-    "objective.neftune_alpha": ("neftune_noise_alpha",),
-    "objective.router_aux_coef": ("router_aux_loss_coef",),
     "topology.nodes": ("nnodes", "num_machines", "num_nodes"),
-    "trainer.epochs": ("num_epochs", "num_train_epochs"),
     "optim.name": ("optimizer",),
-    "trainer.output_dir": ("output",),
-    "packing.strategy": ("packing_strategy",),
     "packing.mode": ("padding_free", "sample_packing"),
     "objective.reference": ("precompute_ref_log_probs", "ref_model", "ref_model_adapters", "ref_model_path"),
     "objective.beta": ("pref_beta", "rl_beta"),
@@ -64,10 +47,8 @@ _OTHER_NAMES = {
     "trainer.checkpoint_every": ("save_steps",),
     "trainer.keep_checkpoints": ("save_total_limit",),
     "model.tokenizer": ("tokenizer_name_or_path",),
-    "model.dtype": ("torch_dtype",),
     "data.overlong": ("truncation_mode",),
     "topology.kind": ("use_cpu",),
-    "optim.warmup_steps": ("warmup_ratio",),
 }
 FOREIGN = {name: key for key, names in _OTHER_NAMES.items() for name in names}
 ADVICE = {

@@ -112,10 +112,8 @@ def _misspelt(text: str) -> Problem | None:
         return _no_sweep(text)
     if text.startswith("-"):
         advice = advice_for(text.strip("-").partition("=")[0].replace("-", "_"))
-        meant = f" {advice}" if advice.startswith("Did") else ""
-        return Problem(
-            "no such option", where, f"Config keys are written key=value, without dashes; -h lists them.{meant}"
-        )
+        fix = "Config keys are written key=value, without dashes; -h lists them."
+        return Problem("no such option", where, f"{fix} {advice}" if advice.startswith("Did") else fix)
     if not equals and not text.startswith("~"):
         return Problem("not of the form key=value", where, "Example: optim.learning_rate=1e-4.")
     if key != key.strip():

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from packtrain.config.compose import load_config
@@ -70,17 +69,13 @@ def _values(text: str, beside: Path | None) -> list[str] | None:
         return None  # load_config says what is wrong with it, together with everything else
     if not parsed.is_sweep_override():
         return None
-    values = _enumerated(parsed, text)
-    if not values:
-        raise UserError("no value matches", where=f"{COMMAND_LINE}, {text}", fix="Look at the pattern.")
-    return [f"{parsed.get_key_element()}={value}" for value in values]
-
-
-def _enumerated(parsed: Override, text: str) -> list[str]:
     if not parsed.is_discrete_sweep():
         fix = "Name the values: key=a,b or key=range(1,4)."
         raise UserError("an interval has no values to try one by one", where=f"{COMMAND_LINE}, {text}", fix=fix)
-    return list(parsed.sweep_string_iterator())
+    values = list(parsed.sweep_string_iterator())
+    if not values:
+        raise UserError("no value matches", where=f"{COMMAND_LINE}, {text}", fix="Look at the pattern.")
+    return [f"{parsed.get_key_element()}={value}" for value in values]
 
 
 @dataclass(frozen=True, slots=True)

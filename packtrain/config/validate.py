@@ -15,6 +15,7 @@ import math
 import re
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
@@ -98,7 +99,7 @@ def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault
     made: dict[str, Any] = {}
     for name, value in values.items():
         if name not in known:
-            faults.append(_unknown(f"{prefix}{name}") if cls in groups().values() else _unknown_in(known, prefix, name))
+            faults.append(_unknown(f"{prefix}{name}", None if cls in groups().values() else known))
             continue
         before = len(faults)
         taken = _accept(value, known[name], known[name].path, faults)
@@ -114,7 +115,8 @@ def _accept(value: Any, key: Key, path: str, faults: list[Fault]) -> Any:
     kinds = members(key.type)
     taken = _as_any(value, kinds, path, faults)
     if taken is _REFUSED and isinstance(value, str) and float in kinds and str not in kinds:
-        taken = _as_number(value)
+        with suppress(ValueError):
+            taken = float(value)
     if isinstance(taken, (int, float)) and not isinstance(taken, bool) and not _in_bounds(taken, key):
         return _REFUSED
     return taken
@@ -165,13 +167,6 @@ def _as_list(values: list[Any], kinds: tuple[Any, ...], path: str, faults: list[
     return _REFUSED if _REFUSED in taken else taken
 
 
-def _as_number(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return _REFUSED
-
-
 def _in_bounds(value: float, key: Key) -> bool:
     if not math.isfinite(value):
         return False
@@ -179,14 +174,13 @@ def _in_bounds(value: float, key: Key) -> bool:
     return above and value <= key.maximum and (key.below is None or value < key.below)
 
 
-def _unknown(path: str) -> Fault:
-    return Fault((path,), "there is no such key", advice_for(path))
-
-
-def _unknown_in(known: Mapping[str, Key], prefix: str, name: str) -> Fault:
-    meant = near(name, known, 1)
+def _unknown(path: str, known: Mapping[str, Key] | None = None) -> Fault:
+    """The fault of a key that does not exist; `known` are those of a source, which is no group."""
+    if known is None:
+        return Fault((path,), "there is no such key", advice_for(path))
+    meant = near(path.rpartition(".")[2], known, 1)
     fix = f"Did you mean {meant[0]}?" if meant else f"A source has {', '.join(known)}."
-    return Fault((f"{prefix}{name}",), "there is no such key", fix)
+    return Fault((path,), "there is no such key", fix)
 
 
 def _refused(value: Any, key: Key) -> Fault:

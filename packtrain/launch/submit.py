@@ -71,6 +71,8 @@ def carry_out(job: Job, wish: Wish) -> int:
         return 0
     try:
         job.logs.mkdir(parents=True, exist_ok=True)
+        if wish.file is not None:
+            wish.file.write_text(text, encoding="utf-8")
         if wish.submit:
             _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", wish)
         else:
@@ -82,8 +84,6 @@ def carry_out(job: Job, wish: Wish) -> int:
 
 
 def _write(job: Job, text: str, wish: Wish) -> None:
-    if wish.file is not None:
-        wish.file.write_text(text, encoding="utf-8")
     if wish.as_json:
         told = {"job_id": None, "script": str(wish.file) if wish.file else None, "text": text, **_runs(job, "%j")}
         print(json.dumps(told, indent=2))
@@ -97,8 +97,6 @@ def _submit(job: Job, text: str, what: str, wish: Wish) -> None:
     aside = job.logs / f".slurm-{os.getpid()}.sbatch"
     aside.write_text(text, encoding="utf-8")
     try:
-        if wish.file is not None:
-            wish.file.write_text(text, encoding="utf-8")
         _sbatch(["--test-only", str(aside)])  # without this a cluster may take a job that none of its machines can run
         number = _sbatch(["--parsable", str(aside)]).partition(";")[0]  # JOB or JOB;CLUSTER
     finally:

@@ -86,7 +86,7 @@ class BatchPlan:
         return f". Processes wait {self.idle:.0%} of their time: batch.examples_per_step={better} would divide"
 
 
-def plan_batch(batch: Batch, mode: str, objective: Objective, trainer: Trainer, *, processes: int) -> BatchPlan:
+def plan_batch(batch: Batch, mode: str, objective: Objective, trainer: Trainer, processes: int) -> BatchPlan:
     """The batch arithmetic of a run in packing.mode `mode` on `processes` devices.
 
     Raises UserError where the rows of batch.tokens_per_step cannot be shared out evenly, or a step would be split that a
@@ -122,13 +122,13 @@ def plan_batch(batch: Batch, mode: str, objective: Objective, trainer: Trainer, 
 def _check_whole(objective: Objective, batch: Batch, processes: int, micro_batches: int | None) -> None:
     """Raises UserError where a step is certain to be split, and a loss sorts its pairs; micro-batches by tokens are for later."""
     sorting = objective.sorting_losses
-    if processes > 1:
-        where, fix = f"{processes} processes", "Use one process (topology=single)"
-    else:
+    if not sorting or (processes == 1 and (micro_batches or 1) == 1):
+        return
+    where, fix = f"{processes} processes", "Use one process (topology=single)"
+    if processes == 1:
         where, fix = f"{micro_batches} micro-batches", f"Set batch.examples_per_device={batch.examples_per_step}"
-    if sorting and (processes > 1 or (micro_batches or 1) > 1):
-        what = f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {where}"
-        raise UserError(what, where="objective.loss_type", fix=f"{fix}, or choose another loss.")
+    what = f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {where}"
+    raise UserError(what, where="objective.loss_type", fix=f"{fix}, or choose another loss.")
 
 
 def _idle(examples: int | None, processes: int) -> float:

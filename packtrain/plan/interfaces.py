@@ -198,8 +198,8 @@ def whole(text: str) -> int | None:
 def choose_network(
     network: HostNetwork,
     env: Mapping[str, str],
-    *,
     main_address: str | None,
+    *,
     nodes: int,
     asked: Mapping[str, str] | None = None,
     gpus: bool = True,

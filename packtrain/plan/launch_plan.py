@@ -97,13 +97,13 @@ def plan_launch(
 
     Raises UserError or CheckFailed where it is impossible, or where two sources contradict each other.
     """
-    topology, folder = config.topology, RunFolder.of(config.trainer)
+    topology, strategy, folder = config.topology, config.strategy.name, RunFolder.of(config.trainer)
     surroundings = _with_asked_gpus(topology, surroundings)
     processes = choose_processes(topology, surroundings)
     port = processes.main_port or (surroundings.free_port if processes.nodes == 1 else DEFAULT_PORT)
     file, gpus = str(folder.deepspeed), surroundings.gpus > 0
     settings = [
-        launch_config(processes, node, config.strategy.name, deepspeed_file=file, port=port, gpus=gpus)
+        launch_config(processes, node, strategy, deepspeed_file=file, port=port, gpus=gpus)
         for node in range(processes.nodes)
     ]
     worker = (verb, str(folder.config))
@@ -126,12 +126,8 @@ def plan_launch(
             for node, one in enumerate(settings)
         ),
         accelerate=settings[processes.node],
-        deepspeed=deepspeed_config(
-            config.strategy.name, dtype=config.model.dtype, max_grad_norm=config.optim.max_grad_norm
-        ),
-        batch=plan_batch(
-            config.batch, config.packing.mode, config.objective, config.trainer, processes=processes.total
-        ),
+        deepspeed=deepspeed_config(strategy, dtype=config.model.dtype, max_grad_norm=config.optim.max_grad_norm),
+        batch=plan_batch(config.batch, config.packing.mode, config.objective, config.trainer, processes.total),
         role=processes.role,
         node=processes.node,
         host=surroundings.host,
@@ -175,16 +171,9 @@ def _network(topology: Topology, processes: Processes, surroundings: Surrounding
     if surroundings.network is None or processes.nodes == 1 or processes.obstacles or processes.spread:
         return ()
     main = {**surroundings.env, **processes.env}.get("MASTER_ADDR") if processes.joins else processes.main_address
-    return tuple(
-        choose_network(
-            surroundings.network(main),
-            surroundings.env,
-            main_address=main,
-            nodes=processes.nodes,
-            asked=topology.variables,
-            gpus=surroundings.gpus > 0,
-        )
-    )
+    here, gpus = surroundings.network(main), surroundings.gpus > 0
+    found = choose_network(here, surroundings.env, main, nodes=processes.nodes, asked=topology.variables, gpus=gpus)
+    return tuple(found)
 
 
 def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -> dict[str, str]:

@@ -34,19 +34,17 @@ def print_plan(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequ
     What was asked for is last, where a terminal shows it. `arguments` are those that named the config.
     """
     console = Console(highlight=False, soft_wrap=True)
-    parts = [("config", to_yaml(config))]
-    if not launch.in_process:
-        parts.append(("accelerate", yaml.safe_dump(dict(launch.accelerate))))
-    if launch.deepspeed is not None:
-        parts.append(("deepspeed", json.dumps(launch.deepspeed, indent=2)))
-    for title, text in parts:
-        console.print(f"[bold]# {title}[/]\n{escape(text.rstrip())}\n")
+    accelerate = "" if launch.in_process else yaml.safe_dump(dict(launch.accelerate))
+    deepspeed = "" if launch.deepspeed is None else json.dumps(launch.deepspeed, indent=2)
+    for title, text in (("config", to_yaml(config)), ("accelerate", accelerate), ("deepspeed", deepspeed)):
+        if text:
+            console.print(f"[bold]# {title}[/]\n{escape(text.rstrip())}\n")
     for name, text in _lines(config, launch, verb, arguments):
         console.print(f"[bold]{name:<10}[/]{escape(text)}")
 
 
 def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
-    """The plan's own document, the reasons for its processes and network, the memory and the length (null where not known), the config."""
+    """The plan's own document, why its processes and network are so, memory and length (null where not known), the config."""
     memory = estimate(config, launch.num_processes, launch.gpu_memory)
     return {
         **launch.to_json(),
@@ -124,8 +122,7 @@ def _run(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[s
     known = ("topology.node_rank=", "topology=auto", "topology.kind=auto")
     typed = [argument for argument in arguments if not argument.startswith(known)]
     command = [*_program(), verb, *typed]
-    ways = [(problem.where, f"{problem.what}. {problem.fix}".strip()) for problem in launch.obstacles]
-    lines = [("first", f"{where}: {text}") for where, text in ways]
+    lines = [("first", f"{one.where}: {one.what}. {one.fix}".strip()) for one in launch.obstacles]
     # another launcher, Slurm or a pod tells each machine its number: the same command everywhere
     told = launch.hosts or launch.in_process or (topology.node_rank is None and not launch.obstacles)
     in_slurm = ("run", f"in Slurm: {shlex.join([*_program(), 'sbatch', verb, *typed])} --submit")
@@ -140,10 +137,10 @@ def _run(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[s
     if topology.main_address is None:
         command += [f"topology.main_address={launch.accelerate['main_process_ip']}"]
     for one in _some(launch.commands):
-        if one is None:
-            lines.append(("", "…"))
-        else:
-            lines.append(("run", f"on machine {one.node}: {shlex.join([*command, f'topology.node_rank={one.node}'])}"))
+        text = (
+            "…" if one is None else f"on machine {one.node}: {shlex.join([*command, f'topology.node_rank={one.node}'])}"
+        )
+        lines.append(("run" if one else "", text))
     return lines
 
 

@@ -5,7 +5,6 @@ Only what is certain is refused here; what depends on the data (a document longe
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import re
 from collections.abc import Iterator, Set
@@ -182,13 +181,9 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if config.data.eval is None and trainer.eval_every is not None:
         what = "there is nothing to evaluate on"
         yield Fault(("trainer.eval_every",), what, "Set data.eval to a source, or to a fraction such as 0.05.")
-    if trainer.early_stop_patience is not None:
-        if config.data.eval is None:
-            what = "stopping early needs an evaluation loss"
-            yield Fault(("trainer.early_stop_patience",), what, "Set data.eval and trainer.eval_every.")
-        elif trainer.eval_every is None:
-            what = "stopping early needs evaluations during training"
-            yield Fault(("trainer.early_stop_patience",), what, "Set trainer.eval_every.")
+    if trainer.early_stop_patience is not None and (config.data.eval is None or trainer.eval_every is None):
+        what = "stopping early needs evaluations during training"
+        yield Fault(("trainer.early_stop_patience",), what, "Set data.eval and trainer.eval_every.")
     if trainer.mixed_precision == "bf16" and config.model.dtype == "float16":
         what = "bf16 computation over float16 weights is not supported"
         yield Fault(("trainer.mixed_precision", "model.dtype"), what, "Set model.dtype to float32 or bfloat16.")
@@ -208,11 +203,8 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     other = "dpo" if objective.kind == "sft" else "sft"
     for path, key in keys().items():
         if path in given and key.doc.startswith(f"{other}:"):
-            yield Fault(
-                (path,),
-                f"it is a key of packtrain {other}",
-                f"Take it away, or use packtrain {other} (objective.kind={other}).",
-            )
+            fix = f"Take it away, or use packtrain {other} (objective.kind={other})."
+            yield Fault((path,), f"it is a key of packtrain {other}", fix)
     if objective.kind == "sft":
         if config.packing.share_prefix is not None:
             what = "only preference pairs share a prompt; packtrain sft has none"
@@ -240,15 +232,6 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
         yield Fault(("model.attention", "strategy.name"), what, fix)
 
 
-def _is_host(text: str) -> bool:
-    if re.fullmatch(r"[\w.-]+", text):
-        return True
-    try:
-        return bool(ipaddress.ip_address(text))
-    except ValueError:
-        return False
-
-
 def _topology(topology: Topology) -> Iterator[Fault]:
     if topology.kind in ("single", "local") and (topology.nodes or 1) > 1:
         what = f"topology={topology.kind} is one machine, not {topology.nodes}"
@@ -261,12 +244,11 @@ def _topology(topology: Topology) -> Iterator[Fault]:
         what = f"one process cannot use {topology.gpus_per_node} GPUs"
         fix = "Choose topology=local, or take topology.gpus_per_node away."
         yield Fault(("topology.gpus_per_node", "topology.kind"), what, fix)
-    if (address := topology.main_address) is not None and not _is_host(address):
+    if (address := topology.main_address) is not None and (
+        address.count(":") == 1 or not re.fullmatch(r"[\w.:-]+", address)  # two colons at least: IPv6
+    ):
         what = f"{address!r} is neither a host name nor an address"
-        fix = (
-            "Write the machine alone; its port is topology.main_port." if ":" in address else "Name the first machine."
-        )
-        yield Fault(("topology.main_address",), what, fix)
+        yield Fault(("topology.main_address",), what, "Write the machine alone; its port is topology.main_port.")
     for name, value in topology.environment.items():
         path = f"topology.environment.{name}"
         if not re.fullmatch(r"[A-Za-z_]\w*", name):

@@ -44,9 +44,8 @@ def _weights(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault
         what = f"{number} for {len(losses)} loss{'es' if len(losses) != 1 else ''}"
         yield Fault(("objective.loss_weights", "objective.loss_type"), what, "Give one for each, in their order.")
     elif weights and not (all(0 <= weight < math.inf for weight in weights) and any(weights)):
-        what = (
-            f"found {', '.join(f'{weight:g}' for weight in weights)}: that trains nothing, or away from the preferences"
-        )
+        found = ", ".join(f"{weight:g}" for weight in weights)
+        what = f"found {found}: that trains nothing, or away from the preferences"
         yield Fault(("objective.loss_weights",), what, "Give numbers from 0 on, one of them above.")
 
 

@@ -16,11 +16,7 @@ from packtrain.config.schema import REFERENCES, Data, Model, Objective, Optim, T
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".csv", ".parquet", ".arrow")
 MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
-_OPTIMIZER_PACKAGES = {
-    "adamw_8bit": "bitsandbytes",
-    "paged_adamw_8bit": "bitsandbytes",
-    "adamw_torch_8bit": "torchao",
-}
+_OPTIMIZER_PACKAGES = {"adamw_8bit": "bitsandbytes", "paged_adamw_8bit": "bitsandbytes", "adamw_torch_8bit": "torchao"}
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 
 
@@ -131,11 +127,8 @@ def _nearest(path: str) -> str:
     folder = wanted.parent
     if not os.path.isdir(folder):
         return f"The folder {folder} does not exist; relative paths start at {Path.cwd()}."
-    if not os.access(folder, os.R_OK | os.X_OK):
-        return f"The folder {folder} cannot be read."
-    found = near(wanted.name, (one.name for one in folder.iterdir()))
-    return (
-        f"Near it: {', '.join(str(folder / name) for name in found)}."
-        if found
-        else f"{folder.absolute()} has none like it."
-    )
+    found = glob.glob(f"{glob.escape(str(folder))}/*")  # none where the folder cannot be read
+    close = near(wanted.name, map(os.path.basename, found))
+    if not close:
+        return f"{folder.absolute()} has none like it."
+    return f"Near it: {', '.join(str(folder / name) for name in close)}."

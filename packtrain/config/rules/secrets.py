@@ -49,9 +49,7 @@ def _found(path: str, text: str) -> Iterator[Fault]:
     code = _CODE.match(path) is not None
     if _TOKEN.search(text) or _WITH_PASSWORD.search(text) or (code and _SAID.search(text)):
         what = f"it has a secret (a password or token), which would be written into {'the script' if code else 'files'}"
-        fix = (
-            "Export it in the shell that submits, and name the variable: $NAME." if code else "Export it in the shell."
-        )
+        fix = f"Export it in the shell that submits{', and name the variable: $NAME' if code else ''}."
         yield Fault((path,), what, fix)
     for variable in _ASSIGNED.findall(text) if code else ():
         if speaks_of_secrets(variable):

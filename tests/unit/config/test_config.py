@@ -389,7 +389,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["topology.main_address='n1 n2'"], "topology.main_address", "neither a host name nor an address"),
         (["topology=single", "topology.gpus_per_node=2"], "topology.gpus_per_node", "one process cannot use 2"),
         (["trainer.eval_every=5"], "trainer.eval_every", "nothing to evaluate on"),
-        (["trainer.early_stop_patience=5"], "trainer.early_stop_patience", "needs an evaluation loss"),
+        (["trainer.early_stop_patience=5"], "trainer.early_stop_patience", "needs evaluations"),
         (["trainer.early_stop_patience=5", "data.eval=0.1"], "trainer.early_stop_patience", "during training"),
         (["data.eval=1.0"], "data.eval", "between 0 and 1"),
         (["trainer.resume=somewhere"], "trainer.resume", "no checkpoint folder somewhere"),
