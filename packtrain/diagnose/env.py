@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from packtrain.config.schema import RunConfig
-from packtrain.diagnose import gpus as gpu_checks
-from packtrain.diagnose import host, network, software
+from packtrain.diagnose import devices, host, network, software
 from packtrain.diagnose.devices import ask_driver, ask_torch, has_nvidia
 from packtrain.diagnose.facts import (
     MIB,
@@ -29,11 +28,10 @@ from packtrain.diagnose.facts import (
     Gpu,
     Gpus,
     Host,
-    Layer,
     RunNeeds,
     Status,
     Torch,
-    layer_of,
+    dtype_of,
     needs_of,
     size,
 )
@@ -64,7 +62,7 @@ def show_environment(load: Callable[[], RunConfig | None], *, as_json: bool) -> 
 
 def check_all(facts: Facts, needs: RunNeeds) -> list[Check]:
     """What every check says of a machine and a run."""
-    checks = (*host.CHECKS, *software.CHECKS, *gpu_checks.CHECKS, *network.CHECKS)
+    checks = (*host.CHECKS, *software.CHECKS, *devices.CHECKS, *network.CHECKS)
     return [check for one in checks for check in one(facts, needs)]
 
 
@@ -74,11 +72,11 @@ def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
     Takes until ten seconds after this process started. Raises what `load` raises.
     """
     config, inquiry = load(), Inquiry()
-    layer = Layer() if config is None else layer_of(config)
+    dtype = RunNeeds().dtype if config is None else dtype_of(config)
     try:
         inquiry.ask("GPU driver", lambda: ask_driver(LIMIT_S), LIMIT_S + 0.5)
         torch_s = max(_LEAST_FOR_TORCH_S, BUDGET_S - age_s())
-        inquiry.ask("torch", lambda: ask_torch(torch_s, layer), torch_s + 0.3)
+        inquiry.ask("torch", lambda: ask_torch(torch_s, dtype), torch_s + 0.3)
         inquiry.ask("limits", host.read_host)
         software.ask_software(inquiry)
         network.ask_network(inquiry)

@@ -15,7 +15,6 @@ from packtrain.errors import PacktrainError, Problem
 from packtrain.plan.interfaces import Interface, NetworkSetting, Port
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
-from packtrain.plan.shapes import weights_of
 from packtrain.plan.surroundings import Surroundings
 
 Status = Literal["ok", "warn", "fail"]
@@ -76,7 +75,6 @@ class Gpu:
     memory: int | None = None
     memory_used: int | None = None
     trouble: str = ""
-    mig: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +99,12 @@ class HostName:
 
 @dataclass(frozen=True, slots=True)
 class NetworkFacts:
-    """`main`: the first machine of the run, where there is another one; `environment`: NCCL's and gloo's variables; `silence`:
-    what the name server does not answer."""
+    """`main`: the first machine of the run, where there is another one; `silence`: what the name server does not answer."""
 
     host: HostName = HostName()
     main: HostName | None = None
     interfaces: tuple[Interface, ...] = ()
     ports: tuple[Port, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
     silence: str = ""
 
 
@@ -174,15 +170,6 @@ def size(number: int | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """The attention layer that kernels are tried for; `dtype` is what it computes in, by torch's name."""
-
-    dtype: str = "bfloat16"
-    group: int = 4
-    head_dim: int = 128
-
-
-@dataclass(frozen=True, slots=True)
 class RunNeeds:
     """A run as this machine sees it: `per_node` of its processes on each of `nodes` machines; `configured`: one was named.
 
@@ -197,7 +184,7 @@ class RunNeeds:
     strategy: str = "ddp"
     attention: str = "auto"
     packed: bool = True
-    layer: Layer = Layer()
+    dtype: str = "bfloat16"
     main_address: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     network: tuple[NetworkSetting, ...] = ()
@@ -210,6 +197,10 @@ class RunNeeds:
     def between(self) -> Status:
         """What trouble between machines means: without a config it may matter."""
         return "fail" if self.nodes > 1 else "warn"
+
+    def variables(self, facts: Facts) -> dict[str, str]:
+        """The environment variables that change how training runs, as its processes will have them."""
+        return {**facts.host.environment, **self.environment}
 
 
 def needs_of(config: RunConfig, surroundings: Surroundings) -> RunNeeds:
@@ -232,7 +223,7 @@ def needs_of(config: RunConfig, surroundings: Surroundings) -> RunNeeds:
         strategy=config.strategy.name,
         attention=config.model.attention,
         packed=config.packing.mode != "padding",
-        layer=layer_of(config),
+        dtype=dtype_of(config),
         main_address=main_address,
         environment=config.topology.variables,
         network=network,
@@ -254,19 +245,7 @@ def _on_disk(config: RunConfig, memory: Memory | str) -> int:
     return final + kept * (final + states)
 
 
-def layer_of(config: RunConfig) -> Layer:
-    """The attention layer of the model, as far as its config on this machine says."""
-    dtype, weights = config.model.dtype, weights_of(config.model)
-    sizes = {} if isinstance(weights, str) else weights.sizes
-
-    def number(name: str) -> int:
-        value = sizes.get(name)
-        return value if isinstance(value, int) and value > 0 else 0
-
-    heads, usual = number("num_attention_heads"), Layer()
-    keys = number("num_key_value_heads") or heads
-    return Layer(
-        dtype=usual.dtype if dtype == "auto" or config.trainer.mixed_precision == "bf16" else dtype,
-        group=max(1, heads // keys) if heads else usual.group,
-        head_dim=number("head_dim") or (number("hidden_size") // heads if heads else 0) or usual.head_dim,
-    )
+def dtype_of(config: RunConfig) -> str:
+    """What the attention layers compute in, by torch's name."""
+    dtype = config.model.dtype
+    return "bfloat16" if dtype == "auto" or config.trainer.mixed_precision == "bf16" else dtype

@@ -5,20 +5,17 @@ What only matters between machines fails where the run is on several, and warns 
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from packtrain.diagnose.facts import Check, Facts, HostName, NetworkFacts, RunNeeds, size
 from packtrain.diagnose.probe import Inquiry
-from packtrain.errors import CheckFailed
 from packtrain.plan.interfaces import (
     FIX,
     LOOPBACK,
     SOCKETS,
     HostNetwork,
     Port,
-    choose_network,
     is_loopback,
     matching,
     read_network,
@@ -27,7 +24,6 @@ from packtrain.plan.interfaces import (
 
 NAME_S = 2.0
 """For a name server."""
-_PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_")
 
 
 def ask_network(inquiry: Inquiry) -> None:
@@ -49,7 +45,6 @@ def network_of(inquiry: Inquiry, needs: RunNeeds) -> NetworkFacts:
         main=inquiry.answer("topology.main_address", HostName(main, lack=lack)) if main else None,
         interfaces=found.interfaces,
         ports=found.ports,
-        environment={name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)},
         silence=inquiry.answer("name server", ""),
     )
 
@@ -76,7 +71,7 @@ def check_names(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     elif host.addresses and (all(map(is_loopback, host.addresses)) or (own and not own.intersection(host.addresses))):
         found = f"{host.name} resolves to {', '.join(host.addresses)}, where other machines do not find this one"
     wanted = next((one.value for one in needs.network if one.name == "GLOO_SOCKET_IFNAME" and one.value), None)
-    wanted = _variables(facts, needs).get("GLOO_SOCKET_IFNAME", wanted)
+    wanted = needs.variables(facts).get("GLOO_SOCKET_IFNAME", wanted)
     led = wanted and any(one.usable and one.name in wanted.split(",") for one in network.interfaces)
     if not found:
         yield Check("host-name", "ok", f"{host.name} is {', '.join(host.addresses) or 'not known'}")
@@ -105,29 +100,19 @@ def check_main_address(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
 
 
 def check_interfaces(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """The interfaces and RDMA ports that NCCL and gloo are told to use, as the plan of a run judges them."""
-    network, variables = facts.network, _variables(facts, needs)
-    there = HostNetwork(tuple(one for one in network.interfaces if one.addresses), network.ports)
-    found: list[Check] = []
-    try:
-        choose_network(there, variables, main_address=None, nodes=2, gpus=True)
-    except CheckFailed as error:
-        for one in error.problems:
-            name = "infiniband" if "HCA" in one.where else "network-interface"
-            found.append(Check(name, needs.between, f"{one.where.rpartition(' ')[2]}: {one.what}", one.fix))
-    for variable in SOCKETS:
-        wanted = variables.get(variable, "")
-        names = matching(wanted, [one.name for one in there.interfaces], exact=variable.startswith("GLOO"))
-        chosen = [one for one in there.interfaces if wanted and one.name in names]
-        if chosen and needs.nodes > 1 and all(one.loopback for one in chosen):
+    """Whether the interfaces that NCCL and gloo are told to use lead to other machines."""
+    there, well = facts.network.interfaces, True
+    for variable in SOCKETS if there else ():
+        wanted = needs.variables(facts).get(variable, "")
+        names = matching(wanted, [one.name for one in there], exact=variable.startswith("GLOO"))
+        if wanted and not any(one.usable for one in there if one.name in names):
+            what = f"{variable}={wanted}, which reaches no other machine: it is missing, down or a loopback"
             fix = f"topology.environment.{variable}={_outward(facts)}, or unset {variable}"
-            what = f"{variable}={wanted}, which reaches no other machine"
-            found.append(Check("network-interface", "fail", what, fix))
-    if not any(one.name == "network-interface" for one in found):
+            well = False
+            yield Check("network-interface", needs.between, what, fix)
+    if well:
         told = [f"{one.name}={one.value} {one.reason}" for one in needs.network if one.value and one.name in SOCKETS]
-        words = "; ".join(told) or f"machines would talk over {_outward(facts)}"
-        yield Check("network-interface", "ok", words)
-    yield from found
+        yield Check("network-interface", "ok", "; ".join(told) or f"machines would talk over {_outward(facts)}")
 
 
 def check_infiniband(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
@@ -137,7 +122,7 @@ def check_infiniband(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     devices = ",".join(dict.fromkeys(one.device for one in active))
     if not ports:
         yield Check("infiniband", "ok", f"no RDMA device: machines would talk by TCP over {_outward(facts)}")
-    elif _variables(facts, needs).get("NCCL_IB_DISABLE") == "1":
+    elif needs.variables(facts).get("NCCL_IB_DISABLE") == "1":
         yield Check("infiniband", "ok", f"{_named(ports)}; NCCL_IB_DISABLE=1: machines talk by TCP")
         active = []
     elif not active:
@@ -156,11 +141,6 @@ def check_infiniband(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     what = f"{size(limit)}, and NCCL locks gigabytes for {devices}"
     fix = "ulimit -l unlimited (for good: '* - memlock unlimited' in /etc/security/limits.conf; docker run --ulimit memlock=-1)"
     yield Check("locked-memory", needs.between, what, fix)
-
-
-def _variables(facts: Facts, needs: RunNeeds) -> Mapping[str, str]:
-    """As the run's processes will have them."""
-    return {**facts.network.environment, **needs.environment}
 
 
 def _outward(facts: Facts) -> str:

@@ -148,8 +148,8 @@ def flash_kernel(facts: Facts, needs: RunNeeds) -> tuple[str | None, str]:
         return None, torch.error or "torch was not asked"
     if torch.kind != "cuda":
         return None, f"the device is {torch.kind}"
-    if needs.layer.dtype not in ("bfloat16", "float16"):
-        return None, f"the layers compute in {needs.layer.dtype}, the kernels in bfloat16 and float16"
+    if needs.dtype not in ("bfloat16", "float16"):
+        return None, f"the layers compute in {needs.dtype}, the kernels in bfloat16 and float16"
     if torch.kernels is None:
         return None, f"the kernels were not tried ({torch.error or 'no time'})"
     lacking = "; ".join(f"{name}: {lack}" for name, lack in torch.kernels.items() if lack)

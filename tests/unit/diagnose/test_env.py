@@ -147,7 +147,7 @@ def test_planted_secrets_are_nowhere(tmp_path: Path) -> None:
     for arguments in (["run.yaml"], ["run.yaml", "--json"]):
         done = env(tmp_path, *arguments, patient=True, **variables)
         assert done.returncode == 3 and "NCCL_DEBUG_FILE" in done.stdout and "http://***@proxy:3128" in done.stdout
-        assert "http://***@h is not there" in done.stdout
+        assert "GLOO_SOCKET_IFNAME=http://***@h, which" in done.stdout
         for secret in SECRETS:
             assert secret not in done.stdout + done.stderr
 

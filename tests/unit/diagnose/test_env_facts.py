@@ -64,7 +64,7 @@ def test_a_healthy_gpu_is_read_with_nothing_wrong_and_one_that_is_lost_is_named(
     assert (found.driver, found.cuda, len(found.gpus)) == ("570.133.20", "12.8", 2)
     well, lost = found.gpus
     assert (well.name, well.memory) == ("NVIDIA H100 80GB HBM3", 80 * GIB)
-    assert (well.trouble, well.mig) == ("", False)
+    assert well.trouble == ""
     assert (lost.index, lost.trouble) == (1, "the driver has lost it: GPU is lost")
 
 
@@ -74,7 +74,6 @@ def test_a_healthy_gpu_is_read_with_nothing_wrong_and_one_that_is_lost_is_named(
         ({"TotalEccErrors": 2}, "trouble", "2 uncorrected memory errors since the driver was loaded"),
         ({"RemappedRows": (0, 1, 1, 0)}, "trouble", "a repair of its memory waits for a reset"),
         ({"RemappedRows": (0, 1, 0, 1)}, "trouble", "memory rows could not be remapped"),
-        ({"MigMode": [1, 1]}, "mig", True),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
