@@ -95,5 +95,5 @@ def test_an_all_reduce_over_the_wrong_interface_fails_within_a_minute(hosts: Two
     second, first = env(hosts, 2, folder, **wrong), env(hosts, 1, folder, **wrong)
     assert both([first, second]) == [3, 3], first.text
     assert "All-reduce: failed (over gloo: n1 and n2: " in first.text and "n1 and n2: dead\n" in first.text
-    assert "n1, n2: GLOO_SOCKET_IFNAME=lo, which reaches no other machine" in first.text
+    assert "n1 and n2: GLOO_SOCKET_IFNAME=lo, which reaches no other machine" in first.text
     assert max(first.took(), second.took()) < 60 + LAST_S

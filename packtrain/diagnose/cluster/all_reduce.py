@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from packtrain.diagnose.cluster.compare import Folded
 from packtrain.diagnose.probe import Unanswered, command, first_line
+from packtrain.wording import listed
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -123,13 +124,12 @@ def summary(backend: str, results: Mapping[str, Mapping[str, Any]]) -> Reduced:
     nodes = {name: {key: one[key] for key in one if key != "pairs"} for name, one in results.items()}
     errors = {name: str(one["error"]) for name, one in nodes.items() if "error" in one}
     errors = {name: error for name, error in errors.items() if error != WAITED} or errors
-    links = _judged(_links(results))
+    links = _links(results)
     dead = [one for one in links if one.status == "dead"]
     failed = [f"{name}: {error}" for name, error in errors.items()]
     if failed := [*failed, *(f"{one.start} and {one.end}: {one.found}" for one in dead)]:
-        found = f"over {backend}: {'; '.join(failed[:4])}{f'; and {len(failed) - 4} more' if len(failed) > 4 else ''}"
         blamed = dict.fromkeys([*errors, *(name for one in dead for name in (one.start, one.end))])
-        return Reduced("failed", found, backend, nodes, links, tuple(blamed))
+        return Reduced("failed", f"over {backend}: {'; '.join(failed[:4])}", backend, nodes, links, tuple(blamed))
     if not all("kib_ms" in one for one in results.values()):
         return Reduced("skipped", f"over {backend}: there was no time", backend, nodes, links)
     kib, mib = (max(float(one[key]) for one in results.values()) for key in _SIZES)
@@ -139,38 +139,32 @@ def summary(backend: str, results: Mapping[str, Mapping[str, Any]]) -> Reduced:
     return Reduced("ok", found, backend, nodes, links)
 
 
-def _links(results: Mapping[str, Mapping[str, Any]]) -> Iterator[MeasuredLink]:
-    """Every pair that was to be tried, with the slower figures of its two ends."""
-    names = list(results)
+def _links(results: Mapping[str, Mapping[str, Any]]) -> tuple[MeasuredLink, ...]:
+    """Every pair that was to be tried, with the slower figures of its two ends; slow are those of less than half of the rate
+    that a quarter of them reach (of two machines: less than any training needs)."""
+    names, links = list(results), []
     for pair in pairs_of(len(names)):
         said = [(results[names[one]].get("pairs", ()), sum(pair) - one) for one in pair]
         known = [one for pairs, other in said for one in pairs if one["other"] == other]
         failed = [str(one["found"]) for one in known if one["mib_per_s"] is None]
         link = MeasuredLink(names[pair[0]], names[pair[1]])
         if failed or not known:
-            yield replace(link, status="dead" if known else "not tried", found=failed[0] if failed else "")
+            links.append(replace(link, status="dead" if known else "not tried", found=failed[0] if failed else ""))
         else:
             latency = max(float(one["latency_ms"]) for one in known)
-            yield replace(link, latency_ms=latency, mib_per_s=min(float(one["mib_per_s"]) for one in known))
-
-
-def _judged(links: Iterable[MeasuredLink]) -> tuple[MeasuredLink, ...]:
-    """The links with those marked slow that have less than half of the rate that a quarter of them reach (of two machines:
-    less than any training needs)."""
-    found = list(links)
-    rates = sorted((one.mib_per_s for one in found if one.mib_per_s), reverse=True)
+            links.append(replace(link, latency_ms=latency, mib_per_s=min(float(one["mib_per_s"]) for one in known)))
+    rates = sorted((one.mib_per_s for one in links if one.mib_per_s), reverse=True)
     least = rates[len(rates) // 4] / 2 if len(rates) > 2 else _SLOW_MIB_PER_S
-    return tuple(replace(one, status="slow") if one.mib_per_s and one.mib_per_s < least else one for one in found)
+    return tuple(replace(one, status="slow") if one.mib_per_s and one.mib_per_s < least else one for one in links)
 
 
 def checks_of(reduced: Reduced) -> list[Folded]:
     """That it failed, and which pairs are slow."""
     found = [Folded("all-reduce", "fail", reduced.found, _FIX, reduced.blamed)] if reduced.status == "failed" else []
     if slow := [one for one in reduced.pairs if one.status == "slow"]:
-        words = [f"{one.start} and {one.end}: {one.figures}" for one in slow]
-        what = f"slow: {'; '.join(words[:8])}{f' and {len(words) - 8} more pairs' if len(words) > 8 else ''}"
+        words = listed([f"{one.start} and {one.end}: {one.figures}" for one in slow])
         nodes = dict.fromkeys(name for one in slow for name in (one.start, one.end))
-        found.append(Folded("all-reduce", "warn", what, _FIX_SLOW, tuple(nodes)))
+        found.append(Folded("all-reduce", "warn", f"slow: {words}", _FIX_SLOW, tuple(nodes)))
     return found
 
 
@@ -280,8 +274,7 @@ def _milliseconds(backend: str, size: int, times: int) -> float:
     return statistics.median(seconds[1:]) * 1000
 
 
-def main() -> None:
-    """JSON lines on stdout, the last of which counts."""
+if __name__ == "__main__":
     known: dict[str, Any] = {}
 
     def say(**facts: Any) -> None:
@@ -292,7 +285,3 @@ def main() -> None:
         _measure(json.loads(sys.argv[1]), say)
     except Exception as error:  # whatever torch or a backend raises is the answer
         say(error=first_line(str(error)) or type(error).__name__)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -24,7 +24,7 @@ from packtrain.diagnose.host import told
 from packtrain.diagnose.redact import Redactor
 from packtrain.plan.agreement import digest_of, shared_values, shared_versions
 from packtrain.run_folder import environment
-from packtrain.wording import grouped
+from packtrain.wording import grouped, listed
 
 CLOCK_S = 2.0
 """Clocks that are closer are alike: what is measured over a network on busy machines is no better."""
@@ -64,10 +64,6 @@ class Folded:
     fix: str
     nodes: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain containers."""
-        return {**asdict(self), "nodes": list(self.nodes)}
-
 
 def own_report(config: RunConfig) -> dict[str, Any]:
     """This machine's report as `env --json` has it, with what is compared, and what NCCL and gloo are told, under `own`."""
@@ -101,7 +97,6 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
         # a machine without any differs in their number
         "GPUs": _counted(f"{one.name}, {size(one.memory)}" for one in cards) if cards else "",
         "RDMA ports": _counted(links),
-        "MTU of the default route": _counted(f"{one.mtu}" for one in net.interfaces if one.default_route),
         "platform": facts.software.platform,
         "cores": f"{host.cpus:g}",
         "memory": _rounded(host.memory),
@@ -126,7 +121,10 @@ def differences(traits: Mapping[str, Traits], offsets: Mapping[str, float]) -> l
             if len(groups) > 1:
                 found.append(Difference(what, status, groups))
     if max((abs(offset) for offset in offsets.values()), default=0) > CLOCK_S:
-        clocks = {name: _clock(offset) for name, offset in offsets.items()}
+        clocks = {
+            name: "right" if abs(offset) <= CLOCK_S else f"{abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'}"
+            for name, offset in offsets.items()
+        }
         found.append(Difference("clock", "warn", grouped(clocks)))
     return found
 
@@ -140,10 +138,6 @@ def folded(reports: Mapping[str, Mapping[str, Any]]) -> list[Folded]:
                 who[(check["name"], check["status"], check["found"], check["fix"])].append(name)
     found = [Folded(*key, nodes=tuple(names)) for key, names in who.items()]
     return sorted(found, key=lambda one: ("fail", "warn").index(one.status))
-
-
-def _clock(offset_s: float) -> str:
-    return "right" if abs(offset_s) <= CLOCK_S else f"{abs(offset_s):.0f} s {'ahead' if offset_s > 0 else 'behind'}"
 
 
 def _counted(texts: Iterable[str]) -> str:
@@ -162,29 +156,23 @@ def shown(name: str, value: str, redactor: Redactor) -> str:
     return plain if plain == value else f"{plain} ({digest_of(value)})"
 
 
-def named(nodes: Sequence[str], most: int = 8) -> str:
-    """ "n1, n2, n3"; of many only the first."""
-    return ", ".join(nodes[:most]) + (f" and {len(nodes) - most} more" if len(nodes) > most else "")
-
-
 def show(document: Mapping[str, Any], machines: int) -> None:
     """The comparison of so many machines on stdout, in colour on a terminal."""
     console, reduced = Console(highlight=False, soft_wrap=True), document["all_reduce"]
-    console.print(escape(f"\n{len(document['nodes'])} of {machines} machines: {named(list(document['nodes']), 16)}"))
+    console.print(escape(f"\n{len(document['nodes'])} of {machines} machines: {listed(list(document['nodes']))}"))
     for name, why in document["reasons"].items():
         print_check(console, "fail", "missing", f"{name}: {why}", "")
     console.print("\nWhat differs:\n")
     for one in document["differences"]:
-        values = [f"{named(value['nodes'])}: {value['value']}" for value in one["values"]]
-        more = [f"{len(values) - 8} more values"] if len(values) > 8 else []
-        print_check(console, one["status"], one["what"], " / ".join([*values[:8], *more]), one["fix"])
+        values = [f"{listed(value['nodes'])}: {value['value']}" for value in one["values"]]
+        print_check(console, one["status"], one["what"], " / ".join(values), one["fix"])
     console.print("" if document["differences"] else "nothing\n", end="\nChecks that failed or warned:\n\n")
     for one in document["checks"]:
-        print_check(console, one["status"], one["name"], f"{named(one['nodes'])}: {one['found']}", one["fix"])
+        print_check(console, one["status"], one["name"], f"{listed(one['nodes'])}: {one['found']}", one["fix"])
     console.print(
         "" if document["checks"] else "none\n", end=escape(f"\nAll-reduce: {reduced['status']} ({reduced['found']})\n")
     )
-    for link in reduced["pairs"][:16]:
+    for link in reduced["pairs"]:
         rate = f"{link['latency_ms']:.2g} ms, {link['mib_per_s']:.0f} MiB/s, " if link["mib_per_s"] else ""
         console.print(escape(f"{link['from']} and {link['to']}: {rate}{link['status']}"))
     statuses = [one["status"] for one in (*document["differences"], *document["checks"])]

@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose.cluster.all_reduce import LIMIT_S as REDUCE_S
 from packtrain.diagnose.cluster.all_reduce import WAITED, Reduced, backend_of, checks_of, summary, take_part
-from packtrain.diagnose.cluster.compare import Folded, differences, folded, named, own_report, show
+from packtrain.diagnose.cluster.compare import Folded, differences, folded, own_report, show
 from packtrain.diagnose.env import age_s
 from packtrain.diagnose.probe import Probe, Unanswered, kill_commands
 from packtrain.errors import CheckFailed, PeerFailed, UserError
@@ -29,6 +29,7 @@ from packtrain.monitor import channel
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import free_port, look_around
 from packtrain.plan.topology import GPUS_PER_NODE, Processes, choose_processes
+from packtrain.wording import listed
 
 LIMIT_S = 20.0
 """How long a machine is waited for from the start of this process (topology.join_timeout may shorten it), and how long one
@@ -126,7 +127,7 @@ def _bring_report(here: _Here) -> int:
         except (channel.NoAnswer, channel.Refused) as error:
             waited = time.monotonic() - (heard if welcome else begun)
             if waited > (LIMIT_S if welcome else here.limit_s):
-                raise _left(str(error)) if welcome else _not_reached(here, error, waited) from error
+                raise _no_answer(here, error, waited, welcome) from error
             time.sleep(_CALL_S)
             continue
         if not welcome and "main" in orders:
@@ -142,19 +143,15 @@ def _bring_report(here: _Here) -> int:
         time.sleep(_CALL_S)
 
 
-def _left(why: str) -> PeerFailed:
-    what = f"machine 0 left before the comparison was done: {why}"
-    return PeerFailed(what, where="--cluster", fix="Its terminal or log says why; start all machines again.")
-
-
-def _not_reached(here: _Here, error: OSError, waited_s: float) -> PeerFailed:
+def _no_answer(here: _Here, error: OSError, waited_s: float, welcome: bool) -> PeerFailed:
+    if welcome:
+        what, fix = f"machine 0 left before the comparison was done: {error}", "Its terminal or log says why."
+        return PeerFailed(what, where="--cluster", fix=fix)
     what = f"machine 0 could not be reached at {here.address}:{here.port} for {waited_s:.0f} s: {error}"
     if isinstance(error, channel.Refused):
         what += " (is a run going on there?)"
     elif "refused" in str(error).lower():
         what += " (the machine is up, but nothing listens at this port)"
-    elif "timed out" in str(error).lower():
-        what += " (the machine is down, or a firewall drops what comes for this port)"
     return PeerFailed(what, where="--cluster", fix=_STARTED.format(here.port))
 
 
@@ -196,7 +193,7 @@ class _Gathering:
         try:
             self._await(lambda: len(self._others) == here.nodes - 1, here.limit_s)
             if absent := [name for node, name in self._names().items() if node and node not in self._others]:
-                what = f"{named(absent, 16)} did not connect within {here.limit_s:.0f} s; the others go on"
+                what = f"{listed(absent)} did not connect within {here.limit_s:.0f} s; the others go on"
                 print(what, file=sys.stderr, flush=True)
             self._await(lambda: all("report" in one.news for one in self._present().values()), REPORT_S + _LATE_S)
             for one in self._present().values():
@@ -287,7 +284,7 @@ class _Gathering:
             "all_reduce": reduced.to_json(),
             "missing": list(missing),
             "reasons": missing,
-            "checks": [one.to_json() for one in checks],
+            "checks": [asdict(one) for one in checks],
         }
 
     def _names(self) -> dict[int, str]:
