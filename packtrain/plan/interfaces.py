@@ -97,15 +97,11 @@ def read_network(
 
     Takes a few milliseconds, and the name server's time. `root` and `addresses` (by interface) stand in for the system.
     """
-    addresses = addresses_by_interface() if addresses is None else addresses
+    found = addresses_by_interface() if addresses is None else addresses
     default = default_interface(kernel_text(root / "proc/net/route"), kernel_text(root / "proc/net/ipv6_route"))
     folders = root / "sys/class/net"
-    names = (
-        ()
-        if addresses is None
-        else dict.fromkeys([*(one.name for one in _listed(folders) if one.is_dir()), *addresses])
-    )
-    interfaces = (_interface(folders / name, addresses.get(name, ()), default=name == default) for name in names)
+    names = {} if found is None else dict.fromkeys([*(one.name for one in _listed(folders) if one.is_dir()), *found])
+    interfaces = (_interface(folders / name, (found or {}).get(name, ()), default=name == default) for name in names)
     devices = _listed(root / "sys/class/infiniband")
     return HostNetwork(
         interfaces=tuple(interfaces),

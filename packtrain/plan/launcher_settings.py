@@ -39,31 +39,32 @@ def deepspeed_config(strategy: str, *, dtype: str, max_grad_norm: float) -> dict
     stage = STAGES.get(strategy)
     if stage is None:
         return None
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": BUCKET,
+    }
+    if stage < 3:
+        zero["allgather_bucket_size"] = BUCKET
+    else:
+        zero |= {
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_param_persistence_threshold": 10_000,  # numbers: norms and biases stay whole
+            "stage3_gather_16bit_weights_on_model_save": True,  # in the weights' own format, whatever its name says
+        }
+    if strategy == "zero3_offload":
+        zero |= {name: {"device": "cpu", "pin_memory": True} for name in ("offload_optimizer", "offload_param")}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
         "bf16": {"enabled": "auto" if dtype == "auto" else dtype == "bfloat16"},
-        "zero_optimization": {"stage": stage, **_zero(stage, offload=strategy == "zero3_offload")},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # transformers' fused AdamW is not on its list
         "steps_per_print": 10**9,  # its own lines on the terminal
         "wall_clock_breakdown": False,
     }
-
-
-def _zero(stage: int, *, offload: bool) -> dict[str, Any]:
-    settings: dict[str, Any] = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": BUCKET}
-    if stage < 3:
-        return {**settings, "allgather_bucket_size": BUCKET}
-    settings |= {
-        "stage3_prefetch_bucket_size": BUCKET,
-        "stage3_param_persistence_threshold": 10_000,  # numbers: norms and biases stay whole
-        "stage3_gather_16bit_weights_on_model_save": True,  # in the weights' own format, whatever its name says
-    }
-    if offload:
-        host = {"device": "cpu", "pin_memory": True}
-        settings |= {"offload_optimizer": dict(host), "offload_param": dict(host)}
-    return settings
 
 
 def launch_config(

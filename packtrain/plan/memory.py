@@ -194,14 +194,16 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
 
 
 def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
-    """(bytes, "") or (None, why they are not known)."""
+    """(bytes at the fullest moment of the fullest micro-batch, "") or (None, why they are not known)."""
     slots = fullest(config)
     if isinstance(model.known, str):
         return None, f"not known: {model.known}"
     if slots is None:
         return None, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
     compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
-    return kept(config, model.known, slots, Numbers(model.width, compute)), ""
+    numbers = Numbers(model.width, compute)
+    waiting, working = of_the_layers(config, model.known, slots, numbers)
+    return waiting + max(working, _of_the_head(config, model.known, slots.tokens, numbers)), ""
 
 
 def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: int) -> int:
@@ -343,15 +345,6 @@ def fullest(config: RunConfig) -> Slots | None:
     if config.packing.mode == "padding":
         return Slots(most, min(longest or most, most))
     return Slots(most, most if config.model.attention == "sdpa_mask" else None)
-
-
-def kept(config: RunConfig, of: Layers, slots: Slots, numbers: Numbers) -> int:
-    """Bytes at the fullest moment of the fullest micro-batch: what waits for the backward pass, and what works then.
-
-    At work is the output head, or the backward pass of the last layer.
-    """
-    waiting, working = of_the_layers(config, of, slots, numbers)
-    return waiting + max(working, _of_the_head(config, of, slots.tokens, numbers))
 
 
 def of_the_layers(config: RunConfig, of: Layers, slots: Slots, numbers: Numbers) -> tuple[int, int]:

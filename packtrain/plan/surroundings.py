@@ -277,8 +277,24 @@ def machine_of(env: Mapping[str, str]) -> LaunchedMachine | None:
     or a LeaderWorkerSet. Raises UserError where it has not said which of them it is."""
     if "LOCAL_RANK" in env:  # torchrun has started this process itself
         return None
-    if "PET_NNODES" in env and (machine := _of_operator(env)):
-        return machine
+    nodes = int_of({"PET_NNODES": env.get("PET_NNODES", "").split(":")[-1]}, "PET_NNODES", 1)  # MIN:MAX
+    if "PET_NODE_RANK" in env and "PET_NNODES" in env:
+        number = env.get("PET_NPROC_PER_NODE", "")
+        return LaunchedMachine(
+            node=int_of(env, "PET_NODE_RANK", 0),
+            nodes=nodes,
+            per_node=int(number) if number.isdigit() else None,  # or "auto", "gpu"
+            main_address=env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR", ""),
+            main_port=int_of(env, "PET_MASTER_PORT", int_of(env, "MASTER_PORT", DEFAULT_PORT)),
+            by="torchrun's variables PET_NNODES and PET_NODE_RANK",
+        )
+    if nodes > 1:
+        raise UserError(
+            f"this is one of {nodes} machines (PET_NNODES), but which of them is not said (PET_NODE_RANK)",
+            where="environment",
+            fix="An elastic job numbers its machines while they run, and packtrain cannot: take elasticPolicy away, or use "
+            "topology=manual with topology.node_rank.",
+        )
     if "KUBERNETES_SERVICE_HOST" in env and all(name in env for name in RENDEZVOUS):
         port = int_of(env, "MASTER_PORT", DEFAULT_PORT)
         rank, size = int_of(env, "RANK", 0), int_of(env, "WORLD_SIZE", 1)
@@ -288,28 +304,6 @@ def machine_of(env: Mapping[str, str]) -> LaunchedMachine | None:
         by = "LeaderWorkerSet's variables LWS_WORKER_INDEX and LWS_GROUP_SIZE"
         return LaunchedMachine(rank, size, None, env.get("LWS_LEADER_ADDRESS", ""), DEFAULT_PORT, by)
     return None
-
-
-def _of_operator(env: Mapping[str, str]) -> LaunchedMachine | None:
-    nodes = int_of({"PET_NNODES": env["PET_NNODES"].split(":")[-1]}, "PET_NNODES", 1)  # MIN:MAX
-    if "PET_NODE_RANK" not in env:
-        if nodes == 1:
-            return None
-        raise UserError(
-            f"this is one of {nodes} machines (PET_NNODES), but which of them is not said (PET_NODE_RANK)",
-            where="environment",
-            fix="An elastic job numbers its machines while they run, and packtrain cannot: take elasticPolicy away, or use "
-            "topology=manual with topology.node_rank.",
-        )
-    number = env.get("PET_NPROC_PER_NODE", "")
-    return LaunchedMachine(
-        node=int_of(env, "PET_NODE_RANK", 0),
-        nodes=nodes,
-        per_node=int(number) if number.isdigit() else None,  # or "auto", "gpu"
-        main_address=env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR", ""),
-        main_port=int_of(env, "PET_MASTER_PORT", int_of(env, "MASTER_PORT", DEFAULT_PORT)),
-        by="torchrun's variables PET_NNODES and PET_NODE_RANK",
-    )
 
 
 def incomplete(env: Mapping[str, str]) -> UserError:
