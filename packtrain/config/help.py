@@ -97,7 +97,8 @@ def complete_config(incomplete: str) -> list[tuple[str, str]]:
     """What may stand first: a YAML file, a recipe, or (where none is meant) an override. (word, help) each."""
     if "=" in _word(incomplete) or (incomplete[:1] in PREFIXES and incomplete):
         return complete_override(incomplete)
-    files = sorted({*_yaml_files(incomplete), *_recipes(incomplete)})
+    recipes = {f"recipes/{file.name}" for file in shipped("recipes").glob(f"*{SUFFIX}")}
+    files = sorted({*_yaml_files(incomplete), *(name for name in recipes if name.startswith(incomplete))})
     return [(file, "config") for file in files] or complete_override(incomplete)
 
 
@@ -164,11 +165,6 @@ def _yaml_files(start: str) -> Iterator[str]:
             yield from glob.glob(f"{glob.escape(path)}*{SUFFIX}")
         elif path.endswith(SUFFIX):
             yield path
-
-
-def _recipes(start: str) -> Iterator[str]:
-    names = (f"recipes/{file.name}" for file in shipped("recipes").glob(f"*{SUFFIX}"))
-    return (name for name in names if name.startswith(start))
 
 
 def _entries(start: str) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence, Set
 
 from packtrain.config.keys import Fault
 from packtrain.config.schema import Data, LossType, Objective, Packing, Peft
+from packtrain.wording import counted
 
 
 def dpo_rules(objective: Objective, data: Data, packing: Packing, peft: Peft, given: Set[str]) -> Iterator[Fault]:
@@ -40,8 +41,7 @@ def _weights(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault
     if weights is None:
         return
     if len(weights) != len(losses):
-        number = f"{len(weights)} weight{'s' if len(weights) != 1 else ''}"
-        what = f"{number} for {len(losses)} loss{'es' if len(losses) != 1 else ''}"
+        what = f"{counted(len(weights), 'weights')} for {counted(len(losses), 'losses')}"
         yield Fault(("objective.loss_weights", "objective.loss_type"), what, "Give one for each, in their order.")
     elif weights and not (all(0 <= weight < math.inf for weight in weights) and any(weights)):
         found = ", ".join(f"{weight:g}" for weight in weights)

@@ -81,14 +81,10 @@ def _data(data: Data) -> Iterator[Fault]:
 
 
 def _models(paths: dict[str, str | None], reference: str) -> Iterator[Fault]:
-    for key, path in paths.items():
-        if path:
-            yield from _missing(key, path, MODEL_SUFFIXES, "A hub id has the form owner/name.")
-    if reference in REFERENCES:
-        return
-    if "/" in reference or _there(reference):
-        yield from _missing("objective.reference", reference, MODEL_SUFFIXES, "A hub id has the form owner/name.")
-    elif reference:
+    a_path = "/" in reference or _there(reference)
+    for key, path in {**paths, "objective.reference": reference if a_path else None}.items():
+        yield from _missing(key, path or "", MODEL_SUFFIXES, "A hub id has the form owner/name.")
+    if reference and not a_path and reference not in REFERENCES:
         meant = near(reference, REFERENCES, 1)
         hint = f"Did you mean {meant[0]}?" if meant else f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id."
         yield Fault(("objective.reference",), f"there is no reference {reference!r}", hint)

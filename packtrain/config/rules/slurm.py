@@ -40,14 +40,7 @@ _TIMES = tuple(
 
 def check(topology: Topology, resume: str, given: Set[str]) -> list[Fault]:
     """Everything that cannot work as a Slurm job, for the keys `given` with a value that is not their default."""
-    return [
-        *_one_line(topology),
-        *_time(topology),
-        *_gpus(topology),
-        *_container(topology, given),
-        *_options(topology),
-        *_requeue(topology, resume),
-    ]
+    return [*_one_line(topology), *_time(topology), *_together(topology, resume, given), *_options(topology)]
 
 
 def seconds_of(time: str) -> int | None:
@@ -84,18 +77,19 @@ def _time(topology: Topology) -> Iterator[Fault]:
         yield Fault(("topology.time", "topology.signal_before"), what, "Give it more time, or lower signal_before.")
 
 
-def _gpus(topology: Topology) -> Iterator[Fault]:
+def _together(topology: Topology, resume: str, given: Set[str]) -> Iterator[Fault]:
+    """Keys that contradict each other, or do nothing without another."""
     asked = gpus_of(topology.gres) if topology.gres else None
     if asked is not None and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
         what = f"{topology.gpus_per_node} processes on a machine, but topology.gres asks for {asked} GPUs"
         yield Fault(("topology.gpus_per_node", "topology.gres"), what, "Take one of the two keys away.")
-
-
-def _container(topology: Topology, given: Set[str]) -> Iterator[Fault]:
     for name in ("container_runtime", "container_mounts"):
         if topology.container is None and f"topology.{name}" in given:
             what = "it does nothing without topology.container"
             yield Fault((f"topology.{name}",), what, "Name an image, or take the key away.")
+    if topology.requeue and resume != "auto":
+        what = f"a job that comes back would not go on from its checkpoint, but by trainer.resume={resume}"
+        yield Fault(("topology.requeue", "trainer.resume"), what, "Use trainer.resume=auto.")
 
 
 def _options(topology: Topology) -> Iterator[Fault]:
@@ -109,9 +103,3 @@ def _options(topology: Topology) -> Iterator[Fault]:
             key = _KEY_OF_OPTION[option]
             fix = f"Use topology.{key}." if key else "Take it away: packtrain sets it, and what follows relies on it."
             yield Fault((where,), f"the script has {found[0]} already", fix)
-
-
-def _requeue(topology: Topology, resume: str) -> Iterator[Fault]:
-    if topology.requeue and resume != "auto":
-        what = f"a job that comes back would not go on from its checkpoint, but by trainer.resume={resume}"
-        yield Fault(("topology.requeue", "trainer.resume"), what, "Use trainer.resume=auto.")
