@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -136,30 +136,24 @@ def _say_torch() -> None:
         return
     built = torch.version.cuda
     say(version=torch.__version__, cuda=built, architectures=list(torch.cuda.get_arch_list()) if built else [])
-    say(nccl=_or_none(_nccl), accelerate=_accelerate())
+    say(nccl=_nccl(), accelerate=_accelerate())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kind = _kind()
         devices = [asdict(one) for one in _devices(kind)]
     told = "; ".join(dict.fromkeys(first_line(str(one.message)) for one in caught if "CUDA" in str(one.message)))
-    cudnn = _or_none(torch.backends.cudnn.version)
-    cudnn = cudnn and f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
-    say(kind=kind, available=kind == "cuda", devices=devices, warning=told, cudnn=cudnn)
+    say(kind=kind, available=kind == "cuda", devices=devices, warning=told)
     if kind == "cuda":
         say(kernels=_kernels(sys.argv[2]))
 
 
-def _or_none(ask: Callable[[], Any]) -> Any:
+def _nccl() -> str | None:
     try:
-        return ask()
-    except Exception:  # builds without NCCL, and a cuDNN of another version, fail in several ways
+        from torch.cuda import nccl
+
+        return ".".join(map(str, nccl.version()))
+    except Exception:  # builds without NCCL fail in several ways
         return None
-
-
-def _nccl() -> str:
-    from torch.cuda import nccl
-
-    return ".".join(map(str, nccl.version()))
 
 
 def _kind() -> str:

@@ -126,14 +126,12 @@ def age_s() -> float:
 def report_json(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redactor: Redactor) -> dict[str, Any]:
     """The whole report as plain containers; the keys up to `checks` are a promise to users."""
     plain, torch, installed = asdict(facts), facts.torch, facts.software.packages
-    built = {"cuda": torch.cuda, "cudnn": torch.cudnn, "nccl": torch.nccl, "driver": facts.gpus.driver}
-    backend, why = software.chosen_backend(facts, needs)
+    built = {"cuda": torch.cuda, "nccl": torch.nccl, "driver": facts.gpus.driver}
     document = {
         "versions": {"python": facts.software.python, "platform": facts.software.platform, **installed, **built},
         "devices": plain["gpus"]["gpus"] or [{"index": at, **one} for at, one in enumerate(plain["torch"]["devices"])],
         "attention": software.attention_json(facts, needs),
         "checks": [{"name": one.name, "status": one.status, "found": one.found, "fix": one.fix} for one in checks],
-        "attention_choice": {"backend": backend, "why": why},
         "trl": software.trl_lines(facts.software, torch),
         "facts": plain,
     }
@@ -144,8 +142,7 @@ def _print_report(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redact
     """Both blocks on stdout, in colour on a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nCopy-paste the following information when reporting an issue:\n")
-    backend = "{} ({})".format(*software.chosen_backend(facts, needs))
-    lines = {**software.trl_lines(facts.software, facts.torch), "Attention of packed rows": backend, **asdict(facts)}
+    lines = {**software.trl_lines(facts.software, facts.torch), **asdict(facts)}
     lines["Network settings"] = [f"{one.name}={one.value or 'as it is'}: {one.reason}" for one in needs.network]
     for line in _listed(redactor.plain(lines)):
         console.print(escape(redactor.text(line)), emoji=False)

@@ -54,7 +54,6 @@ class Torch:
     error: str = ""
     version: str | None = None
     cuda: str | None = None
-    cudnn: str | None = None
     nccl: str | None = None
     architectures: tuple[str, ...] = ()
     available: bool | None = None
@@ -101,7 +100,6 @@ class HostName:
 class NetworkFacts:
     """`main`: the first machine of the run, where there is another one; `silence`: what the name server does not answer."""
 
-    host: HostName = HostName()
     main: HostName | None = None
     interfaces: tuple[Interface, ...] = ()
     ports: tuple[Port, ...] = ()
@@ -123,10 +121,8 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The machine beside GPUs and network; `memory` and `cpus` are what its cgroup allows; -1 is no limit of `memlock` and
-    `nofile`."""
+    """The machine beside GPUs and network; `memory` and `cpus` are what its cgroup allows; -1 is no limit of `nofile`."""
 
-    memlock: int | None = None
     nofile: int | None = None
     shm: int | None = None
     memory: int | None = None

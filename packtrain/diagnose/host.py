@@ -44,10 +44,10 @@ def read_host(root: Path = Path("/")) -> Host:
         used = int(kernel_text(folder / "memory.current") or 0) - int(cached[1] if cached else 0)
         free = min(free, allowed - used)
     cpus: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     quotas = [text.split() for text, _ in _cgroup("cpu.max", root)]
     return Host(
-        memlock=_ulimit(resource.RLIMIT_MEMLOCK),
-        nofile=_ulimit(resource.RLIMIT_NOFILE),
+        nofile=-1 if files == resource.RLIM_INFINITY else files,
         shm=_room(root / "dev/shm")[0],
         memory=allowed,
         memory_free=free,
@@ -64,11 +64,6 @@ def _cgroup(file: str, root: Path) -> Iterator[tuple[str, Path]]:
     for folder in ((mount / group), *(mount / group).parents):
         if (folder == mount or mount in folder.parents) and (text := kernel_text(folder / file).strip()):
             yield text, folder
-
-
-def _ulimit(kind: int) -> int | None:
-    soft = resource.getrlimit(kind)[0]
-    return -1 if soft == resource.RLIM_INFINITY or soft >= 2**60 else soft
 
 
 def _room(folder: Path) -> tuple[int | None, int | None]:

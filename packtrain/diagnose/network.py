@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 
-from packtrain.diagnose.facts import Check, Facts, HostName, NetworkFacts, RunNeeds, size
+from packtrain.diagnose.facts import Check, Facts, HostName, NetworkFacts, RunNeeds
 from packtrain.diagnose.probe import Inquiry
 from packtrain.plan.interfaces import (
     FIX,
@@ -27,10 +27,9 @@ NAME_S = 2.0
 
 
 def ask_network(inquiry: Inquiry) -> None:
-    """Asks for interfaces, RDMA devices and this machine's name."""
+    """Asks for interfaces, RDMA devices and the name server."""
     name = socket.gethostname()
     inquiry.ask("network", lambda: read_network(None))
-    inquiry.ask("host name", lambda: resolved(name), NAME_S)
     inquiry.ask("name server", lambda: silence_for(LOOPBACK) or silence_for(name), NAME_S)
 
 
@@ -41,7 +40,6 @@ def network_of(inquiry: Inquiry, needs: RunNeeds) -> NetworkFacts:
         inquiry.ask("topology.main_address", lambda: resolved(main), NAME_S)
     found = inquiry.answer("network", HostNetwork())
     return NetworkFacts(
-        host=inquiry.answer("host name", HostName(socket.gethostname(), lack=lack)),
         main=inquiry.answer("topology.main_address", HostName(main, lack=lack)) if main else None,
         interfaces=found.interfaces,
         ports=found.ports,
@@ -58,29 +56,10 @@ def resolved(name: str) -> HostName:
     return HostName(name, tuple(dict.fromkeys(str(one[4][0]).partition("%")[0] for one in found)))
 
 
-def check_names(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """Whether names are looked up at once, and this machine's leads others here."""
-    host, network = facts.network.host, facts.network
-    if network.silence:
-        what = f"{network.silence}, and torch asks it at each connection, for 10 s"
-        yield Check("name-server", "warn", what, FIX)
-    own = {address for one in network.interfaces for address in one.addresses}
-    found, fix = "", f"a line 'ADDRESS {host.name}' in /etc/hosts"
-    if host.lack:
-        found = f"{host.name} does not resolve: {host.lack}"
-    elif host.addresses and (all(map(is_loopback, host.addresses)) or (own and not own.intersection(host.addresses))):
-        found = f"{host.name} resolves to {', '.join(host.addresses)}, where other machines do not find this one"
-    wanted = next((one.value for one in needs.network if one.name == "GLOO_SOCKET_IFNAME" and one.value), None)
-    wanted = needs.variables(facts).get("GLOO_SOCKET_IFNAME", wanted)
-    led = wanted and any(one.usable and one.name in wanted.split(",") for one in network.interfaces)
-    if not found:
-        yield Check("host-name", "ok", f"{host.name} is {', '.join(host.addresses) or 'not known'}")
-    elif needs.configured and (needs.nodes == 1 or led):
-        why = f"GLOO_SOCKET_IFNAME={wanted} leads them here" if led else "one machine does not need it"
-        yield Check("host-name", "ok", f"{found} ({why})")
-    else:
-        around = f"or topology.environment.GLOO_SOCKET_IFNAME={_outward(facts)}"
-        yield Check("host-name", needs.between, found, f"{fix}, {around}")
+def check_name_server(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
+    """Whether names are looked up at once."""
+    if silence := facts.network.silence:
+        yield Check("name-server", "warn", f"{silence}, and torch asks it at each connection, for 10 s", FIX)
 
 
 def check_main_address(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
@@ -116,15 +95,13 @@ def check_interfaces(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
 
 
 def check_infiniband(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """RDMA devices: whether their ports are active and equally fast, and memory can be pinned for them."""
-    ports, limit = facts.network.ports, facts.host.memlock
+    """RDMA devices: whether their ports are active and equally fast."""
+    ports = facts.network.ports
     active = [one for one in ports if one.active]
-    devices = ",".join(dict.fromkeys(one.device for one in active))
     if not ports:
         yield Check("infiniband", "ok", f"no RDMA device: machines would talk by TCP over {_outward(facts)}")
     elif needs.variables(facts).get("NCCL_IB_DISABLE") == "1":
         yield Check("infiniband", "ok", f"{_named(ports)}; NCCL_IB_DISABLE=1: machines talk by TCP")
-        active = []
     elif not active:
         fix = (
             "look at cable, switch and subnet manager (ibstat); or topology.environment.NCCL_IB_DISABLE=1 to go by TCP"
@@ -135,12 +112,6 @@ def check_infiniband(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
         yield Check("infiniband", "warn", what, "look at it (ibstat), or topology.environment.NCCL_IB_HCA=DEVICES")
     else:
         yield Check("infiniband", "ok", _named(ports))
-    if limit in (None, -1) or not active:
-        yield Check("locked-memory", "ok", "no limit" if limit == -1 else f"{size(limit)}; matters with RDMA only")
-        return
-    what = f"{size(limit)}, and NCCL locks gigabytes for {devices}"
-    fix = "ulimit -l unlimited (for good: '* - memlock unlimited' in /etc/security/limits.conf; docker run --ulimit memlock=-1)"
-    yield Check("locked-memory", needs.between, what, fix)
 
 
 def _outward(facts: Facts) -> str:
@@ -157,4 +128,4 @@ def _named(ports: Sequence[Port]) -> str:
     )
 
 
-CHECKS = (check_infiniband, check_interfaces, check_names, check_main_address)
+CHECKS = (check_infiniband, check_interfaces, check_name_server, check_main_address)

@@ -82,7 +82,7 @@ def own_report(config: RunConfig) -> dict[str, Any]:
 def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str]) -> Traits:
     """What is compared of a machine: `same` are versions and config values, which a run compares, too."""
     torch, cards, host, net = facts.torch, facts.gpus.gpus, facts.host, facts.network
-    build = {f"{name} of torch": getattr(torch, name) or NOTHING for name in ("cuda", "nccl", "cudnn")}
+    build = {f"{name} of torch": getattr(torch, name) or NOTHING for name in ("cuda", "nccl")}
     build = build if torch.version else dict.fromkeys(build, "")  # one that does not answer is a check of its own
     must = {
         **same,
@@ -101,7 +101,6 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
         "cores": f"{host.cpus:g}",
         "memory": _rounded(host.memory),
         "/dev/shm": _rounded(host.shm),
-        "ulimit -l": "unlimited" if host.memlock == -1 else f"{host.memlock}",
         "ulimit -n": "unlimited" if host.nofile == -1 else f"{host.nofile}",
         **{f"{one.setting} on": f"{one.kind}{'' if one.writable else ', not writable'}" for one in host.folders},
         **{name: version or "not installed" for name, version in facts.software.packages.items() if name not in same},

@@ -20,7 +20,7 @@ H100 = Gpu(0, "H100", memory=80 * 2**30)
 FACTS = Facts(
     torch=Torch(version="2.13.0"),
     gpus=Gpus(gpus=(H100, H100), driver="570.1"),
-    host=Host(memlock=-1, shm=64 * 2**30, folders=(Folder("trainer.output_dir", "/runs", True, kind="nfs4"),)),
+    host=Host(shm=64 * 2**30, folders=(Folder("trainer.output_dir", "/runs", True, kind="nfs4"),)),
 )
 
 
@@ -73,7 +73,6 @@ GPUS, HOST = FACTS.gpus, FACTS.host
             "warn",
             "n1, n2, n4: nothing / n3: 1 × InfiniBand 400 Gb/s up",
         ),
-        (traits(host=replace(HOST, memlock=65536)), "ulimit -l", "warn", "n1, n2, n4: unlimited / n3: 65536"),
         (traits(host=replace(HOST, shm=2**26)), "/dev/shm", "warn", "n1, n2, n4: 64 GiB / n3: 64 MiB"),
         (traits(torch=Torch(version="2.13.0", nccl="2.21")), "nccl of torch", "fail", "n1, n2, n4: nothing / n3: 2.21"),
     ],
