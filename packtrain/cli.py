@@ -197,9 +197,10 @@ def sbatch(
     """Write a Slurm script for a run or a sweep of runs, or submit it."""
 
     def work() -> int:
-        from packtrain.launch.submit import Wish, carry_out
+        from packtrain.launch.submit import carry_out
 
-        return carry_out(_job(verb, config, overrides, sweep), Wish(submit, test_only, output, as_json))
+        job = _job(verb, config, overrides, sweep)
+        return carry_out(job, submit=submit, test=test_only, file=output, as_json=as_json)
 
     _end(work)
 

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from packtrain.config.yaml_files import shown
@@ -37,28 +36,18 @@ _NO_CLUSTER = re.compile(r"slurm controller|configuration source|slurm.conf|sock
 _FOR_EVER = re.compile(r"Partition\w*Limit|PartitionConfig|BadConstraints|Invalid|NotAllowed|Max(Wall|\w+PerJob)")
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What is to be done with the script: `submit` it, have sbatch `test` it, or write it (to `file`, else to stdout)."""
-
-    submit: bool = False
-    test: bool = False
-    file: Path | None = None
-    as_json: bool = False
-
-
 def this_program() -> tuple[str, ...]:
     """The command of this very packtrain, by its absolute path: a job may start without the PATH of this shell."""
     beside = Path(sys.executable).with_name("packtrain")
     return (str(beside),) if beside.is_file() else (sys.executable, "-m", "packtrain")
 
 
-def carry_out(job: Job, wish: Wish) -> int:
-    """Plans the job and does what is wished; returns 0.
+def carry_out(job: Job, *, submit: bool, test: bool, file: Path | None, as_json: bool) -> int:
+    """Plans the job, then has sbatch `test` its script, `submit`s it, or writes it (to `file`, else to stdout); returns 0.
 
     Raises UserError where the job is impossible, sbatch is missing or refuses, or a file cannot be written.
     """
-    if wish.test and (wish.submit or wish.file or wish.as_json):
+    if test and (submit or file or as_json):
         fix = "Give --test-only alone; --submit asks by itself before it submits."
         raise UserError("it only asks, and does nothing of what else is wished", where="--test-only", fix=fix)
     plan = plan_job(job)
@@ -66,49 +55,39 @@ def carry_out(job: Job, wish: Wish) -> int:
     if job.topology.cpus_per_node is None and "--exclusive" not in job.topology.sbatch:
         note = "topology.cpus_per_node is not set; many clusters then give a job one core of each machine"
         print(f"note: {note}", file=sys.stderr)
-    if wish.test:
+    if test:
         print(_sbatch(["--test-only"], text), file=sys.stderr)
         return 0
     try:
         job.logs.mkdir(parents=True, exist_ok=True)
-        if wish.file is not None:
-            wish.file.write_text(text, encoding="utf-8")
-        if wish.submit:
-            _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", wish)
+        if file is not None:
+            file.write_text(text, encoding="utf-8")
+        if submit:
+            _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", file, as_json)
+        elif as_json:
+            told = {"job_id": None, "script": str(file) if file else None, "text": text, **_runs(job, "%j")}
+            print(json.dumps(told, indent=2))
+        elif file is not None:
+            print(f"{file} is written: sbatch {shlex.quote(str(file))} submits it", file=sys.stderr)
         else:
-            _write(job, text, wish)
+            print(text, end="")
     except OSError as error:
         what = f"cannot be written: {error.strerror}"
         raise UserError(what, where=str(error.filename), fix="Name another place.") from error
     return 0
 
 
-def _write(job: Job, text: str, wish: Wish) -> None:
-    if wish.as_json:
-        told = {"job_id": None, "script": str(wish.file) if wish.file else None, "text": text, **_runs(job, "%j")}
-        print(json.dumps(told, indent=2))
-    elif wish.file is not None:
-        print(f"{wish.file} is written: sbatch {shlex.quote(str(wish.file))} submits it", file=sys.stderr)
-    else:
-        print(text, end="")
-
-
-def _submit(job: Job, text: str, what: str, wish: Wish) -> None:
-    aside = job.logs / f".slurm-{os.getpid()}.sbatch"
-    aside.write_text(text, encoding="utf-8")
-    try:
-        _sbatch(["--test-only", str(aside)])  # without this a cluster may take a job that none of its machines can run
-        number = _sbatch(["--parsable", str(aside)]).partition(";")[0]  # JOB or JOB;CLUSTER
-    finally:
-        aside.unlink(missing_ok=True)
-    file = wish.file or job.logs / f"slurm-{number}.sbatch"
-    if wish.file is None:
+def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) -> None:
+    _sbatch(["--test-only"], text)  # without this a cluster may take a job that none of its machines can run
+    number = _sbatch(["--parsable"], text).partition(";")[0]  # JOB or JOB;CLUSTER
+    if file is None:
+        file = job.logs / f"slurm-{number}.sbatch"
         file.write_text(text, encoding="utf-8")
     state = _state(number)
     if _FOR_EVER.search(state):
         print(f"note: Slurm says {state}: as it is the job will never start", file=sys.stderr)
     log = shown(job.log(f"{number}_*" if job.is_sweep else number))
-    if wish.as_json:
+    if as_json:
         print(json.dumps({"job_id": number, "state": state, "script": str(file), **_runs(job, number)}, indent=2))
         return
     stay = f"scontrol update JobId={number} Requeue=0 && " if job.topology.requeue else ""
@@ -149,8 +128,8 @@ def _state(number: str) -> str:
     return next(iter(said.splitlines()), "?").removesuffix(" (None)")
 
 
-def _sbatch(arguments: list[str], text: str | None = None) -> str:
-    """What sbatch answers on stdout, for a test on stderr. Raises UserError where it refuses."""
+def _sbatch(arguments: list[str], text: str) -> str:
+    """What sbatch answers to the script `text`, on stdout, for a test on stderr. Raises UserError where it refuses."""
     command = shutil.which("sbatch")
     if command is None:
         fix = "Run this on a login machine of the cluster; without --submit the script is printed, and can be copied there."
