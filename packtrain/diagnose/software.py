@@ -109,9 +109,8 @@ def check_packages(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     software, deepspeed = facts.software, facts.software.packages.get("deepspeed")
     if software.conflicts:
         words = "; ".join(f"packtrain needs {wanted}, found {found}" for wanted, found in software.conflicts)
-        yield Check(
-            "packages", "fail", words, "pip install " + " ".join(f"'{wanted}'" for wanted, _ in software.conflicts)
-        )
+        fix = "pip install " + " ".join(f"'{wanted}'" for wanted, _ in software.conflicts)
+        yield Check("packages", "fail", words, fix)
     else:
         yield Check("packages", "ok", "packtrain's requirements are met")
     missing = [name for name in _TOOLS if not software.tools.get(name)]
@@ -171,17 +170,13 @@ def chosen_backend(facts: Facts, needs: RunNeeds) -> tuple[str, str]:
 def attention_json(facts: Facts, needs: RunNeeds) -> dict[str, dict[str, object]]:
     """Each backend with whether it can serve packed rows here, and why."""
     kernel, why = flash_kernel(facts, needs)
-    flash = f"{kernel} ({why})" if kernel and why else kernel or why
     on_any = {
         "segmented": "an attention function once per document, on any device; auto proves on the loaded model that it is exact",
         "per_document": "the model once per document, on any device and for any model",
         "sdpa_mask": "one dense mask, the plain reference; slow for long rows",
     }
-    found = {name: {"available": True, "why": words} for name, words in on_any.items()}
-    return {
-        "flash": {"available": kernel is not None, "why": flash, "kernels": dict(facts.torch.kernels or {})},
-        **found,
-    }
+    flash = {"available": kernel is not None, "why": kernel or why, "kernels": dict(facts.torch.kernels or {})}
+    return {"flash": flash, **{name: {"available": True, "why": words} for name, words in on_any.items()}}
 
 
 CHECKS = (check_packages, check_attention)
