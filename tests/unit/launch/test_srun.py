@@ -14,10 +14,9 @@ import pytest
 
 PROGRAM = """
 import sys
-from types import SimpleNamespace
 from packtrain.launch.exit_status import exit_code_of
-from packtrain.launch.execute import _spread
-sys.exit(exit_code_of(lambda: _spread(SimpleNamespace(spread=("srun", "--nodes", "2", "task")))))
+from packtrain.launch.srun import spread
+sys.exit(exit_code_of(lambda: spread(("srun", "--nodes", "2", "task"))))
 """
 FAKES = {
     "srun": 'trap "exit 99" TERM INT; echo "$1" > name; echo begun >&2; while [ ! -s told ]; do sleep 0.05; done; exit $(cat told)',
