@@ -93,7 +93,7 @@ def _member(plan: LaunchPlan, config: RunConfig) -> Member:
 
 def _place(plan: LaunchPlan, config: RunConfig) -> Place:
     address, port = plan.accelerate["main_process_ip"], plan.accelerate["main_process_port"]
-    return Place(address, port, config.topology.join_timeout, job_of(config), plan.hosts)
+    return Place(address, port, config.topology.join_timeout, job_of(config.trainer.output_dir), plan.hosts)
 
 
 def _limits(config: RunConfig) -> TimeLimits:

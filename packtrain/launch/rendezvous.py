@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, UserError
 from packtrain.monitor.channel import SECRET, Client, NoAnswer, NotOurs, Refused, Server, new_secret
 from packtrain.plan.agreement import Member, clock_remarks, names_of, twice, unlike, unlike_counts
@@ -76,16 +75,19 @@ class Group:
     client: Client | None = None
 
 
-def job_of(config: RunConfig) -> str:
+def job_of(output_dir: str) -> str:
     """A name of the run by which its launchers know each other; machines of another run are sent away."""
-    return hashlib.blake2b(config.trainer.output_dir.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(output_dir.encode(), digest_size=8).hexdigest()
 
 
 @contextmanager
 def alone(name: str, port: int) -> Iterator[Group]:
-    """The group of a run on one machine, whose channel is on a free port of it; `port` is for torch's store."""
+    """The group of a run on one machine, whose channel is on a free port of it; `port` is for torch's store.
+
+    It is reached from other machines too, where packtrain doctor may be started.
+    """
     secret = os.environ.get(SECRET) or new_secret()
-    server = Server(0, secret=secret, host="127.0.0.1")
+    server = Server(0, secret=secret)
     try:
         yield Group({0: name}, "127.0.0.1", server.port, secret, port, server=server)
     finally:

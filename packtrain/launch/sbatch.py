@@ -1,4 +1,4 @@
-"""RunConfig → the text of a Slurm script, made from slurm/run.sbatch.j2. Pure: nothing is asked of Slurm, nothing written.
+"""A config → the text of a Slurm script, made from slurm/run.sbatch.j2. Pure: nothing is asked of Slurm, nothing written.
 
 The template says what a script does and why; here is only what it is filled with. Everything that comes from the user is
 quoted, for bash or for sbatch's own reading of `#SBATCH` lines, except topology.setup and topology.sbatch, which are code.
