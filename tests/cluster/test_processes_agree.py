@@ -163,7 +163,8 @@ def test_a_launch_of_another_size_than_the_config_names_both_numbers(launches: L
     """As when accelerate launch is given the processes of one machine in place of those of all."""
     ended = launches["size"][1]
     assert [code for code, _ in ended] == [3, 3]
-    assert "2 processes in all in place of 4" in ended[0][1]
+    asked, has = "2 machines, 2 processes on each are asked for", "the launch has 2 machines, 1 process on each"
+    assert f"{asked}, but {has}" in ended[0][1]
 
 
 def test_checkpoints_on_disks_that_are_not_shared_are_refused_before_training(launches: Launches) -> None:
