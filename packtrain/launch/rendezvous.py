@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -30,6 +30,7 @@ PROGRESS_S = 10
 CERTAIN_S = 15
 """How long what looks like a mistake may also be a machine 0 that is about to start, or is busy."""
 _POLL_S = 0.3
+_FRESH_S = 3  # all must have called within so long before they may go: one of them may have left
 _GONE_S = 6  # who has not called for so long may have been started again
 _SILENT_S = 10  # who has not called for so long is waited for again
 _FULL_PICTURE_S = 3  # how long others are waited for once two are known not to fit
@@ -191,11 +192,11 @@ class _Hall:
     def wait(self) -> None:
         """Until all are here and agree. Raises PacktrainError where they do not, or one is missing."""
         next_word = self._begun + PROGRESS_S
-        while len(self._guests) + 1 < self._me.nodes and self._error is None and (now := time.monotonic()) < self._end:
+        while self._missing() and self._error is None and (now := time.monotonic()) < self._end:
             if now >= next_word:
                 next_word += PROGRESS_S
                 are = f"{self._here()} {'are' if self._guests else 'is'} here"
-                waits = f"waiting {now - self._begun:.0f} s for {listed(self._absent())}"
+                waits = f"waiting {now - self._begun:.0f} s for {listed(self._words(self._missing()))}"
                 self._waiting = f"{waits}: not connected; {are}"
                 print(self._waiting, file=sys.stderr, flush=True)
             self._news.wait(min(_POLL_S, max(self._end - now, 0)))
@@ -205,8 +206,8 @@ class _Hall:
                 self._guests = here
         if error := self._error or unlike(self.members()):
             raise error
-        if self._absent():
-            raise self._missing()
+        if missing := self._missing():
+            raise self._not_here(missing)
         offsets = {node: one.offset_s for node, one in self._guests.items()}
         for remark in clock_remarks(self.members(), offsets):
             print(remark, file=sys.stderr, flush=True)
@@ -237,13 +238,18 @@ class _Hall:
     def _here(self) -> str:
         return listed(list(names_of(self.members()).values()))
 
-    def _absent(self) -> list[str]:
-        missing = [node for node in range(1, self._me.nodes) if node not in self._guests]
-        return [self._place.machine(node, self._me.per_node) for node in missing]
+    def _missing(self) -> list[int]:
+        """Machines that have not joined, or do not call any more."""
+        since = time.monotonic() - _FRESH_S
+        called = {node for node, one in dict(self._guests).items() if one.heard > since}
+        return [node for node in range(1, self._me.nodes) if node not in called]
 
-    def _missing(self) -> PeerFailed:
-        first = min(set(range(1, self._me.nodes)) - set(self._guests))
-        what = f"{listed(self._absent())} did not connect to {self._me.host} within {self._place.timeout_s:.0f} s"
+    def _words(self, nodes: Sequence[int]) -> list[str]:
+        return [self._place.machine(node, self._me.per_node) for node in nodes]
+
+    def _not_here(self, missing: Sequence[int]) -> PeerFailed:
+        first, absent = missing[0], listed(self._words(missing))
+        what = f"{absent} did not connect to {self._me.host} within {self._place.timeout_s:.0f} s"
         turned = "".join(f"; {who}, which was sent away, {why}" for who, why in list(self._sent_away.items())[:3])
         fix = (
             f"Is packtrain started there, with topology.node_rank={first}? If so, does {self._place.address}:{self._place.port} "

@@ -226,7 +226,8 @@ def test_strangers_neither_join_nor_stop_the_rendezvous(place: Place) -> None:
                 assert "another version of packtrain" in json.dumps(client.call("join", odd))
             assert silent.fileno() > 0
             launchers.start(member(1), place)
-            assert all(isinstance(one, Group) for one in launchers.join())
+            ends = launchers.join()
+    assert all(isinstance(one, Group) for one in ends), ends
 
 
 def test_machines_meet_over_ipv6(place: Place) -> None:
@@ -267,7 +268,8 @@ def test_a_machine_that_left_is_waited_for_again(place: Place, monkeypatch: pyte
     time.sleep(3.5)
     launchers.start(member(1, 3), place)
     launchers.start(member(2, 3), place)
-    assert all(isinstance(one, Group) for one in launchers.join())
+    ends = launchers.join()
+    assert all(isinstance(one, Group) for one in ends), ends
 
 
 def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_that_it_has_begun(place: Place) -> None:
