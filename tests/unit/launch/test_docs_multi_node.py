@@ -51,7 +51,8 @@ def raised(work: Callable[[], object]) -> PacktrainError:
 
 
 def missing() -> PacktrainError:
-    return rendezvous._Hall(member(0, per_node=8), PLACE)._missing()
+    hall = rendezvous._Hall(member(0, per_node=8), PLACE)
+    return hall._not_here(hall._missing())
 
 
 def unequal(**changes: object) -> PacktrainError:
