@@ -159,8 +159,6 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
             return
         started, row = time.perf_counter(), self._prepare_inputs(rows[0])
         self.watch.check(self.model, row, step=self.state.global_step + 1)
-        if not self._watched and not self.settings.sharded:
-            self.watch.check_gradients(self.model, row)
         self._watched += 1
         if self._watched == WATCHED_STEPS:
             self.watch = None

@@ -20,14 +20,12 @@ from packtrain.model.forward import Head, choose_head
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks, most_of_all
 from packtrain.monitor.heartbeat import waiting
-from packtrain.packing.collate import IGNORE, collate_flat, collate_padded, on_device
+from packtrain.packing.collate import IGNORE, collate_padded, on_device
 from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 
 WATCHED_STEPS = 3
 _FEWEST = 16  # trained tokens whose rounding errors average out
-_BEGINNINGS = (32, 13, 24)  # tokens of the first documents whose gradients are compared
-_OF_GRADIENTS = 5  # times the tolerance of losses: in 16 bits a router may choose another expert, which moves them more
 _NOT_RIGHT = (
     "packed rows are not computed right: set model.attention=per_document or packing.mode=padding, and please report this "
     "model"
@@ -99,9 +97,7 @@ class FirstStepWatch:
     WATCHED_STEPS steps, since what a run keeps from one step to the next may be at fault too.
 
     Losses are compared document by document: a forgotten border moves one or two of them, which does not show in the sum of
-    many. Norms of gradients are compared at the first of these steps, over the beginnings of a few documents: a backward
-    pass of the whole padded row would take memory that training does not need. (Not where weights are spread, as that takes
-    hooks which training uses; `packtrain verify` compares them there.)
+    many. Gradients are compared by `packtrain verify`.
 
     `attention` is the implementation that the model came with, which serves the padded batch.
     """
@@ -148,36 +144,6 @@ class FirstStepWatch:
                 fix=_NOT_RIGHT,
             )
         return off[worst].item()
-
-    def check_gradients(self, model: Any, row: dict[str, Any]) -> float:
-        """Returns the relative difference of the norms of all trained parameters' gradients, over the beginnings of the first
-        documents of `row`, every token of them trained; gradients that are there are left alone.
-
-        Costs a forward and a backward pass of 69 tokens packed and padded, and the memory of one set of gradients. Raises
-        CheckFailed beyond the tolerance.
-        """
-        beginnings = [one.input_ids[:tokens] for one, tokens in zip(_documents(row), _BEGINNINGS, strict=False)]
-        documents = [Document(ids, np.ones(len(ids), dtype=bool)) for ids in beginnings]
-        with evaluating(model):
-            packed = _gradient_norm(model, collate_flat(documents))
-            with attention_of(base_model(model), self.attention):
-                padded = _gradient_norm(model, collate_padded(documents, self.pad_token_id))
-        difference = abs(packed - padded) / max(packed, padded, 1e-30)
-        if not difference <= _OF_GRADIENTS * self.tolerance:  # NaN fails too
-            raise CheckFailed(
-                f"the beginnings of the first documents have gradients of norm {packed:.6g} packed and {padded:.6g} padded",
-                fix=_NOT_RIGHT,
-            )
-        return difference
-
-
-def _gradient_norm(model: Any, batch: dict[str, Any]) -> float:
-    """Of all trained parameters as one vector, for the summed loss; 0 where nothing is trained."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    loss = model(**on_device(batch, model.device), loss_sum=True)
-    gradients = torch.autograd.grad(loss, trained, allow_unused=True) if loss.requires_grad else ()
-    norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients if one is not None]
-    return torch.stack(norms).norm().item() if norms else 0.0
 
 
 def _sums(values: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:

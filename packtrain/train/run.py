@@ -1,7 +1,7 @@
 """The conductor of a training run in one process: from the resolved config to the trained model, in order (`train_in`).
 
 Only this file (and verify's conductor) sees the whole config: everything below takes its own group of it, and values that
-are decided here once. An objective is a file with a trainer and a class like SFT (sft.py) or DPO (dpo.py): its data, what
+are decided here once. An objective is a file with a trainer and a class like SFT (sft.py) or DPO (dpo_objective.py): its data, what
 it is held to, its attention, its steps, its trainer and its proofs. A new one gets a line in `_objective`.
 """
 
@@ -46,7 +46,7 @@ from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, results
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
 from packtrain.train.console import Log, quiet_libraries, warnings_to
-from packtrain.train.dpo import DPO
+from packtrain.train.dpo_objective import DPO
 from packtrain.train.library_errors import explained, keep_in_full
 from packtrain.train.loader import PairSteps, Steps, attention_cost
 from packtrain.train.loop import StepControl, StepTrainer

@@ -71,14 +71,11 @@ def test_16_bits_hide_no_difference_of_two_sides_that_compute_the_same(tmp_path:
 def test_log_probabilities_that_are_out_of_date_are_told_from_those_computed_anew(side: str, tmp_path: Path) -> None:
     trainer = kept(tmp_path)
     trainer.steps.reference[2, ["chosen", "rejected"].index(side)] += 0.01
-    with pytest.raises(
-        CheckFailed, match=rf"the first loss is 0\.69\d+, but 0\.6931.*of the {side} answers they differ by"
-    ) as caught:
+    with pytest.raises(CheckFailed, match=r"the first loss is 0\.69\d+, but 0\.6931") as caught:
         check_start(trainer)
-    said = str(caught.value)
-    two = r"-[\d.]+ and -[\d.]+"
-    assert re.search(rf"model and reference say {two} of the chosen answer, {two} of the rejected one", said)
-    assert re.search(rf"kept are stale: pair \d has -[\d.]+ for its {side} answer, computed anew -", said)
+    said, answer = str(caught.value), rf"the {side} answer of pair \d"
+    assert re.search(rf"{answer} .* has log-probability -[\d.]+ by the model and -[\d.]+ by the reference", said)
+    assert re.search(rf"kept are stale: {answer} has -[\d.]+, computed anew -", said)
     assert "take the folder `reference` of the data cache away" in said and "dropout" not in said
 
 
@@ -130,40 +127,31 @@ def adapted(*, beside: bool = False) -> Any:
 FAULTS: dict[str, tuple[Callable[[Path], PackedDPOTrainer], str]] = {
     "dropout of attention": (
         lambda folder: start(folder, dropping(), dropping()),
-        r"dropout is on in the model \(model.layers.0.self_attn.attention_dropout=0.3\): a second call differs by \d"
-        r".*\n.*set model.config.attention_dropout=0",
+        r"dropout is on in the model: a second call differs by \d.*\n.*set model.config.attention_dropout=0",
     ),
     "a reference in training mode": (
         lambda folder: start(folder, policy(), dropping(), lambda trainer: trainer.ref_model.train()),
-        r"dropout is on in the reference \(model.layers.0.self_attn.attention_dropout=0.3",
+        r"dropout is on in the reference: .*\n.*set model.config.attention_dropout=0",
     ),
     "dropout without a name": (
         lambda folder: start(folder, policy(), policy(), drop_by_a_hook),
-        r"dropout is on in the reference \(none that has a name",
+        r"dropout is on in the reference: .*\n.*take it out of the code of the model",
     ),
     "another precision": (
         lambda folder: start(folder, policy(), policy().to(torch.bfloat16)),
-        r"the model has float32 weights, the reference bfloat16 \(model.embed_tokens.weight\)",
+        r"first in model.embed_tokens.weight: float32 in the model, bfloat16 in the reference",
     ),
     "another tokenizer": (
         lambda folder: start(folder, policy(), with_another_tokenizer(folder)),
-        r"the reference has another tokenizer \(.*saved: 2 tokens, digest \w{8}\) than the data was made with",
+        r"the reference has another tokenizer \(.*saved\) than the data",
     ),
     "adapters that are not new": (
         lambda folder: start(folder, adapted(), None),
-        r"the adapters are not new, but the reference is the model without them \(.*lora_B.default.weight is not zero",
+        r"adapters that training starts from are not those of the reference, first in .*lora_B.default.weight",
     ),
     "other earlier adapters": (
         lambda folder: start(folder, adapted(beside=True), None),
-        r"the adapters of the reference are not those that training starts from \(.*lora_A.default.weight",
-    ),
-    "the wrong adapter": (
-        lambda folder: start(folder, adapted(beside=True), policy(), lambda trainer: trainer.model.set_adapter("ref")),
-        r"the wrong adapter is active: ref in place of default",
-    ),
-    "other settings": (
-        lambda folder: start(folder, policy(), tiny_model("llama", rms_norm_eps=0.1)),
-        r"the settings differ: the model has rms_norm_eps 1e-06, the reference 0.1",
+        r"adapters that training starts from are not those of the reference, first in .*lora_A.default.weight",
     ),
     "other weights": (
         lambda folder: start(folder, policy(), another()),
@@ -183,7 +171,7 @@ def test_what_makes_the_model_differ_from_its_reference_is_named(fault: Any, sai
 def test_a_fault_that_is_none_of_those_known_is_said_to_be_so(tmp_path: Path) -> None:
     trainer = ours(tmp_path, "padding", reference=policy(), loss_type=["sigmoid"])
     trainer.ref_model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out * 1.01)
-    with pytest.raises(CheckFailed, match=r"neither dropout, .* nor weights differ between the two: please report"):
+    with pytest.raises(CheckFailed, match=r"nothing that is known to cause this was found: please report"):
         check_start(trainer)
 
 

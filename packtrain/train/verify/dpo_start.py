@@ -2,18 +2,17 @@
 
 (1) The packed forward gives every answer the log-probability that the padded one gives, and the fused output head that of
 the full logits. (2) Where the model starts as its own reference, the first loss is that of a zero margin: ln 2 for the sigmoid
-loss. It is not when dropout is on (TRL turns off modules, not what attention drops), or when the reference has another
-precision or tokenizer, other weights, the wrong adapter, or was precomputed from something else. Which of these it is, is
-found out on the two as they are, by a few more forward passes of one micro-batch in a run that ends anyway.
+loss. Where it is not, the two are asked why: dropout, log-probabilities that were kept, adapters, tokenizers, weights and
+their number formats.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,21 +20,17 @@ from torch.distributed.tensor import DTensor
 
 from packtrain.attention.backends import attention_of
 from packtrain.config.schema import Model
-from packtrain.data.tokens.tokenizer import plain_tokenizer
-from packtrain.errors import CheckFailed, Problem, UserError
+from packtrain.errors import CheckFailed, Problem
 from packtrain.model.load import base_model, load_tokenizer
 from packtrain.model.spread import most_of_all
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
+from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.loader import MicroBatch, PairSteps
-
-if TYPE_CHECKING:
-    from packtrain.train.dpo import PackedDPOTrainer
 
 Logps = tuple[torch.Tensor, torch.Tensor]
 """float32 [pairs] of chosen and of rejected answers."""
 _SIDES = ("chosen", "rejected")
-_NO_SETTING = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures", "use_cache")
 
 
 @torch.no_grad()
@@ -72,7 +67,7 @@ def check_pair_forward(trainer: PackedDPOTrainer, attention: str) -> None:
 @dataclass(frozen=True, slots=True)
 class Start:
     """The `loss` of the first pairs, that of a zero margin, by how much rounding may part them, and, where they are further
-    apart, by how much the two sides are, and why."""
+    apart, what differs and why."""
 
     loss: float
     zero_margin: float
@@ -107,7 +102,13 @@ def start_of(trainer: PackedDPOTrainer) -> Start:
         causes = list(_causes(trainer, batch, policy, reference, rounding))
     if fine:  # but not on another process
         return start
-    return replace(start, problems=(_what_differs(start, policy, reference, known=bool(causes)), *causes))
+    ours, theirs, answer = _furthest(policy, reference)
+    what = (
+        f"the first loss is {found:.7g}, but {zero_margin:.7g} while the model is its own reference: {answer} of the first "
+        f"micro-batch has log-probability {ours:.7g} by the model and {theirs:.7g} by the reference"
+    )
+    unknown = "" if causes else "nothing that is known to cause this was found: please report this model"
+    return replace(start, problems=(Problem(what, "objective.reference", unknown), *causes))
 
 
 def _rounding(trainer: PackedDPOTrainer, batch: MicroBatch, longest: float) -> float:
@@ -124,148 +125,87 @@ def _rounding(trainer: PackedDPOTrainer, batch: MicroBatch, longest: float) -> f
         tokens = int(batch.inputs["completion_mask"].sum(dim=1).max())
         return rounding + 16 * torch.finfo(trainer.compute_dtype).eps * math.sqrt(tokens)
     with evaluating(trainer.model):
-        return rounding + 4 * _apart(trainer.policy_logps(batch), trainer.policy_logps(batch))[0]
-
-
-def _what_differs(start: Start, policy: Logps, reference: Logps, *, known: bool) -> Problem:
-    off, side, worst = _apart(policy, reference)
-    values = ", ".join(
-        f"{policy[at][worst]:.7g} and {reference[at][worst]:.7g} of the {name}"
-        for at, name in enumerate(("chosen answer", "rejected one"))
-    )
-    return Problem(
-        f"the first loss is {start.loss:.7g}, but {start.zero_margin:.7g} while the model is its own reference: of the "
-        f"{_SIDES[side]} answers they differ by up to {off:.3g} in log-probability (of pair {worst + 1} of the first "
-        f"micro-batch model and reference say {values})",
-        "objective.reference",
-        ""
-        if known
-        else "neither dropout, kept log-probabilities, number formats, tokenizers, adapters, settings nor weights differ "
-        "between the two: please report this model",
-    )
+        return rounding + 4 * _apart(trainer.policy_logps(batch), trainer.policy_logps(batch))
 
 
 def _causes(
-    trainer: PackedDPOTrainer, batch: MicroBatch, policy: Logps, kept: Logps, tolerance: float
+    trainer: PackedDPOTrainer, batch: MicroBatch, policy: Logps, kept: Logps, rounding: float
 ) -> Iterator[Problem]:
-    """What differs between the model and its reference, of what is known to happen; less than `tolerance` is rounding.
+    """What is found to differ between the model and its reference, of what is known to happen.
 
     `policy` and `kept` are the log-probabilities by the two in training mode. Called on all processes together.
     """
-    model, base = trainer.model, base_model(trainer.model)
-    yield from _dropout("model", model, _apart(policy, trainer.policy_logps(batch))[0], tolerance)
+    model = cast(Any, trainer.model)
+    yield from _dropout("model", model, _apart(policy, trainer.policy_logps(batch)), rounding)
     if "ref_chosen_logps" in batch.inputs:
         with evaluating(model):
             now = trainer.policy_logps(batch)
-        off, side, worst = _apart(now, kept)
-        if off > tolerance:
+        then, anew, answer = _furthest(kept, now)
+        if abs(then - anew) > rounding:
             yield Problem(
-                f"the log-probabilities that were kept are stale: pair {worst + 1} has {kept[side][worst]:.6g} for its "
-                f"{_SIDES[side]} answer, computed anew {now[side][worst]:.6g}",
+                f"the log-probabilities that were kept are stale: {answer} has {then:.6g}, computed anew {anew:.6g}",
                 "objective.reference=precomputed",
                 "take the folder `reference` of the data cache away: they are computed again",
             )
-        yield from _adapters(model, alone=False)
     elif trainer.ref_model is None:
-        yield from _adapters(model, alone=True)
+        yield from _adapters(model)
     else:
         reference = cast(Any, trainer.accelerator.unwrap_model(trainer.ref_model))
-        yield from _dropout("reference", reference, _apart(kept, trainer.reference_logps(batch))[0], tolerance)
-        yield from _tokenizers(trainer, reference)
-        yield from _adapters(model, alone=False)
-        ours, theirs = base.config.to_dict(), reference.config.to_dict()
-        names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        if other := [
-            f"{one} {ours.get(one)!r}, the reference {theirs.get(one)!r}" for one in names if one not in _NO_SETTING
-        ]:
-            what = f"the settings differ: the model has {'; '.join(other[:3])}"
-            yield Problem(what, "model.config", "load both with the same settings")
-        yield from _weights_differ(base, reference)
+        yield from _dropout("reference", reference, _apart(kept, trainer.reference_logps(batch)), rounding)
+        path, own = (getattr(one.config, "_name_or_path", "") for one in (reference, base_model(model)))
+        tokenizer = cast(Any, trainer.processing_class)
+        if path not in ("", own) and load_tokenizer(Model(path=path)).get_vocab() != tokenizer.get_vocab():
+            fix = "hold the model to a reference with its own tokenizer"
+            yield Problem(f"the reference has another tokenizer ({path}) than the data", "model.tokenizer", fix)
+        yield from _weights(base_model(model), reference)
 
 
-def _apart(one: Logps, other: Logps) -> tuple[float, int, int]:
-    """By how much two differ at most, on which side (0: chosen, 1: rejected), and for which pair."""
-    off = [(ours.float() - theirs.float()).abs() for ours, theirs in zip(one, other, strict=True)]
-    side = int(off[1].max() > off[0].max())
-    return off[side].max().item(), side, int(off[side].argmax())
+def _furthest(one: Logps, other: Logps) -> tuple[float, float, str]:
+    """What two say of the answer on which they differ most, and which one that is."""
+    ours, theirs = (torch.stack(said).float() for said in (one, other))
+    side, pair = divmod(int((ours - theirs).abs().argmax()), ours.shape[1])
+    return ours[side, pair].item(), theirs[side, pair].item(), f"the {_SIDES[side]} answer of pair {pair + 1}"
 
 
-def _dropout(side: str, model: nn.Module, moved: float, tolerance: float) -> Iterator[Problem]:
-    """Whether the same call gives something else, `moved` by so much, a second time."""
-    if moved > tolerance:
-        named = next(_dropping(model), "none that has a name: a hook or code of the model's own")
-        setting = named.partition("=")[0].rpartition(".")[2]
-        known = hasattr(base_model(model).config, setting)
-        fix = f"set model.config.{setting}=0" if known else "take it out of the model"
-        yield Problem(
-            f"dropout is on in the {side} ({named}): a second call differs by {moved:.3g}", "model.config", fix
-        )
+def _apart(one: Logps, other: Logps) -> float:
+    """By how much two differ at most."""
+    ours, theirs, _ = _furthest(one, other)
+    return abs(ours - theirs)
 
 
-def _dropping(model: nn.Module) -> Iterator[str]:
-    """Modules in training mode that drop something, as `name=probability`."""
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items() if module.training else ():
-            if attribute == "p" and isinstance(module, nn.modules.dropout._DropoutNd) and value > 0:
-                yield f"{name}={value:g}"
-            elif ("drop" in attribute or "jitter" in attribute) and isinstance(value, float) and value > 0:
-                yield f"{name}.{attribute}={value:g}"
+def _dropout(side: str, model: nn.Module, moved: float, rounding: float) -> Iterator[Problem]:
+    """Whether the same call gives something else, `moved` by so much, a second time. (TRL turns off modules that drop.)"""
+    if moved > rounding:
+        settings = base_model(model).config.to_dict()
+        on = [f"model.config.{name}=0" for name, value in settings.items() if "drop" in name and value]
+        fix = f"set {', '.join(on)}" if on else "take it out of the code of the model"
+        yield Problem(f"dropout is on in the {side}: a second call differs by {moved:.3g}", "model.config", fix)
 
 
-def _tokenizers(trainer: PackedDPOTrainer, reference: Any) -> Iterator[Problem]:
-    path, own = (getattr(one.config, "_name_or_path", "") for one in (reference, base_model(trainer.model)))
-    if not path or path == own:
-        return
-    with suppress(UserError):
-        theirs = plain_tokenizer(load_tokenizer(Model(path=path)))
-        ours = plain_tokenizer(cast(Any, trainer.processing_class))
-        if theirs.content != ours.content:
-            yield Problem(
-                f"the reference has another tokenizer ({path}: {theirs.vocabulary} tokens, digest {theirs.content[:8]}) than "
-                f"the data was made with ({ours.vocabulary} tokens, digest {ours.content[:8]})",
-                "model.tokenizer",
-                "hold the model to a reference with its own tokenizer",
-            )
-
-
-def _adapters(model: Any, *, alone: bool) -> Iterator[Problem]:
-    """What is wrong with adapters; `alone`: the reference is the model with them off, or with those named ref."""
-    if not hasattr(model, "peft_config"):
-        return
-    if (active := list(model.active_adapters)) != ["default"]:
-        what = f"the wrong adapter is active: {', '.join(active) or 'none'} in place of default"
-        yield Problem(what, "peft", "train the adapter that the run was given")
-    parts = dict(model.named_parameters()) if alone else {}
-    for name, weight in parts.items():
-        if ".default." not in name or weight.is_meta:
-            continue
-        if "ref" in model.peft_config:
-            other = parts.get(name.replace(".default.", ".ref."))
-            if other is not None and not _same(weight, other):
-                what = f"the adapters of the reference are not those that training starts from ({name})"
-                yield Problem(what, "objective.reference", "name the adapters of model.path, or leave it at auto")
-                return
-        elif "lora_B" in name and _local(weight).any():
-            what = f"the adapters are not new, but the reference is the model without them ({name} is not zero)"
-            yield Problem(what, "objective.reference", "leave it at auto: the model is then held to those adapters")
+def _adapters(model: nn.Module) -> Iterator[Problem]:
+    """The first weight that keeps the model from being its reference: itself with adapters off, or with those named ref."""
+    weights = dict(model.named_parameters())
+    for name, weight in weights.items():
+        other = weights.get(name.replace(".default.", ".ref."))
+        new = "lora_B" not in name or not _local(weight).any()
+        if ".default." in name and not (new if other is None else _same(weight, other)):
+            what = f"the adapters that training starts from are not those of the reference, first in {name}"
+            fix = "leave it at auto: the model is then held to those that it starts from"
+            yield Problem(what, "objective.reference", fix)
             return
 
 
-def _weights_differ(model: nn.Module, reference: nn.Module) -> Iterator[Problem]:
+def _weights(model: nn.Module, reference: nn.Module) -> Iterator[Problem]:
     """The first weight that is not the same in both, adapters left out: in its number format, or in its values."""
     ours, theirs = (
         {name.replace(".base_layer", ""): weight for name, weight in one.named_parameters() if "lora_" not in name}
         for one in (model, reference)
     )
     for name, weight in ours.items():
-        if name in theirs and weight.dtype != theirs[name].dtype:
-            formats = [str(one.dtype).removeprefix("torch.") for one in (weight, theirs[name])]
-            what = f"the model has {formats[0]} weights, the reference {formats[1]} ({name})"
-            yield Problem(what, "model.dtype", "load both in the same format")
-            return
-        if name not in theirs or not _same(weight, theirs[name]):
-            fix = "the reference is not what training starts from: name the same files"
-            yield Problem(f"the weights differ, first in {name}", "objective.reference", fix)
+        if name not in theirs or weight.dtype != theirs[name].dtype or not _same(weight, theirs[name]):
+            formats = [str(one[name].dtype).removeprefix("torch.") if name in one else "no" for one in (ours, theirs)]
+            what = f"the weights differ, first in {name}: {formats[0]} in the model, {formats[1]} in the reference"
+            yield Problem(what, "objective.reference", "load both from the same files, in the same model.dtype")
             return
 
 

@@ -1,0 +1,199 @@
+"""What of a run is preference optimisation's own: pairs for documents, what the model is held to, and what is proved of both.
+
+The trainer, and with it the loss, is in dpo.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from trl import DPOConfig
+
+from packtrain.config.schema import Batch, Data, Model, Objective, Packing, Peft
+from packtrain.data.dataset import PairDataset
+from packtrain.data.prepare import PreparedData, prepare_pairs
+from packtrain.errors import CheckFailed, UserError
+from packtrain.model.adapters import add_reference
+from packtrain.model.load import base_model, weights_hash
+from packtrain.model.precision import Precision
+from packtrain.model.reference import cache_key, load_reference, precompute
+from packtrain.model.spread import Ranks
+from packtrain.packing.collate import PairRows
+from packtrain.packing.schedule import Schedule
+from packtrain.plan.dpo_reference import DpoReference
+from packtrain.proof.choice import AttentionChoice, prove_pairs
+from packtrain.train import console
+from packtrain.train.dpo import PackedDPOTrainer, check_routers, objective_arguments
+from packtrain.train.loader import PairSteps
+from packtrain.train.preflight import choose_together, same_everywhere
+from packtrain.train.verify.dpo_start import check_pair_forward, check_start
+
+
+class DPO:
+    """What of a run is preference optimisation's own: its data, its reference, its steps, its trainer, its proofs."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        packing: Packing,
+        batch: Batch,
+        model: Model,
+        peft: Peft,
+        reference: DpoReference,
+        cache: Path,
+    ) -> None:
+        """Precomputed log-probabilities go to the folder `cache`."""
+        self._objective, self._packing, self._model, self._peft = objective, packing, model, peft
+        self._reference, self._cache = reference, cache
+        _, self._row_tokens = batch.limits(packing.mode)
+        self._reference_model: PreTrainedModel | None = None
+        self._identity = ""
+        self.layout: PairRows = "padding"
+        self._unshared = ""
+
+    def prepare_data(
+        self, data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool
+    ) -> PreparedData[PairDataset]:
+        """Pairs as tokens, with their loss masks."""
+        return prepare_pairs(data, tokenizer, seed=seed, progress=progress)
+
+    def longest_document(self, data: PairDataset) -> int:
+        """Tokens of the longest prompt with an answer."""
+        return int(data.documents.lengths.max())
+
+    def take_reference(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, *, seed: int
+    ) -> dict[str, Any]:
+        """Loads what `model` is held to, before it is spread; returns what a resumed run must agree on of it."""
+        check_routers(base_model(model))
+        if self._reference.kind == "adapters":
+            add_reference(model, self._reference.adapters)
+        self._reference_model, weights = load_reference(
+            self._reference, self._objective.reference, self._model, tokenizer, ranks, seed=seed
+        )
+        weights = weights or weights_hash(model)
+        self._identity = identity_of_reference(model, self._peft, weights)
+        return {"objective.reference": f"one of weights with hash {weights[:12]}"}
+
+    def decide_attention(
+        self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
+    ) -> AttentionChoice:
+        """Which backend serves packed rows of `model`, and whether prompts are computed once for both answers.
+
+        Raises CheckFailed where packing.share_prefix asks for what the backend cannot do.
+        """
+        share = self._packing.share_prefix
+        decision = choose_together(wanted, model, ranks, precision.autocast, prove=prove, pairs=share is not False)
+        if share is False:
+            self.layout, self._unshared = "flat", "packing.share_prefix=false"
+            return decision
+        lack = decision.unshared
+        if lack is None:  # nothing was proved
+            lack, _ = prove_pairs(decision.backend.name, model, precision.autocast)
+        layout = "shared" if not lack else "flat"
+        same_everywhere(layout, "layout of pairs", "packing.share_prefix", ranks.world_size)
+        if lack and share:
+            raise CheckFailed(f"prompts cannot be shared: {lack}", where="packing.share_prefix", fix="set it to false")
+        self.layout, self._unshared = layout, lack
+        return decision
+
+    def slots(self, data: PairDataset) -> np.ndarray:
+        """int32 [pairs]: token slots that each takes. Raises UserError where a micro-batch does not take the longest: pairs
+        are never split."""
+        # padded a pair takes two rows as long as the longer of its documents
+        longer = 2 * data.documents.lengths.reshape(-1, 2).max(axis=1)
+        slots = {"padding": longer, "flat": data.lengths, "shared": data.shared_lengths}[self.layout].astype(np.int32)
+        longest, most = int(slots.max(initial=0)), self._row_tokens
+        if most is not None and longest > most:
+            raise UserError(
+                f"the longest pair takes {longest} token slots, a micro-batch has {most}",
+                where="batch.tokens_per_device",
+                fix=f"set batch.tokens_per_device to at least {longest}, or data.max_length to {most // 2}",
+            )
+        return slots
+
+    def steps(self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> PairSteps:
+        """The optimizer steps over `data`. Raises UserError where a loss that sorts the pairs of a step would see only some of
+        them at a time."""
+        steps = PairSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
+        if sorting := self._objective.sorting_losses:
+            most = schedule.summary(ranks.world_size).micro_batches_max
+            if ranks.world_size > 1 or most > 1:
+                raise UserError(
+                    f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {ranks.world_size} process"
+                    f"{'es' if ranks.world_size > 1 else ''} and up to {most} micro-batches",
+                    where="objective.loss_type",
+                    fix="use one process and a larger batch.tokens_per_device (and batch.examples_per_device), or another "
+                    "loss",
+                )
+        return steps
+
+    def trainer(
+        self, model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, **given: Any
+    ) -> PackedDPOTrainer:
+        """The trainer, before its proofs; `given` are its settings and callbacks."""
+        own = objective_arguments(self._objective, precomputed=self._reference.kind == "precomputed")
+        return PackedDPOTrainer(
+            model, DPOConfig(**arguments, **own), tokenizer, reference=self._reference_model, **given
+        )
+
+    def prove(
+        self,
+        trainer: PackedDPOTrainer,
+        log: console.Log,
+        attention: str,
+        *,
+        preflight: bool,
+        ranks: Ranks,
+        precision: Precision,
+        one_pass: Callable[[PairDataset], PairSteps],
+    ) -> None:
+        """Computes what is to be precomputed (`one_pass` over a set in order), then checks the forward and the first loss."""
+        console.pairs(log, self._objective, self.layout, self._unshared, self._reference, self._peft.dropout)
+        if self._reference.kind == "precomputed":
+            self._precompute(trainer, ranks, one_pass, (self._identity, precision, trainer.ld_alpha))
+        if preflight:
+            check_pair_forward(trainer, attention)
+            if self._reference.at_start:
+                check_start(trainer)
+
+    def _precompute(
+        self,
+        trainer: PackedDPOTrainer,
+        ranks: Ranks,
+        one_pass: Callable[[PairDataset], PairSteps],
+        depends_on: tuple[object, ...],
+    ) -> None:
+        """Has what the reference says of every pair come with the batches: the model as it is before step 1."""
+
+        def with_reference(steps: PairSteps) -> PairSteps:
+            whole = one_pass(steps.data)
+
+            def logps(numbers: np.ndarray) -> torch.Tensor:
+                trainer.clock.enter("proof")
+                return torch.stack(trainer.policy_logps(whole.collate(numbers)), dim=1)
+
+            place = self._cache / cache_key(steps.data.fingerprint, *depends_on)
+            return replace(steps, reference=precompute(place, whole.schedule, ranks, logps))
+
+        settings = trainer.settings
+        steps = with_reference(cast(PairSteps, settings.steps))
+        evaluation = with_reference(cast(PairSteps, settings.evaluation)) if settings.evaluation else None
+        trainer.settings, trainer.steps = replace(settings, steps=steps, evaluation=evaluation), steps
+
+
+def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:
+    """What kept log-probabilities of `model` depend on: the hash of its `weights`, and its settings."""
+    settings = base_model(model).config.to_dict()
+    said = {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
+    return (
+        f"{weights} {json.dumps(said, sort_keys=True, default=str)} {peft.alpha / peft.r if peft.kind == 'lora' else 1}"
+    )
