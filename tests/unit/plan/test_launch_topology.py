@@ -47,7 +47,6 @@ ELASTIC = {
     "PET_MASTER_ADDR": "job-0",
     "PET_MASTER_PORT": "999",
 }
-LEADER_WORKER_SET = {"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "2", "LWS_LEADER_ADDRESS": "job-0.svc"}
 TORCHRUN = {
     "RANK": "1",
     "LOCAL_RANK": "0",
@@ -56,7 +55,6 @@ TORCHRUN = {
     "MASTER_ADDR": "a",
     "MASTER_PORT": "1",
 }
-UNEVEN = {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "3"}  # 2 + 1 + 1
 
 
 def plan(topology: dict[str, Any] | None = None, env: dict[str, str] | None = None, **surroundings: Any) -> LaunchPlan:
@@ -164,29 +162,18 @@ def test_a_task_that_sees_one_gpu_only_takes_it(gpus: int, local_rank: str) -> N
         ({"node_rank": 1}, TASK, {}, r"1, but it is 2 by Slurm job 17 \(SLURM_NODEID\)"),
         ({"kind": "manual", "nodes": 2, "node_rank": 2}, {}, {}, "machine 2 of 2"),
         ({"node_rank": 1}, {}, {}, "machine 1 of 1"),
-        ({}, {**TASK, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, {}, "n1: 2, n2: 2, n3: 1"),
-        ({}, {**BATCH_SCRIPT, "SLURM_JOB_NODELIST": "n[1-3"}, {}, "SLURM_JOB_NODELIST"),
+        ({}, {**TASK, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, {}, r"different numbers of tasks \(2, 2, 1\)"),
         ({}, {**BATCH_SCRIPT, "SLURM_GPUS_ON_NODE": "x"}, {}, "SLURM_GPUS_ON_NODE"),
         ({}, MPI, {}, "topology.main_address"),
         ({"nodes": 3}, ELASTIC, {}, "3, but it is 4 by torchrun's variables"),
         ({"gpus_per_node": 1}, ELASTIC, {}, "1, but it is 2 by torchrun's variables"),
         ({"main_address": "b"}, ELASTIC, {}, "b, but it is job-0 by torchrun's variables"),
         ({"main_address": "b"}, TORCHRUN, {}, "b, but it is a by MASTER_ADDR"),
-        ({}, {**ELASTIC, "PET_NODE_RANK": "4"}, {}, "machine 4 of 4"),
-        ({}, {**POD, "RANK": "4"}, {}, "machine 4 of 4"),
-        ({}, {**ELASTIC, "PET_MASTER_ADDR": ""}, {}, "the first machine is not known"),
-        ({}, {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d"}, {}, "one of 4 machines .* which of them is not said"),
+        ({}, {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d"}, {}, "PET_NODE_RANK must be set"),
         ({}, {"PMI_RANK": "1", "PMI_SIZE": "2"}, {}, "MPI_LOCALRANKID, MPI_LOCALNRANKS must be set"),
-        ({}, {**TORCHRUN, "LOCAL_RANK": "1"}, {}, "process 1 of 1 on this machine"),
         ({}, {**TORCHRUN, "MASTER_PORT": "tcp://10.0.0.1:80"}, {}, "variable MASTER_PORT"),
-        ({}, {**TORCHRUN, "MASTER_PORT": "99999"}, {}, "variable MASTER_PORT: found '99999'"),
-        ({}, {**TORCHRUN, "MASTER_ADDR": ""}, {}, "variable MASTER_ADDR: it is empty"),
+        ({}, {**TORCHRUN, "MASTER_ADDR": ""}, {}, "MASTER_ADDR must be set"),
         ({"main_port": 2}, TORCHRUN, {}, "topology.main_port: 2, but it is 1 by MASTER_PORT"),
-        ({"node_rank": 1}, {**TORCHRUN, "GROUP_RANK": "0"}, {}, "topology.node_rank: 1, but it is 0 by GROUP_RANK"),
-        ({}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, {}, r"SLURM_NTASKS=4\), of .* \(SLURM_JOB_NODELIST\)"),
-        ({}, {"SLURM_PROCID": "1", "SLURM_NNODES": "2"}, {}, r"\(SLURM_JOB_ID, SLURM_JOB_NODELIST\)"),
-        ({"node_rank": 1}, BATCH_SCRIPT, {}, "1 for all of the 3 machines of Slurm job 17"),
-        ({}, {**TASK, "SLURM_NODEID": "3"}, {}, r"machine 3 \(SLURM_NODEID\) of 3 .* heterogeneous"),
         ({}, {**BATCH_SCRIPT, "SLURM_JOB_NODELIST": "n[1-x]"}, {}, "SLURM_JOB_NODELIST"),
         ({"nodes": 2}, {}, {}, "topology.gpus_per_node"),
         ({"kind": "slurm"}, {}, {}, "topology.gpus_per_node"),
@@ -207,8 +194,6 @@ def test_a_contradiction_is_an_error_that_names_both_sources(
         ({"nodes": 2, "gpus_per_node": 2}, TORCHRUN, {}, "2 machines, 2 processes on each are asked for, but the launch has 2 machines, 1 process on each"),
         ({"nodes": 1}, TORCHRUN, {}, "1 machine, .* but the launch has 2 machines"),
         ({}, {**TORCHRUN, "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "2"}, {}, "5 processes in all, 2 of them on this machine"),
-        ({}, {**UNEVEN, "LOCAL_WORLD_SIZE": "2"}, {}, "4 processes in all, 2 of them on this machine"),
-        ({}, {**UNEVEN, "LOCAL_WORLD_SIZE": "1"}, {}, "4 processes in all, 1 of them on this machine"),
         ({}, {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "MASTER_ADDR": "a"}, {}, "4 processes in all, 3 of them"),
     ],
 )  # fmt: skip
@@ -220,9 +205,7 @@ def test_fewer_gpus_or_processes_than_promised_are_never_trained_with(
 
 
 @pytest.mark.parametrize("kind", ["single", "local"])
-@pytest.mark.parametrize(
-    "env", [TASK, TASK_PER_GPU, TORCHRUN, {**MPI, "MASTER_ADDR": "a"}, POD, ELASTIC, LEADER_WORKER_SET]
-)
+@pytest.mark.parametrize("env", [TASK, TASK_PER_GPU, TORCHRUN, {**MPI, "MASTER_ADDR": "a"}, POD, ELASTIC])
 def test_no_process_of_a_launch_trains_by_itself(kind: str, env: dict[str, str]) -> None:
     with pytest.raises(UserError, match="each would start its own run"):
         plan({"kind": kind, "gpus_per_node": 1}, env)
@@ -239,11 +222,6 @@ def test_a_machine_whose_gpus_cannot_be_seen_says_so() -> None:
     assert "see whether nvidia-smi works" in plan({"gpus_per_node": 2}, driver=True).reason
     for made in (plan(), plan(env={"CUDA_VISIBLE_DEVICES": ""}, driver=True), plan(gpus=1, driver=True)):
         assert "nvidia-smi" not in made.reason
-
-
-def test_a_machine_without_a_gpu_driver_trains_on_its_cpu_and_says_so() -> None:
-    assert "has no GPU driver" in plan(env=TASK).reason
-    assert "has no GPU driver" not in plan(env=TASK, gpus=8, driver=True).reason
 
 
 @pytest.mark.parametrize(
@@ -274,7 +252,6 @@ def test_more_gpus_than_this_machine_has_can_be_planned_but_not_used() -> None:
     [
         (POD, {"gpus_per_node": 8}, "job-master-0", "23456", (32, 4, 8), 1),
         (ELASTIC, {}, "job-0", "999", (8, 4, 2), 3),
-        (LEADER_WORKER_SET, {"gpus_per_node": 8}, "job-0.svc", "29500", (32, 4, 8), 2),
         ({**ELASTIC, "PET_NPROC_PER_NODE": "auto"}, {"gpus_per_node": 3}, "job-0", "999", (12, 4, 3), 3),
     ],
 )
@@ -323,7 +300,6 @@ def test_deepspeed_s_launcher_is_joined_on_as_many_machines_as_it_has() -> None:
         ({}, TASK_PER_GPU, 0),
         ({}, TASK, 0),
         ({"gpus_per_node": 2}, ELASTIC, 0),
-        ({"gpus_per_node": 8}, LEADER_WORKER_SET, 0),
         ({"kind": "manual", "nodes": 2, "gpus_per_node": 8}, {}, 2),
         ({"kind": "manual", "nodes": 2, "gpus_per_node": 8, "main_address": "n1", "node_rank": 1}, {}, 2),
         ({"nodes": 2, "gpus_per_node": 8}, {}, 2),
@@ -409,17 +385,10 @@ def test_slurm_s_lists_of_hosts(listed: str, hosts: list[str]) -> None:
 
 def test_slurm_s_lists_of_numbers() -> None:
     assert repeated("4(x2),3") == (4, 4, 3)
-    with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE"):
-        repeated("4(y2)")
-
-
-def test_what_slurm_would_be_asked_for_is_no_job() -> None:
-    for env in ({"SLURM_NTASKS": "4"}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}):
-        assert plan(env=env).num_processes == 1
 
 
 def test_no_job_is_no_allocation() -> None:
-    assert allocation_of({"SLURM_CONF": "/etc/slurm.conf"}) is None
+    assert allocation_of({"SLURM_CONF": "/etc/slurm.conf", "SLURM_NTASKS": "4"}) is None
 
 
 def test_a_job_of_one_machine_and_one_gpu_can_be_planned_from_the_shell_of_salloc() -> None:
