@@ -117,7 +117,7 @@ def check_infiniband(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
 def _outward(facts: Facts) -> str:
     """The interface that other machines are most likely reached by."""
     there = facts.network.interfaces
-    ways = [one for one in there if one.default_route] or [one for one in there if one.usable and not one.virtual]
+    ways = [one for one in there if one.default_route] or [one for one in there if one.usable]
     return ways[0].name if ways else "INTERFACE"
 
 

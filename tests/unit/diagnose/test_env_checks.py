@@ -29,7 +29,7 @@ from packtrain.diagnose.facts import (
 )
 from packtrain.diagnose.redact import Redactor
 from packtrain.diagnose.software import attention_json, chosen_backend
-from packtrain.plan.interfaces import Interface, NetworkSetting, Port, hcas, matching
+from packtrain.plan.interfaces import Interface, NetworkSetting, Port, matching
 from packtrain.plan.memory import Memory
 from packtrain.plan.surroundings import Surroundings
 
@@ -43,7 +43,7 @@ MEMORY = Memory(10**9, 10**9, 4 * GIB, 4 * GIB, 8 * GIB, 0, 10 * GIB, device=80 
 
 def machine(**changes: Any) -> Facts:
     """A healthy machine with eight H100 and two InfiniBand ports; `changes` are parts of it, or single facts."""
-    eth = Interface("eth0", ("10.0.0.1",), True, 100000, 9000, default_route=True)
+    eth = Interface("eth0", ("10.0.0.1",), default_route=True)
     lo = Interface("lo", ("127.0.0.1",))
     found = {
         "software": Software("Linux", "3.12", {"packtrain": "0.1", "deepspeed": "0.19.8"}, (), _tools()),
@@ -106,7 +106,7 @@ def variables(**env: str) -> Facts:
     return machine(host=replace(machine().host, environment=env))
 
 
-UP, ROCE = Port("mlx5_0", rate=400.0), Port("mlx5_1", rate=100.0, layer="Ethernet", interfaces=("ens1",))
+UP, ROCE = Port("mlx5_0", rate=400.0), Port("mlx5_1", rate=100.0, layer="Ethernet")
 DOWN = Port("mlx5_1", active=False, rate=10.0)
 
 
@@ -246,23 +246,6 @@ def test_a_variable_of_the_config_counts_as_one_of_the_environment() -> None:
 )
 def test_interfaces_are_chosen_as_nccl_does(wanted: str, names: list[str]) -> None:
     assert matching(wanted, ["lo", "eth0", "eth1", "ib0", "docker0"]) == names
-
-
-@pytest.mark.parametrize(
-    ("wanted", "devices"),
-    [
-        ("mlx5", [0, 1, 2, 10]),
-        ("=mlx5_1:1,mlx5_2:2", [1]),
-        ("^=mlx5_1", [0, 2, 10]),
-        ("mlx5_1", [1, 10]),
-        ("^mlx5_1:1", [0, 2]),
-        ("mlx5_0:3", []),
-        ("", []),
-    ],
-)
-def test_rdma_devices_are_chosen_as_nccl_does(wanted: str, devices: list[int]) -> None:
-    there = [replace(UP, device=f"mlx5_{at}") for at in (0, 1, 2, 10)]
-    assert [one.device for one in hcas(wanted, there)] == [f"mlx5_{at}" for at in devices]
 
 
 def test_the_attention_that_auto_comes_to_is_named_with_what_better_kernels_lack() -> None:
