@@ -42,7 +42,8 @@ _OF_ONE_LINK = ("169.254.", "fe80:")
 class Place:
     """Machine 0 listens on `port`, the others reach it at `address` within `timeout_s` seconds of their own start.
 
-    `job` is the run's name (job_of), `names` are host names by number as far as they are known beforehand.
+    `job` is the run's name (job_of), `names` are host names by number as far as they are known beforehand; `partial`: whoever
+    is missing then is done without.
     """
 
     address: str
@@ -50,6 +51,7 @@ class Place:
     timeout_s: float
     job: str
     names: tuple[str, ...] = ()
+    partial: bool = False
 
     def machine(self, node: int, per_node: int = 0) -> str:
         """A machine in words: "n2 (machine 1, ranks 4 to 7)"."""
@@ -130,7 +132,7 @@ def _gather(me: Member, place: Place, server: Server, prepare: Callable[[], obje
         hall.answer({"left": "its launcher was stopped"})
         raise
     names = names_of(hall.members())
-    go = {"names": [names[node] for node in sorted(names)], "secret": server.secret, "store_port": store_port}
+    go = {"names": list(names.items()), "secret": server.secret, "store_port": store_port}
     hall.answer({"go": go})
     return Group(names, "127.0.0.1", place.port, server.secret, store_port, server=server)
 
@@ -206,7 +208,7 @@ class _Hall:
                 self._guests = here
         if error := self._error or unlike(self.members()):
             raise error
-        if missing := self._missing():
+        if (missing := self._missing()) and not self._place.partial:
             raise self._not_here(missing)
         offsets = {node: one.offset_s for node, one in self._guests.items()}
         for remark in clock_remarks(self.members(), offsets):
@@ -341,7 +343,7 @@ def _group_of(answer: Mapping[str, Any], client: Client, address: str, place: Pl
         return str(answer.get("wait", ""))
     go = answer["go"]
     client.secret = go["secret"]
-    names = dict(enumerate(map(str, go["names"])))
+    names = {int(node): str(name) for node, name in go["names"]}
     return Group(names, address, place.port, go["secret"], int(go["store_port"]), client=client)
 
 

@@ -9,19 +9,18 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from packtrain.config.compose import to_dict
-from packtrain.config.schema import RunConfig
-from packtrain.diagnose.env import check_all, gather, print_check, report_json
-from packtrain.diagnose.facts import GIB, Facts, Status, size
+from packtrain.diagnose.cluster.all_reduce import in_words
+from packtrain.diagnose.env import check_all, print_check, report_json
+from packtrain.diagnose.facts import GIB, Facts, RunNeeds, Status, size
 from packtrain.diagnose.host import told
 from packtrain.diagnose.redact import Redactor
+from packtrain.errors import CheckFailed, PeerFailed
 from packtrain.plan.agreement import digest_of, shared_values, shared_versions
 from packtrain.run_folder import environment
 from packtrain.wording import grouped, listed
@@ -40,36 +39,11 @@ Traits = Mapping[Status, Mapping[str, str]]
 """What is compared of a machine, by what a difference means: value in words by name, "" where it is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Who has which value of `what`, the value that most have first."""
-
-    what: str
-    status: Status
-    values: tuple[tuple[str, tuple[str, ...]], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain containers."""
-        values = [{"value": value, "nodes": list(nodes)} for value, nodes in self.values]
-        return {"what": self.what, "status": self.status, "values": values, "fix": _FIXES[self.status]}
-
-
-@dataclass(frozen=True, slots=True)
-class Folded:
-    """A check that says the same on all of `nodes`."""
-
-    name: str
-    status: Status
-    found: str
-    fix: str
-    nodes: tuple[str, ...]
-
-
-def own_report(config: RunConfig) -> dict[str, Any]:
-    """This machine's report as `env --json` has it, with what is compared, and what NCCL and gloo are told, under `own`."""
-    facts, needs = gather(lambda: config)
+def own_report(facts: Facts, needs: RunNeeds, config: Mapping[str, Any]) -> dict[str, Any]:
+    """This machine's report as `env --json` has it, with what is compared, and what NCCL and gloo are told, under `own`;
+    `config` as plain containers."""
     redactor = Redactor(os.environ, needs.environment)
-    same = {**shared_versions(environment()), **shared_values(to_dict(config))}
+    same = {**shared_versions(environment()), **shared_values(config)}
     variables = told(os.environ)
     hidden = {name: shown(name, value, redactor) for name, value in {**same, **variables}.items()}
     own = {
@@ -109,34 +83,49 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
     return {"fail": must, "warn": alike, "ok": {name: value for name, value in variables.items() if _OWN.search(name)}}
 
 
-def differences(traits: Mapping[str, Traits], offsets: Mapping[str, float]) -> list[Difference]:
-    """Everything that is not the same on all machines, what must be first; `offsets` are their clocks' in seconds."""
+def differences(traits: Mapping[str, Traits], offsets: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Everything that is not the same on all machines, what must be first, with who has which value, that of most first;
+    `offsets` are their clocks' in seconds."""
     found = []
+
+    def compare(what: str, status: Status, values: Mapping[str, str]) -> None:
+        groups = grouped(values)
+        if len(groups) > 1:
+            values_of = [{"value": value, "nodes": list(nodes)} for value, nodes in groups]
+            found.append({"what": what, "status": status, "values": values_of, "fix": _FIXES[status]})
+
     for status in _FIXES:
         of = {name: one.get(status, {}) for name, one in traits.items()}
         for what in dict.fromkeys(what for one in of.values() for what in one):
             values = {name: one.get(what, NOTHING) for name, one in of.items()}
-            groups = grouped({name: value for name, value in values.items() if value})
-            if len(groups) > 1:
-                found.append(Difference(what, status, groups))
-    if max((abs(offset) for offset in offsets.values()), default=0) > CLOCK_S:
-        clocks = {
-            name: "right" if abs(offset) <= CLOCK_S else f"{abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'}"
-            for name, offset in offsets.items()
-        }
-        found.append(Difference("clock", "warn", grouped(clocks)))
+            compare(what, status, {name: value for name, value in values.items() if value})
+    compare("clock", "warn", {name: _clock(offset) for name, offset in offsets.items()})
     return found
 
 
-def folded(reports: Mapping[str, Mapping[str, Any]]) -> list[Folded]:
-    """The checks that failed or warned, each once with all machines that say the same, in the order of a report."""
+def _clock(offset: float) -> str:
+    return "right" if abs(offset) <= CLOCK_S else f"{abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'}"
+
+
+def check(name: str, status: Status, found: str, fix: str, nodes: Sequence[str]) -> dict[str, Any]:
+    """A check that says the same on all of `nodes`."""
+    return {"name": name, "status": status, "found": found, "fix": fix, "nodes": list(nodes)}
+
+
+def folded(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The checks that failed or warned, each once with all machines that say the same, failed ones first."""
     who: dict[tuple[str, Status, str, str], list[str]] = defaultdict(list)
     for name, report in reports.items():
-        for check in report["checks"]:
-            if check["status"] != "ok":
-                who[(check["name"], check["status"], check["found"], check["fix"])].append(name)
-    found = [Folded(*key, nodes=tuple(names)) for key, names in who.items()]
-    return sorted(found, key=lambda one: ("fail", "warn").index(one.status))
+        for one in report["checks"]:
+            if one["status"] != "ok":
+                who[(one["name"], one["status"], one["found"], one["fix"])].append(name)
+    return sorted((check(*key, nodes) for key, nodes in who.items()), key=lambda one: one["status"])
+
+
+def exit_code_of(document: Mapping[str, Any]) -> int:
+    """4 where a machine is missing, 3 where something failed or must not differ, else 0."""
+    failed = any(one["status"] == "fail" for one in (*document["differences"], *document["checks"]))
+    return PeerFailed.exit_code if document["missing"] else CheckFailed.exit_code if failed else 0
 
 
 def _counted(texts: Iterable[str]) -> str:
@@ -171,9 +160,8 @@ def show(document: Mapping[str, Any], machines: int) -> None:
     console.print(
         "" if document["checks"] else "none\n", end=escape(f"\nAll-reduce: {reduced['status']} ({reduced['found']})\n")
     )
-    for link in reduced["pairs"]:
-        rate = f"{link['latency_ms']:.2g} ms, {link['mib_per_s']:.0f} MiB/s, " if link["mib_per_s"] else ""
-        console.print(escape(f"{link['from']} and {link['to']}: {rate}{link['status']}"))
+    for pair in reduced["pairs"]:
+        console.print(escape(in_words(pair)))
     statuses = [one["status"] for one in (*document["differences"], *document["checks"])]
     bad = f"{statuses.count('fail')} failed, {statuses.count('warn')} to look at"
     console.print(f"\n{len(document['missing'])} missing, {bad}")

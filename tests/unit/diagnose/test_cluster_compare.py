@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.diagnose.cluster import compare
-from packtrain.diagnose.cluster.compare import Folded, Traits, differences, folded, shown, traits_of
-from packtrain.diagnose.cluster.gather import exit_code_of
+from packtrain.diagnose.cluster.compare import Traits, check, differences, exit_code_of, folded, shown, traits_of
 from packtrain.diagnose.facts import Facts, Folder, Gpu, Gpus, Host, NetworkFacts, Torch
 from packtrain.diagnose.redact import Redactor
 from packtrain.plan.interfaces import Port
@@ -24,8 +22,8 @@ FACTS = Facts(
 )
 
 
-def said(one: compare.Difference) -> str:
-    return " / ".join(f"{', '.join(nodes)}: {value}" for value, nodes in one.values)
+def said(one: dict[str, Any]) -> str:
+    return " / ".join(f"{', '.join(of['nodes'])}: {of['value']}" for of in one["values"])
 
 
 def traits(same: dict[str, str] | None = None, variables: dict[str, str] | None = None, **facts: Any) -> Traits:
@@ -36,12 +34,6 @@ def report(**same: str) -> dict[str, Any]:
     """A machine's report, as it is sent to machine 0."""
     own = {"network": {}, "traits": traits(same)}
     return json.loads(json.dumps({"facts": asdict(FACTS), "checks": [], "own": own}))
-
-
-def with_torch(**changes: Any) -> dict[str, Any]:
-    found = report()
-    found["facts"]["torch"] |= changes
-    return found
 
 
 def machines(number: int, odd: Traits) -> dict[str, Traits]:
@@ -78,9 +70,9 @@ GPUS, HOST = FACTS.gpus, FACTS.host
     ],
 )
 def test_what_differs_is_said_with_who_has_which(odd: Traits, what: str, status: str, values: str) -> None:
-    found = {one.what: one for one in differences(machines(4, odd), NO_CLOCKS)}
-    assert (found[what].status, said(found[what])) == (status, values)
-    assert bool(found[what].to_json()["fix"]) == (status != "ok")
+    found = {one["what"]: one for one in differences(machines(4, odd), NO_CLOCKS)}
+    assert (found[what]["status"], said(found[what])) == (status, values)
+    assert bool(found[what]["fix"]) == (status != "ok")
     assert all(name.endswith("GPUs") for name in found) if what == "number of GPUs" else list(found) == [what]
 
 
@@ -95,7 +87,7 @@ def test_a_torch_that_was_too_slow_to_answer_is_no_difference() -> None:
 
 def test_a_report_of_another_version_is_compared_as_far_as_it_goes() -> None:
     (found,) = differences({"n1": {"fail": {"packtrain": "8"}}, "n2": {"fail": {"packtrain": "9"}}}, NO_CLOCKS)
-    assert (found.what, said(found)) == ("packtrain", "n1: 8 / n2: 9")
+    assert (found["what"], said(found)) == ("packtrain", "n1: 8 / n2: 9")
 
 
 def test_a_check_is_said_once_for_all_machines_that_say_the_same() -> None:
@@ -105,25 +97,18 @@ def test_a_check_is_said_once_for_all_machines_that_say_the_same() -> None:
     reports["n7"]["checks"].append({"name": "gpus", "status": "fail", "found": "1 of 8", "fix": "look"})
     reports["n8"]["checks"].append({"name": "clock", "status": "ok", "found": "kept", "fix": ""})
     first, second = folded(reports)
-    assert (first.name, first.nodes) == ("gpus", ("n7",))
-    assert (second.name, len(second.nodes)) == ("open-files", 100)
+    assert (first["name"], first["nodes"]) == ("gpus", ["n7"])
+    assert (second["name"], len(second["nodes"])) == ("open-files", 100)
 
 
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
         ({}, 0),
-        (
-            {
-                "differences": [
-                    one.to_json() for one in differences(machines(3, traits({"trainer.seed": "1"})), NO_CLOCKS)
-                ]
-            },
-            3,
-        ),
-        ({"differences": [one.to_json() for one in differences(machines(3, traits()), {"n1": 0.0, "n3": 9.0})]}, 0),
-        ({"checks": [asdict(Folded("all-reduce", "warn", "slow", "look", ("n1", "n2")))]}, 0),
-        ({"checks": [asdict(Folded("all-reduce", "fail", "dead", "look", ("n1", "n2")))]}, 3),
+        ({"differences": differences(machines(3, traits({"trainer.seed": "1"})), NO_CLOCKS)}, 3),
+        ({"differences": differences(machines(3, traits()), {"n1": 0.0, "n3": 9.0})}, 0),
+        ({"checks": [check("all-reduce", "warn", "slow", "look", ("n1", "n2"))]}, 0),
+        ({"checks": [check("all-reduce", "fail", "dead", "look", ("n1", "n2"))]}, 3),
         ({"missing": ["n2"]}, 4),
     ],
     ids=["well", "must-agree", "clock", "slow", "dead", "missing"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,11 @@ import pytest
 from packtrain.config.schema import RunConfig, Topology
 from packtrain.diagnose.cluster import gather
 from packtrain.diagnose.cluster.gather import show_cluster
-from packtrain.errors import PacktrainError, PeerFailed, UserError
-from packtrain.monitor.channel import SECRET, Client, Server
+from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, UserError
+from packtrain.launch import rendezvous
+from packtrain.launch.rendezvous import meet
+from packtrain.monitor.channel import SECRET
+from packtrain.plan.topology import choose_processes
 from tests.ports import free_port
 from tests.unit.diagnose.test_cluster_compare import report
 
@@ -27,28 +29,16 @@ CONFIG = RunConfig(topology=Topology(kind="manual", nodes=3, gpus_per_node=1, ma
 def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     """Of three machines, each of which makes the report of `test_cluster_compare`; machine 2's config is other."""
 
-    def own_report(config: RunConfig) -> dict[str, Any]:
-        made = report(**{"data.train": "other" if config.topology.node_rank == 2 else "same"})
+    def own_report(node: int, values: dict[str, Any]) -> dict[str, Any]:
+        made = report(**{"data.train": "other" if node == 2 else "same"})
         made["facts"]["torch"].update(version=None, error="No module named 'torch'")
         return made
 
-    monkeypatch.setattr(gather, "own_report", own_report)
+    monkeypatch.setattr(gather, "gather", lambda load: (load().topology.node_rank, None))
+    monkeypatch.setattr(gather, "own_report", lambda node, needs, values: own_report(node, values))
     monkeypatch.setattr(gather, "age_s", lambda: 0.0)
     monkeypatch.setattr(gather, "LIMIT_S", LONG_S)
     return replace(CONFIG, topology=replace(CONFIG.topology, main_port=free_port()))
-
-
-def waiting_for(config: RunConfig, monkeypatch: pytest.MonkeyPatch, *nodes: int, refused: bool = False) -> RunConfig:
-    """Machine 0 waits for these however busy all are, and SHORT_S for the others; with `refused` also for one that it refuses."""
-    wait = gather._Gathering._await
-
-    def members(self: gather._Gathering, done: Any, limit_s: float) -> None:
-        wait(self, lambda: set(nodes) <= set(self._others) and bool(self._refused) >= refused, LONG_S)
-        wait(self, lambda: "report" in self._others[1].news, LONG_S)
-        wait(self, done, min(limit_s, SHORT_S))
-
-    monkeypatch.setattr(gather._Gathering, "_await", members)
-    return config
 
 
 def together(config: RunConfig, *nodes: int, as_json: bool = True) -> list[int | PacktrainError]:
@@ -90,12 +80,12 @@ def test_the_figures_of_the_all_reduce_are_shown_of_each_pair(
 ) -> None:
     def take_part(order: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
         figures = {"latency_ms": 1.0, "found": ""}
-        others = [other for other in range(3) if other != order["rank"]]
-        pairs = [{"other": one, **figures, "mib_per_s": 10.0 if one + order["rank"] == 1 else 100.0} for one in others]
-        return {"pairs": pairs, "kib_ms": 1.5, "mib_64_ms": 64.0}
+        rates = {(0, 1): 10.0, (0, 2): 100.0, (1, 2): 100.0}
+        pairs = [{"ranks": pair, "said": [{**figures, "mib_per_s": rate}] * 2} for pair, rate in rates.items()]
+        return {"backend": order["backend"], "pairs": pairs, "kib_ms": 1.5, "mib_64_ms": 64.0}
 
     monkeypatch.setattr(gather, "take_part", take_part)
-    monkeypatch.setattr(gather, "own_report", lambda config: report())
+    monkeypatch.setattr(gather, "own_report", lambda *_: report())
     monkeypatch.setenv(SECRET, "of the job")
     assert together(config, 0, 1, 2, as_json=False) == [0, 0, 0]
     said = capsys.readouterr().out
@@ -108,31 +98,29 @@ def test_a_missing_machine_is_waited_for_no_longer_than_promised() -> None:
     assert gather.LIMIT_S <= 20  # without a join_timeout of the config
 
 
-def test_a_missing_machine_is_listed_while_the_others_report(
+def test_a_missing_machine_is_listed_and_the_others_are_compared(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert together(waiting_for(config, monkeypatch, 1), 0, 1, as_json=False) == [4, 4]
+    monkeypatch.setattr(gather, "LIMIT_S", 5)
+    assert together(config, 0, 1, as_json=False) == [4, 4]
     said = capsys.readouterr()
     assert "machine 2: did not connect to" in said.out and "2 of 3 machines" in said.out
-    assert "machine 2 did not connect" in said.err and "the others go on" in said.err
 
 
-def test_a_machine_that_falls_silent_is_named_while_the_others_go_on(
+def test_a_machine_that_falls_silent_is_named_and_the_others_are_compared(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, token = waiting_for(config, monkeypatch, 1, 2), {"token": "x", "clock": time.time()}
+    monkeypatch.setattr(gather, "REPORT_S", 5)
+    monkeypatch.setattr(gather, "REDUCE_S", 0)
 
-    def stopped() -> None:  # after it has connected
-        end = time.monotonic() + LONG_S
-        while time.monotonic() < end:
-            try:
-                client = Client("127.0.0.1", config.topology.main_port or 0)
-                client.call("env", {"node": 2, "nodes": 3, "host": "n3", **token})
-                return
-            except OSError:
-                time.sleep(0.05)
+    def stops() -> None:  # once it has met the others
+        topology = replace(config.topology, node_rank=2)
+        processes = choose_processes(topology, replace(gather.look_around([]), driver=False))
+        place = rendezvous.Place("127.0.0.1", topology.main_port or 0, LONG_S, gather._JOB)
+        with meet(gather._member(processes, "n3"), place):
+            pass
 
-    silent = threading.Thread(target=stopped)
+    silent = threading.Thread(target=stops)
     silent.start()
     assert together(config, 0, 1, as_json=False) == [4, 4]
     silent.join()
@@ -142,33 +130,15 @@ def test_a_machine_that_falls_silent_is_named_while_the_others_go_on(
 
 def test_each_machine_says_that_machine_0_is_missing(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "LIMIT_S", SHORT_S)
-    begun = time.monotonic()
+    monkeypatch.setattr(rendezvous, "is_own", lambda address: False)  # 127.0.0.1 is not
     for end in together(config, 1, 2):
-        assert isinstance(end, PeerFailed) and "machine 0 could not be reached" in str(end)
-        assert "the machine is up, but nothing listens at this port" in str(end)
-    assert time.monotonic() - begun < LONG_S
+        assert isinstance(end, PeerFailed) and "machine 0 could not be reached" in str(end), end
 
 
-def test_a_run_that_serves_the_port_is_no_comparison(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "LIMIT_S", SHORT_S)
-    server = Server(config.topology.main_port or 0, secret="of the run")
-    try:
-        ends = together(config, 0, 1)
-    finally:
-        server.close()
-    assert [getattr(end, "exit_code", 0) for end in ends] == [3, 4]
-    assert "cannot be listened at" in str(ends[0]) and "is a run going on there?" in str(ends[1])
-
-
-def test_two_machines_of_one_number_are_named_and_do_not_hold_up_the_rest(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ends = together(waiting_for(config, monkeypatch, 1, refused=True), 0, 1, 1)
-    assert ends[0] == 4 and sorted(str(type(one).__name__) for one in ends[1:]) == ["CheckFailed", "int"]
-    found = json.loads(capsys.readouterr().out)
-    assert "two machines say that they are number 1" in found["checks"][0]["found"]
-    assert len(found["nodes"]) == 2 and found["missing"] == ["machine 2"]
-    assert "did not connect to" in found["reasons"]["machine 2"]
+def test_two_machines_of_one_number_are_named_on_all(config: RunConfig) -> None:
+    ends = together(config, 0, 1, 1)
+    assert all(isinstance(one, CheckFailed) for one in ends), ends
+    assert all("two machines say that they are number 1" in str(one) for one in ends)
 
 
 def test_a_machine_of_a_run_that_is_its_own_is_refused_with_the_reason(config: RunConfig) -> None:
