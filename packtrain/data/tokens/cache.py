@@ -5,10 +5,10 @@
     lengths.npy    int32[n]     tokens of each document
     trained.npy    int32[n]     trained targets of each document
     fates.npy      FATES[rows]  what became of each row of the source, in its order (counts.py)
-    manifest.json  sizes and hashes of the above, and the counts of how it came about
+    manifest.json  sizes of the above, a hash of their content, and the counts of how it came about
 
 Documents are read as numpy views of the mapped files (a microsecond each), so all processes of a machine share the pages. A
-folder whose files do not match the manifest is damaged, and made anew.
+folder whose files do not have the manifest's sizes is damaged, and made anew.
 
 A store is built in a folder of its own and renamed when whole, under a lock that the operating system lets go when its
 holder dies. So processes that start together build it once, an interrupted build leaves nothing that could be taken
@@ -23,7 +23,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -54,7 +53,7 @@ SETTLED_S = 2.0
 
 
 class DamagedStore(Exception):
-    """The files of the folder do not match its manifest."""
+    """The files of the folder are not those of its manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +99,9 @@ class StoreWriter:
         """Write the index arrays and, last, the manifest."""
         for name, parts in zip(ARRAYS, (self._lengths, self._trained, self._fates), strict=True):
             np.save(self.folder / f"{name}.npy", np.concatenate(parts))
-        paths = [self.folder / name for name in (TOKENS, MASK, *(f"{name}.npy" for name in ARRAYS))]
-        files = {path.name: {**_stamp(path), "hash": hash_bytes(path)} for path in paths}
-        content = "".join(files[name]["hash"] for name in (TOKENS, MASK, "lengths.npy"))
+        content = "".join(hash_bytes(self.folder / name) for name in (TOKENS, MASK, "lengths.npy"))
         manifest = {
-            "files": files,
+            "sizes": {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())},
             "fingerprint": hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
             "format": format,
             "seconds": round(seconds, 3),
@@ -146,21 +143,13 @@ class Store:
         return Document(self._ids[inside], self._mask[inside])
 
 
-def _stamp(path: Path) -> dict[str, Any]:
-    stat = path.stat()
-    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-
-
 def _verified(folder: Path) -> dict[str, Any]:
-    """The manifest. Files are hashed again only if their time is not the manifest's (copied, or tampered with)."""
+    """The manifest; raises DamagedStore where the files are not of its sizes."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        for name, stamp in manifest["files"].items():
-            found = _stamp(folder / name)
-            if found["size"] != stamp["size"]:
-                raise DamagedStore(f"{name} has {found['size']} bytes, the manifest says {stamp['size']}")
-            if found["mtime_ns"] != stamp["mtime_ns"] and hash_bytes(folder / name) != stamp["hash"]:
-                raise DamagedStore(f"{name} was changed")
+        for name, size in manifest["sizes"].items():
+            if (found := (folder / name).stat().st_size) != size:
+                raise DamagedStore(f"{name} has {found} bytes, the manifest says {size}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedStore(f"{type(error).__name__}: {error}") from error
     return manifest
@@ -178,20 +167,16 @@ def hash_bytes(path: Path) -> str:
 def hash_file(path: Path, memory: Path) -> str:
     """Hash of the file's bytes, remembered in the folder `memory` by (path, size, time of last change)."""
     stat = path.stat()
-    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
-    note = memory / f"{hashlib.blake2b(key[0].encode(), digest_size=16).hexdigest()}.json"
-    try:
-        known = json.loads(note.read_text(encoding="utf-8"))
-        if known["key"] == key:
-            return known["hash"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not remembered, or the note is damaged: hash anew
+    key = f"{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}"
+    note = memory / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    with suppress(OSError):
+        return note.read_text(encoding="utf-8")
     digest = hash_bytes(path)
     if time.time() - stat.st_mtime > SETTLED_S:
         with suppress(OSError):  # a cache that is read only, or full, remembers nothing
             memory.mkdir(parents=True, exist_ok=True)
             aside = note.with_suffix(f".{os.getpid()}")
-            aside.write_text(json.dumps({"key": key, "hash": digest}), encoding="utf-8")
+            aside.write_text(digest, encoding="utf-8")
             aside.replace(note)
     return digest
 
@@ -228,7 +213,9 @@ def open_or_build(
         if (found := _whole(final, say)) is not None:
             return found, False
         (folder / "README.txt").write_text(README.replace("THIS_FOLDER", str(folder)), encoding="utf-8")
-        _sweep(folder, key)
+        for left in folder.glob("*.building"):
+            if left == building or time.time() - _newest(left) > STALLED_S:  # nobody can be at work there
+                shutil.rmtree(left, ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)
         building.mkdir()
         try:
@@ -255,10 +242,8 @@ def _whole(folder: Path, say: Callable[[str], None]) -> Store | None:
 
 @contextmanager
 def _only_one(folder: Path, key: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of `key`; names the process that is waited for, and gives up when that one stands still."""
-    lock = FileLock(folder / f"{key}.lock")
-    owner, building = folder / f"{key}.owner", folder / f"{key}.building"
-    waited = False
+    """Hold the lock of `key`; gives up when the process that holds it stands still."""
+    lock, building = FileLock(folder / f"{key}.lock"), folder / f"{key}.building"
     still_since, seen = time.monotonic(), -1.0
     while True:
         try:
@@ -266,43 +251,22 @@ def _only_one(folder: Path, key: str, say: Callable[[str], None]) -> Iterator[No
             break
         except Timeout:
             progress()  # it gives up by itself
-        if not waited:
-            say(f"{_described(owner)} is tokenising this data; waiting for it")
-            waited = True
+        if seen < 0:
+            say("another process is tokenising this data; waiting for it")
         if (now := _newest(building)) != seen:
             seen, still_since = now, time.monotonic()
         elif time.monotonic() - still_since > STALLED_S:
-            what = f"{_described(owner)} is tokenising this data and has written nothing for {STALLED_S:.0f} s"
+            what = f"another process is tokenising this data and has written nothing for {STALLED_S:.0f} s"
             raise PeerFailed(what, where=str(building), fix="Look whether it hangs, end it, and start again.")
     try:
-        owner.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
         yield
     finally:
-        owner.unlink(missing_ok=True)
         lock.release()
 
 
-def _described(owner: Path) -> str:
-    try:
-        known = json.loads(owner.read_text(encoding="utf-8"))
-        return f"process {known['pid']} on {known['host']}"
-    except (OSError, ValueError, KeyError):
-        return "another process"
-
-
 def _newest(folder: Path) -> float:
+    """When anything was last written there."""
     try:
-        return max((path.stat().st_mtime for path in folder.iterdir()), default=0.0)
+        return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:
         return 0.0
-
-
-def _sweep(folder: Path, own_key: str) -> None:
-    """Remove what killed processes left: builds whose lock nobody holds."""
-    for left in folder.glob("*.building"):
-        key = left.name.removesuffix(".building")
-        if key == own_key:  # we hold this lock
-            shutil.rmtree(left, ignore_errors=True)
-            continue
-        with suppress(Timeout), FileLock(folder / f"{key}.lock").acquire(timeout=0):  # else somebody is building it
-            shutil.rmtree(left, ignore_errors=True)

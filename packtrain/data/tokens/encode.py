@@ -119,13 +119,6 @@ class Encoder:
             raise UserError(what, where=where, fix="Set data.loss_on to all or auto.")
         if format in ("text", "prompt_completion") and tokenizer.eos_id is None:
             raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS)
-        if chat and loss_on != "all" and not tokenizer.has_offsets:
-            what = (
-                f"{tokenizer.name} is a slow tokenizer that does not say where its tokens lie in the text, which "
-                f"data.loss_on={loss_on} needs"
-            )
-            fix = "Use a fast tokenizer (a tokenizer.json), or data.loss_on=all."
-            raise UserError(what, where=where, fix=fix)
 
     def _content(self, row: RawRow, format: Format) -> int:
         """A number that is equal for equal rows."""

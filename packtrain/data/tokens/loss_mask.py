@@ -187,7 +187,6 @@ class ChatEncoder:
         hold it. Raises BadRow where there is no such token.
         """
         ids, starts, ends = encoded.ids, encoded.starts, encoded.ends
-        assert starts is not None and ends is not None
 
         def is_space(at: int) -> bool:
             return not text[starts[at] : ends[at]].strip()
@@ -273,7 +272,6 @@ def _tokens_between(encoded: Encoded, text: str, start: int, end: int, special_i
 
     A control token may reach over white space behind it (tokens that swallow it are common), text may not.
     """
-    assert encoded.starts is not None and encoded.ends is not None
     across_start = (encoded.starts < start) & (encoded.ends > start)
     across_end = (encoded.starts < end) & (encoded.ends > end)
     for at in np.flatnonzero(across_end):

@@ -1,22 +1,22 @@
 """Text to token ids with the place of every token in the text.
 
 A PlainTokenizer is what a tokenising process needs of a transformers tokenizer: it pickles as JSON, calls the Rust tokenizer
-directly (transformers' wrapper costs more than tokenising a short text), and never truncates or pads. A slow (Python)
-tokenizer works too, but has no offsets, so that no mask can be derived from text with it.
+directly (transformers' wrapper costs more than tokenising a short text), and never truncates or pads. Tokenizers written in
+Python are refused: they do not say where their tokens lie in the text, without which there is no exact loss mask.
 """
 
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from tokenizers import Tokenizer
+
+from packtrain.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,23 +24,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """ids int32[n]; token t covers the characters starts[t]:ends[t] of the text (int64[n], None for a slow tokenizer).
+    """ids int32[n]; token t covers the characters starts[t]:ends[t] of the text (int64[n]).
 
     `starts` are corrected for tokenizers that leave white space out of a token's offsets though the token holds it:
     characters that no token claims belong to the token after them.
     """
 
     ids: np.ndarray
-    starts: np.ndarray | None
-    ends: np.ndarray | None
+    starts: np.ndarray
+    ends: np.ndarray
 
 
 @dataclass(frozen=True)
 class PlainTokenizer:
     """A tokenizer as a plain value. `special_ids` are the ids of control tokens, `special_tokens` go to templates."""
 
-    backend: str | None
-    slow: PreTrainedTokenizerBase | None
+    backend: str
     special_tokens: dict[str, object]
     special_ids: frozenset[int]
     bos_id: int | None
@@ -49,14 +48,8 @@ class PlainTokenizer:
     encode_special_tokens: bool = False
     name: str = field(default="tokenizer", compare=False)
 
-    @property
-    def has_offsets(self) -> bool:
-        """Whether the place of a token in the text is known."""
-        return self.backend is not None
-
     @cached_property
     def _rust(self) -> Tokenizer:
-        assert self.backend is not None
         tokenizer = Tokenizer.from_str(self.backend)
         tokenizer.encode_special_tokens = self.encode_special_tokens
         return tokenizer
@@ -69,10 +62,6 @@ class PlainTokenizer:
 
         Raises UnicodeEncodeError for text with lone surrogates.
         """
-        if self.backend is None:
-            assert self.slow is not None
-            ids = self.slow(text, add_special_tokens=special)["input_ids"]
-            return Encoded(np.asarray(ids, dtype=np.int32), None, None)
         try:
             encoding = self._rust.encode(text, add_special_tokens=special)
         except TypeError:
@@ -86,36 +75,29 @@ class PlainTokenizer:
     @cached_property
     def content(self) -> str:
         """Hash of all that decides which tokens a text becomes, the versions of the libraries with it."""
-        digest = hashlib.blake2b(digest_size=16)
-        for part in (self.bos_id, self.eos_id, sorted(self.special_ids), sorted(self.special_tokens.items(), key=str)):
-            digest.update(f"{part!r}\n".encode())
-        digest.update(f"{version('tokenizers')} {version('transformers')} {self.encode_special_tokens}".encode())
-        if self.backend is not None:
-            digest.update(self.backend.encode())
-            return digest.hexdigest()
-        assert self.slow is not None
-        with tempfile.TemporaryDirectory() as folder:
-            self.slow.save_pretrained(folder)
-            for path in sorted(Path(folder).rglob("*")):
-                digest.update(path.name.encode() + path.read_bytes())
-        return digest.hexdigest()
+        special = sorted(self.special_ids), sorted(self.special_tokens.items(), key=str), self.encode_special_tokens
+        parts = (self.bos_id, self.eos_id, special, version("tokenizers"), version("transformers"), self.backend)
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PlainTokenizer:
-    """The PlainTokenizer of a transformers tokenizer, fast or slow."""
+    """The PlainTokenizer of a transformers tokenizer; raises UserError for one that is written in Python."""
+    name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
     rust = getattr(tokenizer, "backend_tokenizer", None)
+    if rust is None:
+        what = f"{name} is a tokenizer written in Python, which does not say where its tokens lie in the text"
+        raise UserError(what, where="model.tokenizer", fix="Take a model or tokenizer that has a tokenizer.json.")
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token_id for token_id, token in added.items() if getattr(token, "special", False)}
     return PlainTokenizer(
-        backend=_json(rust) if rust is not None else None,
-        slow=tokenizer if rust is None else None,
+        backend=_json(rust),
         special_tokens=dict(tokenizer.special_tokens_map),
         special_ids=frozenset(special | set(tokenizer.all_special_ids)),
         bos_id=cast("int | None", tokenizer.bos_token_id),
         eos_id=cast("int | None", tokenizer.eos_token_id),
         vocabulary=len(tokenizer),
         encode_special_tokens=bool(getattr(tokenizer, "split_special_tokens", False)),
-        name=str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__),
+        name=name,
     )
 
 

@@ -127,18 +127,14 @@ def test_masks_alone_change_the_fingerprint(tmp_path):
     assert one.fingerprint != other.fingerprint
 
 
-@pytest.mark.parametrize("how", ["cut", "flip", "no manifest", "no lengths"])
+@pytest.mark.parametrize("how", ["cut", "no manifest", "no lengths"])
 def test_a_damaged_cache_is_found_and_made_anew(tmp_path, encoded, how):
     path = write(tmp_path / "train.jsonl", 30)
     wanted = documents(go(tmp_path, path).train)
     (folder,) = stores(tmp_path)
     tokens = folder / "tokens.bin"
-    content = bytearray(tokens.read_bytes())
     if how == "cut":
-        tokens.write_bytes(content[:-100])
-    elif how == "flip":
-        content[len(content) // 2] ^= 255
-        tokens.write_bytes(content)
+        tokens.write_bytes(tokens.read_bytes()[:-100])
     else:
         (folder / {"no manifest": "manifest.json", "no lengths": "lengths.npy"}[how]).unlink()
     assert documents(go(tmp_path, path).train) == wanted
@@ -212,17 +208,18 @@ def test_two_processes_that_start_together_make_it_once(tmp_path):
     assert waiting() == 1
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_build(tmp_path):
+def test_what_a_killed_process_left_is_removed_by_the_next_build_after_a_while(tmp_path, monkeypatch):
     process = start(tmp_path, write(tmp_path / "killed.jsonl", 20))
     assert process.stdout is not None and process.stdout.readline() == "tokenising\n"
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert len(list((tmp_path / "cache").glob("*.building"))) == 1
-    started = time.monotonic()
     assert len(go(tmp_path, write(tmp_path / "other.jsonl", 5)).train) == 5
+    assert len(list((tmp_path / "cache").glob("*.building"))) == 1  # it might be at work
+    monkeypatch.setattr(cache, "STALLED_S", 0)
+    assert len(go(tmp_path, write(tmp_path / "another.jsonl", 6)).train) == 6
     assert list((tmp_path / "cache").glob("*.building")) == []
     assert len(go(tmp_path, str(tmp_path / "killed.jsonl")).train) == 20
-    assert time.monotonic() - started < 300
 
 
 def test_many_processes_give_the_same_as_one_and_an_error_in_one_arrives_whole(tmp_path, monkeypatch):
