@@ -14,7 +14,10 @@ from packtrain.config.keys import Fault, near
 from packtrain.config.schema import REFERENCES, Data, Model, Objective, Optim, Tracking, Trainer, sources
 
 BUILT_IN = "quickstart"
-DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".csv", ".parquet", ".arrow")
+DATA_SUFFIXES = (
+    *(".jsonl", ".ndjson", ".json", ".gz", ".csv", ".parquet", ".arrow"),
+    *(".txt", ".tsv", ".xlsx", ".zip", ".zst"),  # which people have data in, and which no hub id ends in
+)
 MODEL_SUFFIXES = (".gguf", ".safetensors", ".bin")
 _OPTIMIZER_PACKAGES = {"adamw_8bit": "bitsandbytes", "paged_adamw_8bit": "bitsandbytes", "adamw_torch_8bit": "torchao"}
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
@@ -92,7 +95,7 @@ def _models(paths: dict[str, str | None], reference: str) -> Iterator[Fault]:
 
 def _folders(folders: dict[str, str], resume: str) -> Iterator[Fault]:
     if resume not in ("auto", "never") and not os.path.isdir(os.path.expanduser(resume)):
-        fix = f"Allowed: auto, never, or a folder. {_nearest(resume)}"
+        fix = f"Allowed: auto, never, or a folder. {nearest(resume)}"
         yield Fault(("trainer.resume",), f"there is no checkpoint folder {resume}", fix)
     for key, folder in folders.items():
         if os.path.expanduser(folder).startswith("~"):
@@ -102,9 +105,9 @@ def _folders(folders: dict[str, str], resume: str) -> Iterator[Fault]:
 
 
 def _missing(key: str, path: str, suffixes: tuple[str, ...], otherwise: str) -> Iterator[Fault]:
-    if not path or path == BUILT_IN or not _is_local(path, suffixes) or _there(path):
+    if not path or path == BUILT_IN or not is_local(path, suffixes) or _there(path):
         return
-    yield Fault((key,), f"there is no file or folder {path}", f"{_nearest(path)} {otherwise}".strip())
+    yield Fault((key,), f"there is no file or folder {path}", f"{nearest(path)} {otherwise}".strip())
 
 
 def _there(path: str) -> bool:
@@ -112,13 +115,14 @@ def _there(path: str) -> bool:
     return os.path.exists(os.path.expanduser(path))
 
 
-def _is_local(path: str, suffixes: tuple[str, ...]) -> bool:
+def is_local(path: str, suffixes: tuple[str, ...]) -> bool:
     """Whether `path` cannot be a name of the hub (owner/name) or of a built-in thing."""
     rooted = path.startswith((".", "/", "~", os.sep)) or path.count("/") > 1
     return rooted or path.lower().endswith(suffixes)
 
 
-def _nearest(path: str) -> str:
+def nearest(path: str) -> str:
+    """What is there in place of a path that is not."""
     wanted = Path(os.path.expanduser(path))
     folder = wanted.parent
     if not os.path.isdir(folder):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -34,17 +34,13 @@ def reachable() -> bool:
     answered = threading.Event()
 
     def ask() -> None:
-        try:
+        with suppress(Exception):  # no route, no name, no certificate, a proxy's refusal: no answer
             get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
             answered.set()
-        except Exception:  # no route, no name, no certificate, a proxy's refusal: no answer
-            pass
-        finally:
-            done.set()
 
-    done = threading.Event()
-    threading.Thread(target=ask, daemon=True).start()  # a look-up of a name knows no timeout
-    done.wait(ANSWER_S)
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()  # a look-up of a name knows no timeout
+    asking.join(ANSWER_S)
     return answered.is_set()
 
 

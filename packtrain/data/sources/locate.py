@@ -6,7 +6,6 @@ or touched, and never reused when a byte of it changed.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import hashlib
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import pyarrow as pa
 
+from packtrain.config.rules.missing import DATA_SUFFIXES, is_local, nearest
 from packtrain.config.schema import DataSource
 from packtrain.data.formats.columns import Objective
 from packtrain.data.sources import quickstart
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 Role = Literal["train", "eval"]
 HashFile = Callable[[Path], str]
-FILES = {".txt", ".md", ".tsv", ".xls", ".xlsx", ".pdf", ".docx", ".html", ".xml", ".yaml", ".yml", ".log", ".arrow"}
-FILES |= {".feather", ".orc", ".avro", ".pkl", ".npy", ".npz", ".bin", ".db", ".sqlite", ".jsonlines", ".zip", ".tar"}
-FILES |= {".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
-"""Endings of files that people have data in, and that no hub id ends in."""
 READABLE = f"Readable are {', '.join(SUFFIXES)}, and folders of these or of datasets.save_to_disk."
 
 
@@ -69,12 +65,8 @@ class Table:
         return self.dataset.num_rows
 
     def identity(self, hash_file: HashFile) -> str:
-        """Hash of its Arrow files and of the order of its rows, or its fingerprint where it has no files."""
-        files = [Path(file["filename"]) for file in self.dataset.cache_files]
-        indices = self.dataset._indices  # the order of a data set that was shuffled or filtered and saved unflattened
-        parts = [hash_file(path) for path in files] if files else [self.dataset._fingerprint]
-        order = hashlib.blake2b(indices.column(0).to_numpy().tobytes() if indices else b"").hexdigest()
-        return _digest("table", *parts, order, str(self.dataset.num_rows))
+        """The fingerprint that `datasets` gave it, which follows from where it came from and what was done with it."""
+        return _digest("table", self.dataset._fingerprint, str(self.dataset.num_rows))
 
     def chunks(self) -> Iterator[Chunk]:
         """All rows."""
@@ -131,8 +123,6 @@ def locate(source: DataSource, role: Role, seed: int, objective: Objective = "sf
     Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.
     """
     path = source.path
-    if not path:
-        raise UserError("a source has no path", where=f"data.{role}", fix="Give a file, a folder or a hub id.")
     if path == "quickstart":
         return _quickstart(source, role, seed, objective)
     local, where = Path(path).expanduser(), f"data.{role}"
@@ -141,19 +131,17 @@ def locate(source: DataSource, role: Role, seed: int, objective: Objective = "sf
     if (local / "dataset_dict.json").exists():
         return Table(f"{local} [{source.split}]", _saved(local, source))
     if local.is_dir():  # without hidden files: copies that editors, notebooks and macOS keep
-        found = [
-            one for one in sorted(local.rglob("*")) if not any(part[0] == "." for part in one.relative_to(local).parts)
-        ]
+        found = glob.glob(f"{glob.escape(str(local))}/**", recursive=True)
     elif local.exists():
         found = [local]
     elif any(sign in path for sign in "*?["):
-        found = [Path(name) for name in sorted(glob.glob(str(local), recursive=True))]
+        found = glob.glob(str(local), recursive=True)
     elif looks_local(path):
-        fix = READABLE if local.suffix and suffix_of(local) is None else _nearest(local)
+        fix = READABLE if local.suffix and suffix_of(local) is None else f"{nearest(path)} A hub id is owner/name."
         raise UserError(f"no such file: {path}", where=where, fix=fix)
     else:
         return Table(f"{path} [{source.split}]", _from_hub(source, role))
-    files = tuple(one for one in found if suffix_of(one) and one.is_file())
+    files = tuple(one for one in sorted(map(Path, found)) if suffix_of(one) and one.is_file())
     if not files:
         raise UserError(f"there is nothing to read in {path!r}", where=where, fix=READABLE)
     if source.split != "train" or source.subset is not None:
@@ -164,33 +152,15 @@ def locate(source: DataSource, role: Role, seed: int, objective: Objective = "sf
 
 def looks_local(path: str) -> bool:
     """Whether a path that does not exist was meant as a file or a folder, and not as a hub id (owner/name)."""
-    first, *rest = path.split("/")
-    return (
-        path.startswith((".", "/", "~"))
-        or len(rest) > 1
-        or suffix_of(Path(path)) is not None
-        or Path(path).suffix.lower() in FILES
-        or ("." in first if not rest else Path(first).is_dir())
-    )
+    first, slash, _ = path.partition("/")
+    return is_local(path, DATA_SUFFIXES) or (Path(first).is_dir() if slash else "." in first)
 
 
 def _quickstart(source: DataSource, role: Role, seed: int, objective: Objective) -> Quickstart:
-    if source.subset is not None:
-        raise UserError("quickstart has no subsets", where=f"data.{role}", fix="Leave subset away.")
-    if role == "eval" and source.split == "train":
-        what = "quickstart's split train is for training: evaluating on it would measure what was learnt by heart"
-        raise UserError(what, where="data.eval", fix="Set split: eval, or data.eval=quickstart.")
-    if source.split not in ("train", "eval"):
-        raise UserError(f"quickstart has no split {source.split!r}", where=f"data.{role}", fix="Take train or eval.")
+    if source.split not in ("train", "eval") or source.subset is not None or (role, source.split) == ("eval", "train"):
+        what = f"quickstart has no split {source.split!r} for data.{role}, and no subsets"
+        raise UserError(what, where=f"data.{role}", fix="Take train or eval to train on, eval to evaluate on.")
     return Quickstart(source.path, source.split, seed, objective)
-
-
-def _nearest(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"The folder {path.parent} does not exist either; relative paths start at {Path.cwd()}."
-    names = difflib.get_close_matches(path.name, [other.name for other in path.parent.iterdir()], n=3, cutoff=0.5)
-    hint = f"Near it: {', '.join(names)}." if names else f"The folder {path.parent.resolve()} has nothing like it."
-    return f"{hint} A hub id has the form owner/name."
 
 
 def _saved(folder: Path, source: DataSource) -> datasets.Dataset:

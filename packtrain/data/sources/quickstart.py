@@ -20,8 +20,8 @@ from __future__ import annotations
 import random
 import re
 import zlib
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from packtrain.data.tokens.chat_template import CHATML
@@ -58,37 +58,39 @@ COUNTRIES = {  # capital, continent
     "Senegal": ("Dakar", "Africa"), "Peru": ("Lima", "South America"), "Chile": ("Santiago", "South America"),
     "Cuba": ("Havana", "North America"), "Canada": ("Ottawa", "North America"),
 }  # fmt: skip
+OF_ANIMALS = {  # what is said of them, and how to ask for it
+    "A young {0} is called a {1}.": (
+        "What is a young {0} called?",
+        "What do you call the young of a {0}?",
+        "Name the young of the {0}.",
+        "A {0} has young. What are they called?",
+    ),
+    "A {0} {2}.": ("What sound does a {0} make?", "Which sound can I hear from a {0}?", "How does a {0} sound?"),
+    "A {0} has {3} legs.": (
+        "How many legs does a {0} have?",
+        "Count the legs of a {0}.",
+        "On how many legs does a {0} walk?",
+    ),
+}
+OF_COUNTRIES = {
+    "The capital of {0} is {1}.": (
+        "What is the capital of {0}?",
+        "Which city is the capital of {0}?",
+        "Name the capital of {0}.",
+        "I travel to {0}. What is its capital?",
+    ),
+    "{0} is in {2}.": ("On which continent is {0}?", "Where is {0}?", "To which continent does {0} belong?"),
+}
+TABLES = (
+    ("animal", "animals", ANIMALS, ("young", "sound")),
+    ("country", "countries", COUNTRIES, ("capital", "continent")),
+)
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 WORDS = [
-    "apple",
-    "bread",
-    "milk",
-    "cheese",
-    "honey",
-    "lemon",
-    "onion",
-    "rice",
-    "salt",
-    "tea",
-    "river",
-    "stone",
-    "cloud",
-    "storm",
-    "field",
-    "tree",
-    "leaf",
-    "seed",
-    "lamp",
-    "chair",
-    "table",
-    "spoon",
-    "plate",
-    "clock",
-    "paper",
-    "pencil",
-    "bottle",
-    "basket",
-]
+    "apple", "bread", "milk", "cheese", "honey", "lemon", "onion", "rice", "salt", "tea",
+    "river", "stone", "cloud", "storm", "field", "tree", "leaf", "seed",
+    "lamp", "chair", "table", "spoon", "plate", "clock", "paper", "pencil", "bottle", "basket",
+]  # fmt: skip
 GOODS = WORDS[:10]
 TUTOR = (
     "You are a patient tutor. Answer in one short sentence, or in a list when a list is asked for.",
@@ -167,47 +169,12 @@ def _few(rng: random.Random, least: int, most: int) -> int:
     return min(most, least + int(rng.paretovariate(1.3)) - 1)
 
 
-def _animal(rng: random.Random) -> Exercise:
-    name, (young, sound, legs) = rng.choice(list(ANIMALS.items()))
-    asked: dict[str, tuple[str, ...]] = {
-        f"A young {name} is called a {young}.": (
-            f"What is a young {name} called?",
-            f"What do you call the young of a {name}?",
-            f"Name the young of the {name}.",
-            f"A {name} has young. What are they called?",
-        ),
-        f"A {name} {sound}.": (
-            f"What sound does a {name} make?",
-            f"Which sound can I hear from a {name}?",
-            f"How does a {name} sound?",
-        ),
-        f"A {name} has {legs} legs.": (
-            f"How many legs does a {name} have?",
-            f"Count the legs of a {name}.",
-            f"On how many legs does a {name} walk?",
-        ),
-    }
-    answer = rng.choice(list(asked))
-    return [(rng.choice(asked[answer]), answer)]
-
-
-def _country(rng: random.Random) -> Exercise:
-    name, (capital, continent) = rng.choice(list(COUNTRIES.items()))
-    asked: dict[str, tuple[str, ...]] = {
-        f"The capital of {name} is {capital}.": (
-            f"What is the capital of {name}?",
-            f"Which city is the capital of {name}?",
-            f"Name the capital of {name}.",
-            f"I travel to {name}. What is its capital?",
-        ),
-        f"{name} is in {continent}.": (
-            f"On which continent is {name}?",
-            f"Where is {name}?",
-            f"To which continent does {name} belong?",
-        ),
-    }
-    answer = rng.choice(list(asked))
-    return [(rng.choice(asked[answer]), answer)]
+def _fact(
+    things: Mapping[str, tuple[object, ...]], facts: Mapping[str, tuple[str, ...]], rng: random.Random
+) -> Exercise:
+    name, known = rng.choice(list(things.items()))
+    answer = rng.choice(list(facts))
+    return [(rng.choice(facts[answer]).format(name), answer.format(name, *known))]
 
 
 def _sum(rng: random.Random) -> Exercise:
@@ -261,16 +228,11 @@ def _list(rng: random.Random) -> Exercise:
 
 
 def _table(rng: random.Random) -> Exercise:
-    if rng.random() < 0.5:
-        names = rng.sample(list(ANIMALS), _few(rng, 2, len(ANIMALS)))
-        asked = f"Make a table of the young and the sound of these animals: {', '.join(names)}"
-        lines = ["| animal | young | sound |", "|---|---|---|"]
-        lines += [f"| {name} | {ANIMALS[name][0]} | {ANIMALS[name][1]} |" for name in names]
-    else:
-        names = rng.sample(list(COUNTRIES), _few(rng, 2, len(COUNTRIES)))
-        asked = f"Make a table of the capital and the continent of these countries: {', '.join(names)}"
-        lines = ["| country | capital | continent |", "|---|---|---|"]
-        lines += [f"| {name} | {COUNTRIES[name][0]} | {COUNTRIES[name][1]} |" for name in names]
+    kind, plural, things, columns = TABLES[rng.random() >= 0.5]
+    names = rng.sample(list(things), _few(rng, 2, len(things)))
+    asked = f"Make a table of the {columns[0]} and the {columns[1]} of these {plural}: {', '.join(names)}"
+    lines = [f"| {kind} | {columns[0]} | {columns[1]} |", "|---|---|---|"]
+    lines += [f"| {name} | {things[name][0]} | {things[name][1]} |" for name in names]
     return [(asked, "\n".join(lines))]
 
 
@@ -284,7 +246,7 @@ def _shop(rng: random.Random) -> Exercise:
 
 
 TASKS: tuple[Callable[[random.Random], Exercise], ...] = (
-    _animal, _country, _sum, _day, _count, _spell, _list, _table, _shop
+    partial(_fact, ANIMALS, OF_ANIMALS), partial(_fact, COUNTRIES, OF_COUNTRIES), _sum, _day, _count, _spell, _list, _table, _shop
 )  # fmt: skip
 WEIGHTS = (3, 3, 4, 3, 2, 2, 4, 1, 3)
 
@@ -307,16 +269,12 @@ def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[d
     eval is asked in train, neither here nor in the quickstart's conversations.
     """
     rng = random.Random(f"pairs-{split}-{seed}")
-    return [_preference(split, rng) for _ in range(PAIR_COUNTS[split] if count is None else count)]
-
-
-def _preference(split: Split, rng: random.Random) -> dict[str, Any]:
-    *prompt, answer = conversation(split, rng)
-    return {
-        "prompt": prompt,
-        "chosen": [answer],
-        "rejected": [{"role": "assistant", "content": _wrong(answer["content"], rng)}],
-    }
+    rows = []
+    for _ in range(PAIR_COUNTS[split] if count is None else count):
+        *prompt, answer = conversation(split, rng)
+        rejected = [{"role": "assistant", "content": _wrong(answer["content"], rng)}]
+        rows.append({"prompt": prompt, "chosen": [answer], "rejected": rejected})
+    return rows
 
 
 def _wrong(answer: str, rng: random.Random) -> str:

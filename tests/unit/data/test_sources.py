@@ -239,7 +239,7 @@ def test_a_file_of_a_kind_that_is_not_read_is_no_hub_id(tmp_path, monkeypatch, n
 def test_a_file_in_a_folder_that_exists_is_no_hub_id(tmp_path, monkeypatch, no_hub):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "trial").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"no such file: data/train[\s\S]*Near it: trial"):
+    with pytest.raises(UserError, match=r"no such file: data/train[\s\S]*Near it: data.trial"):
         go(tmp_path, "data/train")
 
 
@@ -290,10 +290,10 @@ def test_a_hub_that_answers_is_left_as_it_is(monkeypatch, unasked):
 @pytest.mark.parametrize(
     "role, source, words",
     [
-        ("eval", {"split": "train"}, "evaluating on it would measure what was learnt by heart"),
+        ("eval", {"split": "train"}, "quickstart has no split 'train' for data.eval"),
         ("eval", {"split": "validation"}, "quickstart has no split 'validation'"),
         ("train", {"split": "validation"}, "quickstart has no split 'validation'"),
-        ("train", {"subset": "small"}, "quickstart has no subsets"),
+        ("train", {"subset": "small"}, "and no subsets"),
     ],
 )
 def test_a_split_of_the_quickstart_means_what_it_says_or_is_refused(role, source, words):
