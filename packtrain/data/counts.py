@@ -91,16 +91,13 @@ def add(counts: Iterable[RowCounts]) -> RowCounts:
 
 @dataclass(frozen=True, slots=True)
 class PairFigures:
-    """What preference pairs are made of: mean tokens of a prompt, a chosen and a rejected answer.
+    """What preference pairs are made of.
 
     `prompt_share` is the prompts' part of all tokens, where a prompt counts in both documents of its pair: half of it is
     what computing prompts once saves. It can be done for `shareable` of the `pairs`, whose prompts have two tokens.
     """
 
     pairs: int
-    prompt_tokens: float
-    chosen_tokens: float
-    rejected_tokens: float
     prompt_share: float
     shareable: int
 

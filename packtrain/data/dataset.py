@@ -18,8 +18,6 @@ from packtrain.data.counts import DataReport, PairFigures, add, count
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
 
-MOST_REPEATED = 2**28
-"""Documents of an epoch that a weight may make of a source: their numbers alone take 4 GiB."""
 LEAST_PROMPT = 2
 """Tokens of a prompt that can be computed once: the last one predicts the answer and runs in front of each."""
 
@@ -87,9 +85,6 @@ class PairDataset:
         self.shared_lengths: np.ndarray = self.lengths - np.maximum(self.prompts - 1, 0)
         figures = PairFigures(
             pairs=len(before),
-            prompt_tokens=round(float(before.mean()), 1),
-            chosen_tokens=round(float(trained[:, 0].mean()), 1),
-            rejected_tokens=round(float(trained[:, 1].mean()), 1),
             prompt_share=round(2 * int(before.sum(dtype=np.int64)) / int(lengths.sum(dtype=np.int64)), 4),
             shareable=int(np.count_nonzero(self.prompts)),
         )
@@ -124,8 +119,6 @@ def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
     with any template, tokenizer, data.max_length and seed. At least one document is held out and one is left, else
     UserError.
     """
-    if not 0 < fraction < 1:
-        raise UserError(f"data.eval={fraction} is not a fraction", where="data.eval", fix="Give a number from 0 to 1.")
     content = np.concatenate([part.store.fates["content"] for part in parts])
     different, inverse = np.unique(content, return_inverse=True)
     held = inverse < max(1, round(fraction * len(different)))
@@ -182,12 +175,9 @@ def _weighted(rows: np.ndarray, source: DataSource, number: int, seed: int, key:
     """`rows` int64[n], each floor(weight) times, and a random part of them once more for the fraction of the weight.
 
     The random part is fixed by (seed, number of the source), and its rows keep their order. Raises UserError for a weight
-    that takes none of them, or more than anything could be done with.
+    that takes none of them.
     """
     rows, weight = rows[::together], source.weight
-    if not (weight <= 1 or weight * len(rows) <= MOST_REPEATED):  # true of NaN too
-        what = f"weight={weight:g} makes {weight * len(rows):.2g} documents of the {len(rows):,} of {source.path}"
-        raise UserError(what, where=key, fix="Weights are relative to one epoch: lower it, raise trainer.epochs.")
     whole, part = int(weight), weight - int(weight)
     extra = np.random.default_rng([seed, 2, number]).permutation(len(rows))[: round(part * len(rows))]
     taken = np.concatenate([*[rows] * whole, rows[np.sort(extra)]])

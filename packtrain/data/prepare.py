@@ -20,11 +20,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -35,9 +35,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from packtrain.config.schema import Data, DataSource
-from packtrain.data.counts import RowCounts
 from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, hold_out, mixed
-from packtrain.data.formats.columns import OF_PAIRS, Format, Objective, detect_format
+from packtrain.data.formats.columns import Format, Objective, detect_format
 from packtrain.data.sources.chunks import BadRow, Chunk
 from packtrain.data.sources.locate import Role, Source, locate, sources_in
 from packtrain.data.tokens.cache import StoreWriter, cache_folder, hash_file, open_or_build
@@ -71,39 +70,31 @@ class PreparedData(Generic[AnyDataset]):
 
 
 def prepare(
-    data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, template: str | None = None, progress: bool = False
+    data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool = False
 ) -> PreparedData[TokenDataset]:
-    """Tokenise (or find in the cache) what `data` names.
+    """Tokenise (or find in the cache) what `data` names; `progress` shows a bar on stderr.
 
-    `template` overrides data.chat_template; `progress` shows a bar on stderr. Raises UserError naming file, line and
-    field of rows that cannot be used, or why no document is left. Every process of a launch may call it: one works,
-    the others wait.
+    Raises UserError naming file, line and field of rows that cannot be used, or why no document is left. Every process of
+    a launch may call it: one works, the others wait.
     """
-    return _prepared(data, tokenizer, seed, template, progress, "sft")
+    return _prepared(data, tokenizer, seed, progress, "sft")
 
 
 def prepare_pairs(
-    data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, template: str | None = None, progress: bool = False
+    data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool = False
 ) -> PreparedData[PairDataset]:
     """The same for preference pairs; raises UserError for other rows, too."""
-    made = _prepared(data, tokenizer, seed, template, progress, "dpo")
+    made = _prepared(data, tokenizer, seed, progress, "dpo")
     return PreparedData(PairDataset(made.train), None if made.eval is None else PairDataset(made.eval))
 
 
 def _prepared(
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    template: str | None,
-    progress: bool,
-    objective: Objective,
+    data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool, objective: Objective
 ) -> PreparedData[TokenDataset]:
     if data.train is None:
         raise UserError("there is nothing to train on", where="data.train", fix="Give a file, a folder or a hub id.")
-    chat_template = choose_template(template or data.chat_template, tokenizer)
-    encoder = (Encoder if objective == "sft" else PairEncoder)(
-        plain_tokenizer(tokenizer), chat_template, _checked(data, objective)
-    )
+    template = choose_template(data.chat_template, tokenizer)
+    encoder = (Encoder if objective == "sft" else PairEncoder)(plain_tokenizer(tokenizer), template, data)
     console = Console(stderr=True, quiet=not progress)
     mix = partial(mixed, seed=seed, together=1 if objective == "sft" else 2)
     with ExitStack() as stack:
@@ -118,26 +109,6 @@ def _prepared(
             return PreparedData(rest, mix(train, "data.eval", kept=held, weigh=False))
         evaluated = [make.tokenised(source, "eval") for source in sources_in(data.eval, "eval")]
         return PreparedData(mix(train, "data.train"), mix(evaluated, "data.eval"))
-
-
-def _checked(data: Data, objective: Objective) -> Data:
-    """`data` with what the objective makes of it; raises UserError for values that it has no use for."""
-    if objective == "sft":
-        if data.overlong in ("keep_start", "keep_end"):
-            what = f"data.overlong={data.overlong} is for preference pairs"
-            raise UserError(what, where="data.overlong", fix="Set it to truncate, split, drop or error.")
-        return data
-    if data.format not in ("auto", *OF_PAIRS):
-        what = f"data.format={data.format} has no preference pairs"
-        fix = "Set it to auto, preference or ranked, or train with packtrain sft."
-        raise UserError(what, where="data.format", fix=fix)
-    if data.loss_on not in ("auto", "completion"):
-        what = f"data.loss_on={data.loss_on}, but preferences are about the answers"
-        raise UserError(what, where="data.loss_on", fix="Set it to auto or completion.")
-    if data.overlong == "split":
-        what = "a preference pair cannot be split: the later parts would have no prompt"
-        raise UserError(what, where="data.overlong", fix="Set it to truncate, keep_end, drop or error.")
-    return replace(data, overlong="truncate") if data.overlong == "keep_start" else data
 
 
 @dataclass
@@ -175,21 +146,26 @@ class _Tokeniser:
         format, seen = self._detect(source, chunks)
         self.workers.encoder.check(format, source.name)
         writer = StoreWriter(folder)
-        with _bar(self.console, source.size) as advance:
-            rows, outcomes = 0, self.workers.encode(chain(seen, chunks), format)
-            for chunk, outcome in outcomes:
+        columns = (
+            TextColumn("tokenising"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[rows]:,} rows"),
+        )
+        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self.console) as bar:
+            task, rows = bar.add_task("", total=source.size or None, rows=0), 0
+            for chunk, outcome in self.workers.encode(chain(seen, chunks), format):
                 if outcome.problems:
-                    more = [one for _, one in islice(outcomes, FEW_CHUNKS)]
-                    problems = [*outcome.problems, *(problem for one in more for problem in one.problems)]
-                    bad = outcome.bad + sum(one.bad for one in more)
-                    raise _bad_rows(problems, bad, complete=next(outcomes, None) is None)
+                    raise _bad_rows(outcome.problems)
                 writer.add(outcome.documents, outcome.fates)
                 rows += len(outcome.fates)
-                advance(chunk.size, rows)
+                bar.update(task, advance=chunk.size, rows=rows)
                 heartbeat.progress()
             if not (counts := writer.counts).kept:
+                reasons = ", ".join(f"{rows} {reason}" for reason, rows in Counter(counts.dropped).most_common())
+                what = f"no document is left of {counted(counts.rows, 'rows')}; dropped: {reasons}"
                 keys = "data.loss_on, max_length" if self.objective == "sft" else "data.max_length, overlong"
-                raise UserError(_nothing_left(counts), where=source.name, fix=f"See data.format, {keys}.")
+                raise UserError(what, where=source.name, fix=f"See data.format, {keys}.")
             writer.finish(format, time.monotonic() - started)
 
     def _detect(self, source: Source, chunks: Iterator[Chunk]) -> tuple[Format, list[Chunk]]:
@@ -202,32 +178,18 @@ class _Tokeniser:
             problems += [row.problem(where) for where, row in rows if isinstance(row, BadRow)]
             columns = [list(row) for _, row in rows if isinstance(row, dict) and row]
             if columns:
-                if problems and self.data.bad_rows == "error":
-                    raise _bad_rows(problems, len(problems), complete=False)
                 names = list(dict.fromkeys(name for row in columns for name in row))
                 keys = (self.data.format, self.data.columns)
                 return detect_format(columns[0], names, *keys, source.name, self.objective), seen
         if problems:
-            raise _bad_rows(problems, len(problems), complete=True)
+            raise _bad_rows(problems)
         raise UserError("there are no rows", where=source.name, fix="Give a source that is not empty.")
 
 
-def _bad_rows(problems: list[Problem], bad: int, *, complete: bool) -> UserError:
-    """The error of `bad` rows with the first `problems`; with their number where not all are shown."""
-    shown = problems[:MOST_PROBLEMS]
-    note = "" if complete else "There may be more further down."
-    if bad > len(shown):
-        note = f"These are the first {len(shown)} of {'' if complete else 'at least '}{bad:,} bad rows."
-    if note:
-        shown[-1] = replace(shown[-1], fix=f"{shown[-1].fix} {note}")
-    return UserError(shown)
-
-
-def _nothing_left(counts: RowCounts) -> str:
-    reasons = ", ".join(
-        f"{number} {reason}" for reason, number in sorted(counts.dropped.items(), key=lambda item: -item[1])
-    )
-    return f"no document is left of {counted(counts.rows, 'rows')}; dropped: {reasons}"
+def _bad_rows(problems: list[Problem]) -> UserError:
+    """The error of the first rows that cannot be used."""
+    *others, last = problems[:MOST_PROBLEMS]
+    return UserError([*others, replace(last, fix=f"{last.fix} There may be more further down.")])
 
 
 @dataclass
@@ -293,12 +255,3 @@ def _encode(chunk: Chunk, format: Format) -> EncodedChunk:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-@contextmanager
-def _bar(console: Console, size: int) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on the console while the `with` lasts; gives `advance(size, rows so far)`."""
-    columns = (TextColumn("tokenising"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rows]:,} rows"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("", total=size or None, rows=0)
-        yield lambda done, rows: bar.update(task, advance=done, rows=rows)

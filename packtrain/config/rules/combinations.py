@@ -107,9 +107,6 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             fix = f"Did you mean {meant[0]}?" if meant else f"Ours are {', '.join(COLUMNS)}."
             fix = f"Ours comes first: {{{theirs}: {ours}}}." if theirs in COLUMNS else fix
             yield Fault((f"data.columns.{ours}",), f"packtrain has no column {ours!r}", fix)
-    if data.loss_on != "all" and data.format == "text" and "data.loss_on" in given:
-        what = f"plain text has no {data.loss_on} part to train on"
-        yield Fault(("data.loss_on", "data.format"), what, "Set data.loss_on to all or auto.")
     if data.max_length is None and data.overlong != "truncate":
         what = f"without a longest length nothing is overlong, so {data.overlong!r} does nothing"
         yield Fault(("data.overlong", "data.max_length"), what, "Set data.max_length, or leave data.overlong out.")

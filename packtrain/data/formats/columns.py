@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from packtrain.data.sources.chunks import BadRow, RawRow, json_fault, wrong_type
+from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
 
 Objective = Literal["sft", "dpo"]
@@ -79,8 +79,7 @@ def list_of(value: Any, where: str) -> list[Any]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            what = f"expected a list, found a string that is not JSON ({json_fault(error)})"
-            raise BadRow("wrong type", what, where) from None
+            raise BadRow("wrong type", f"expected a list, found a string that is not JSON: {error}", where) from None
     if not isinstance(value, list):
         raise wrong_type("a list", value, where)
     return value
@@ -99,10 +98,6 @@ def detect_format(
     `auto` goes by the columns of the `first` row, so that a stray row is a bad row and not another format; `names` are
     the columns of all rows seen.
     """
-    known = {*OPTIONAL, *(name for kind in (REQUIRED, READ_TOO) for needed in kind.values() for name in needed)}
-    if strange := sorted(set(columns) - known):
-        fix = f"Ours: {', '.join(sorted(known))}."
-        raise UserError(f"{strange[0]!r} is not a column of ours", where="data.columns", fix=fix)
     found = f"found: {', '.join(names)}"
     if absent := sorted(set(columns.values()) - set(names)):
         raise UserError(f"data.columns names the column {absent[0]!r}, which is not there; {found}", where=where)

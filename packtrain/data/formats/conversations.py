@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.data.formats.columns import MASKS, Format, Row, list_of
-from packtrain.data.sources.chunks import BadRow, json_fault, wrong_type
+from packtrain.data.sources.chunks import BadRow, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SPEAKERS = {  # the words of ShareGPT and others for the roles
@@ -212,8 +212,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
             try:
                 arguments = json.loads(arguments)
             except (ValueError, RecursionError) as error:
-                what = f"the arguments are not JSON: {json_fault(error)}"
-                raise BadRow("wrong type", what, f"{place}.arguments") from None
+                raise BadRow("wrong type", f"the arguments are not JSON: {error}", f"{place}.arguments") from None
         inner = {**inner, "arguments": arguments if arguments is not None else {}}
         calls.append({**call, "function": inner} if "function" in call else inner)
     return calls

@@ -195,26 +195,20 @@ def _best_and_worst(row: Row) -> Row:
 
 def _worth(row: Row, column: str, answers: list[Any]) -> list[float]:
     """A number for each answer, more for the better."""
-    found = [
-        (place, numbers, sign)
-        for ours, names, sign in (("scores", SCORES, 1), ("ranks", RANKS, -1))
-        for place, numbers in (_beside(row, ours, names) or _within(column, answers, names),)
-        if place
-    ]
-    if not found:
-        lists = f"no list of {SCORES[1]} or {RANKS[0]}, nor one of them in each answer"
-        fix = f"Name their column with data.columns={{scores: …}}. {INSTEAD}"
-        raise BadRow("not ranked", f"nothing says which answer is better: {lists}", column, fix)
-    if len(found) > 1:
-        what = f"both {found[0][0]} and {found[1][0]} say which answer is better"
-        raise BadRow("ambiguous", what, column, "Keep one.")
-    ((place, numbers, sign),) = found
+    scores = _beside(row, "scores", SCORES) or _within(column, answers, SCORES)
+    found = scores or _beside(row, "ranks", RANKS) or _within(column, answers, RANKS)
+    if found is None:
+        what = (
+            f"nothing says which answer is better: no list of {SCORES[1]} or {RANKS[0]}, nor one of them in each answer"
+        )
+        raise BadRow("not ranked", what, column, f"Name their column with data.columns={{scores: …}}. {INSTEAD}")
+    place, numbers = found
     if len(numbers) != len(answers):
         raise BadRow("lengths differ", f"{len(numbers)} {place} for {len(answers)} answers", place)
     for at, number in enumerate(numbers, 1):
         if not isinstance(number, (int, float)) or isinstance(number, bool) or not math.isfinite(number):
             raise wrong_type("a number", number, f"{place}, answer {at}")
-    return [sign * number for number in numbers]
+    return [number if scores else -number for number in numbers]
 
 
 def _beside(row: Row, ours: str, names: Sequence[str]) -> tuple[str, list[Any]] | None:
@@ -226,12 +220,12 @@ def _beside(row: Row, ours: str, names: Sequence[str]) -> tuple[str, list[Any]] 
     return None
 
 
-def _within(column: str, answers: list[Any], names: Sequence[str]) -> tuple[str, list[Any]]:
-    """The same of numbers inside the answers, by what the first one has; ("", []) where it has none."""
+def _within(column: str, answers: list[Any], names: Sequence[str]) -> tuple[str, list[Any]] | None:
+    """The same of numbers inside the answers, by what the first one has."""
     first = answers[0] if isinstance(answers[0], dict) else {}
     name = next((name for name in names if name in first), None)
     if name is None:
-        return "", []
+        return None
     return f"{column}[…].{name}", [answer.get(name) if isinstance(answer, dict) else None for answer in answers]
 
 

@@ -134,17 +134,11 @@ def _parse_line(line: bytes) -> RawRow:
         row = json.loads(line.decode("utf-8").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         return not_utf8(f"byte {error.start + 1} of the line is 0x{line[error.start]:02x}")
-    except (ValueError, RecursionError) as error:
-        place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        return BadRow("broken JSON", f"broken JSON{place}: {json_fault(error)}")
+    except json.JSONDecodeError as error:
+        return BadRow("broken JSON", f"broken JSON at column {error.colno}: {error.msg}")
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists without end
+        return BadRow("broken JSON", f"broken JSON: {error}")
     return checked_object(row)
-
-
-def json_fault(error: ValueError | RecursionError) -> str:
-    """Why Python's JSON parser refused a text: it also refuses some whose grammar is right."""
-    if isinstance(error, json.JSONDecodeError):
-        return error.msg
-    return "nested too deeply" if isinstance(error, RecursionError) else "a number has thousands of digits"
 
 
 def not_utf8(found: str, field: str = "") -> BadRow:

@@ -30,13 +30,11 @@ from packtrain.data.sources.chunks import (
     RawRow,
     TableChunk,
     checked_object,
-    json_fault,
     not_utf8,
 )
 from packtrain.errors import UserError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz", ".ndjson.gz", ".csv", ".parquet")
-_BLOCK, _LARGEST_BLOCK = 1 << 16, 1 << 26
 _undecoded = re.compile("[\udc80-\udcff]").search
 """Finds a byte that was not UTF-8, which `surrogateescape` has kept as such a character."""
 
@@ -148,80 +146,41 @@ def _csv_row(header: list[str], fields: list[str]) -> RawRow:
 
 
 def _json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
-    """Each element of a JSON list with its line and its length; a few elements are in memory, never the list.
+    """Each element of a JSON list with its line and its length; the file's text is in memory, its rows are not.
 
     A broken element hides where the next one starts, so it is an error of the whole file, whatever data.bad_rows says.
     """
     with _open_text(path) as file:
-        reader = _ListReader(file, path)
-        reader.next_character()
-        reader.at += 1  # the [ that made us read the file as a list
-        separator = reader.next_character()
-        while separator != "]":
-            line = reader.line
-            row, length = reader.element()
-            yield line, row, length
-            separator = reader.next_character()
-            if separator not in (",", "]"):
-                raise reader.broken(
-                    f"expected ',' or ']' after an element, found {separator or 'the end of the file'!r}"
-                )
-            if separator == ",":
-                reader.at += 1
-                reader.next_character()
-        reader.at += 1
-        if reader.next_character():
-            raise reader.broken("there is more after the list's closing ]")
+        text = file.read()
+    decoder, after_space = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
 
+    def after(at: int) -> int:
+        """The place of the next character from `at` on that is not white space."""
+        found = after_space.match(text, at)
+        assert found is not None
+        return found.end()
 
-class _ListReader:
-    """json's raw_decode on a buffer that grows by blocks of the file until it holds the next element; counts lines."""
-
-    def __init__(self, file: TextIO, path: Path) -> None:
-        self.file, self.path = file, path
-        self.block = _BLOCK
-        self.text, self.at, self.line = "", 0, 1
-
-    def next_character(self) -> str:
-        """The next character that is not white space, "" at the end of the file."""
-        while True:
-            while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
-                self.line += self.text[self.at] == "\n"
-                self.at += 1
-            if self.at < len(self.text):
-                return self.text[self.at]
-            if not self._fill():
-                return ""
-
-    def element(self) -> tuple[RawRow, int]:
-        """The element that starts here, and its length in characters."""
-        while True:
-            try:
-                value, end = json.JSONDecoder().raw_decode(self.text, self.at)
-            except json.JSONDecodeError as error:
-                if self._fill():
-                    continue
-                line = self.line + self.text.count("\n", self.at, error.pos)
-                raise self.broken(f"broken JSON: {error.msg}", line) from error
-            except (ValueError, RecursionError) as error:
-                raise self.broken(f"broken JSON: {json_fault(error)}") from error
-            if end == len(self.text) and self._fill():
-                continue  # a number may go on in the next block
-            read = self.text[self.at : end]
-            self.line += read.count("\n")
-            self.at, self.block = end, _BLOCK
-            return not_utf8("the element holds bytes that are not") if _undecoded(read) else checked_object(value), len(
-                read
-            )
-
-    def broken(self, what: str, line: int | None = None) -> UserError:
-        """The error of a list that cannot be read on."""
+    def broken(what: str, at: int) -> UserError:
         fix = "A broken list cannot be skipped row by row: mend it, or write one object a line (.jsonl)."
-        return UserError(what, where=f"{self.path}:{line or self.line}", fix=fix)
+        return UserError(what, where=f"{path}:{text.count(chr(10), 0, at) + 1}", fix=fix)
 
-    def _fill(self) -> bool:
-        """One more block of the file into the buffer; blocks double while one element needs more of them."""
-        block = self.file.read(self.block)
-        if block:
-            self.text, self.at, self.block = self.text[self.at :] + block, 0, min(self.block * 2, _LARGEST_BLOCK)
-        return bool(block)
+    at = after(text.index("[") + 1)
+    line = 1 + text.count("\n", 0, at)
+    while text[at : at + 1] != "]":
+        try:
+            value, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise broken(f"broken JSON: {error}", getattr(error, "pos", at)) from error
+        read = text[at:end]
+        row = not_utf8("the element holds bytes that are not") if _undecoded(read) else checked_object(value)
+        yield line, row, len(read)
+        following = after(end)
+        if text.startswith(",", following):
+            following = after(following + 1)
+        elif not text.startswith("]", following):
+            found = text[following : following + 1] or "the end of the file"
+            raise broken(f"expected ',' or ']' after an element, found {found!r}", following)
+        line += text.count("\n", at, following)
+        at = following
+    if after(at + 1) < len(text):
+        raise broken("there is more after the list's closing ]", after(at + 1))

@@ -22,7 +22,7 @@ keep_end cuts each alone, and compares answers to different prompts.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -62,15 +62,11 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """What became of a chunk, row by row; `problems` mean that the whole must stop.
-
-    They are the first of `bad` rows, at most MOST_PROBLEMS.
-    """
+    """What became of a chunk, row by row; `problems` (at most MOST_PROBLEMS) mean that the whole must stop."""
 
     documents: Documents
     fates: list[Fate]
     problems: list[Problem]
-    bad: int
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,9 @@ class Encoder:
                 continue
             longest = max(len(ids) for ids, _ in documents)
             if self.data.overlong == "error" and self.data.max_length and longest > self.data.max_length:
-                problems.append(self._overlong_problem(where, longest))
+                what = f"{longest} tokens, but data.max_length={self.data.max_length}"
+                fix = "Raise data.max_length, or set data.overlong to truncate or drop."
+                problems.append(Problem(what, where, fix))
             parts, fate = self._fitted(documents, Fate(content, apart=apart))
             kept.extend(parts)
             fates.append(fate)
@@ -106,7 +104,7 @@ class Encoder:
             mask=np.concatenate([mask for _, mask in kept] or [np.empty(0, bool)]),
             lengths=np.array([len(ids) for ids, _ in kept], dtype=np.int32),
         )
-        return EncodedChunk(joined, fates, problems[:MOST_PROBLEMS], len(problems))
+        return EncodedChunk(joined, fates, problems[:MOST_PROBLEMS])
 
     def check(self, format: Format, where: str) -> None:
         """Raise UserError if this tokenizer, template and data.loss_on cannot serve rows of the format at all."""
@@ -201,10 +199,6 @@ class Encoder:
         completion = self.tokenizer.encode(pair.completion).ids
         return self._ended(np.concatenate([prompt, completion])), len(prompt), True
 
-    def _overlong_problem(self, where: str, length: int) -> Problem:
-        what = f"{length} tokens, but data.max_length={self.data.max_length}"
-        return Problem(what, where, "Raise data.max_length, or set data.overlong to truncate, split or drop.")
-
     def _fitted(self, documents: list[Tokenised], fate: Fate) -> tuple[list[Tokenised], Fate]:
         """The document's parts that are kept, each with a trained token (or none), and `fate` with what that means."""
         ((ids, mask),) = documents
@@ -256,10 +250,6 @@ class PairEncoder(Encoder):
             raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
         texts = (chosen.prompt + chosen.completion, rejected.prompt + rejected.completion)
         return [self._prompt(chosen.prompt), *(self._ended(self._whole(text)) for text in texts)]
-
-    def _overlong_problem(self, where: str, length: int) -> Problem:
-        fix = "Raise data.max_length, or set data.overlong to truncate, keep_end or drop."
-        return replace(super()._overlong_problem(where, length), fix=fix)
 
     def _fitted(self, documents: list[Tokenised], fate: Fate) -> tuple[list[Tokenised], Fate]:
         """Both documents or none, and `fate` with what that means."""

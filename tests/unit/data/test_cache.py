@@ -288,17 +288,10 @@ def test_the_cache_says_how_it_is_emptied(tmp_path):
     assert f"rm -r {tmp_path / 'cache'}" in (tmp_path / "cache" / "README.txt").read_text()
 
 
-def test_a_weight_that_takes_nothing_or_far_too_much_is_an_error_that_names_its_source(tmp_path):
-    other = write(tmp_path / "other.jsonl", 10, first=1000)
-    path = write(tmp_path / "train.jsonl", 10)
-    for weight, words in (
-        (1e-3, "data.train: weight=0.001 takes none of the 10 documents of .*train.jsonl"),
-        (1e12, "data.train: weight=1e.12 makes 1e.13 documents of the 10 of .*train.jsonl"),
-        (float("inf"), "weight=inf makes inf documents"),
-        (float("nan"), "weight=nan"),
-    ):
-        with pytest.raises(UserError, match=words):
-            go(tmp_path, [DataSource(path=path, weight=weight), other])
+def test_a_weight_that_takes_nothing_is_an_error_that_names_its_source(tmp_path):
+    sources = [DataSource(path=write(tmp_path / "train.jsonl", 10), weight=1e-3), write(tmp_path / "other.jsonl", 10)]
+    with pytest.raises(UserError, match=r"data.train: weight=0.001 takes none of the 10 documents of .*train.jsonl"):
+        go(tmp_path, sources)
 
 
 def test_quickstart_trains_on_one_split_and_evaluates_on_the_other(tmp_path, monkeypatch):

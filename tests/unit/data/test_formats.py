@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,7 @@ def test_several_bad_rows_are_named_at_once_but_not_hundreds(ready, tmp_path):
     with pytest.raises(UserError) as caught:
         ready(path)
     assert [problem.where for problem in caught.value.problems] == [f"{path}:{line}, messages" for line in range(2, 7)]
-    assert str(caught.value).endswith("These are the first 5 of 300 bad rows.")
-    write(tmp_path / "train.jsonl", *[GOOD] * 3000, *[{"messages": []}] * 3000)
-    with pytest.raises(UserError, match=r"These are the first 5 of at least 2,\d\d\d bad rows\.$"):
-        ready(path, workers=1)
-    write(tmp_path / "train.jsonl", *[b"{"] * 7)
-    with pytest.raises(UserError, match=r"These are the first 5 of 7 bad rows\.$"):
-        ready(path)
+    assert str(caught.value).endswith("There may be more further down.")
 
 
 def test_blank_lines_and_a_byte_order_mark_are_no_rows(ready, tmp_path):
@@ -230,7 +225,7 @@ def test_conversations_without_a_chat_template_are_an_error(tmp_path):
     data = Data(train=write(tmp_path / "train.jsonl", GOOD), cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UserError, match="needs a chat template"):
         prepare(data, bare, seed=0)
-    assert len(prepare(data, bare, seed=0, template="llama3").train) == 1
+    assert len(prepare(replace(data, chat_template="llama3"), bare, seed=0).train) == 1
 
 
 LONG = {"messages": [QUESTION, {"role": "assistant", "content": "How are you? " * 20}]}

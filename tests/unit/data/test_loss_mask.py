@@ -255,7 +255,7 @@ def test_a_roles_error_of_the_template_is_told():
 
 @pytest.mark.parametrize("text", [SMOLLM, MISTRAL])
 def test_unknown_templates_have_no_twin(text):
-    assert chat_template._checked(text, "test").marked is None
+    assert chat_template._twin(text) is None
 
 
 def test_a_template_file_is_read_and_an_unknown_name_gets_suggestions(tmp_path):
@@ -265,9 +265,6 @@ def test_a_template_file_is_read_and_an_unknown_name_gets_suggestions(tmp_path):
     assert template is not None and template.text == SMOLLM
     with pytest.raises(UserError, match="llama3"):
         choose_template("lama3", tokenizer_of("llama3"))
-    path.write_text("{% for %}")
-    with pytest.raises(UserError, match="line 1 of the chat template"):
-        choose_template(str(path), tokenizer_of("llama3"))
 
 
 def test_every_name_is_a_template_that_compiles():

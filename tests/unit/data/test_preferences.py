@@ -276,7 +276,6 @@ def test_the_reasons_that_the_documentation_lists_are_those_that_are_counted():
 
 MISRANKED: dict[str, tuple[Any, str, str]] = {
     "nothing to rank by": ({"answers": ["a", "b"]}, "not ranked", "nothing says which answer is better"),
-    "two things to rank by": ({"answers": ["a", "b"], "scores": [1, 2], "rank": [1, 2]}, "ambiguous", "both scores and rank"),
     "too few scores": ({"answers": ["a", "b"], "scores": [1]}, "lengths differ", "1 scores for 2 answers"),
     "no number": ({"answers": ["a", "b"], "scores": [1, None]}, "wrong type", "scores, answer 2: expected a number, found null"),
     "one without": ({"answers": [{"text": "a", "score": 1}, {"text": "b"}]}, "wrong type", "answers[…].score, answer 2"),
@@ -317,29 +316,6 @@ def test_each_verb_refuses_the_rows_of_the_other(tmp_path):
     keys: Any = {"train": str(tmp_path / "pairs.jsonl"), "cache_dir": str(tmp_path / "cache")}
     with pytest.raises(UserError, match=r"preference pairs(.|\n)*packtrain dpo"):  # though the cache has them as pairs
         prepare(Data(**keys), tokenizer_of("smollm"), seed=0)
-
-
-@pytest.mark.parametrize(
-    "keys, where",
-    [
-        ({"format": "messages"}, "data.format"),
-        ({"loss_on": "assistant"}, "data.loss_on"),
-        ({"loss_on": "all"}, "data.loss_on"),
-        ({"overlong": "split", "max_length": 100}, "data.overlong"),
-    ],
-)
-def test_keys_that_mean_nothing_for_pairs_are_refused(tmp_path, keys, where):
-    with pytest.raises(UserError) as caught:
-        ours(tmp_path, MESSAGES, **keys)
-    assert caught.value.problems[0].where == where
-
-
-@pytest.mark.parametrize("overlong", ["keep_start", "keep_end"])
-def test_the_ends_of_a_prompt_are_for_pairs_only(tmp_path, overlong):
-    path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps({"messages": [ASK, GOOD]}))
-    with pytest.raises(UserError, match=r"data.overlong: .*is for preference pairs"):
-        prepare(Data(train=str(path), overlong=overlong), tokenizer_of("smollm"), seed=0)
 
 
 def test_a_pair_without_a_chat_template_or_eos_is_refused(tmp_path):

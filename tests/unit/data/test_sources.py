@@ -56,10 +56,10 @@ DEEP, LONG_NUMBER = "[" * 100_000, "1" * 5000
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("x.jsonl", f'{{"text": "a b", "n": {LONG_NUMBER}}}\n', "x.jsonl:1: broken JSON: a number has thousands"),
-        ("x.jsonl", f'{{"text": {DEEP}}}\n', "x.jsonl:1: broken JSON: nested too deeply"),
-        ("x.json", f'[\n{{"text": "a b", "n": {LONG_NUMBER}}}]', "x.json:2: broken JSON: a number has thousands"),
-        ("x.json", f"[\n{DEEP}]", "x.json:2: broken JSON: nested too deeply"),
+        ("x.jsonl", f'{{"text": "a b", "n": {LONG_NUMBER}}}\n', "x.jsonl:1: broken JSON: Exceeds the limit"),
+        ("x.jsonl", f'{{"text": {DEEP}}}\n', "x.jsonl:1: broken JSON: maximum recursion depth"),
+        ("x.json", f'[\n{{"text": "a b", "n": {LONG_NUMBER}}}]', "x.json:2: broken JSON: Exceeds the limit"),
+        ("x.json", f"[\n{DEEP}]", "x.json:2: broken JSON: maximum recursion depth"),
         ("x.json", b'[{"text": "fine"},\n{"text": "caf\xe9"}]', "x.json:2: not UTF-8: the element holds bytes"),
         ("x.csv", f"messages\n{DEEP}\n", "x.csv:2, messages: expected a list"),
         ("x.jsonl", '{"text": "a b"}\n'.encode("utf-16"), "UTF-16"),
