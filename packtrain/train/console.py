@@ -33,14 +33,6 @@ from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import PairSteps, Steps
 from packtrain.wording import counted
 
-_SPREAD = {
-    "zero1": "each process keeps a share of the optimizer",
-    "zero2": "each process keeps a share of gradients and optimizer",
-    "zero3": "each process keeps a share of weights, gradients and optimizer",
-    "zero3_offload": "weights, gradients and optimizer are shared out and kept by the host",
-    "fsdp2": "each process keeps a share of weights, gradients and optimizer",
-}
-
 
 class Log:
     """`say` takes rich markup; the file gets it plain, with the time in front."""
@@ -104,10 +96,7 @@ def about_model(log: Log, settings: Model, peft: Peft, model: PreTrainedModel, p
         name += ", new weights"
     log.fact("model", f"{name} ({type(base).__name__}, {whole} parameters, {trained} trained)")
     if peft.kind == "lora":
-        targets = peft.target_modules if isinstance(peft.target_modules, str) else ", ".join(peft.target_modules)
-        also = f"; in full: {', '.join(peft.modules_to_save)}" if peft.modules_to_save else ""
-        sizes = f"rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}"
-        log.fact("adapters", f"LoRA, {sizes}, on {targets}{also}")
+        log.fact("adapters", f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}")
     computed = f", computed in {_dtype(precision.autocast)}" if precision.autocast else ""
     log.fact("precision", f"{_dtype(precision.weights)} weights{computed}")
 
@@ -129,7 +118,7 @@ def about_steps(
     decay = f", weight decay {optim.weight_decay:g}" if optim.weight_decay else ""
     log.fact("optimizer", f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}{warms}{decay}")
     if ranks.strategy != "ddp":
-        log.fact("strategy", f"{ranks.strategy}: {_SPREAD[ranks.strategy]}")
+        log.fact("strategy", ranks.strategy)
     for title, part in (("data", data.train), ("held out", data.eval)):
         if part is not None:
             log.fact(title, _documents(part.report))
@@ -195,10 +184,9 @@ def _documents(report: DataReport) -> str:
             made += " (of ranked lists, the best answer with the worst)"
         shortened += f"; prompts are {pairs.prompt_share:.0%} of the tokens"
         if apart := pairs.pairs - pairs.shareable:
-            shortened += f", {apart:,} {'is' if apart == 1 else 'are'} of fewer than two tokens and not shared"
+            shortened += f", {apart:,} of them shorter than two tokens and not shared"
         if report.pairs_apart:
-            have = "has" if report.pairs_apart == 1 else "have"
-            shortened += f", {report.pairs_apart:,} {have} other tokens before an answer than alone"
+            shortened += f", {report.pairs_apart:,} of them with other tokens before an answer than alone"
     return (
         f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"
         f" {report.trained_tokens:,} trained; {shortened}; dropped: {dropped}"

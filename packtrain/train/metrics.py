@@ -1,4 +1,4 @@
-"""What is measured and logged: the figures of the steps, evaluation, metrics.jsonl, the terminal's line, early stopping.
+"""What is measured and logged: the figures of the steps, evaluation, metrics.jsonl, the terminal's lines, early stopping.
 
 Nothing here changes the weights. `LoggingHooks` has the hooks of transformers' Trainer for it, in front of StepTrainer.
 """
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 
@@ -188,22 +187,11 @@ def _step_of(line: str) -> int:
         return 1 << 62
 
 
-class TerminalProgress(TrainerCallback):
-    """A live bar on a terminal, plain lines elsewhere (main process only); every rank's log file gets the lines."""
+class ProgressLines(TrainerCallback):
+    """A line for each logged step and evaluation: on the terminal (main process only), and in every rank's log file."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
-        self._bar: Progress | None = None
-        self._task: Any = None
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Shows the bar."""
-        if not (state.is_world_process_zero and self._log.console.is_terminal):
-            return
-        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}")
-        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=self._log.console)
-        self._task = self._bar.add_task("train", total=state.max_steps, completed=state.global_step, figures="")
-        self._bar.start()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
         """Shows the step's figures."""
@@ -214,21 +202,10 @@ class TerminalProgress(TrainerCallback):
                 told = f"  pairs ranked right {logs['eval_rewards/accuracies']:.1%}"
             self._log.say(f"{place}  eval loss {logs['eval_loss']:.4f}{told}")
         elif "loss" in logs:
-            figures = (
-                f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
+            self._log.say(
+                f"{place}  loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
                 f"  padding {logs['padding_fraction']:.1%}  lr {logs['learning_rate']:.2e}"
             )
-            if self._bar is None:
-                self._log.say(f"{place}  {figures}")
-            else:
-                self._bar.update(self._task, completed=state.global_step, figures=figures)
-                self._log.note(f"{place}  {figures}")
-
-    def close(self) -> None:
-        """Stops the live bar, however training ended."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
 
 
 class EarlyStop(TrainerCallback):

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import attention_of
-from packtrain.config.schema import Model, Peft, Trainer
+from packtrain.config.schema import Model, Peft
 from packtrain.data.prepare import PreparedData
 from packtrain.model.load import load_model
 from packtrain.model.spread import loading_whole
@@ -94,12 +94,10 @@ def answer(
     with attention_of(model, attention):
         for prompt in prompts:
             progress()
-            if tokenizer.chat_template:
+            if chat := bool(tokenizer.chat_template):
                 turn = [{"role": "user", "content": prompt}]
-                text = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
-                inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-            else:
-                inputs = tokenizer(prompt, return_tensors="pt")
+                prompt = str(tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False))
+            inputs = tokenizer(prompt, add_special_tokens=not chat, return_tensors="pt")
             ids = inputs["input_ids"].to(model.device)
             output = cast(Any, model).generate(
                 input_ids=ids,
@@ -183,57 +181,36 @@ def show(
         )
     log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
     log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
-    for line in saved:
-        log.say(f"  {escape(line)}")
-    log.say("next:")
-    for command in commands:
-        log.say(f"  {escape(command)}")
+    for line in (*(f"  {one}" for one in saved), "next:", *(f"  {one}" for one in commands)):
+        log.say(escape(line))
 
 
 def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
-    """Training and held-out loss, from and to, in words."""
+    """Training and held-out loss, from and to, and how held-out pairs are ranked, in words."""
     said = []
-    lines = [line["loss"] for line in summary.trainer.state.log_history if "loss" in line]
-    if lines:
-        share = max(len(lines) // 10, 1)  # single steps hold other documents: their losses do not compare
-        first, last = sum(lines[:share]) / share, sum(lines[-share:]) / share
-        over = f"means of the first and last {share} logged lines" if share > 1 else "first and last logged step"
-        said.append(f"train loss {first:.4f} → {last:.4f} ({over})")
+    if figures["train_loss"] is not None:
+        said.append(
+            f"train loss {figures['first_loss']:.4f} → {figures['train_loss']:.4f} (first and last logged step)"
+        )
     if figures["eval_loss"] is not None:
         said.append(f"held-out loss {figures['first_eval_loss']:.4f} → {figures['eval_loss']:.4f}")
-        said += _rewards(summary)
-        if figures["best_step"] is not None and summary.early:
+        if summary.early and figures["best_step"] is not None:
             said.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
-        if figures["eval_loss"] > figures["first_eval_loss"]:
-            said.append("it is higher than before training")
+    state = summary.trainer.state
+    if lines := [line for line in state.log_history if "eval_rewards/margins" in line]:
+        best = state.best_global_step if summary.early else None
+        kept = next((line for line in lines if line["step"] == best), lines[-1])
+        first, last = (line["eval_rewards/margins"] for line in (lines[0], kept))
+        ranked = f"{kept['eval_rewards/accuracies']:.1%} rank right (chance: 50%)"
+        said.append(f"of {kept['eval_pairs']:,} held-out pairs {ranked}, margin {first:.2f} → {last:.2f}")
     return said
 
 
-def _rewards(summary: Summary) -> list[str]:
-    """Of held-out pairs: how many have the higher reward for the chosen answer, and by how much, in words; [] for sft.
-
-    No accuracy from before training: where all rewards are 0, TRL counts no pair as right.
-    """
-    state = summary.trainer.state
-    lines = [line for line in state.log_history if "eval_rewards/margins" in line]
-    if not lines:
-        return []
-    kept = lines[-1]
-    if summary.early:
-        kept = next((line for line in lines if line["step"] == state.best_global_step), kept)
-    first, last = (line["eval_rewards/margins"] for line in (lines[0], kept))
-    accuracy = kept["eval_rewards/accuracies"]
-    return [
-        f"of {kept['eval_pairs']:,} held-out pairs {accuracy:.1%} rank right (chance: 50%), margin {first:.2f} → {last:.2f}"
-    ]
-
-
-def following(folder: RunFolder, trainer: Trainer, *, verb: str, mode: str, tensorboard: bool, chat: bool) -> list[str]:
-    """Commands to go on with, which run as they are printed: the model's use, its curves or the proof, another mode.
+def following(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat: bool) -> list[str]:
+    """Commands to go on with, which run as they are printed: the model's use on `prompt`, the proof, another mode.
 
     `chat` says whether the tokenizer has a chat template, `mode` is packing.mode.
     """
-    prompt = trainer.samples[0] if trainer.samples else "Hello"
     asked = json.dumps([{"role": "user", "content": prompt}] if chat else prompt, ensure_ascii=False)
     final = json.dumps(str(folder.final), ensure_ascii=False)
     answer = '["generated_text"][-1]["content"]' if chat else '["generated_text"]'
@@ -241,18 +218,14 @@ def following(folder: RunFolder, trainer: Trainer, *, verb: str, mode: str, tens
         f'from transformers import pipeline; generate = pipeline("text-generation", {final});'
         f" print(generate({asked}, do_sample=False)[0]{answer})"
     )
-    commands = [f"{_program('python')} -c {shlex.quote(code)}"]
-    if tensorboard:
-        commands.append(f"{_program('tensorboard')} --logdir {shlex.quote(str(folder.root))}")
-    else:
-        proof = shlex.join(["verify", str(folder.config)])
-        commands.append(f"{_program('packtrain')} {proof}  # proves on the model that the modes train the same")
     other = "padding_free" if mode == "padding" else "padding"
-    words = [verb, str(folder.config), f"packing.mode={other}", f"trainer.output_dir={folder.root}-{other}"]
-    if trainer.resume != "auto":
-        words.append("trainer.resume=auto")
-    commands.append(f"{_program('packtrain')} {shlex.join(words)}  # the same losses, at another speed")
-    return commands
+    again = [verb, str(folder.config), f"packing.mode={other}", f"trainer.output_dir={folder.root}-{other}"]
+    packtrain = _program("packtrain")
+    return [
+        f"{_program('python')} -c {shlex.quote(code)}",
+        f"{packtrain} {shlex.join(['verify', str(folder.config)])}  # proves on the model that the modes train the same",
+        f"{packtrain} {shlex.join(again)}  # the same losses, at another speed",
+    ]
 
 
 def _program(name: str) -> str:

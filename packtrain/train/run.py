@@ -1,6 +1,6 @@
 """The conductor of a training run in one process: from the resolved config to the trained model, in order (`train_in`).
 
-Only this file (and verify's conductor) sees the whole config: everything below takes its own group of it, and values that
+Only this file sees the whole config: everything below takes its own group of it, and values that
 are decided here once. An objective is a file with a trainer and a class like SFT (sft.py) or DPO (dpo_objective.py): its data, what
 it is held to, its attention, its steps, its trainer and its proofs. A new one gets a line in `_objective`.
 """
@@ -38,7 +38,7 @@ from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.monitor.inside import beat_to_rank_0
 from packtrain.packing.schedule import make_schedule
 from packtrain.plan.agreement import shared_values
-from packtrain.plan.dpo_reference import reference_of
+from packtrain.plan.dpo_reference import DpoReference, reference_of
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
@@ -50,7 +50,7 @@ from packtrain.train.dpo_objective import DPO
 from packtrain.train.library_errors import explained, keep_in_full
 from packtrain.train.loader import PairSteps, Steps, attention_cost
 from packtrain.train.loop import StepControl, StepTrainer
-from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
+from packtrain.train.metrics import EarlyStop, MetricsFile, ProgressLines
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.sft import SFT
 from packtrain.train.sync.checks import (
@@ -62,7 +62,7 @@ from packtrain.train.sync.checks import (
     limit_collectives,
 )
 from packtrain.train.sync.store import Peers, join, preparing_s
-from packtrain.train.verify.report import verify
+from packtrain.train.verify.report import Subject, verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def train(verb: str, config: RunConfig) -> int:
     ranks, peers = _join(verb, config)
     own_heartbeat().enter("proof")
     try:
-        return verify(config, ranks, peers) if verb == "verify" else train_in(config, ranks, peers)
+        return (verify_in if verb == "verify" else train_in)(config, ranks, peers)
     except (RuntimeError, OSError, SafetensorError) as error:
         own_heartbeat().progress()  # a rank that has lost the others does not keep anybody waiting
         folder = RunFolder.of(config.trainer)
@@ -133,8 +133,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
 
     own_heartbeat().enter("proof")
     attention = own_attention(base_model(model))  # as the model comes
-    progress = TerminalProgress(log)
-    trainer, decision = _build(run, objective, data, model, tokenizer, origin, checkpoint, progress)
+    trainer, decision = _build(run, objective, data, model, tokenizer, origin, checkpoint)
     before = _answers(run, model, tokenizer, attention)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
     log.fact("ready", f"{begins} after {time.perf_counter() - started:.1f} s")
@@ -142,10 +141,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     if checkpoint is not None:
         limit_collectives(config.topology.checkpoint_timeout)  # until the first step: some have read it before others
     run.stop.listen()  # until here a signal ends the process as usual: there is nothing to save
-    try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    finally:
-        progress.close()
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     early = config.trainer.early_stop_patience is not None
     summary = results.Summary(trainer, data, decision, started, early)
@@ -158,14 +154,24 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     return 0
 
 
+def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
+    """The proof of `packtrain verify` in this process; see train/verify/report.py."""
+    reference = _reference(config) if config.objective.kind == "dpo" else None
+    subject = Subject(config.model, config.peft, config.packing, config.objective, config.trainer, reference)
+    return verify(subject, ranks, peers, timeout_s=preparing_s(config.topology.step_timeout))
+
+
+def _reference(config: RunConfig) -> DpoReference:
+    return reference_of(config.model, config.peft, config.objective, config.strategy)
+
+
 def _objective(config: RunConfig) -> SFT | DPO:
     """What the objective of the run adds to it, given its groups of the config."""
     objective, packing = config.objective, config.packing
     if objective.kind == "sft":
         return SFT(objective, packing)
-    reference = reference_of(config.model, config.peft, objective, config.strategy)
     cache = cache_folder(config.data.cache_dir) / "reference"
-    return DPO(objective, packing, config.batch, config.model, config.peft, reference, cache)
+    return DPO(objective, packing, config.batch, config.model, config.peft, _reference(config), cache)
 
 
 def _build(
@@ -176,7 +182,6 @@ def _build(
     tokenizer: PreTrainedTokenizerBase,
     origin: dict[str, Any],
     checkpoint: Path | None,
-    progress: TerminalProgress,
 ) -> tuple[StepTrainer, AttentionChoice | None]:
     """The trainer, ready for step 1, and which attention was decided on for packed rows (None: batches are padded)."""
     config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
@@ -229,7 +234,7 @@ def _build(
         autocast=precision.autocast,
         backend=decision.backend.name if decision else None,
     )
-    callbacks: list[TrainerCallback] = [StepControl(run.stop), MetricsFile(run.folder.metrics), progress]
+    callbacks: list[TrainerCallback] = [StepControl(run.stop), MetricsFile(run.folder.metrics), ProgressLines(log)]
     if patience := config.trainer.early_stop_patience:
         callbacks.append(EarlyStop(patience, run.folder.checkpoints, log))
     trainer = objective.trainer(model, arguments, tokenizer, settings=settings, callbacks=callbacks)
@@ -377,10 +382,9 @@ def _finish(
     _write_summary(run, summary.to_json("done"))
     commands = results.following(
         folder,
-        config.trainer,
+        config.trainer.samples[0] if config.trainer.samples else "Hello",
         verb=config.objective.kind,
         mode=config.packing.mode,
-        tensorboard="tensorboard" in config.tracking.report_to,
         chat=bool(getattr(trainer.processing_class, "chat_template", None)),
     )
     answers = list(zip(config.trainer.samples, before, after, strict=False))

@@ -26,8 +26,8 @@ from packtrain.run_folder import RunFolder
 from packtrain.train.console import _documents
 from packtrain.train.dpo import PackedDPOTrainer
 from packtrain.train.dpo_objective import identity_of_reference
+from packtrain.train.run import verify_in
 from packtrain.train.verify.command import show
-from packtrain.train.verify.report import verify
 
 LN2 = 0.6931472
 ROUTED = {**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "output_router_logits": True}
@@ -72,8 +72,8 @@ def test_prompts_that_are_not_token_exact_or_too_short_to_share_are_told_of(tmp_
     report = prepare_pairs(data, load_tokenizer(Model(tokenizer="quickstart")), seed=0).train.report
     assert report.pairs_apart and report.pairs and report.pairs.pairs - report.pairs.shareable == 1
     said = _documents(report)
-    assert "1 is of fewer than two tokens and not shared" in said
-    assert (report.pairs_apart, "1 has other tokens before an answer than alone" in said) == (1, True)
+    assert "1 of them shorter than two tokens and not shared" in said
+    assert (report.pairs_apart, "1 of them with other tokens before an answer than alone" in said) == (1, True)
     assert "pairs (of ranked lists, the best answer with the worst)" in _documents(replace(report, format="ranked"))
 
 
@@ -258,7 +258,7 @@ def test_earlier_adapters_are_a_reference_beside_new_ones(
     merged = trained(earlier, "merged", objective=against(str(before / "final-merged")))
     assert abs(named.losses[0] - LN2) > 1e-3
     np.testing.assert_allclose(named.losses, merged.losses, rtol=1e-5)
-    assert verify(replace(earlier, objective=against(str(before / "final"))), ALONE) == 0
+    assert verify_in(replace(earlier, objective=against(str(before / "final"))), ALONE) == 0
     report = json.loads(RunFolder.of(earlier.trainer).verification.read_text())
     assert report["start"] is None
     show(report, as_json=False)
@@ -280,7 +280,7 @@ def test_training_goes_on_from_adapters_and_is_held_to_them(
     for way in ("precomputed", str(before / "final"), str(before / "final-merged")):
         same = trained(config, "same", objective=against(way))
         np.testing.assert_allclose(same.losses, on.losses, rtol=1e-5)
-    assert verify(config, ALONE) == 0  # of adapters that are not new
+    assert verify_in(config, ALONE) == 0  # of adapters that are not new
     begins = json.loads(RunFolder.of(config.trainer).verification.read_text())["start"]
     assert begins["loss"] == pytest.approx(LN2, abs=1e-6)
     base = trained(config, "base-as-reference", objective=against("adapters_off"))
@@ -319,7 +319,7 @@ def test_what_cannot_be_is_refused_in_words_of_pairs(start: RunConfig, groups: d
         trained(start, "refused", **groups)
     if said not in ("aot sorts all pairs of a step", r"longest pair takes \d+ token slots"):  # which hang on the data
         with pytest.raises(UserError, match=said):
-            verify(replace(start, **groups), ALONE)
+            verify_in(replace(start, **groups), ALONE)
 
 
 def test_a_run_that_insists_on_shared_prompts_never_computes_them_twice(start: RunConfig) -> None:

@@ -17,9 +17,9 @@ from packtrain.attention import segmented
 from packtrain.config.schema import Objective, Packing, Peft, RunConfig, Trainer
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
+from packtrain.train.run import verify_in
 from packtrain.train.verify.command import show
 from packtrain.train.verify.modes import MODES
-from packtrain.train.verify.report import verify
 
 start = test_dpo_user.start
 
@@ -30,7 +30,7 @@ def test_verify_proves_that_no_answer_sees_the_other_one_nor_another_pair(
     for insists, attention, code in ((None, "auto", 0), (None, "per_document", 0), (True, "per_document", 3)):
         packing, model = Packing(share_prefix=insists), replace(start.model, attention=attention)
         config = replace(start, packing=packing, model=model)
-        assert verify(config, ALONE) == code
+        assert verify_in(config, ALONE) == code
         report = json.loads(RunFolder.of(config.trainer).verification.read_text())
         assert report["start"]["loss"] == pytest.approx(LN2, abs=1e-6) and not report["start"]["problems"]
         proof = report["pairs"]
@@ -54,7 +54,7 @@ def test_verify_says_why_the_first_loss_is_not_that_of_a_zero_margin(
     start: RunConfig, way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dropping = replace(start.model, config={**LLAMA, "attention_dropout": 0.2})
-    assert verify(replace(start, model=dropping, objective=against(way)), ALONE) == 3
+    assert verify_in(replace(start, model=dropping, objective=against(way)), ALONE) == 3
     report = json.loads(RunFolder.of(start.trainer).verification.read_text())
     assert report["verdict"] == "unsupported" and report["isolation"]["max_abs_diff_after"] == 0
     assert report["problem"].startswith("the first loss is 0.69") and "dropout is on in the model" in report["problem"]
@@ -84,7 +84,7 @@ def test_verify_compares_the_modes_by_the_losses_and_gradients_of_dpo(
 ) -> None:
     config = replace(start, objective=objective, **groups)
     config = replace(config, trainer=replace(config.trainer, output_dir=str(tmp_path / "run")))
-    assert verify(config, ALONE) == 0
+    assert verify_in(config, ALONE) == 0
     report = json.loads(RunFolder.of(config.trainer).verification.read_text())
     assert (report["verdict"], report["objective"], tuple(report["modes"])) == ("exact", "dpo", MODES)
     tolerances, begins = report["tolerances"], report["start"]
@@ -109,7 +109,7 @@ def test_verify_sees_an_answer_that_sees_the_other_one_where_only_long_rows_show
         return (Segments(segments.lengths) if apart else segments), window
 
     monkeypatch.setattr(segmented, "row_of", joined)
-    assert verify(start, ALONE) == 3
+    assert verify_in(start, ALONE) == 3
     report = json.loads(RunFolder.of(start.trainer).verification.read_text())
     assert report["verdict"] == "leaks" and report["problem"].startswith(
         "isolation is exact, but packed with shared prompts"

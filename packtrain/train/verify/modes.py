@@ -12,7 +12,7 @@ those of one mode: less than an optimizer needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig
 
 from packtrain.attention.backends import attending_by, own_attention
-from packtrain.attention.segmented_modules import uses_attention_interface
-from packtrain.config.schema import Batch, Packing, RunConfig
+from packtrain.config.schema import Batch, Model, Objective, Optim, Packing, Tracking, Trainer
 from packtrain.data.dataset import Document, PairDataset, Preference
 from packtrain.errors import CheckFailed
 from packtrain.model.adapters import add_reference
@@ -36,6 +35,7 @@ from packtrain.model.load import base_model
 from packtrain.model.precision import precision_of
 from packtrain.model.reference import load_reference
 from packtrain.model.spread import Ranks, most_of_all
+from packtrain.monitor.heartbeat import STEP_S
 from packtrain.packing.collate import (
     IGNORE,
     PairRows,
@@ -169,7 +169,7 @@ def compare_documents(
         "padding": [collate_padded(part, pad_token_id) for part in (first, second)],
         "padding_free": [collate_flat(first), collate_flat(second)],
         "packed": [row],
-        "borderless": [{**row, **row_arguments(_borderless(row["segments"], base_model(model)))}],
+        "borderless": [{**row, **row_arguments(_borderless(row["segments"]))}],
     }
     lengths = tuple(len(document.input_ids) for document in documents)
     return compare(model, lengths, layouts, loss_of, backend, autocast)
@@ -202,7 +202,7 @@ def compare_pairs(trainer: PackedDPOTrainer, backend: str | None, *, shares: boo
 
     row = flat.collate(every)
     layout = row.inputs["layout"]
-    layout = replace(layout, segments=_borderless(layout.segments, base_model(model)))
+    layout = replace(layout, segments=_borderless(layout.segments))
     layouts = {
         "padding": [padded.collate(part) for part in parts],
         "padding_free": [flat.collate(part) for part in parts],
@@ -310,7 +310,14 @@ class _Pairs(list[Preference]):
 
 
 def trainer_on_random_pairs(
-    config: RunConfig, reference: DpoReference, model: Any, tokenizer: PreTrainedTokenizerBase, ranks: Ranks
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    reference: DpoReference,
+    *,
+    objective: Objective,
+    loaded_by: Model,
+    settings: Trainer,
 ) -> PackedDPOTrainer:
     """The trainer of a run of one step of all pairs, padded, against the reference of the run.
 
@@ -318,31 +325,28 @@ def trainer_on_random_pairs(
     routers of the model want a loss of their own.
     """
     check_routers(base_model(model))
-    named = config.objective.reference
-    loaded, _ = load_reference(reference, named, config.model, tokenizer, ranks, seed=config.trainer.seed)
+    loaded, _ = load_reference(reference, objective.reference, loaded_by, tokenizer, ranks, seed=settings.seed)
     if reference.kind == "adapters":
         add_reference(model, reference.adapters)
-    pairs, precision = _Pairs(random_pairs(base_model(model))), precision_of(model, config.trainer.mixed_precision)
+    pairs, precision = _Pairs(random_pairs(base_model(model))), precision_of(model, settings.mixed_precision)
     batch = Batch(examples_per_step=len(pairs), examples_per_device=len(pairs))
     schedule = make_schedule(pairs.lengths, Packing(mode="padding_free"), batch, max_steps=1)
-    pad = int(cast(Any, tokenizer.pad_token_id) or 0)
-    steps = PairSteps(cast(PairDataset, pairs), schedule, "padding", pad)
+    steps = PairSteps(cast(PairDataset, pairs), schedule, "padding", int(cast(Any, tokenizer.pad_token_id) or 0))
     arguments = training_arguments(
-        replace(config.trainer, checkpoint_every=None, eval_every=None),
-        config.optim,
-        config.tracking,
+        replace(settings, checkpoint_every=None, eval_every=None),
+        Optim(),
+        Tracking(),
         precision,
         strategy="ddp",
-        step_timeout=config.topology.step_timeout,
+        step_timeout=STEP_S,
         total_steps=1,
         on_cpu=ranks.device.type == "cpu",
         evaluates=False,
         starts_anew=True,
     )
-    folder = Path(config.trainer.output_dir)
-    settings = LoopSettings(steps, None, StopRequest(), folder, {}, autocast=precision.autocast)
-    own = objective_arguments(config.objective, precomputed=reference.kind == "precomputed")
-    return PackedDPOTrainer(model, DPOConfig(**arguments, **own), tokenizer, settings=settings, reference=loaded)
+    of_loop = LoopSettings(steps, None, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
+    own = objective_arguments(objective, precomputed=reference.kind == "precomputed")
+    return PackedDPOTrainer(model, DPOConfig(**arguments, **own), tokenizer, settings=of_loop, reference=loaded)
 
 
 def start_on_random_pairs(
@@ -354,9 +358,12 @@ def start_on_random_pairs(
     """
     padded = cast(PairSteps, trainer.steps)
     trainer.steps = replace(padded, layout=layout, reference=_logps_of_each(trainer) if precomputed else None)
-    with ExitStack() as attending:
-        for one in filter(None, (trainer.model, trainer.ref_model)) if layout != "padding" else ():
-            attending.enter_context(attending_by(base_model(cast(Any, one)), cast(str, backend)))
+
+    def attending(model: Any) -> AbstractContextManager[Any]:
+        packs = model is not None and backend is not None and layout != "padding"
+        return attending_by(base_model(model), backend) if packs else nullcontext()
+
+    with attending(trainer.model), attending(trainer.ref_model):
         start = start_of(trainer)
     trainer.steps = padded
     return start
@@ -372,7 +379,7 @@ def _logps_of_each(trainer: PackedDPOTrainer) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Borderless(Segments):
-    """Fewer documents by its lengths than its positions are those of."""
+    """A row declared as one document, with no border left in it but the restart of the positions."""
 
     positions: tuple[int, ...] = ()
 
@@ -380,19 +387,8 @@ class _Borderless(Segments):
         return torch.tensor(self.positions)[None]
 
 
-def _borderless(row: Segments, model: PreTrainedModel) -> Segments:
-    """`row` with no border left in it but the restart of the positions.
-
-    Attention code of a model's own may have tables as long as its positions: then neighbours are joined up to that length.
-    """
-    most = None if uses_attention_interface(model) else positions_of(model)
-    whole = [row.lengths[0]]
-    for length in row.lengths[1:]:
-        if most is None or whole[-1] + length <= most:
-            whole[-1] += length
-        else:
-            whole.append(length)
-    return _Borderless(tuple(whole), positions=tuple(row.position_ids()[0].tolist()))
+def _borderless(row: Segments) -> Segments:
+    return _Borderless((row.tokens,), positions=tuple(row.position_ids()[0].tolist()))
 
 
 def _backward(model: Any, what: str, autocast: torch.dtype | None, loss_of: Callable[[], torch.Tensor]) -> float:

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -26,7 +26,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import PER_DOCUMENT
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import Model, Objective, Packing, Peft, Trainer
 from packtrain.errors import CheckFailed, Disagreement
 from packtrain.model.forward import Head, add_loss_sum
 from packtrain.model.load import base_model, load_model, load_tokenizer
@@ -34,7 +34,7 @@ from packtrain.model.precision import autocast_of
 from packtrain.model.spread import Ranks, loading_whole, open_proofs, spread
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_padded, on_device
-from packtrain.plan.dpo_reference import reference_of
+from packtrain.plan.dpo_reference import DpoReference
 from packtrain.proof.choice import choose_attention, prove_backend, prove_pairs
 from packtrain.proof.isolation import Proof, check_as_it_comes
 from packtrain.proof.leak import Leak, find_leak
@@ -42,7 +42,7 @@ from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.console import without_future_warnings
 from packtrain.train.preflight import fit_head, why_not_together
 from packtrain.train.sync.checks import agree_on_model
-from packtrain.train.sync.store import preparing_s
+from packtrain.train.sync.store import Peers
 from packtrain.train.verify.dpo_start import Start
 from packtrain.train.verify.modes import (
     MODES,
@@ -55,12 +55,31 @@ from packtrain.train.verify.modes import (
     trainer_on_random_pairs,
 )
 
-if TYPE_CHECKING:
-    from packtrain.train.sync.store import Peers
-
 _BADNESS = ("exact", "unsupported", "leaks")
-_PADDING_ONLY = "set packing.mode=padding"
 _REPORT = "please report this model"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is proved: groups of the config, and what preferences are held to (None in supervised fine-tuning)."""
+
+    model: Model
+    peft: Peft
+    packing: Packing
+    objective: Objective
+    trainer: Trainer
+    reference: DpoReference | None = None
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What mixed precision computes in."""
+        return autocast_of(self.trainer.mixed_precision)
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The model as training loads it, whole, and its tokenizer."""
+        tokenizer = load_tokenizer(self.model)
+        with loading_whole():
+            return load_model(self.model, self.peft, tokenizer, seed=self.trainer.seed), tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,83 +103,66 @@ class Isolation:
         return "leaks" if self.proof is not None and self.proof.verdict == "leaks" else "unsupported"
 
 
-def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
+def verify(subject: Subject, ranks: Ranks, peers: Peers | None = None, *, timeout_s: float = math.inf) -> int:
     """Proves, writes the report, and returns the exit code: 0 where the verdict is exact on every process, else 3.
 
-    Raises UserError for what cannot be loaded or is not available, CheckFailed where the proof cannot be made.
+    The processes wait `timeout_s` for each other's models. Raises UserError for what cannot be loaded or is not available,
+    CheckFailed where the proof cannot be made.
     """
+    outcome: Any
     try:
         with without_future_warnings():
-            outcome: Any = _report(config, ranks, peers)
+            outcome = _measure(subject, ranks, peers, timeout_s)
     except Disagreement:
         raise
     except CheckFailed as refusal:
         outcome = refusal
-    with waiting("the reports of all ranks"):
-        outcomes = cast(list[Any], gather_object([outcome]))
-    for rank, one in enumerate(outcomes):
-        if isinstance(one, CheckFailed):
-            raise one if len(outcomes) == 1 else CheckFailed([replace(p, where=f"rank {rank}") for p in one.problems])
-    report = worst_of(outcomes)
-    if ranks.main:
-        write_json(RunFolder.of(config.trainer).verification, _finite(report))
-    return 0 if report["verdict"] == "exact" else CheckFailed.exit_code
-
-
-def worst_of(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """The report of the process, by rank, with the worst verdict; processes that differ in their backend are not exact."""
-    worst = max(reports, key=lambda one: _BADNESS.index(one["verdict"]))
-    if worst["verdict"] == "exact" and len({one["backend"] for one in reports}) > 1:
-        ranks = ", ".join(f"rank {one['rank']}: {one['backend']}" for one in reports)
-        problem = f"the processes would not use the same attention ({ranks})"
-        fix = "install the same packages everywhere, or name one backend in model.attention"
-        return {**worst, "verdict": "unsupported", "problem": problem, "fix": fix}
-    return worst
-
-
-def _report(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, Any]:
-    """What this process measures. Raises CheckFailed also where its memory does not suffice."""
-    started = time.perf_counter()
-    try:
-        report = _measure(config, ranks, peers)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise CheckFailed(
+    except torch.OutOfMemoryError as error:
+        outcome = CheckFailed(
             f"out of memory on {ranks.device}: {str(error).splitlines()[0]}",
             fix="the proof takes the weights and the trained gradients twice, training more: set peft=lora, or "
             "model.dtype=bfloat16",
-        ) from error
-    return {**report, "seconds": round(time.perf_counter() - started, 1)}
+        )
+    with waiting("the reports of all ranks"):
+        outcomes = cast(list[Any], gather_object([outcome]))
+    for one in outcomes:
+        if isinstance(one, CheckFailed):
+            raise one
+    worst = max(outcomes, key=lambda one: _BADNESS.index(one["verdict"]))
+    if ranks.main:
+        write_json(RunFolder.of(subject.trainer).verification, _finite(worst))
+    return 0 if worst["verdict"] == "exact" else CheckFailed.exit_code
 
 
-def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, Any]:
+def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: float) -> dict[str, Any]:
     """The report, in plain values."""
-    autocast, share = autocast_of(config.trainer.mixed_precision), config.packing.share_prefix
-    model, tokenizer = _load(config)
-    agree_on_model(peers, model, timeout_s=preparing_s(config.topology.step_timeout))
+    started, autocast, share = time.perf_counter(), subject.autocast, subject.packing.share_prefix
+    model, tokenizer = subject.load()
+    agree_on_model(peers, model, timeout_s=timeout_s)
     spread(model, ranks)
     base, close_proofs = base_model(model), open_proofs(model, ranks)
-    isolation = _isolation(config, ranks, base, autocast)
-    pairs, packs = None, config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
-    if config.objective.kind == "dpo" and share is not False and packs:
+    isolation = _isolation(subject, ranks, base)
+    pairs, packs = None, subject.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
+    if subject.reference is not None and share is not False and packs:
         # where it is not exact, training computes a prompt for each answer, unless packing.share_prefix insists
         lack, proof = prove_pairs(cast(str, isolation.backend), base, autocast)
         pairs = Isolation(isolation.backend, "", proof=proof, problem=lack, fix="set packing.share_prefix=false")
     close_proofs()
     of_modes = ranks
     if ranks.gathers_by_engine:
-        (model, tokenizer), of_modes = _load(config), replace(ranks, strategy="ddp")
+        (model, tokenizer), of_modes = subject.load(), replace(ranks, strategy="ddp")
         spread(model, of_modes)
     shares = pairs is not None and not pairs.problem
-    head, comparison, start = _modes(config, of_modes, model, tokenizer, isolation.backend, shares=shares)
+    head, comparison, start = _modes(subject, of_modes, model, tokenizer, isolation.backend, shares=shares)
     found = _findings(isolation, comparison, pairs if share else None, start)
     verdict, problem, fix = next(found, ("exact", "", ""))
     measured = {mode: asdict(figures) for mode, figures in comparison.measured.items()}
     return {
-        "model": config.model.path or f"new weights ({base.config.model_type})",
+        "model": subject.model.path or f"new weights ({base.config.model_type})",
         "architecture": type(base).__name__,
         "dtype": str(base.dtype).removeprefix("torch."),
-        "mixed_precision": config.trainer.mixed_precision,
-        "peft": config.peft.kind,
+        "mixed_precision": subject.trainer.mixed_precision,
+        "peft": subject.peft.kind,
         "device": str(ranks.device),
         "processes": ranks.world_size,
         "strategy": ranks.strategy,
@@ -176,7 +178,7 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
         "fix": fix,
         "controls_see": comparison.sees and (isolation.proof is None or isolation.proof.verdict != "unsupported"),
         "isolation": _figures_of(isolation.proof),
-        "objective": config.objective.kind,
+        "objective": subject.objective.kind,
         "pairs": pairs and {**_figures_of(pairs.proof), "prompts_shared": not pairs.problem, "why": pairs.problem},
         "start": start and asdict(start),
         "modes": {mode: measured[mode] for mode in MODES},
@@ -188,41 +190,37 @@ def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, 
             "grad_rel_diff": comparison.grad_tolerance,
             "control": comparison.least_control,
         },
+        "seconds": round(time.perf_counter() - started, 1),
     }
 
 
-def _load(config: RunConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model as training loads it, whole, and its tokenizer."""
-    tokenizer = load_tokenizer(config.model)
-    with loading_whole():
-        return load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed), tokenizer
-
-
 def _modes(
-    config: RunConfig, ranks: Ranks, model: PreTrainedModel, tokenizer: Any, backend: str | None, *, shares: bool
+    subject: Subject, ranks: Ranks, model: PreTrainedModel, tokenizer: Any, backend: str | None, *, shares: bool
 ) -> tuple[Head, Comparison, Start | None]:
     """The output head that ran, the modes with the loss of the objective, and where preference training starts."""
-    objective, autocast = config.objective, autocast_of(config.trainer.mixed_precision)
-    if objective.kind == "sft":
+    objective, reference, autocast = subject.objective, subject.reference, subject.autocast
+    if reference is None:
         base, pad = base_model(model), int(tokenizer.pad_token_id or 0)
         add_fused_lm_head(base)
         head = add_loss_sum(base, loss=objective.loss, neftune_alpha=objective.neftune_alpha)
         probe = collate_padded(random_documents(base)[-1:], pad)
         fit_head(base, head, on_device(probe, base.device), autocast)
         return head, compare_documents(model, backend, pad_token_id=pad, loss=objective.loss, autocast=autocast), None
-    reference = reference_of(config.model, config.peft, objective, config.strategy)
-    trainer, start = trainer_on_random_pairs(config, reference, model, tokenizer, ranks), None
+    trainer = trainer_on_random_pairs(
+        model, tokenizer, ranks, reference, objective=objective, loaded_by=subject.model, settings=subject.trainer
+    )
+    start = None
     if reference.at_start:
-        padded = backend is None or config.packing.mode == "padding"
+        padded = backend is None or subject.packing.mode == "padding"
         layout = "padding" if padded else "shared" if shares else "flat"
         start = start_on_random_pairs(trainer, backend, layout, precomputed=reference.kind == "precomputed")
     split = not objective.sorting_losses
     return Head(objective.loss), compare_pairs(trainer, backend, shares=shares, split=split), start
 
 
-def _isolation(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast: torch.dtype | None) -> Isolation:
+def _isolation(subject: Subject, ranks: Ranks, model: PreTrainedModel) -> Isolation:
     """Chooses the backend as training does, but of a named one that is not exact all that was measured is kept."""
-    wanted, proof = config.model.attention, None
+    wanted, autocast, proof = subject.model.attention, subject.autocast, None
     try:
         check_as_it_comes(model, padding=False, autocast=autocast)
         choice = choose_attention(wanted, model, model.device, autocast=autocast, prove=wanted == "auto")
@@ -230,23 +228,14 @@ def _isolation(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast
             lack, proof = prove_backend(wanted, model, autocast)
             if lack:
                 leak = find_leak(model, wanted) if proof is not None and proof.verdict == "leaks" else None
-                fix = _instead(model, autocast)
+                fix = "set model.attention=auto: it takes the fastest one that is exact"
                 return Isolation(wanted, "asked for", proof=proof, problem=lack, leak=leak, fix=fix)
     except CheckFailed as refusal:
         problem = refusal.problems[0]
         return Isolation(None, problem.what, problem=problem.what, fix=problem.fix)
     found = Isolation(choice.backend.name, choice.backend.why, choice.rejected, proof or choice.proof)
-    problem = why_not_together(ranks, choice.backend.name, model) if config.packing.mode != "padding" else None
+    problem = why_not_together(ranks, choice.backend.name, model) if subject.packing.mode != "padding" else None
     return replace(found, problem=problem.what, fix=problem.fix) if problem else found
-
-
-def _instead(model: PreTrainedModel, autocast: torch.dtype | None) -> str:
-    """What to set in place of a backend that is not exact."""
-    try:
-        name = choose_attention("auto", model, model.device, autocast=autocast).backend.name
-    except CheckFailed:
-        return _PADDING_ONLY
-    return f"set model.attention=auto (it takes {name})"
 
 
 def _findings(
@@ -258,6 +247,7 @@ def _findings(
     """
     if isolation.problem:
         yield isolation.verdict, isolation.problem, isolation.fix
+    exact = [mode for mode in ("padding", "packed", "padding_free") if mode not in comparison.off]
     for mode in comparison.off:
         figures = comparison.measured[mode]
         what = (
@@ -265,10 +255,8 @@ def _findings(
             f"{comparison.reference:.6g}, and gradients off by {figures.grad_rel_diff:.2g} "
             f"(tolerance {comparison.grad_tolerance:.2g})"
         )
-        if mode != "padding":
-            yield "leaks", what, f"{_PADDING_ONLY}, and {_REPORT}"
-        others = [one for one in MODES if one not in comparison.off]
-        yield "unsupported", what, f"set packing.mode={others[-1]}, and {_REPORT}" if others else _REPORT
+        fix = f"set packing.mode={exact[0]}, and {_REPORT}" if exact else _REPORT
+        yield "unsupported" if mode == "padding" else "leaks", what, fix
     for mode, figures in comparison.measured.items():
         if figures.problem:
             yield "unsupported", f"{mode}: {figures.problem}", _REPORT
