@@ -37,7 +37,6 @@ TOLD_EVERY = 10
 _SLOWER = 1.2
 _NOISE_S = 0.02  # a shorter step counts as so long: a moment's other work is a large part of it
 _LEAST_S = 1e-6
-_MOST_SAID = 3  # at once
 
 Machines = Sequence[tuple[str, Sequence[int]]]
 """Host name and ranks of each machine."""
@@ -122,7 +121,7 @@ class RankTimes:
         self._world_size, self._say, self._machines = world_size, say, machines
         self._last: tuple[torch.Tensor, int] | None = None
         self._window, self._window_steps = torch.zeros(0), 0
-        self._named: set[tuple[int, ...]] = set()
+        self._named: set[int] = set()
 
     def take(self, slots: torch.Tensor, steps: int) -> None:
         """Int64 [4 x ranks] as StepClock.slots makes them, summed over ranks, of so many steps."""
@@ -154,48 +153,34 @@ class RankTimes:
 
 
 def slow_ones(
-    forward: Sequence[float], data: Sequence[float], machines: Machines, *, steps: int, known: set[tuple[int, ...]]
+    forward: Sequence[float], data: Sequence[float], machines: Machines, *, steps: int, known: set[int]
 ) -> list[str]:
-    """A sentence on each machine, and each rank of the others, whose forward passes and loading of data (s a step, by rank)
-    take > 20 % longer than the median, but for those in `known`, which get into it.
-
-    What is usual of a machine's ranks is that of the machine; of two the faster one is the measure.
-    """
+    """A sentence for each machine with ranks whose forward passes and loading of data (s a step, by rank) take > 20 % longer
+    than the median, but for those in `known`, which get into it. Of two ranks the faster one is the measure."""
     seconds = [sum(both) for both in zip(forward, data, strict=True)]
-    by_machine = [_usual(seconds, ranks) for _, ranks in machines]
-    slow = {
-        tuple(ranks): f"{host} ({ranks_in_words(ranks)})"
-        for host, ranks in map(machines.__getitem__, _slow(by_machine))
-    }
-    spared = {rank for ranks in slow for rank in ranks}
-    hosts = {rank: f" on {host}" for host, ranks in machines for rank in ranks}
-    slow |= {(rank,): f"rank {rank}{hosts.get(rank, '')}" for rank in _slow(seconds) if rank not in spared}
-    new = [ranks for ranks in slow if ranks not in known][:_MOST_SAID]
-    known.update(new)
-    return [f"{slow[ranks]} {_how_slow(ranks, forward, data, steps)}" for ranks in new]
-
-
-def _slow(seconds: Sequence[float]) -> list[int]:
-    """The places of those who are slow, the slowest first."""
-    limit = _SLOWER * max(statistics.median_low(seconds), _NOISE_S) if seconds else 0.0
-    return sorted((place for place, one in enumerate(seconds) if one > limit), key=lambda place: -seconds[place])
+    limit = _SLOWER * max(statistics.median_low(seconds), _NOISE_S)
+    slow = {rank for rank, one in enumerate(seconds) if one > limit} - known
+    known |= slow
+    by_machine = [(host, [rank for rank in ranks if rank in slow]) for host, ranks in machines]
+    return [
+        f"{ranks_in_words(ranks)} on {host} {_how_slow(ranks, forward, data, steps)}"
+        for host, ranks in by_machine
+        if ranks
+    ]
 
 
 def _how_slow(ranks: Sequence[int], forward: Sequence[float], data: Sequence[float], steps: int) -> str:
-    own, usual = ([_usual(part, some) for part in (forward, data)] for some in (ranks, range(len(forward))))
+    own = [statistics.median_low([part[rank] for rank in ranks]) for part in (forward, data)]
+    usual = [statistics.median_low(part) for part in (forward, data)]
     reads = own[1] - usual[1] > own[0] - usual[0]
-    gpus = "GPU" if len(ranks) == 1 else "GPUs"
     what, where = (
-        ("loading of data takes", "the file system that its data is on")
+        ("loading data takes", "the file system that the data is on")
         if reads
-        else ("forward passes take", f"the clocks of its {gpus}")
+        else ("forward passes take", "the clocks of its GPUs")
     )
+    slower = 100 * (sum(own) / max(sum(usual), _LEAST_S) - 1)
     return (
-        f"is {100 * (sum(own) / max(sum(usual), _LEAST_S) - 1):.0f} % slower than the median, and the others wait for it: its "
-        f"{what} {own[reads]:.3g} s a step, the median is {usual[reads]:.3g} s (over {steps} steps); look what else runs "
-        f"there, and at {where}"
+        f"{'is' if len(ranks) == 1 else 'are'} {slower:.0f} % slower than the median, and the others wait: {what} "
+        f"{own[reads]:.3g} s a step, the median is {usual[reads]:.3g} s (over {steps} steps); look what else runs on that "
+        f"machine, and at {where}"
     )
-
-
-def _usual(seconds: Sequence[float], ranks: Sequence[int]) -> float:
-    return statistics.median_low([seconds[rank] for rank in ranks])
