@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -32,15 +32,6 @@ from packtrain.proof.isolation import evaluating, refusals_of_a_model, tolerance
 
 KEY = "objective.router_aux_coef"
 _ITS_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-
-
-class Counted(Protocol):
-    """A micro-batch that says how many documents it holds."""
-
-    @property
-    def examples(self) -> int:
-        """0 of a filler."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +85,11 @@ class RouterLoss:
         self._step: Load | None = None
         self._values: list[torch.Tensor] = []
 
-    def open_step(self, batches: Sequence[Counted], run: Callable[[Any], Any], accelerator: Accelerator) -> None:
-        """Counts the load of the step over all its micro-batches and ranks; `run` is the forward pass of one."""
+    def open_step(self, batches: Sequence[Any], run: Callable[[Any], Any], accelerator: Accelerator) -> None:
+        """Counts the load of the step over all its micro-batches and ranks; `run` is the forward pass of one.
+
+        A batch has `examples`, the number of its documents: 0 of a filler.
+        """
         self._step = None
         if len(batches) == 1 and accelerator.num_processes == 1:
             return

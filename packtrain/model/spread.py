@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +39,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
@@ -94,30 +92,13 @@ def open_strategy(strategy: str) -> None:
         del os.environ[name]
     if strategy == "ddp":
         return
-    if strategy in STAGES:
-        _check_deepspeed(strategy)
+    if strategy in STAGES and importlib.util.find_spec("deepspeed") is None:
+        fix = "pip install 'packtrain[deepspeed]', or use strategy=fsdp2"
+        raise UserError("DeepSpeed is not installed", where=f"strategy.name ({strategy})", fix=fix)
+    if strategy == "zero3_offload":  # DeepSpeed compiles its optimizer by a ninja that may lie beside this Python only
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     if "RANK" not in os.environ:
         os.environ.update({**_ONE_PROCESS, "MASTER_PORT": "0"})
-
-
-def _check_deepspeed(strategy: str) -> None:
-    where = f"strategy.name ({strategy})"
-    if importlib.util.find_spec("deepspeed") is None:
-        fix = "pip install 'packtrain[deepspeed]', or use strategy=fsdp2"
-        raise UserError("DeepSpeed is not installed", where=where, fix=fix)
-    if strategy == "zero3_offload" and (lacking := compilers_missing()):
-        what = f"DeepSpeed compiles its optimizer for the host here, but there is no {' and no '.join(lacking)}"
-        fix = "install it (pip install ninja; g++ from your system), or use strategy=zero3"
-        raise UserError(what, where=where, fix=fix)
-
-
-def compilers_missing() -> list[str]:
-    """What DeepSpeed compiles with and is not there; a ninja beside this Python is put on the path."""
-    here = Path(sys.executable).parent
-    if not shutil.which("ninja") and shutil.which("ninja", path=str(here)):
-        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(here)])
-    needed = {"ninja": ("ninja",), "C++ compiler": ("c++", "g++")}
-    return [what for what, names in needed.items() if not any(map(shutil.which, names))]
 
 
 def spread(model: PreTrainedModel, ranks: Ranks) -> None:
@@ -285,27 +266,15 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
     set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
 
 
-def whole_weights(model: nn.Module, *, keep: bool, trained_only: bool) -> dict[str, Any]:
-    """The state dict of a model under FSDP2, one weight after the other gathered from all processes, on the CPU.
-
-    Only where `keep` they are kept: one process then has one whole copy, and no device has more than a weight. Called by
-    all ranks.
-    """
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    whole: dict[str, Any] = {}
-    gathered: dict[int, str] = {}
-    for name, value in model.state_dict().items():
-        weight = weights.get(name)
-        if trained_only and (weight is None or not weight.requires_grad):
-            continue
-        first = gathered.setdefault(id(weight), name) if weight is not None else name
-        if first != name:  # tied: the same tensor, by which it is known to be
-            if keep:
-                whole[name] = whole[first]
-            continue
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        if keep:
-            whole[name] = full.detach().cpu()
+def whole_weights(model: nn.Module, *, trained_only: bool) -> dict[str, Any]:
+    """The state dict of a model under FSDP2, gathered from all processes, on the CPU of the main one; {} elsewhere. Called by
+    all ranks."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
+    whole = get_model_state_dict(model, options=options)
+    first: dict[int, str] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(weight), name) != name and name in whole:
+            whole[name] = whole[first[id(weight)]]  # tied: the same tensor, by which it is known to be
     return whole
 
 

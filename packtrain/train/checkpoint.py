@@ -244,7 +244,7 @@ class CheckpointHooks(_Trainer):
         """Writes a folder that from_pretrained loads; called by all processes, written by the main one."""
         main, adapters = self.accelerator.is_main_process, base_model(self.model) is not self.model
         if self.settings.strategy == "fsdp2":
-            weights = whole_weights(self.model, keep=main, trained_only=adapters)
+            weights = whole_weights(self.model, trained_only=adapters)
             if main:
                 self._save(output_dir, state_dict=weights)
         elif self.settings.sharded:

@@ -8,7 +8,6 @@ it is held to, its attention, its steps, its trainer and its proofs. A new one g
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 from dataclasses import dataclass, fields
@@ -30,7 +29,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData
 from packtrain.data.tokens.cache import cache_folder
-from packtrain.errors import CheckFailed, LostPeers, UserError
+from packtrain.errors import LostPeers, UserError
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
 from packtrain.model.precision import precision_of
 from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread
@@ -117,23 +116,17 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     data: Any = objective.prepare_data(config.data, tokenizer, seed=config.trainer.seed, progress=show)
     preparing = preparing_s(config.topology.step_timeout)
     agree_on_data(peers, data, timeout_s=preparing)
-    origin = origin_of(config, data.train)
-    if checkpoint is not None:
-        check_origin(checkpoint, origin)
 
     own_heartbeat().enter("load")
     model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
     agree_on_model(peers, model, timeout_s=preparing)
-    origin |= trained_by(config, model, ranks.world_size)
-    if checkpoint is not None:
-        check_origin(checkpoint, origin)
     check_trainable(model)
     longest = max(objective.longest_document(part) for part in (data.train, data.eval) if part)
     check_positions(model, longest, padded=config.packing.mode == "padding")
 
     own_heartbeat().enter("proof")
     attention = own_attention(base_model(model))  # as the model comes
-    trainer, decision = _build(run, objective, data, model, tokenizer, origin, checkpoint)
+    trainer, decision = _build(run, objective, data, model, tokenizer, checkpoint)
     before = _answers(run, model, tokenizer, attention)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
     log.fact("ready", f"{begins} after {time.perf_counter() - started:.1f} s")
@@ -180,15 +173,15 @@ def _build(
     data: PreparedData,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    origin: dict[str, Any],
     checkpoint: Path | None,
 ) -> tuple[StepTrainer, AttentionChoice | None]:
     """The trainer, ready for step 1, and which attention was decided on for packed rows (None: batches are padded)."""
     config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
     base, attention = base_model(model), own_attention(base_model(model))
-    held_to = objective.take_reference(model, tokenizer, ranks, seed=config.trainer.seed)
+    origin = origin_of(config, data.train, model, ranks.world_size)
+    origin |= objective.take_reference(model, tokenizer, ranks, seed=config.trainer.seed)
     if checkpoint is not None:
-        check_origin(checkpoint, held_to)
+        check_origin(checkpoint, origin)
     spread(model, ranks)
     close_proofs = open_proofs(model, ranks)
     precision = precision_of(model, config.trainer.mixed_precision)
@@ -197,8 +190,6 @@ def _build(
         decision = objective.decide_attention(config.model.attention, base, ranks, precision, prove=prove)
 
     cost, pad = attention_cost(model), int(cast(Any, tokenizer.pad_token_id) or 0)
-    length: Any = {name: getattr(config.trainer, name) for name in ("max_steps", "epochs")}
-    length["shuffle"] = config.data.shuffle
 
     def steps_over(part: Any, **length: Any) -> Steps | PairSteps:
         """The steps over a data set; one pass over it in order, unless told otherwise."""
@@ -206,34 +197,31 @@ def _build(
         schedule = make_schedule(slots, config.packing, config.batch, seed=seed, attention_cost=cost, **length)
         return objective.steps(part, schedule, pad, ranks)
 
-    steps = steps_over(data.train, **length)
+    until: Any = {"max_steps": config.trainer.max_steps, "epochs": config.trainer.epochs}
+    steps = steps_over(data.train, **until, shuffle=config.data.shuffle)
     evaluation = steps_over(data.eval) if data.eval else None
     console.about_model(log, config.model, config.peft, model, precision)
     console.about_steps(log, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
     console.attention(log, base, decision)
     if prove:
         check_as_it_comes(base, padding=decision is None, autocast=precision.autocast)
-    arguments = training_arguments(
-        config.trainer,
-        config.optim,
-        config.tracking,
-        precision,
+    settings = LoopSettings(
+        steps,
+        evaluation,
+        run.stop,
+        run.folder.checkpoints,
+        origin,
+        keep_checkpoints=config.trainer.keep_checkpoints,
+        first_step=step_of(checkpoint) if checkpoint else 0,
+        loader_workers=config.trainer.loader_workers,
+        machines=run.peers.machines() if run.peers and ranks.main else (),
+        say=log.warn,
         strategy=ranks.strategy,
-        step_timeout=config.topology.step_timeout,
-        total_steps=len(steps),
-        on_cpu=ranks.device.type == "cpu",
-        evaluates=evaluation is not None,
-        starts_anew=checkpoint is None,
-    )
-    settings = _loop_settings(
-        run,
-        checkpoint,
-        steps=steps,
-        evaluation=evaluation,
-        origin=origin | held_to,
         autocast=precision.autocast,
         backend=decision.backend.name if decision else None,
+        limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
     )
+    arguments = training_arguments(config.trainer, config.optim, config.tracking, precision, settings)
     callbacks: list[TrainerCallback] = [StepControl(run.stop), MetricsFile(run.folder.metrics), ProgressLines(log)]
     if patience := config.trainer.early_stop_patience:
         callbacks.append(EarlyStop(patience, run.folder.checkpoints, log))
@@ -243,25 +231,13 @@ def _build(
     return trainer, decision
 
 
-def _loop_settings(run: Run, checkpoint: Path | None, **decided: Any) -> LoopSettings:
-    trainer, topology, ranks = run.config.trainer, run.config.topology, run.ranks
-    return LoopSettings(
-        **decided,
-        stop=run.stop,
-        checkpoints=run.folder.checkpoints,
-        keep_checkpoints=trainer.keep_checkpoints,
-        first_step=step_of(checkpoint) if checkpoint else 0,
-        loader_workers=trainer.loader_workers,
-        machines=run.peers.machines() if run.peers and ranks.main else (),
-        say=run.log.warn,
-        strategy=ranks.strategy,
-        limits=TimeLimits(topology.step_timeout, topology.checkpoint_timeout),
-    )
-
-
-def origin_of(config: RunConfig, data: TokenDataset | PairDataset) -> dict[str, Any]:
-    """What the documents of every step depend on: a resumed run must agree with its checkpoint on all of it."""
-    batch = config.batch
+def origin_of(
+    config: RunConfig, data: TokenDataset | PairDataset, model: PreTrainedModel, processes: int
+) -> dict[str, Any]:
+    """What a resumed run must agree on with its checkpoint: what the documents of every step depend on, and what the weights
+    and the state of the optimizer have to fit."""
+    batch, by_tokens = config.batch, config.batch.tokens_per_step is not None
+    trained = sum(elements(p) for p in model.parameters() if p.requires_grad)
     return {
         "data.train": f"{len(data):,} documents, {data.lengths.sum():,} tokens (fingerprint {data.fingerprint[:12]})",
         "data.shuffle": config.data.shuffle,
@@ -269,15 +245,8 @@ def origin_of(config: RunConfig, data: TokenDataset | PairDataset) -> dict[str, 
         "batch.examples_per_step": batch.examples_per_step,
         "batch.tokens_per_step": batch.tokens_per_step,
         # with tokens_per_step the rows of an epoch decide which documents make a step
-        "packing.strategy": config.packing.strategy if batch.tokens_per_step else None,
-        "batch.tokens_per_device": batch.tokens_per_device if batch.tokens_per_step else None,
-    }
-
-
-def trained_by(config: RunConfig, model: PreTrainedModel, processes: int) -> dict[str, Any]:
-    """What the weights and the state of the optimizer in a checkpoint have to fit."""
-    trained = sum(elements(p) for p in model.parameters() if p.requires_grad)
-    return {
+        "packing.strategy": config.packing.strategy if by_tokens else None,
+        "batch.tokens_per_device": batch.tokens_per_device if by_tokens else None,
         "model": f"{type(base_model(model)).__name__} with {trained:,} trained weights",
         # the scheduler and the optimizer go on with what the checkpoint holds: another value would do nothing, silently
         **{f"optim.{key.name}": getattr(config.optim, key.name) for key in fields(config.optim)},
@@ -300,23 +269,16 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
         beat_to_rank_0(lambda said: peers.share("channel", said, timeout_s=limit_s))
     open_strategy(config.strategy.name)
     heartbeat.enter("join")
-    connect(peers, lambda: _open_group(limit_s, on_cpu=on_cpu), "gloo" if on_cpu else "nccl", timeout_s=limit_s)
-    state = PartialState()
-    device = cast(torch.device, state.device)
+
+    def open_group() -> torch.device:
+        return cast(torch.device, PartialState(cpu=on_cpu, timeout=timedelta(seconds=limit_s)).device)
+
+    device = connect(peers, open_group, "gloo" if on_cpu else "nccl", timeout_s=limit_s)
     if not on_cpu:
         torch.cuda.set_device(device)  # each thread has its own
     limit_collectives(config.topology.step_timeout)
-    expected = int(os.environ.get("WORLD_SIZE", "1"))
-    if state.num_processes != expected:
-        raise CheckFailed(
-            f"{expected} processes were launched, but this one sees {state.num_processes}",
-            fix=f"start them by packtrain {config.objective.kind} CONFIG topology.gpus_per_node=N, or by torchrun",
-        )
+    state = PartialState()
     return Ranks(state.process_index, state.num_processes, device, config.strategy.name), peers
-
-
-def _open_group(limit_s: float, *, on_cpu: bool) -> torch.device:
-    return cast(torch.device, PartialState(cpu=on_cpu, timeout=timedelta(seconds=limit_s)).device)
 
 
 def _checkpoint_to_resume(run: Run) -> Path | None:

@@ -82,28 +82,19 @@ class StopRequest:
 
 
 def training_arguments(
-    trainer: Trainer,
-    optim: Optim,
-    tracking: Tracking,
-    precision: Precision,
-    *,
-    strategy: str,
-    step_timeout: int,
-    total_steps: int,
-    on_cpu: bool,
-    evaluates: bool,
-    starts_anew: bool,
+    trainer: Trainer, optim: Optim, tracking: Tracking, precision: Precision, settings: LoopSettings
 ) -> dict[str, Any]:
-    """The arguments that all of TRL's trainers share, of a run of `total_steps` optimizer steps.
+    """The arguments that all of TRL's trainers share, of a run by these `settings`.
 
     Everything about batches is left at one: a DataLoader item is a whole optimizer step of this process, already split
     into micro-batches, so transformers' own accumulation and sampling have nothing to do.
     """
+    evaluates, limits = settings.evaluation is not None, settings.limits or TimeLimits()
     dtype = str(precision.weights).removeprefix("torch.")
-    deepspeed = deepspeed_config(strategy, dtype=dtype, max_grad_norm=optim.max_grad_norm)
+    deepspeed = deepspeed_config(settings.strategy, dtype=dtype, max_grad_norm=optim.max_grad_norm)
     return {
         "output_dir": trainer.output_dir,
-        "max_steps": total_steps,
+        "max_steps": len(settings.steps),
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,
         "ignore_data_skip": True,  # our sampler starts at the resumed step by itself
@@ -118,7 +109,7 @@ def training_arguments(
         "adam_epsilon": optim.epsilon,
         "max_grad_norm": optim.max_grad_norm,
         "activation_checkpointing": trainer.gradient_checkpointing,
-        "use_cpu": on_cpu,  # without it several CPU processes silently train copies of their own
+        "use_cpu": not torch.cuda.is_available(),  # without it several CPU processes silently train copies of their own
         "seed": trainer.seed,
         "logging_steps": trainer.log_every,
         "logging_first_step": True,
@@ -127,10 +118,10 @@ def training_arguments(
         "save_steps": trainer.checkpoint_every or 1,
         "eval_strategy": "steps" if trainer.eval_every and evaluates else "no",
         "eval_steps": trainer.eval_every,
-        "eval_on_start": evaluates and starts_anew,
+        "eval_on_start": evaluates and not settings.first_step,
         "report_to": list(tracking.report_to) or "none",
         "run_name": tracking.run_name or Path(trainer.output_dir).name,
-        "ddp_timeout": step_timeout,
+        "ddp_timeout": int(limits.step_s),
         "ddp_find_unused_parameters": False,
         # what a forward pass keeps (rotary frequencies) every rank computes itself; and forward passes would wait for rank 0
         "ddp_broadcast_buffers": False,

@@ -20,17 +20,17 @@ from test_dpo_run import preferences
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from packtrain.errors import CheckFailed, UserError
+from packtrain.errors import CheckFailed
 from packtrain.model import spread as strategy
 from packtrain.model.precision import compute_in
 from packtrain.model.spread import Ranks
 from packtrain.train.dpo import FIGURES
 from packtrain.train.preflight import choose_together
 
-LACKING = strategy.compilers_missing()
 NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
 NEEDS_COMPILER = pytest.mark.skipif(
-    bool(LACKING), reason=f"DeepSpeed's optimizer on the host needs {' and '.join(LACKING)}"
+    not (shutil.which("c++") and importlib.util.find_spec("ninja")),
+    reason="DeepSpeed's optimizer on the host needs both",
 )
 ZERO1, ZERO2, ZERO3 = (pytest.param(name, marks=NEEDS_DEEPSPEED) for name in ("zero1", "zero2", "zero3"))
 OFFLOAD = pytest.param("zero3_offload", marks=[NEEDS_DEEPSPEED, NEEDS_COMPILER])
@@ -250,10 +250,3 @@ def test_what_a_launcher_left_in_the_environment_does_not_choose_the_strategy(mo
     monkeypatch.setenv("FSDP_VERSION", "1")
     strategy.open_strategy("ddp")
     assert not {"ACCELERATE_USE_DEEPSPEED", "FSDP_VERSION"} & os.environ.keys()
-
-
-@NEEDS_DEEPSPEED
-def test_a_missing_compiler_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategy.shutil, "which", lambda _, **__: None)
-    with pytest.raises(UserError, match=r"no ninja and no C\+\+ compiler"):
-        strategy.open_strategy("zero3_offload")
