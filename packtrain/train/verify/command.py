@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig, Topology
-from packtrain.errors import CheckFailed, PeerFailed
+from packtrain.errors import CheckFailed
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import look_around
 from packtrain.run_folder import RunFolder
@@ -36,26 +36,23 @@ def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
     """
     folder = tempfile.mkdtemp(prefix="packtrain-verify-")
     aside = replace(config, trainer=replace(config.trainer, output_dir=folder))
-    error_names_a_log = False
     surroundings = look_around()
     launch = plan_launch(aside, surroundings, "verify")
     if launch.nodes > 1 and not launch.in_process:  # each machine would prove the same: this one is enough
         here = Topology(kind="local" if surroundings.gpus else "single")
         own = {name: value for name, value in surroundings.env.items() if name.startswith(("CUDA_", "OMP_"))}
         launch = plan_launch(replace(aside, topology=here), replace(surroundings, env=own), "verify")
+    logs_are_named = not launch.in_process  # by the error that ends it
     try:
         with _stdout_on_stderr():
             code = execute(launch, aside)
-        error_names_a_log = code not in (0, CheckFailed.exit_code)
+        logs_are_named = code not in (0, CheckFailed.exit_code)
         report = RunFolder.of(aside.trainer).verification
         if report.exists():  # where another launcher started us, only the first process has it
             show(json.loads(report.read_text()), as_json=as_json)
         return code
-    except PeerFailed:
-        error_names_a_log = not launch.in_process
-        raise
     finally:
-        if not error_names_a_log:
+        if not logs_are_named:
             shutil.rmtree(folder, ignore_errors=True)
 
 

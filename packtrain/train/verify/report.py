@@ -228,7 +228,7 @@ def _isolation(subject: Subject, ranks: Ranks, model: PreTrainedModel) -> Isolat
             lack, proof = prove_backend(wanted, model, autocast)
             if lack:
                 leak = find_leak(model, wanted) if proof is not None and proof.verdict == "leaks" else None
-                fix = "set model.attention=auto: it takes the fastest one that is exact"
+                fix = "set model.attention=auto: it takes per_document where nothing faster is exact"
                 return Isolation(wanted, "asked for", proof=proof, problem=lack, leak=leak, fix=fix)
     except CheckFailed as refusal:
         problem = refusal.problems[0]
