@@ -10,7 +10,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,8 @@ class Log:
 
 
 def quiet_libraries(*, on_cpu: bool) -> None:
-    """Turns off progress bars and advice; called once at the start of a process that trains."""
+    """Turns off progress bars, advice and warnings of each other's old names; called once, before a process trains."""
+    warnings.simplefilter("ignore", FutureWarning)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -77,14 +77,6 @@ def warnings_to(log: Log) -> None:
         log.note(f"{filename}:{lineno}: {category.__name__}: {message}")
 
     warnings.showwarning = note
-
-
-@contextmanager
-def without_future_warnings() -> Iterator[None]:
-    """Keeps libraries from warning of each other's old names, inside the block, where there is no log file to note it in."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield
 
 
 def about_model(log: Log, settings: Model, peft: Peft, model: PreTrainedModel, precision: Precision) -> None:

@@ -88,7 +88,6 @@ def answer(
     A prompt is a user turn where the tokenizer has a chat template, else plain text to go on from.
     """
     answers = []
-    ends = _end_tokens(model, tokenizer)
     training = model.training
     model.eval()
     with attention_of(model, attention):
@@ -105,18 +104,10 @@ def answer(
                 max_new_tokens=max_tokens,
                 do_sample=False,
                 pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=ends,
             )
             answers.append(str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)).strip())
     model.train(training)
     return answers
-
-
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """All tokens that end an answer: the tokenizer's, and those that the model came with."""
-    own = getattr(model.generation_config, "eos_token_id", None)
-    ends = [tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])]
-    return sorted({int(cast(Any, end)) for end in ends if end is not None})
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,6 @@ def test_verify_says_why_the_first_loss_is_not_that_of_a_zero_margin(
     assert "(of a zero margin: ln 2)" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("error::FutureWarning")
 @pytest.mark.parametrize(
     "objective, groups",
     [

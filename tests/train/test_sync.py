@@ -70,9 +70,7 @@ def test_all_processes_raise_the_same_words_and_the_first_one_shows_them() -> No
     assert together(peers(5), [{"seed": "0"}] * 5) == [None] * 5
     raised = together(peers(5), [*[{"seed": "0"}] * 4, {"seed": "1"}])
     assert {type(error) for error in raised} == {Disagreement}
-    assert {str(error) for error in raised} == {
-        "seed: rank 4 on n4 has 1; rank 0 on n0, rank 1 on n1, rank 2 on n2, rank 3 on n3 have 0"
-    }
+    assert {str(error) for error in raised} == {"seed: rank 4 on n4 has 1; ranks 0 to 3 on n0, n1, n2 and n3 have 0"}
     assert [error.shown for error in raised if isinstance(error, Disagreement)] == [True, False, False, False, False]
 
 
@@ -89,7 +87,7 @@ def test_who_does_not_come_to_a_later_stage_is_named_with_its_machine() -> None:
     assert together(all_peers, [{}] * 4, stage="start") == [None] * 4
     raised = together(all_peers[:2], [{}, {}], timeout_s=0.2)
     assert {str(error).split("\n")[0] for error in raised} == {
-        "at the stage 'data' rank 2 on n2, rank 3 on n3 did not come within 0.2 s"
+        "at the stage 'data' ranks 2 and 3 on n2 and n3 did not come within 0.2 s"
     }
 
 
@@ -223,7 +221,7 @@ OVER = threading.Event()
 
 
 def stuck(rank: int, numbers: torch.Tensor) -> None:
-    if rank != 1:
+    if rank == 2:
         OVER.wait(300)
 
 
@@ -236,7 +234,7 @@ def fails(rank: int, numbers: torch.Tensor) -> None:
     ("fault", "said"),
     [
         (loses, "rank 2 on n2: the first all-reduce over nccl has a wrong sum: of ranks 0 and 1 ({})"),
-        (stuck, "rank 0 on n1, rank 2 on n2: the first all-reduce over nccl did not end within 0.3 s ({})"),
+        (stuck, "rank 2 on n2: the first all-reduce over nccl did not end within 0.3 s ({})"),
         (fails, "rank 0 on n1: the first all-reduce over nccl failed: gloo: Connection refused ({})"),
     ],
 )
@@ -248,17 +246,15 @@ def test_who_has_a_wrong_sum_or_none_in_time_is_named_on_all_ranks(
     monkeypatch.setattr(atexit, "register", lambda end, code: ends.append(code))
     monkeypatch.setattr(checks, "_OTHERS_S", 60)
     OVER.clear()
-    errors = raised(Sum(fault), {0: 0.3, 2: 0.3} if fault is stuck else {})
+    errors = raised(Sum(fault), {2: 0.3} if fault is stuck else {})
     OVER.set()
     assert {type(error) for error in errors} == {Disagreement}
-    assert ends == ([3, 3] if fault is stuck else [])
+    assert ends == ([3] if fault is stuck else [])
     (text,) = {str(error) for error in errors}
     said = said.format("NCCL_SOCKET_IFNAME is eth0")
     assert text.startswith(f"{said}\n    → {FIX}")
     if fault is stuck:
-        assert any(
-            same(said.rpartition(", ")[2]) == what and same(text.partition("→ ")[2]) == fix for what, fix in ROWS
-        )
+        assert any(same(said) == what and same(text.partition("→ ")[2]) == fix for what, fix in ROWS)
 
 
 def test_a_backend_that_cannot_connect_is_an_error_of_the_network_with_its_own_words(

@@ -26,14 +26,13 @@ from packtrain.errors import CheckFailed, Disagreement, PeerFailed, Problem
 from packtrain.launch.worker import LOG_DIR
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.library_errors import shortly
-from packtrain.wording import ranks_in_words
+from packtrain.wording import listed, ranks_in_words
 
 FIRST_STAGE = "start"
 GRACE_S = 10
 """The others wait so much longer than rank 0, which knows best who is missing."""
-_READ_S = 5
-_MOST_MACHINES = 4
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
+_READ_S = 4 * _LONGEST_PAUSE_S
 _PORT_FIX = "set topology.main_port (MASTER_PORT) to a free one, on all machines"
 
 Judge = Callable[[Sequence["Statement"]], Sequence[Problem]]
@@ -72,8 +71,8 @@ class Peers:
         try:
             with waiting(f"the other ranks at the stage {stage!r}"):
                 verdict = self._verdict(store, replace(self.own, facts=facts), judge, timeout_s)
-                if verdict["problems"] or verdict["missing"]:
-                    self._wait_until_read(store, verdict["readers"])
+                if self.own.rank == 0 and (verdict["problems"] or verdict["missing"]):
+                    time.sleep(_READ_S)  # the store may end with this process, and the others are to read why
         except DistError as error:
             what = f"rank {self.own.rank} lost rank 0 at the stage {stage!r}: {shortly(error)}"
             raise PeerFailed(what, fix="its terminal or log says why it ended") from error
@@ -122,15 +121,14 @@ class Peers:
             store.set(own, json.dumps(asdict(statement)))
             if statement.rank:
                 came = _came(store, ["verdict"], timeout_s + GRACE_S)
-                return json.loads(store.get("verdict")) if came else {"problems": [], "missing": "rank 0", "readers": 0}
+                return json.loads(store.get("verdict")) if came else {"problems": [], "missing": "rank 0"}
             came = _came(store, said, timeout_s, or_key="verdict")
             if store.check(["verdict"]):  # of a second process with a rank
                 return json.loads(store.get("verdict"))
             missing = [] if came else [rank for rank, key in enumerate(said) if not store.check([key])]
             problems = [] if missing else judge(_statements(store, range(self.world_size)))
         absent = in_words(self._known(missing)) if missing else ""
-        readers = self.world_size - len(missing)
-        verdict = {"problems": [asdict(one) for one in problems], "missing": absent, "readers": readers}
+        verdict = {"problems": [asdict(one) for one in problems], "missing": absent}
         store.set("verdict", json.dumps(verdict))
         return verdict
 
@@ -139,13 +137,6 @@ class Peers:
         first = PrefixStore(FIRST_STAGE, self.store)
         came = {rank: first.check([f"said/{rank}"]) for rank in ranks}
         return [_statements(first, [rank])[0] if came[rank] else Statement(rank, "", "", {}) for rank in ranks]
-
-    def _wait_until_read(self, store: Store, readers: int) -> None:
-        """Rank 0, with which the store may end, goes on when all have read the verdict."""
-        store.add("read", 1)
-        limit = time.monotonic() + _READ_S
-        while self.own.rank == 0 and store.add("read", 0) < readers and time.monotonic() < limit:
-            time.sleep(_SHORTEST_PAUSE_S)
 
 
 def join(*, timeout_s: float) -> Peers | None:
@@ -187,16 +178,9 @@ def join(*, timeout_s: float) -> Peers | None:
 
 
 def in_words(ours: Sequence[Statement], *, hosts: bool = True) -> str:
-    """ "ranks 0 and 1 on n1, rank 2 on n2"; the machines only with `hosts`, and where they are known."""
-    by_host: dict[str, list[int]] = defaultdict(list)
-    for one in ours:
-        by_host[one.host].append(one.rank)
-    if not hosts or "" in by_host:
-        return ranks_in_words([one.rank for one in ours])
-    if len(by_host) > _MOST_MACHINES:
-        first = ", ".join(list(by_host)[: _MOST_MACHINES - 1])
-        return f"{ranks_in_words([one.rank for one in ours])} on {len(by_host)} machines ({first}, …)"
-    return ", ".join(f"{ranks_in_words(ranks)} on {host}" for host, ranks in by_host.items())
+    """ "ranks 0 to 3 on n1 and n2"; the machines only with `hosts`, and where they are known."""
+    ranks, machines = ranks_in_words([one.rank for one in ours]), list(dict.fromkeys(one.host for one in ours))
+    return f"{ranks} on {listed(machines)}" if hosts and "" not in machines else ranks
 
 
 def _statements(store: Store, ranks: Sequence[int]) -> list[Statement]:

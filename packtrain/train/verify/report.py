@@ -39,7 +39,6 @@ from packtrain.proof.choice import choose_attention, prove_backend, prove_pairs
 from packtrain.proof.isolation import Proof, check_as_it_comes
 from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
-from packtrain.train.console import without_future_warnings
 from packtrain.train.preflight import fit_head, why_not_together
 from packtrain.train.sync.checks import agree_on_model
 from packtrain.train.sync.store import Peers
@@ -111,8 +110,7 @@ def verify(subject: Subject, ranks: Ranks, peers: Peers | None = None, *, timeou
     """
     outcome: Any
     try:
-        with without_future_warnings():
-            outcome = _measure(subject, ranks, peers, timeout_s)
+        outcome = _measure(subject, ranks, peers, timeout_s)
     except Disagreement:
         raise
     except CheckFailed as refusal:
