@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
+from huggingface_hub import constants
 from rich.console import Console
 from rich.markup import escape
 
@@ -39,7 +40,6 @@ from packtrain.diagnose.probe import LIMIT_S, Inquiry, Probe, Unanswered, kill_c
 from packtrain.diagnose.redact import Redactor
 from packtrain.errors import CheckFailed
 from packtrain.plan.interfaces import HostNetwork, read_network
-from packtrain.plan.shapes import hub_home
 from packtrain.plan.surroundings import look_around
 
 BUDGET_S = 8.5
@@ -114,7 +114,7 @@ def _folders(config: RunConfig | None, env: Mapping[str, str]) -> dict[str, str]
     return {
         "trainer.output_dir": config.trainer.output_dir if config else ".",
         "data.cache_dir": cache or env.get("PACKTRAIN_CACHE") or "~/.cache/packtrain",
-        "HF_HOME": hub_home(env),
+        "HF_HOME": constants.HF_HOME,
     }
 
 

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from packtrain.config.rules.combinations import check_strategy
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import RunConfig, Strategy
 from packtrain.errors import UserError
 from packtrain.plan.dpo_reference import reference_of
 from packtrain.plan.launcher_settings import BUCKET, STAGES
@@ -39,7 +39,6 @@ SHARDED = {  # what a strategy spreads over the processes
     "fsdp2": ("weights", "gradients", "optimizer", "reference"),
     "zero3_offload": ("weights", "gradients", "optimizer", "reference"),
 }
-"""By what they cost in time, the cheapest first."""
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
 _LIVE = 10**9  # numbers of gathered weights that ZeRO-3 keeps for use again (stage3_max_live_parameters)
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
@@ -123,7 +122,7 @@ class _Model:
 def estimate(config: RunConfig, processes: int, device_bytes: int | None = None) -> Memory | str:
     """The memory of a run on `processes` devices of `device_bytes` each, or a sentence on what is missing to know it.
 
-    topology.gpu_memory (GiB) wins over `device_bytes`. Where it exceeds the device, `advice` names what would fit.
+    topology.gpu_memory (GiB) wins over `device_bytes`. Where it exceeds the device, `advice` says what to try.
     """
     weights = weights_of(config.model)
     model = weights if isinstance(weights, str) else _measure(config, weights)
@@ -135,7 +134,7 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None)
         found = replace(_count(config, model, processes), device=device_bytes)
     except UserError as error:  # of the adapters that are the reference
         return f"not known before loading: {error}"
-    return replace(found, advice=_advice(config, model, processes, found)) if found.fits is False else found
+    return replace(found, advice=_advice(config, processes)) if found.fits is False else found
 
 
 def _measure(config: RunConfig, weights: Weights) -> _Model | str:
@@ -164,9 +163,7 @@ def _measure(config: RunConfig, weights: Weights) -> _Model | str:
 
 def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
     name, full = config.strategy.name, config.peft.kind == "none"
-    rounded = (
-        name in STAGES and model.width == 2 and config.model.dtype != "float16"
-    )  # DeepSpeed's bf16 is for all weights
+    rounded = name in STAGES and model.width == 2  # DeepSpeed's bf16 is for all weights
     trained_width = model.width if full or rounded else ADAPTER_BYTES
     parts = {
         "weights": model.all * model.width + (0 if full else model.trained * trained_width),
@@ -195,15 +192,13 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
 
 def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
     """(bytes at the fullest moment of the fullest micro-batch, "") or (None, why they are not known)."""
-    slots = fullest(config)
+    batch = _fullest(config, model.width)
     if isinstance(model.known, str):
         return None, f"not known: {model.known}"
-    if slots is None:
+    if batch is None:
         return None, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
-    compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
-    numbers = Numbers(model.width, compute)
-    waiting, working = of_the_layers(config, model.known, slots, numbers)
-    return waiting + max(working, _of_the_head(config, model.known, slots.tokens, numbers)), ""
+    waiting, working = of_the_layers(config, model.known, batch)
+    return waiting + max(working, _of_the_head(config, model.known, batch)), ""
 
 
 def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: int) -> int:
@@ -211,9 +206,7 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     name, full, width = config.strategy.name, config.peft.kind == "none", model.width
     copies = 0
     if config.trainer.mixed_precision == "bf16" and width == 4 and (full or not config.trainer.gradient_checkpointing):
-        copies = (
-            2 * model.linear
-        )  # autocast keeps those of trained weights until the forward pass ends, gathered or not
+        copies = 2 * model.linear  # autocast keeps those of trained weights until the forward pass ends
     if name == "ddp":
         return copies + (model.trained * trained_width if processes > 1 else 0)
     if name == "fsdp2":
@@ -255,59 +248,22 @@ def _reference(config: RunConfig, model: _Model) -> int:
     return model.all * model.width if kind in ("model", "path") else 0
 
 
-def _advice(config: RunConfig, model: _Model, processes: int, found: Memory) -> str:
-    """What would fit, by the least that has to change: the strategy, then checkpointing, then smaller micro-batches."""
-    least = found
-    for changes, changed in _changes(config, processes):
-        tried = _count(changed, model, processes)
-        least = min(least, tried, key=lambda one: one.total)
-        if tried.total + OUTSIDE <= (found.device or 0):
-            return f"{' '.join(changes)} would take {_gib(tried.total)} GiB"
-    more = "a larger GPU" if config.objective.sorting_losses else "more or larger GPUs"
-    lora = "" if config.peft.kind == "lora" else ", or peft=lora"
-    return f"no strategy takes less than {_gib(least.total)} GiB here; use {more}{lora}"
-
-
-def _changes(config: RunConfig, processes: int) -> list[tuple[list[str], RunConfig]]:
-    """(overrides, the config with them), the most harmless first; none that changes what is computed, how exactly, or is refused."""
-    now = config.strategy.name
-    names = list(SHARDED)[list(SHARDED).index(now) :] if processes > 1 else [now]
-    if now in STAGES:  # FSDP2 keeps no float32 copies of bfloat16 weights
-        names = [name for name in names if name != "fsdp2"]
-    steps: list[tuple[list[str], RunConfig]] = [([], config)]
-    if not config.trainer.gradient_checkpointing:
-        changed = _with(config, "trainer", gradient_checkpointing=True)
-        steps.append((["trainer.gradient_checkpointing=true"], changed))
-    words, checkpointed = steps[-1]
-    for key, value in _smaller(config):
-        steps.append(([*words, f"batch.{key}={value}"], _with(checkpointed, "batch", **{key: value})))
-    tries = [(name, *step) for step in steps for name in names if name != "zero3_offload"]
-    tries += [("zero3_offload", *step) for step in steps]  # many times slower than all else
-    changes = [
-        ([*([] if name == now else [f"strategy={name}"]), *words], _with(one, "strategy", name=name))
-        for name, words, one in tries
-        if words or name != now
-    ]
-    return [(words, changed) for words, changed in changes if not any(check_strategy(changed))]
-
-
-def _smaller(config: RunConfig) -> list[tuple[str, int]]:
-    """Smaller micro-batches: half after half, down to what the longest document (or pair) needs."""
-    examples, tokens = config.batch.limits(config.packing.mode)
-    longest = config.data.max_length
-    if config.objective.sorting_losses:
-        return []
-    if tokens is None and examples is not None:
-        return [("examples_per_device", examples >> shift) for shift in range(1, examples.bit_length())]
-    if tokens is None or longest is None or config.batch.tokens_per_step is not None:
-        return []
-    least = longest * (1 if config.objective.kind == "sft" else 2)
-    halves = [tokens >> shift for shift in range(1, tokens.bit_length()) if tokens >> shift > least]
-    return [("tokens_per_device", one) for one in ([*halves, least] if least < tokens else [])]
-
-
-def _with(config: RunConfig, group: str, **values: Any) -> RunConfig:
-    return replace(config, **{group: replace(getattr(config, group), **values)})
+def _advice(config: RunConfig, processes: int) -> str:
+    """What to try, by what it costs; nothing that changes what is computed or would be refused here."""
+    now, offload = config.strategy.name, "zero3_offload"
+    sharded = "zero3" if now in STAGES else "fsdp2"  # FSDP2 keeps no float32 copies of bfloat16 weights
+    refused = {
+        name for name in (sharded, offload) if any(check_strategy(replace(config, strategy=Strategy(name=name))))
+    }
+    tries = {
+        f"strategy={sharded}": processes > 1 and "weights" not in SHARDED[now] and sharded not in refused,
+        "trainer.gradient_checkpointing=true": not config.trainer.gradient_checkpointing,
+        "smaller micro-batches (batch.tokens_per_device, examples_per_device)": not config.objective.sorting_losses,
+        f"strategy={offload}": now != offload and offload not in refused,
+        "peft=lora": config.peft.kind == "none",
+        "larger GPUs": True,
+    }
+    return f"try {', '.join(what for what, possible in tries.items() if possible)}"
 
 
 def _gib(size: int) -> str:
@@ -315,22 +271,19 @@ def _gib(size: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
-    """Bytes of a number: of a stored weight, and of what layers compute in (another one under autocast)."""
+class FullestBatch:
+    """The fullest micro-batch of a device: its token slots, and how many keys the mask of a query spans where there is one.
 
+    `weight` and `compute` are bytes of a number: of a stored weight, and of what layers compute in (less under autocast).
+    """
+
+    tokens: int
+    masked: int | None
     weight: int
     compute: int
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """The fullest micro-batch of a device: its token slots, and how many keys the mask of a query spans where there is one."""
-
-    tokens: int
-    masked: int | None
-
-
-def fullest(config: RunConfig) -> Slots | None:
+def _fullest(config: RunConfig, width: int) -> FullestBatch | None:
     """The fullest micro-batch that `config` allows; None where neither its tokens nor its documents' lengths have a limit."""
     each = 1 if config.objective.kind == "sft" else 2
     examples, tokens = config.batch.limits(config.packing.mode)
@@ -342,33 +295,34 @@ def fullest(config: RunConfig) -> Slots | None:
     if not bounds:
         return None
     most = min(bounds)
+    masked = most if config.model.attention == "sdpa_mask" else None
     if config.packing.mode == "padding":
-        return Slots(most, min(longest or most, most))
-    return Slots(most, most if config.model.attention == "sdpa_mask" else None)
+        masked = min(longest or most, most)
+    return FullestBatch(most, masked, width, 2 if config.trainer.mixed_precision == "bf16" else width)
 
 
-def of_the_layers(config: RunConfig, of: Layers, slots: Slots, numbers: Numbers) -> tuple[int, int]:
+def of_the_layers(config: RunConfig, of: Layers, batch: FullestBatch) -> tuple[int, int]:
     """(bytes that all layers keep between the passes, bytes that the last one needs in its backward pass)."""
-    layer = slots.tokens * _of_a_layer(config, of, slots, numbers)
-    gradients = slots.tokens * 2 * of.inner * numbers.compute  # those inside the MLP
-    last_norm = slots.tokens * of.hidden * (4 + numbers.weight)
+    layer = batch.tokens * _of_a_layer(config, of, batch)
+    gradients = batch.tokens * 2 * of.inner * batch.compute  # those inside the MLP
+    last_norm = batch.tokens * of.hidden * (4 + batch.weight)
     if config.trainer.gradient_checkpointing:
-        return of.number * slots.tokens * of.hidden * numbers.weight + last_norm, layer + gradients
+        return of.number * batch.tokens * of.hidden * batch.weight + last_norm, layer + gradients
     return of.number * layer + last_norm, gradients
 
 
-def _of_a_layer(config: RunConfig, of: Layers, slots: Slots, numbers: Numbers) -> int:
+def _of_a_layer(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
     """Bytes that a layer keeps of a token."""
-    full, compute = config.peft.kind == "none", numbers.compute
-    norms = 2 * of.hidden * (4 + (numbers.weight if full else 0)) + 8
+    full, compute = config.peft.kind == "none", batch.compute
+    norms = 2 * of.hidden * (4 + (batch.weight if full else 0)) + 8
     if of.kind == "qwen3":
         norms += (of.query + of.key) * (4 + (compute if full else 0))
-    keys = of.query if slots.masked else of.key  # a mask makes sdpa repeat them for every head
-    attention = compute * (2 * of.query + 2 * keys + (slots.masked or 0)) + 4 * of.heads
-    return norms + attention + 3 * of.inner * compute + _of_inputs(config, of, numbers)
+    keys = of.query if batch.masked else of.key  # a mask makes sdpa repeat them for every head
+    attention = compute * (2 * of.query + 2 * keys + (batch.masked or 0)) + 4 * of.heads
+    return norms + attention + 3 * of.inner * compute + _of_inputs(config, of, batch)
 
 
-def _of_inputs(config: RunConfig, of: Layers, numbers: Numbers) -> int:
+def _of_inputs(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
     """Bytes per token that the linear layers of one layer keep of their inputs, where their weights or adapters are trained.
 
     Layers that read the same tensor share it, unless each makes its own copy: in the format that autocast wants, or in the
@@ -380,16 +334,17 @@ def _of_inputs(config: RunConfig, of: Layers, numbers: Numbers) -> int:
         targets = config.peft.target_modules
         return sum(full or is_adapted(f"model.layers.0.{part}.{name}", targets) for name in names)
 
-    copied = numbers.compute != numbers.weight if full else autocast or numbers.weight != 4
-    width = numbers.compute if full else 2 if autocast else 4
+    copied = batch.compute != batch.weight if full else autocast or batch.weight != 4
+    width = batch.compute if full else 2 if autocast else 4
     shared = (reading("self_attn", "q_proj", "k_proj", "v_proj"), reading("mlp", "gate_proj", "up_proj"))
     hidden = sum(number if copied else min(number, 1) for number in shared)
     query = of.query if copied and not full and reading("self_attn", "o_proj") else 0
     return width * (hidden * of.hidden + query + of.inner * reading("mlp", "down_proj"))
 
 
-def _of_the_head(config: RunConfig, of: Layers, tokens: int, numbers: Numbers) -> int:
+def _of_the_head(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
     """Bytes of the head's backward pass: its input and the gradient of it, a tile of logits, the gradient of its weight."""
-    tile = min(tokens, _TILE[0]) * _TILE[1] * numbers.compute
+    tokens, compute = batch.tokens, batch.compute
+    tile = min(tokens, _TILE[0]) * _TILE[1] * compute
     trained = config.peft.kind == "none" or "lm_head" in config.peft.modules_to_save
-    return tokens * of.hidden * (numbers.compute + 4) + tile + (of.vocabulary * of.hidden * 4 if trained else 0)
+    return tokens * of.hidden * (compute + 4) + tile + (of.vocabulary * of.hidden * 4 if trained else 0)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import constants
 
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError
@@ -119,10 +120,10 @@ def _folder(model: Model) -> Path | None:
     """The local folder of the model: its path, else what the hub's cache holds of it."""
     if model.path is None:
         return None
-    path = Path(os.path.expanduser(model.path))
+    path = Path(model.path).expanduser()
     if path.is_dir():
         return path
-    repository = Path(hub_cache(os.environ)).expanduser() / f"models--{model.path.replace('/', '--')}"
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{model.path.replace('/', '--')}"
     revision = model.revision or "main"
     with contextlib.suppress(OSError):  # a revision may be a commit itself
         revision = (repository / "refs" / revision).read_text().strip()
@@ -188,13 +189,3 @@ def _from_sizes(sizes: Mapping[str, Any]) -> Shapes | str:
 
 def _ends_with(layer: str, name: str) -> bool:
     return layer == name or layer.endswith(f".{name}")
-
-
-def hub_home(env: Mapping[str, str]) -> str:
-    """Their folder, which may begin with ~: HF_HOME, else one in the user's cache."""
-    return env.get("HF_HOME") or os.path.join(env.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-
-
-def hub_cache(env: Mapping[str, str]) -> str:
-    """The folder of what was loaded from the hub, which may begin with ~: HF_HUB_CACHE, else one in their folder."""
-    return env.get("HF_HUB_CACHE") or os.path.join(hub_home(env), "hub")

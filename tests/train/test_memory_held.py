@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
-from packtrain.plan.memory import Memory, Numbers, Slots, estimate, of_the_layers
+from packtrain.plan.memory import FullestBatch, Memory, estimate, of_the_layers
 from packtrain.plan.shapes import Layers, layers_of
 from tests.train import forked
 
@@ -157,8 +157,9 @@ def test_the_layers_keep_what_was_estimated(kind: str, overrides: list[str], che
     layers = layers_of({"model_type": kind, **SIZES})
     assert isinstance(layers, Layers)
     weight = 2 if config.model.dtype == "bfloat16" else 4
-    numbers = Numbers(weight, 2 if config.trainer.mixed_precision == "bf16" else weight)
-    waiting, working = of_the_layers(config, layers, Slots(TOKENS, TOKENS // 4 if padded else None), numbers)
+    compute = 2 if config.trainer.mixed_precision == "bf16" else weight
+    batch = FullestBatch(TOKENS, TOKENS // 4 if padded else None, weight, compute)
+    waiting, working = of_the_layers(config, layers, batch)
     kept, most = watched(kind, config, padded=padded)
     copies = kept_copies(config, layers)
     assert waiting + copies == pytest.approx(kept, rel=0.3)

@@ -95,4 +95,4 @@ def test_a_plan_shows_memory_by_part_and_flags_what_exceeds_the_gpus_that_are_na
     for part in ("weights 15.26", "gradients 1.91", "optimizer 11.44", "activations at most"):
         assert part in memory
     assert "exceeds the 24.00 GiB of a GPU" in memory
-    assert "strategy=zero3 batch.tokens_per_device=8192 would take" in memory
+    assert "try strategy=zero3, smaller micro-batches" in memory
