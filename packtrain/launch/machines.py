@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -25,23 +24,18 @@ from packtrain.wording import listed
 BEAT_S = 1.0
 ENDING_S = 30
 """How long after a failure the others may take to say how their processes ended."""
-SLOW_S = 1.0
-"""Of answers that all take longer it is said that the network is bad."""
-_CALLS = 5
 _SURELY_S = 10  # of silence, once something has failed
-_REFUSED_S = 5  # for so long nobody has listened at machine 0's port
+_REFUSED_S = 5  # for so long nobody of this run has listened at machine 0's port
 _PART_S = 10
 _PROGRESS_S = 30
 _LOOK_S = 0.1
-_LONGEST_CALL_S = 20  # what lies longer between two, this process was suspended
-_LONGEST_LOOK_S = 3  # as well
+_LONGEST_CALL_S, _LONGEST_LOOK_S = 20, 3  # what lies longer between two, this process was suspended
 
 
 @dataclass(slots=True)
 class Report:
     """What a launcher says of its machine: its `ranks`' processes, their `stacks` where they were asked for, the `signal` that it
-    was sent, what has `failed` in words, the `outcome` once all its processes have ended, and why it has `left` without one.
-    `answer_s` is what machine 0's answers have taken lately."""
+    was sent, what has `failed` in words, and the `outcome` once all its processes have ended."""
 
     node: int
     ranks: Mapping[int, ProcessState] = field(default_factory=dict)
@@ -49,8 +43,6 @@ class Report:
     signal: int | None = None
     failed: str = ""
     outcome: Outcome | None = None
-    left: str = ""
-    answer_s: float = 0.0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Report:
@@ -62,8 +54,6 @@ class Report:
             signal=None if values["signal"] is None else int(values["signal"]),
             failed=str(values["failed"])[:1000],
             outcome=None if values["outcome"] is None else Outcome.from_json(values["outcome"]),
-            left=str(values["left"])[:1000],
-            answer_s=float(values["answer_s"]),
         )
 
 
@@ -91,9 +81,8 @@ class Machines:
     def __init__(self, names: Mapping[int, str], per_node: int, silence_s: float, watchdog: Watchdog) -> None:
         self._names, self._per_node, self._silence_s, self._watchdog = dict(names), per_node, silence_s, watchdog
         self._lock = threading.RLock()
-        now = time.monotonic()
-        self._heard = dict.fromkeys(self._names, now)
-        self._looked = now
+        self._silent_s = dict.fromkeys(self._names, 0.0)
+        self._looked = time.monotonic()
         self._outcomes: dict[int, Outcome] = {}
         self._stop: tuple[int, int] | None = None  # signal, machine
         self._end: tuple[str, int] | None = None  # why, and the machine that needs not be told
@@ -101,7 +90,6 @@ class Machines:
         self._diagnosis: Diagnosis | None = None
         self._verdict: Verdict | None = None
         self._informed: set[int] = set()  # of the verdict
-        self._slow: set[int] = set()
         self.wake = lambda: None  # machine 0's own launcher, for what cannot wait
 
     def answer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,23 +102,14 @@ class Machines:
         self._watchdog.processes(node, report.ranks)
         self._watchdog.stacks(node, report.stacks)
         with self._lock:
-            self._heard[node] = time.monotonic()
+            self._silent_s[node] = 0.0
             if report.signal is not None and self._stop is None:
                 self._stop = report.signal, node
                 self.wake()
             if report.failed:
                 self._halt(report.failed, node)
-            if report.answer_s >= SLOW_S and node not in self._slow:
-                self._slow.add(node)
-                link = f"the network between {self._names[0]} and {self._names[node]}"
-                print(f"{link} is bad: an answer takes {report.answer_s:.1f} s", file=sys.stderr, flush=True)
-            if report.left:
-                self._lose(node, report.left)
-            elif report.outcome is not None and node not in self._outcomes:
-                self._outcomes[node] = report.outcome
-                if report.outcome.failed:
-                    self._halt(f"the processes on {self._names[node]} failed", node)
-                self._settle()
+            if report.outcome is not None:
+                self._take(node, report.outcome)
             if self._verdict is not None:
                 self._informed.add(node)
             stop, why, end = None, "", ""
@@ -145,15 +124,14 @@ class Machines:
         """Notes machines that are lost, and whether the run stands still."""
         with self._lock:
             now = time.monotonic()
-            gap, self._looked = now - self._looked, now
-            if gap > _LONGEST_LOOK_S:
-                self._heard = {node: min(heard + gap, now) for node, heard in self._heard.items()}
+            passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
             limit = self._silence_s if self._end is None else min(self._silence_s, _SURELY_S)
             for node in set(self._names) - set(self._outcomes) - {0}:
-                if (silent := now - self._heard[node]) > limit:
-                    self._lose(node, f"silent for {silent:.0f} s")
+                self._silent_s[node] += passed
+                if self._silent_s[node] > limit:
+                    self._take(node, Outcome(lost=f"silent for {self._silent_s[node]:.0f} s"))
                 elif self._end is not None and now - self._ended_at > ENDING_S:
-                    self._lose(node, f"its processes had not ended {ENDING_S} s after the failure")
+                    self._take(node, Outcome(lost=f"its processes had not ended {ENDING_S} s after the failure"))
             goes_on = self._end is None and self._verdict is None
         if goes_on and (found := self._watchdog.look()):
             with self._lock:
@@ -171,7 +149,7 @@ class Machines:
         end = time.monotonic() + _PART_S
         while time.monotonic() < end:
             with self._lock:
-                left = [node for node, one in self._outcomes.items() if node and one.lost is None]
+                left = [node for node, one in self._outcomes.items() if node and not one.lost]
                 if self._informed.issuperset(left):
                     return
             time.sleep(_LOOK_S)
@@ -179,10 +157,15 @@ class Machines:
     def _ranks(self, node: int) -> range:
         return range(node * self._per_node, (node + 1) * self._per_node)
 
-    def _lose(self, node: int, why: str) -> None:
-        if node not in self._outcomes:
-            self._outcomes[node] = Outcome(lost=why)
-            self._halt(f"{self._names[node]} was lost: {why}", node)
+    def _take(self, node: int, outcome: Outcome) -> None:
+        """How the processes of a machine ended, once; the last one brings the verdict."""
+        if node in self._outcomes:
+            return
+        self._outcomes[node] = outcome
+        if outcome.failed:
+            name = self._names[node]
+            self._halt(f"{name} was lost: {outcome.lost}" if outcome.lost else f"the processes on {name} failed", node)
+        if self._verdict is None and set(self._outcomes) == set(self._names):
             self._settle()
 
     def _halt(self, why: str, but: int) -> None:
@@ -191,12 +174,11 @@ class Machines:
             self.wake()
 
     def _settle(self) -> None:
-        if self._verdict is not None or set(self._outcomes) != set(self._names):
-            return
         diagnosis = self._diagnosis
         ends = [code for one in self._outcomes.values() for code in one.codes.values()]
-        killed = any(code is None or (code < 0 and code != -signal.SIGABRT) for code in ends) or {0, 4} == set(ends)
-        if diagnosis is None and (killed or (-signal.SIGABRT in ends and 1 not in ends)):
+        aborts = -signal.SIGABRT if 1 in ends else 0  # NCCL has ranks abort where another one has raised
+        killed = any(code is None or (code < 0 and code != aborts) for code in ends)
+        if diagnosis is None and (killed or set(ends) == {0, 4}):
             diagnosis = self._watchdog.aftermath()
         first = self._end[1] if self._end else 0
         lost = {rank for node, one in self._outcomes.items() if one.lost for rank in self._ranks(node)}
@@ -217,8 +199,7 @@ class Reporter:
     def __init__(self, node: int, main: str, silence_s: float, to: Machines | Client) -> None:
         self.report, self.orders, self.lost = Report(node), Orders(), ""
         self._main, self._silence_s, self._to = main, silence_s, to
-        self._silent_s, self._passed = 0.0, time.monotonic()
-        self._took: deque[float] = deque(maxlen=_CALLS)
+        self._silent_s, self._called = 0.0, time.monotonic()
         self._news, self._over = threading.Event(), threading.Event()
         if isinstance(to, Machines):
             to.wake = self.wake
@@ -234,7 +215,7 @@ class Reporter:
         self.wake()
         self._thread.join(2 * BEAT_S)
         if error is not None and not self.lost:
-            self.report.left = f"its launcher ended ({str(error) or type(error).__name__})"
+            self.report.outcome = Outcome(lost=f"its launcher ended ({str(error) or type(error).__name__})")
             self._hand_in()
 
     def wake(self) -> None:
@@ -269,35 +250,19 @@ class Reporter:
                 self._to.look()
             self._news.wait(BEAT_S)
             self._news.clear()
-            self._pass()
-
-    def _pass(self) -> None:
-        """Counts the silence of machine 0, as far as this process was not suspended itself."""
-        now = time.monotonic()
-        self._silent_s += min(now - self._passed, _LONGEST_CALL_S)
-        self._passed = now
 
     def _hand_in(self) -> None:
         if isinstance(self._to, Machines):
             self.orders = self._to.hear(self.report)
             return
-        begun = time.monotonic()
         try:
             answer = self._to.call("machine", asdict(self.report), timeout_s=max(CALL_S, self._silence_s / 2))
             self.orders = Orders.from_json(answer)
-            self._pass()
-            self._silent_s = 0.0
-            self._took.append((time.monotonic() - begun) / 2)  # there and back for the connection, too
-            self.report.answer_s = min(self._took) if len(self._took) == _CALLS else 0.0
-            return
+            self._silent_s, self._called = 0.0, time.monotonic()
         except (NoAnswer, Refused) as error:
-            self._pass()
-            if isinstance(error, Refused) and not error.unknown:
-                why = f"its launcher ended: {error}"
-            elif isinstance(error, NoAnswer) and error.refused and self._silent_s > _REFUSED_S:
-                why = "its launcher ended: nobody listens at its port any more"
-            elif self._silent_s > self._silence_s:
-                why = f"silent for {self._silent_s:.0f} s"
-            else:
-                return
-        self.lost = self.lost or why
+            now = time.monotonic()
+            self._silent_s, self._called = self._silent_s + min(now - self._called, _LONGEST_CALL_S), now
+            ended = error.refused if isinstance(error, NoAnswer) else not error.unknown
+            if self._silent_s > (_REFUSED_S if ended else self._silence_s):
+                why = "its launcher ended" if ended else f"silent for {self._silent_s:.0f} s"
+                self.lost = self.lost or why

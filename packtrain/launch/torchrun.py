@@ -1,34 +1,16 @@
 """`python -m packtrain.launch.torchrun LOG ARGUMENTS…` is `accelerate launch ARGUMENTS…` with torchrun's own words (among them a
-traceback for every worker that ends with an error, whatever the reason) in LOG, and how workers ended in a file.
+traceback for every worker that ends with an error, whatever the reason) in LOG. How it saw them end is left for the launcher.
 
 Workers inherit the real stdout and stderr, so a terminal stays one.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
-from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent
-
-_ENDS = "torchrun.json"
-
-
-def ends_in(exits: Path) -> dict[int, int]:
-    """By rank: exit codes of workers that failed, negative for a signal, as torchrun left them in the folder `exits`."""
-    with suppress(OSError, ValueError):
-        return {int(rank): int(code) for rank, code in json.loads((exits / _ENDS).read_text()).items()}
-    return {}
-
-
-def leave_ends(exits: Path, ends: dict[int, int]) -> None:
-    """Leaves them there."""
-    aside = exits / f".{_ENDS}"
-    aside.write_text(json.dumps(ends))
-    aside.rename(exits / _ENDS)
+from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, leave
 
 
 def main(log: str, arguments: list[str]) -> None:
@@ -46,7 +28,8 @@ def main(log: str, arguments: list[str]) -> None:
     try:
         launch_command(launch_command_parser().parse_args(arguments))
     except ChildFailedError as error:
-        leave_ends(Path(os.environ[EXIT_DIR]), {rank: one.exitcode for rank, one in error.failures.items()})
+        for rank, one in error.failures.items():
+            leave(Path(os.environ[EXIT_DIR]), rank, ended=one.exitcode)
         raise
 
 

@@ -6,6 +6,7 @@ Imports nothing heavy: from its first line on, a signal ends a worker with a wor
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -13,10 +14,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from packtrain.errors import LostPeers, PacktrainError
-from packtrain.launch.exit_status import exit_code_of, say_stopped
+from packtrain.launch.exit_status import exit_code_of
 
 EXIT_DIR = "PACKTRAIN_EXIT_DIR"
 LOG_DIR = "PACKTRAIN_LOG_DIR"
@@ -30,9 +31,11 @@ def run_worker(work: Callable[[], int]) -> NoReturn:
     All but rank 0 write to logs/rank-0000N.log in place of the terminal. Errors are printed, never raised.
     """
     redirect_output()
-    _report_start()
-    code = exit_code_of(lambda: _beating(work), alone=False, stopped=report_stop)
-    report_exit(code)
+    _leave(pid=os.getpid())
+    if EXIT_DIR in os.environ:
+        end_with_parent(int(os.environ[PARENT]))
+    code = exit_code_of(lambda: _beating(work), alone=False)
+    _leave(code=code)
     sys.exit(code)
 
 
@@ -64,47 +67,27 @@ def _beating(work: Callable[[], int]) -> int:
     except LostPeers as error:
         if EXIT_DIR not in os.environ:
             raise
-        Path(os.environ[EXIT_DIR], f"{_rank()}.lost").write_text(str(error))
+        _leave(lost=str(error))
         if _rank():  # into its log
             print(error, file=sys.stderr, flush=True)
         return error.exit_code
 
 
-def report_exit(code: int) -> None:
-    """Leaves a worker's exit code where its launcher looks for it; does nothing where no launcher of ours waits."""
-    if EXIT_DIR in os.environ:
-        Path(os.environ[EXIT_DIR], str(_rank())).write_text(str(code))
+def leave(exits: Path, rank: int, **facts: int | str) -> None:
+    """Adds `facts` about a rank to what its launcher finds in the folder `exits`.
+
+    The rank leaves its process id (`pid`) as it starts, its exit `code` as it ends, and what it said where it ended only because
+    it `lost` the others; torchrun leaves how it saw the process `ended`: the exit code, negative for a signal.
+    """
+    known = left(exits).get(rank, {})
+    aside = exits / f".{rank}.json"
+    aside.write_text(json.dumps({**known, **facts}))
+    aside.rename(exits / f"{rank}.json")
 
 
-def exit_codes(exits: Path) -> dict[int, int]:
-    """Exit codes by rank, of the workers that left one in the folder `exits`."""
-    found = {int(file.name): file.read_text() for file in exits.iterdir() if file.name.isdigit()}
-    return {rank: int(text) for rank, text in found.items() if text.lstrip("-").isdigit()}
-
-
-def process_ids(exits: Path) -> dict[int, int]:
-    """Process ids by rank, of the workers that have started."""
-    found = {int(file.stem): file.read_text() for file in exits.glob("*.pid")}
-    return {rank: int(text) for rank, text in found.items() if text.isdigit()}
-
-
-def report_stop(number: int) -> None:
-    """Says that a signal has ended this process; for rank 0 its launcher does, which knows whether that is all there is to say."""
-    if EXIT_DIR in os.environ and _rank() == 0:
-        Path(os.environ[EXIT_DIR], "0.stopped").write_text(str(number))
-    else:
-        say_stopped(number)
-
-
-def stop_of_rank_0(exits: Path) -> int | None:
-    """The signal that rank 0 was stopped by, if any."""
-    file = exits / "0.stopped"
-    return int(file.read_text() or 0) or None if file.exists() else None
-
-
-def losses(exits: Path) -> dict[int, str]:
-    """Messages of the ranks that only lost the others."""
-    return {int(file.stem): file.read_text() for file in exits.glob("*.lost")}
+def left(exits: Path) -> dict[int, dict[str, Any]]:
+    """By rank what was left in `exits`."""
+    return {int(file.stem): json.loads(file.read_text()) for file in exits.glob("*.json") if file.stem.isdigit()}
 
 
 def end_with_parent(parent: int) -> None:
@@ -118,10 +101,10 @@ def end_with_parent(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _report_start() -> None:
+def _leave(**facts: int | str) -> None:
+    """Leaves `facts` for the launcher; does nothing where no launcher of ours waits."""
     if EXIT_DIR in os.environ:
-        Path(os.environ[EXIT_DIR], f"{_rank()}.pid").write_text(str(os.getpid()))
-        end_with_parent(int(os.environ[PARENT]))
+        leave(Path(os.environ[EXIT_DIR]), _rank(), **facts)
 
 
 def redirect_output() -> None:

@@ -19,8 +19,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from packtrain.launch.torchrun import leave_ends
-from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent
+from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, leave
 
 ROOT = Path(__file__).parents[2]
 PRELOAD = "PRELOAD"
@@ -89,7 +88,8 @@ def start(log: str, nodes: int, node: int, per_node: int, address: str, port: st
         else:
             time.sleep(_LOOK_S)
     if EXIT_DIR in os.environ:  # a launcher of ours waits for them
-        leave_ends(Path(os.environ[EXIT_DIR]), ends)
+        for rank, code in ends.items():
+            leave(Path(os.environ[EXIT_DIR]), rank, ended=code)
     return 1 if failed else 0
 
 

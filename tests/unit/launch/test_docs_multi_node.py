@@ -14,11 +14,8 @@ import pytest
 from packtrain.errors import PacktrainError
 from packtrain.launch import rendezvous
 from packtrain.launch.exit_status import Outcome, judge
-from packtrain.launch.machines import Machines, Report
 from packtrain.launch.rendezvous import Place, meet
 from packtrain.launch.run_lock import locked
-from packtrain.monitor.heartbeat import TimeLimits
-from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan import interfaces as names
 from packtrain.plan.agreement import Member, twice, unlike
 from packtrain.plan.interfaces import HostNetwork, Interface, choose_network
@@ -147,19 +144,9 @@ def test_the_page_has_the_error_of_a_folder_that_is_taken(tmp_path: Path) -> Non
 def test_the_page_has_what_the_verdict_says() -> None:
     names = {0: "n1", 1: "n2"}
     assert same(judge({0: Outcome(), 1: Outcome(codes={9: 2})}, names, 8).lines[0]) in [what for what, _ in ROWS]
-    for lost in (
-        "silent for 12 s",
-        "its launcher ended",
-        "its processes had not ended 30 s after the failure",
-    ):
+    for lost in ("silent for 12 s", "its launcher ended", "its processes had not ended 30 s after the failure"):
         said, cause, advice = judge({0: Outcome(), 1: Outcome(lost=lost)}, names, 8).lines
         assert (same(said), same(cause.partition(": ")[2]), same(advice.partition("→ ")[2])) in TABLES
-
-
-def test_the_page_has_what_is_said_of_a_bad_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    watchdog = Watchdog([("n1", range(1)), ("n2", range(1, 2))], TimeLimits(), tmp_path)
-    Machines({0: "n1", 1: "n2"}, 1, 30, watchdog).hear(Report(1, answer_s=4.0))
-    assert same(capsys.readouterr().err.strip()) in [what for what, _ in ROWS]
 
 
 def test_the_page_has_what_is_said_of_a_silent_name_server(
