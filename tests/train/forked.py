@@ -37,26 +37,35 @@ WARM = (
 _CONTEXT.set_forkserver_preload([*WARM])
 
 
-def command(*arguments: str, cwd: Path | None = None, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """`packtrain ARGUMENTS`."""
-    return _results(arguments, [{}], cwd, timeout)[0]
+def command(
+    *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 600
+) -> subprocess.CompletedProcess[str]:
+    """`packtrain ARGUMENTS`, with variables of its own in `env`."""
+    return _results(arguments, [{**(env or {})}], cwd, timeout)[0]
 
 
-def joined(processes: int, *arguments: str, timeout: float = 600) -> list[subprocess.CompletedProcess[str]]:
+def joined(
+    processes: int, *arguments: str, timeout: float = 600, begin: Callable[..., None] | None = None
+) -> list[subprocess.CompletedProcess[str]]:
     """`packtrain ARGUMENTS` in as many processes, as torchrun would have started them; what became of them by rank."""
     common = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [{"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, **common} for rank in range(processes)]
-    return _results(arguments, [{name: str(value) for name, value in one.items()} for one in ranks], None, timeout)
+    variables = [{name: str(value) for name, value in one.items()} for one in ranks]
+    return _results(arguments, variables, None, timeout, begin)
 
 
 def _results(
-    arguments: tuple[str, ...], variables: list[dict[str, str]], cwd: Path | None, timeout: float
+    arguments: tuple[str, ...],
+    variables: list[dict[str, str]],
+    cwd: Path | None,
+    timeout: float,
+    begin: Callable[..., None] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
     with tempfile.TemporaryDirectory() as folder:
         outputs = [[Path(folder, f"{number}.{name}") for name in ("out", "err")] for number in range(len(variables))]
         processes = [
-            start(arguments, {**ENVIRONMENT, **own}, cwd or Path.cwd(), output)
+            start(arguments, {**ENVIRONMENT, **own}, cwd or Path.cwd(), output, begin)
             for own, output in zip(variables, outputs, strict=True)
         ]
         for process in processes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,11 @@ def base_config(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def packtrain(*arguments: str, expect: int | None = 0, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """`packtrain ARGUMENTS` in a process of its own; asserts its exit code."""
-    return _checked(forked.command(*arguments, cwd=cwd), expect)
+def packtrain(
+    *arguments: str, expect: int | None = 0, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`packtrain ARGUMENTS` in a process of its own, with the variables of `env`; asserts its exit code."""
+    return _checked(forked.command(*arguments, cwd=cwd, env=env), expect)
 
 
 def _checked(result: subprocess.CompletedProcess[str], expect: int | None) -> subprocess.CompletedProcess[str]:
@@ -112,10 +115,11 @@ def train(
     expect: int = 0,
     command: str = "sft",
     processes: int = 1,
+    begin: Callable[..., None] | None = None,
 ) -> Run:
     """Writes `config`, trains by it into folder/name, and returns what is there.
 
-    Several processes are started as torchrun starts them; `topology=local` among the overrides has packtrain launch them.
+    Several processes are started as torchrun starts them, and do `begin` (forked.py).
     """
     config = {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}
     path = folder / f"{name}.yaml"
@@ -123,6 +127,6 @@ def train(
     if processes == 1:
         packtrain(command, str(path), *overrides, expect=expect)
     else:
-        for result in forked.joined(processes, command, str(path), *overrides):
+        for result in forked.joined(processes, command, str(path), *overrides, begin=begin):
             _checked(result, expect)
     return Run(folder / name)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from running import Run
+from running import Run, packtrain
 
 
 def environment_of(folder: Path) -> dict[str, str]:
@@ -18,8 +20,8 @@ def environment_of(folder: Path) -> dict[str, str]:
 def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_learnt(tmp_path: Path) -> None:
     environment = environment_of(tmp_path)
     result = subprocess.run(
-        # a quarter of its 800 steps: as much is learnt by then
-        [sys.executable, "-m", "packtrain", "sft", "recipes/quickstart-sft.yaml", "trainer.max_steps=200"],
+        # a tenth of its 800 steps: most of what is learnt is learnt by then
+        [sys.executable, "-m", "packtrain", "sft", "recipes/quickstart-sft.yaml", "trainer.max_steps=80"],
         cwd=tmp_path,  # not the checkout: the recipe is found in the package
         env=environment,
         capture_output=True,
@@ -28,35 +30,34 @@ def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_lea
     )
     assert result.returncode == 0, result.stderr
     run = Run(tmp_path / "runs" / "quickstart-sft")
-    assert run.summary["eval_loss"] < run.summary["first_eval_loss"] / 2
+    assert run.summary["eval_loss"] < run.summary["first_eval_loss"] / 4  # halved long before the 800 steps are over
     out = result.stdout
     assert out.count("before ") == out.count("after  ") == 3
     assert str(run.folder.resolve()) in out
-    following = [line.strip() for line in out.split("next:")[1].splitlines() if line.strip()]
-    assert len(following) == 3
-    said = []
-    for command in following:
-        dry = f"{command.partition('  #')[0]} --dry-run" if " sft " in command else command
-        done = subprocess.run(["bash", "-c", dry], cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        said.append(done.stdout)
+    answer, verify, other_mode = [line.strip() for line in out.split("next:")[1].splitlines() if line.strip()]
+    done = subprocess.run(["bash", "-c", answer], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     shown = out.split("after  ")[1].splitlines()[0].strip().removesuffix("…")
-    assert said[0].startswith(shown.split(" ⏎ ")[0])  # the same answer as the run's own, however long
-    assert said[1].rstrip().endswith("exact")
+    assert done.stdout.startswith(shown.split(" ⏎ ")[0])  # the same answer as the run's own, however long
+    own = {name: environment[name] for name in ("PACKTRAIN_CACHE", "HF_HUB_OFFLINE")}
+    assert packtrain(*arguments_of(verify), cwd=tmp_path, env=own).stdout.rstrip().endswith("exact")
+    packtrain(*arguments_of(other_mode), "--dry-run", cwd=tmp_path, env=own)
+
+
+def arguments_of(command: str) -> list[str]:
+    """What follows packtrain in a command line, whose program is there."""
+    words = shlex.split(command, comments=True)
+    assert shutil.which(words[0])
+    return words[[Path(word).name for word in words].index("packtrain") + 1 :]
 
 
 def test_the_dpo_quickstart_ranks_held_out_pairs_well_above_chance(tmp_path: Path) -> None:
-    environment = environment_of(tmp_path)
-    result = subprocess.run(
-        [sys.executable, "-m", "packtrain", "dpo", "recipes/quickstart-dpo.yaml"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
-    assert result.returncode == 0, result.stderr
-    first, *_, last = Run(tmp_path / "runs" / "quickstart-dpo").evals
+    # half of its steps, evaluated at the two ends: what it learns last is to rank nearly all of them right
+    given = ["trainer.max_steps=250", "trainer.eval_every=250", "trainer.samples=[]"]
+    own = {"PACKTRAIN_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    said = packtrain("dpo", "recipes/quickstart-dpo.yaml", *given, cwd=tmp_path, env=own).stdout
+    first, last = Run(tmp_path / "runs" / "quickstart-dpo").evals
     assert first["eval_rewards/margins"] == 0  # the model is its own reference
-    assert last["eval_rewards/accuracies"] > 0.8
-    assert f"{last['eval_rewards/accuracies']:.1%} rank right" in result.stdout
+    assert last["eval_pairs"] == 200  # so that chance is 0.5 ± 0.035
+    assert last["eval_rewards/accuracies"] > 0.65
+    assert f"{last['eval_rewards/accuracies']:.1%} rank right" in said

@@ -26,6 +26,7 @@ from packtrain.model.precision import compute_in
 from packtrain.model.spread import Ranks
 from packtrain.train.dpo import FIGURES
 from packtrain.train.preflight import choose_together
+from tests.train import host_adam
 
 NEEDS_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -86,7 +87,8 @@ def run_of(runs: dict[str, Run], folder: Path, name: str) -> Run:
     if name == "fsdp2":
         runs[name] = by_torchrun(folder, f"strategy={name}", name=name)
     else:
-        runs[name] = train(folder, config_of(folder), f"strategy={name}", name=name, processes=2)
+        begin = host_adam.run if name == "zero3_offload" and not host_adam.compiled() else None
+        runs[name] = train(folder, config_of(folder), f"strategy={name}", name=name, processes=2, begin=begin)
     return runs[name]
 
 
