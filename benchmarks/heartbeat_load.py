@@ -75,7 +75,7 @@ def _still(watchdog: Watchdog, ranks: int) -> None:
         time.sleep(0.1)
     cpu, begun = time.process_time(), time.perf_counter()
     watchdog._ask(watchdog.states())
-    while not all(one.answered for one in watchdog.states()):
+    while not all(one.stack for one in watchdog.states()):
         time.sleep(0.1)
     took, cpu = time.perf_counter() - begun, time.process_time() - cpu
     print(f"all are asked: {ranks} answers of {len(8 * THREAD) / 1024:.0f} KiB in {took:.1f} s, {cpu:.1f} s of a core")
@@ -89,7 +89,7 @@ def _ranks(numbers: range, ranks: int, port: int, stalled: Event, over: Event) -
     """Those of a process, each with its thread; a stack is as that of a rank of eight threads."""
     one = {"name": "nccl:all_reduce", "number": 37, "group": "0", "what": "Float 134515008"}
     stacks.own = lambda: 8 * THREAD
-    stacks.own_collectives = lambda: {"pending": [one], "passed": [one] * 8}
+    stacks.own_collectives = lambda: {"pending": one, "finished": one}
     client, heartbeats = Client("127.0.0.1", port, secret="secret"), [Heartbeat(rank) for rank in numbers]
     for heartbeat in heartbeats:
         heartbeat.connect(client, ranks)
@@ -109,7 +109,7 @@ def _ranks(numbers: range, ranks: int, port: int, stalled: Event, over: Event) -
 
 def _reader(heartbeat: Heartbeat, *, asked: bool = False) -> dict[str, Any]:
     message = Heartbeat.message(heartbeat, asked=asked)
-    return {**message, "collectives": {"pending": [], "passed": []}} if asked else message
+    return {**message, "collectives": {}} if asked else message
 
 
 if __name__ == "__main__":

@@ -1,19 +1,17 @@
 """`packtrain doctor RUN_DIR`: where the ranks of a run are, and why it stands still or has failed, during or after it.
 
 While a run goes on, logs/channel.json says where its control channel is, and the watchdog there answers for all machines; its
-diagnosis comes sooner than by itself, for whoever asks has a reason to. Afterwards logs/ has what was concluded, where the
-ranks were last, and the dumps of torch's flight recorders.
+diagnosis comes sooner than by itself, for whoever asks has a reason to. Afterwards logs/ has what was concluded, and where the
+ranks were last.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
 import platform
 import signal
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,8 @@ from packtrain.errors import UserError
 from packtrain.launch.exit_status import MOST_TELLING, TAIL_LINES
 from packtrain.launch.run_lock import is_locked
 from packtrain.monitor.channel import PUBLISHED, Client
-from packtrain.monitor.diagnosis import FRAMES_SHOWN, RankState, diagnose
+from packtrain.monitor.diagnosis import FRAMES_SHOWN, RankState
 from packtrain.monitor.processes import seen
-from packtrain.monitor.stacks import Collective, Frame, dumps_in, passed_of, pending_of
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
 from packtrain.plan.interfaces import LOOPBACK
 from packtrain.run_folder import RunFolder
@@ -58,7 +55,7 @@ class Finding:
         return {
             "status": self.status,
             "lines": list(self.lines),
-            "ranks": [one.to_json() for one in self.ranks],
+            "ranks": [asdict(one) for one in self.ranks],
             "diagnosis": self.diagnosis and {name: self.diagnosis[name] for name in ("cause", "ranks")},
             "silent": list(self.silent),
         }
@@ -125,7 +122,7 @@ def _of_a_silent_run(folder: RunFolder, channel: Mapping[str, Any], error: OSErr
 def _line(state: RankState) -> str:
     if state.heard_s is None:
         return f"rank {state.rank} on {state.host}: has said nothing yet"
-    process = f", {state.process.state}" if state.process and state.process.state != "running" else ""
+    process = f", {state.process.state}" if state.process.state != "running" else ""
     waits = f", waits for {state.waits}" if state.waits else ""
     silent = f"; not heard of for {state.heard_s:.0f} s" if state.heard_s > _SILENT_S else ""
     who = f"rank {state.rank} on {state.host} (process {state.pid}{process})"
@@ -149,14 +146,12 @@ def _of_an_ended_run(folder: RunFolder) -> Finding:
         return _of_a_start(folder)
     if report.exists():
         return Finding("failed", report.read_text(encoding="utf-8").splitlines(), ranks)
-    if folder.status() not in ("done", "stopped") and (states := _dumped(folder.logs, ranks)):
-        return _of_dumps(states, len(ranks))
-    codes = {one.rank: one.process.code for one in ranks if one.process and one.process.code is not None}
+    codes = {one.rank: one.process.code for one in ranks if one.process.code is not None}
     if failures := {code for code in codes.values() if 0 < code <= 128}:
         telling = next((code for code in MOST_TELLING if code in failures), min(failures))
         failed = sorted(rank for rank, code in codes.items() if code == telling)
         log = folder.log(failed[0])
-        said = _tail(log, int(last.get("logs", {}).get(str(failed[0]), 0)))
+        said = _tail(log)
         ends = [
             f"{ranks_in_words(failed)} failed (exit code {telling}); the end of {log}:",
             *(f"    {line}" for line in said),
@@ -170,58 +165,6 @@ def _of_an_ended_run(folder: RunFolder) -> Finding:
         return Finding("stopped", [f"this run was stopped by {name} before its first step"], ranks)
     what = "this run has ended without results, and none of its processes said why"
     return Finding("failed", [what, f"  → see {folder.logs}/"], ranks)
-
-
-def _dumped(logs: Path, ranks: Sequence[RankState]) -> list[RankState]:
-    """The ranks that have left a flight recorder's dump, where they were last by `ranks`; the others are not among them."""
-    known, found = {one.rank: one for one in ranks}, []
-    for rank, file in sorted(dumps_in(logs).items()):
-        with suppress(OSError, pickle.PickleError, EOFError, LookupError, TypeError, ValueError, AttributeError):
-            with file.open("rb") as opened:
-                recorded = _Plain(opened).load()
-            found.append(_with_recorded(known.get(rank, RankState(rank, "?")), recorded))
-    return found
-
-
-class _Plain(pickle.Unpickler):
-    """Reads plain containers and nothing else: a run folder may come from anywhere."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} in a dump of plain containers")
-
-
-def _with_recorded(known: RankState, recorded: Mapping[str, Any]) -> RankState:
-    pending, passed = pending_of(recorded), passed_of(recorded)
-    frames: tuple[Frame, ...] = ()
-    for entry in recorded["entries"] if pending else ():
-        if (str(entry["pg_id"]), entry["collective_seq_id"]) == (pending[0]["group"], pending[0]["number"]):
-            frames = tuple(Frame(one["filename"], int(one["line"]), one["name"]) for one in entry.get("frames", ()))
-    return replace(
-        known,
-        waits="",
-        stack=frames,
-        pending=Collective(**pending[0]) if pending else None,
-        passed=tuple(Collective(**one) for one in passed),
-        answered=True,
-    )
-
-
-def _of_dumps(states: Sequence[RankState], ranks: int) -> Finding:
-    """For a run whose collectives timed out, without any other reason."""
-    lines = ["a collective operation ran out of time; by the flight recorders in logs/:", *map(_recorded_line, states)]
-    alive = [replace(one, process=None) for one in states]
-    found = diagnose(alive) if len(states) == ranks else None
-    if found is None:
-        advice = "  → see the logs of the ranks that wait in another operation than most, or in none, or left no dump"
-        return Finding("failed", [*lines, advice], states)
-    return Finding("failed", [*lines, *found.lines], states, {"cause": found.cause, "ranks": list(found.ranks)})
-
-
-def _recorded_line(one: RankState) -> str:
-    who = f"  rank {one.rank} on {one.host} waited in"
-    if one.pending:
-        return f"{who} {one.pending}"
-    return f"{who} no collective operation; the last that it passed is {one.passed[0] if one.passed else 'none'}"
 
 
 def _newer_attempt(folder: RunFolder, than: Path) -> bool:
@@ -250,12 +193,10 @@ def _of_an_attempt(folder: RunFolder) -> list[str]:
     return [f"it ended before its first step, its config is {folder.attempt.config}{left}"]
 
 
-def _tail(log: Path, begun: int) -> list[str]:
-    """The last lines of a log that come after its first `begun` bytes, which are of earlier runs."""
+def _tail(log: Path) -> list[str]:
+    """The last lines of a log."""
     try:
-        with log.open("rb") as file:
-            file.seek(begun if begun < log.stat().st_size else 0)  # another file by that name, where it is shorter
-            return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+        return log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
     except OSError:
         return []
 

@@ -34,7 +34,7 @@ from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, last_words
 from packtrain.monitor import stacks
 from packtrain.monitor.channel import ADDRESS, SECRET, Client, published
 from packtrain.monitor.heartbeat import TimeLimits
-from packtrain.monitor.inside import looked_at, watched
+from packtrain.monitor.inside import watched
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.interfaces import short_waits
@@ -106,11 +106,10 @@ def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: C
     _say_if_busy(plan)
     os.environ.update(plan.command.env)
     if plan.num_processes > 1:  # started by another launcher
-        own = {name: value for name, value in stacks.recorded_into(folder.logs).items() if name not in os.environ}
-        os.environ.update(own)
-        with watched(folder.logs, _limits(config), by_hand=not any(name in os.environ for name in _OF_LAUNCHERS)):
+        by_hand = not any(name in os.environ for name in _OF_LAUNCHERS)
+        with watched(folder.logs, _limits(config), plan.num_processes, by_hand=by_hand):
             return train()
-    with looked_at(folder.logs, _limits(config)), last_words(folder.log(0)):
+    with watched(folder.logs, _limits(config), 1, by_hand=True), last_words(folder.log(0)):
         return train()
 
 
@@ -158,7 +157,6 @@ def _controlled(
 def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, limits: TimeLimits) -> dict[str, str]:
     """The environment variables of torchrun and its workers."""
     return {
-        **stacks.recorded_into(folder.logs),
         **os.environ,
         **plan.command.env,
         # torchrun kills workers 30 s after a signal to it, but a step and a checkpoint may take longer

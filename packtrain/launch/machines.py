@@ -49,7 +49,7 @@ class Report:
         """The report whose `asdict` came as JSON. Raises KeyError, TypeError or ValueError for anything else."""
         return cls(
             node=int(values["node"]),
-            ranks={int(rank): ProcessState.from_json(one) for rank, one in values["ranks"].items()},
+            ranks={int(rank): ProcessState(**one) for rank, one in values["ranks"].items()},
             stacks={int(rank): str(text) for rank, text in values["stacks"].items()},
             signal=None if values["signal"] is None else int(values["signal"]),
             failed=str(values["failed"])[:1000],

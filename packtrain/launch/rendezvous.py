@@ -119,7 +119,6 @@ def meet(me: Member, place: Place, prepare: Callable[[], object] = lambda: None)
 def _gather(me: Member, place: Place, server: Server, prepare: Callable[[], object]) -> Group:
     """Machine 0's part."""
     hall = _Hall(me, place)
-    server.about = hall.about
     server.serve("join", hall.join, open=SECRET not in os.environ)
     store_port = _free_port(place.port + 1)
     try:
@@ -167,10 +166,6 @@ class _Hall:
     def members(self) -> list[Member]:
         """Those that are here, by number."""
         return [self._me, *(self._guests[node].member for node in sorted(self._guests))]
-
-    def about(self) -> str:
-        """For people with curl."""
-        return f"packtrain: a run of {self._me.nodes} machines, here: {self._here()}"
 
     def join(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Answers a launcher: {"wait": text}, {"go": …}, {"stop": problems}, or {"left": why}."""

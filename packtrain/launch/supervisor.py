@@ -21,7 +21,7 @@ import psutil
 from packtrain.launch.exit_status import TAIL_LINES, Outcome, Stopped, Verdict, heard_by
 from packtrain.launch.machines import Reporter
 from packtrain.launch.worker import left
-from packtrain.monitor.processes import MemoryKills, ProcessState, seen
+from packtrain.monitor.processes import ProcessState, memory_kills, seen
 from packtrain.monitor.stacks import crash_of, dump
 from packtrain.run_folder import in_time
 
@@ -32,7 +32,6 @@ LAST_S = 3
 LINGER_S = 600
 """Seconds that processes which are at their end may take to be gone: trackers send their last files."""
 _LOOK_S = 0.1
-_NOTE_S = 1
 _TAIL_BYTES = 2**16
 
 
@@ -53,9 +52,8 @@ class Supervisor:
         self._through: float | None = None  # since when all have left an exit code
         self._workers: dict[int, psutil.Process | None] = {}
         self._family: dict[int, psutil.Process] = {}
-        self._memory = MemoryKills()
+        self._memory_kills = memory_kills()
         self._torchrun: subprocess.Popen[bytes] | None = None
-        self._noted = 0.0
 
     def run(self, argv: list[str], environment: Mapping[str, str]) -> Verdict:
         """Runs torchrun by `argv` to its end and to that of all machines, and returns the verdict on the run.
@@ -133,10 +131,6 @@ class Supervisor:
                 states[rank] = ProcessState(pid, life, 128 + self._received, told=True)
             else:
                 states[rank] = ProcessState(pid, life)
-        if time.monotonic() - self._noted > _NOTE_S:
-            self._noted = time.monotonic()
-            for state in states.values():
-                self._memory.note(state.pid)
         self._reporter.report.ranks = states
 
     def _obey(self) -> None:
@@ -217,7 +211,7 @@ class Supervisor:
             if one.state == "gone" and not one.told and rank not in codes:
                 crashed, text = crash_of(self._exits, str(rank))
                 code = said[rank].get("ended", -crashed if crashed else None)
-                states[rank] = replace(one, code=code, crash=text, oom=self._memory.killed(one.pid))
+                states[rank] = replace(one, code=code, crash=text, oom=memory_kills() > self._memory_kills)
                 codes[rank] = code if code is not None and code < 0 else None  # it has not left the number itself
         self._reporter.report.ranks = states
         bad = [rank for rank, code in codes.items() if rank and (code is None or code < 0 or 0 < code <= 128)]

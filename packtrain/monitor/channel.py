@@ -1,9 +1,9 @@
 """The control channel of a run: JSON over HTTP, served by one process and called by all others, each call with a time limit.
 
 It is served on topology.main_port by the launcher of machine 0, on a free port by rank 0 of a launch that is not ours.
-`POST /NAME` with a JSON object is answered with an object by the handler of that name; `GET /` with a line of text, for people
-with curl. Who calls must know the run's secret (a header), so that no other program can give orders; names that are `open` to
-those who do not know it yet are for joining. Nothing is pickled, and no call waits for ever: a server that is stopped, or
+`POST /NAME` with a JSON object is answered with an object by the handler of that name; any GET with a line for people with curl.
+Who calls must know the run's secret (a header), so that no other program can give orders; names that are `open` to those who do
+not know it yet are for joining. Nothing is pickled, and no call waits for ever: a server that is stopped, or
 another program at that port, is an error after `timeout_s`.
 
 torch's TCPStore would serve too, but a call to one that is stopped has no time limit (and importing it takes a second).
@@ -17,7 +17,6 @@ import json
 import os
 import secrets
 import socket
-import socketserver
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -64,20 +63,25 @@ def new_secret() -> str:
     return secrets.token_urlsafe(24)
 
 
-class Server:
+class Server(ThreadingHTTPServer):
     """Serves the channel from its creation to `close`, in threads of its own.
 
     `port` 0 takes a free one. Raises OSError (EADDRINUSE, EACCES) where the port cannot be had.
     """
 
+    daemon_threads = True
+
     def __init__(self, port: int = 0, *, secret: str, host: str = "") -> None:
+        super().__init__((host, port), _Request, bind_and_activate=False)
+        self.socket.close()
+        dual = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
+        # not by HTTPServer, which asks the name server for the host's full name: it may be silent
+        self.socket = socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=dual)
         self.secret = secret
-        self.about: Callable[[], str] = lambda: "a run of packtrain"
+        self.port: int = self.socket.getsockname()[1]
         self._handlers: dict[str, tuple[Handler, bool]] = {}
-        self._http = _Http(host, port, self._answer, lambda: self.about())
-        self.port: int = self._http.server_address[1]
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="channel", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, args=(0.1,), name="channel", daemon=True).start()
 
     def serve(self, name: str, handler: Handler, *, open: bool = False) -> None:
         """Has `POST /name` answered by `handler`, which runs in a thread of its own; `open`: without the secret, too."""
@@ -85,83 +89,44 @@ class Server:
 
     def close(self) -> None:
         """Stops listening; calls that are being answered are."""
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join(CALL_S)
+        self.shutdown()
+        self.server_close()
 
-    def _answer(self, name: str, secret: str, body: bytes) -> tuple[int, Mapping[str, Any]]:
+    def answer(self, name: str, secret: str, body: bytes) -> tuple[int, Mapping[str, Any]]:
+        """HTTP's status and what the handler `name` says."""
         handler, is_open = self._handlers.get(name, (None, False))
         if handler is None:
             return 404, {"error": f"nothing is called {name!r} here"}
         if not is_open and not hmac.compare_digest(secret.encode(), self.secret.encode()):
             return 403, {"error": "this is the channel of another run"}
         try:
-            asked = json.loads(body)
-        except ValueError:
-            asked = None
-        if not isinstance(asked, dict):
-            return 400, {"error": "a JSON object is wanted"}
-        return 200, handler(asked)
-
-
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 1024
-    allow_reuse_address = True
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        answer: Callable[[str, str, bytes], tuple[int, Mapping[str, Any]]],
-        about: Callable[[], str],
-    ) -> None:
-        self.answer, self.about = answer, about
-        dual = not host and socket.has_dualstack_ipv6()
-        self.address_family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
-        self._dual = dual
-        super().__init__((host, port), _Request)
-
-    def server_bind(self) -> None:
-        """Not as HTTPServer does, which asks the name server for the host's full name: it may be silent."""
-        if self._dual:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        socketserver.TCPServer.server_bind(self)
+            return 200, handler(dict(json.loads(body)))
+        except Exception as error:  # nobody is left without an answer
+            return 500, {"error": f"{type(error).__name__}: {error}"}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Who calls may hang up: nothing to say."""
 
 
 class _Request(BaseHTTPRequestHandler):
-    server: _Http
+    server: Server
     timeout = _IDLE_S
     server_version = _NAME
     sys_version = ""
 
     def do_GET(self) -> None:
-        if self.path == "/":
-            self._reply(200, self.server.about().encode() + b"\n", "text/plain; charset=utf-8")
-        else:
-            self._reply(404, b"{}")
+        self._reply(200, b"a run of packtrain\n")
 
     def do_POST(self) -> None:
-        try:
-            length = int(self.headers.get("Content-Length", ""))
-        except ValueError:
-            length = -1
-        if not 0 <= length <= MOST_BYTES:
-            self._reply(413, b"{}")
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > MOST_BYTES:
+            self.send_error(413)
             return
-        body = self.rfile.read(length)
-        try:
-            status, answer = self.server.answer(self.path[1:], self.headers.get(_HEADER, ""), body)
-        except Exception as error:  # a bug of ours must not leave the caller without an answer
-            status, answer = 500, {"error": f"{type(error).__name__}: {error}"}
+        status, answer = self.server.answer(self.path[1:], self.headers.get(_HEADER, ""), self.rfile.read(int(length)))
         self._reply(status, json.dumps(answer).encode())
 
-    def _reply(self, status: int, body: bytes, kind: str = "application/json") -> None:
+    def _reply(self, status: int, body: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -193,19 +158,13 @@ class Client:
             connection.close()
         if not str(reply.headers.get("Server", "")).startswith(_NAME):
             raise self._not_ours()
+        said = json.loads(content) if content.startswith(b"{") else {}
         if reply.status != 200:
-            raise Refused(_error_in(content) or f"HTTP {reply.status}", unknown=reply.status == 404)
-        return json.loads(content)
+            raise Refused(said.get("error", f"HTTP {reply.status}"), unknown=reply.status == 404)
+        return said
 
     def _not_ours(self) -> NotOurs:
         return NotOurs(f"another program answers at {self.address}, port {self.port}")
-
-
-def _error_in(said: bytes) -> str:
-    try:
-        return str(json.loads(said)["error"])
-    except (ValueError, KeyError, TypeError):
-        return ""
 
 
 @contextmanager
@@ -216,8 +175,8 @@ def published(logs: Path, server: Server, address: str) -> Iterator[None]:
     with suppress(OSError):
         aside = file.with_name(f".{PUBLISHED}")
         aside.unlink(missing_ok=True)
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
-            json.dump({**about, "pid": os.getpid()}, opened)
+        aside.touch(0o600, exist_ok=False)
+        aside.write_text(json.dumps({**about, "pid": os.getpid()}))
         os.replace(aside, file)
     try:
         yield

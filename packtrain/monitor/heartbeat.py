@@ -16,34 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from packtrain.monitor import stacks
 from packtrain.monitor.channel import ADDRESS, SECRET, Client, NoAnswer
 
-Phase = Literal[
-    "start",
-    "join",
-    "prepare",
-    "load",
-    "proof",
-    "data",
-    "counts",
-    "forward",
-    "backward",
-    "optimizer",
-    "step end",
-    "checkpoint",
-    "eval",
-    "final",
-    "done",
-]
-PHASES: tuple[Phase, ...] = get_args(Phase)
-"""In the order in which a rank comes through them; those from `data` to `eval` once a step."""
-BEFORE_TRAINING = PHASES[: PHASES.index("data")]
-WRITING: tuple[Phase, ...] = ("checkpoint", "final")
-LONG: tuple[Phase, ...] = ("prepare", "load", "proof", "final")
-"""Phases that may take hours, in which no collective waits for a rank: they have no limit while they make progress."""
+Phase = str
 IN_WORDS: Mapping[Phase, str] = {
     "start": "starting",
     "join": "joining the other processes",
@@ -61,6 +39,12 @@ IN_WORDS: Mapping[Phase, str] = {
     "final": "writing the results",
     "done": "its end",
 }
+"""All phases, in the order in which a rank comes through them; those from `data` to `eval` once a step."""
+PHASES = tuple(IN_WORDS)
+BEFORE_TRAINING = PHASES[: PHASES.index("data")]
+WRITING = ("checkpoint", "final")
+LONG = ("prepare", "load", "proof", "final")
+"""Phases that may take hours, in which no collective waits for a rank: they have no limit while they make progress."""
 STEP_S, CHECKPOINT_S, JOIN_S = 600, 1800, 300
 """Defaults of topology.step_timeout, topology.checkpoint_timeout and topology.join_timeout."""
 _COMPUTES = 0.05  # of a core
@@ -121,7 +105,7 @@ class _State(NamedTuple):
     step: int
     micro: int
     waits: str
-    since: float
+    changes: int
 
 
 class Heartbeat:
@@ -130,11 +114,9 @@ class Heartbeat:
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.usual_s = rank, 0.0
         """`usual_s`: seconds of a step that is nothing special, 0 where that is not known yet."""
-        self._state = _State("start", 0, 0, "", time.monotonic())
-        self._host = socket.gethostname()
-        self._worked_at, self._looked = 0.0, (time.monotonic(), time.process_time())
+        self._state = _State("start", 0, 0, "", 0)
+        self._worked, self._looked = 0, (time.monotonic(), time.process_time())
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
 
     @property
     def phase(self) -> Phase:
@@ -143,41 +125,37 @@ class Heartbeat:
 
     def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> float:
         """Now in `phase`, of the step before unless told; returns time.monotonic()."""
-        now, state = time.monotonic(), self._state
-        self._state = _State(phase, state.step if step is None else step, micro, state.waits, now)
-        return now
+        state = self._state
+        self._state = _State(phase, state.step if step is None else step, micro, state.waits, state.changes + 1)
+        return time.monotonic()
 
     def progress(self) -> None:
         """Still in the same phase, and at work: how long it has stood still counts anew."""
-        self._state = self._state._replace(since=time.monotonic())
+        self._state = self._state._replace(changes=self._state.changes + 1)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Inside the block the rank waits for others: for `what`, in words that follow "waits for"."""
         before = self._state.waits
-        self._state = self._state._replace(waits=what, since=time.monotonic())
+        self._state = self._state._replace(waits=what, changes=self._state.changes + 1)
         try:
             yield
         finally:
-            self._state = self._state._replace(waits=before, since=time.monotonic())
-
-    def last_message(self, code: int, lost: str = "") -> dict[str, Any]:
-        """The body of the last beat of a rank that ends with `code`; `lost` are its words where it only lost other ranks."""
-        return {**self.message(), "ended": code, "lost": lost}
+            self._state = self._state._replace(waits=before, changes=self._state.changes + 1)
 
     def message(self, *, asked: bool = False) -> dict[str, Any]:
-        """The body of a beat; with stacks and collectives where they are `asked` for."""
-        state, now = self._state, time.monotonic()
-        self._note_work(state, now)
+        """The body of a beat; with stacks and collectives where they are `asked` for.
+
+        `changes` grows with all that the rank reports; where it does not, the rank stands still.
+        """
+        state = self._state
+        self._note_work(state)
         said = {
             "rank": self.rank,
-            "host": self._host,
+            "host": socket.gethostname(),
             "pid": os.getpid(),
-            "phase": state.phase,
-            "step": state.step,
-            "micro": state.micro,
-            "waits": state.waits,
-            "for_s": round(max(now - max(state.since, self._worked_at), 0.0), 1),
+            **state._asdict(),
+            "changes": state.changes + self._worked,
             "usual_s": round(self.usual_s, 3),
         }
         if asked:
@@ -187,19 +165,19 @@ class Heartbeat:
                 said["collectives"] = stacks.own_collectives()
         return said
 
-    def _note_work(self, state: _State, now: float) -> None:
+    def _note_work(self, state: _State) -> None:
         """In a LONG phase computing counts as progress: not everything there is a loop of ours that could say so."""
-        seconds, (before, used) = time.process_time(), self._looked
-        self._looked = now, seconds
+        (before, used), self._looked = self._looked, (time.monotonic(), time.process_time())
+        now, seconds = self._looked
         if state.phase in LONG and not state.waits and seconds - used >= _COMPUTES * (now - before) > 0:
-            self._worked_at = now
+            self._worked += 1
 
     def connect(
         self,
         client: Client,
         ranks: int,
         *,
-        on_end: Callable[[str], None] | None = None,
+        on_end: Callable[[str], None] = lambda reason: None,
         on_silence: Callable[[float, NoAnswer], None] = lambda silent_s, error: None,
     ) -> None:
         """Sends beats to the watchdog from now on, so often that those of `ranks` are no load for it.
@@ -207,38 +185,28 @@ class Heartbeat:
         `on_end` is called where it orders the rank to end, with the reason; `on_silence` where it does not answer, with the
         seconds since it last did.
         """
+
+        def send() -> None:
+            asked, answered = False, time.monotonic()
+            pause_s = random.random() * min(interval_s - 1, _SPREAD_S)  # not all at once
+            while not self._over.wait(0 if asked else pause_s):
+                pause_s = interval_s
+                try:
+                    answer = client.call("beat", self.message(asked=asked))
+                    asked, answered = answer["ask"], time.monotonic()
+                    if answer["end"]:
+                        on_end(answer["end"])
+                except OSError as error:
+                    asked = False
+                    if isinstance(error, NoAnswer):  # else refused: it is about to end
+                        on_silence(time.monotonic() - answered, error)
+
         interval_s = max(1.0, ranks / _BEATS_A_SECOND)
-        about = (client, interval_s, on_end, on_silence)
-        self._thread = threading.Thread(target=self._send, args=about, name="heartbeat", daemon=True)
-        self._thread.start()
+        threading.Thread(target=send, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
         """No more beats."""
         self._over.set()
-        if self._thread is not None:
-            self._thread.join(1)
-
-    def _send(
-        self,
-        client: Client,
-        interval_s: float,
-        on_end: Callable[[str], None] | None,
-        on_silence: Callable[[float, NoAnswer], None],
-    ) -> None:
-        asked, answered = False, time.monotonic()
-        pause_s = random.random() * min(interval_s - 1, _SPREAD_S)  # not all at once
-        while not self._over.wait(0 if asked else pause_s):
-            pause_s = interval_s
-            try:
-                answer = client.call("beat", self.message(asked=asked))
-                asked, answered = bool(answer.get("ask")), time.monotonic()
-                if on_end is not None and answer.get("end"):
-                    on_end(str(answer["end"]))
-            except NoAnswer as error:
-                asked = False
-                on_silence(time.monotonic() - answered, error)
-            except OSError:  # refused: the channel of another run, or it is about to end
-                asked = False
 
 
 @functools.cache

@@ -26,33 +26,9 @@ import psutil
 
 FOLDER = "PACKTRAIN_STACKS"
 """Environment variable of a rank: the folder, of its launch and machine, that stacks and crashes are written into."""
-SIGNAL = getattr(signal, "SIGUSR2", None)
+SIGNAL = signal.SIGUSR2
 DUMP_S = 1.0
-_PASSED = 8
-_MOST_LOADERS = 4
-_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 _CRASHED = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
-_SIGNALS = {
-    "Segmentation fault": signal.SIGSEGV,
-    "Aborted": signal.SIGABRT,
-    "Bus error": getattr(signal, "SIGBUS", signal.SIGSEGV),
-    "Illegal instruction": signal.SIGILL,
-    "Floating-point exception": signal.SIGFPE,
-}
-_RECORDER = "flight-recorder-rank-"
-_DUMP = re.compile(rf"(?:{_RECORDER}|\w*trace_rank_)(\d+)")  # the other is torch's own name
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A line of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f'File "{self.file}", line {self.line}, in {self.function}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +55,10 @@ def listen(name: str | None = None) -> None:
     name = name or os.environ.get("RANK", "0")
     with suppress(OSError):
         faulthandler.enable((folder / f"{name}.crash").open("w"))  # kept open by faulthandler
-        if SIGNAL is not None:
-            aside = folder / f".{name}.stacks"
-            faulthandler.register(SIGNAL, aside.open("a"), all_threads=True, chain=False)
-            # only now it may be asked: the signal would end a process that does not listen yet
-            aside.rename(folder / f"{name}.stacks")
+        aside = folder / f".{name}.stacks"
+        faulthandler.register(SIGNAL, aside.open("a"), all_threads=True, chain=False)
+        # only now it may be asked: the signal would end a process that does not listen yet
+        aside.rename(folder / f"{name}.stacks")
 
 
 def listen_in_loader() -> None:
@@ -99,16 +74,15 @@ def own() -> str:
         file.seek(0)
         text = file.read()
     folder, rank = Path(os.environ.get(FOLDER, os.devnull)), os.environ.get("RANK", "0")
-    loaders = [int(file.stem.rpartition("-")[2]) for file in folder.glob(f"{rank}.loader-*.stacks")]
-    ours = [pid for pid in loaders if _parent(pid) == os.getpid()][:_MOST_LOADERS]
-    said = [dump(folder, f"{rank}.loader-{pid}", pid) for pid in ours]
-    return "\n".join([*(f"-- a loader process\n{one}" for one in said if one), text])
+    children = [child.pid for child in psutil.Process().children()]
+    loaders = [said for pid in children if (said := dump(folder, f"{rank}.loader-{pid}", pid))]
+    return "\n".join([*(f"-- a loader process\n{one}" for one in loaders), text])
 
 
 def dump(folder: Path, name: str, pid: int) -> str:
     """The stacks of process `pid`, which listens under `name`; "" where none came within DUMP_S: it is stopped or gone."""
     file = folder / f"{name}.stacks"
-    if SIGNAL is None or not file.exists():
+    if not file.exists():
         return ""
     with suppress(OSError):
         os.truncate(file, 0)
@@ -125,79 +99,48 @@ def crash_of(folder: Path, name: str) -> tuple[int, str]:
     """The signal by which the process that listened under `name` crashed, and its stacks; (0, "") where it did not."""
     with suppress(OSError):
         text = (folder / f"{name}.crash").read_text(errors="replace")
-        if said := [_SIGNALS[one] for one in _CRASHED.findall(text) if one in _SIGNALS]:
-            return int(said[-1]), text
+        if said := _CRASHED.findall(text):
+            return next((int(one) for one in signal.Signals if signal.strsignal(one) == said[-1]), 0), text
     return 0, ""
 
 
-def main_stack(text: str) -> tuple[Frame, ...]:
-    """The main thread's frames in a dump of faulthandler, innermost first; it comes last, as the oldest thread."""
-    frames: list[Frame] = []
+def main_stack(text: str) -> tuple[str, ...]:
+    """The main thread's calls in a dump of faulthandler, innermost first; it comes last, as the oldest thread."""
+    calls: list[str] = []
     for line in text.splitlines():
         if line.endswith("(most recent call first):"):
-            frames = []
-        elif found := _FRAME.fullmatch(line):
-            file, number, function = found.groups()
-            frames.append(Frame(file, int(number) if number.isdigit() else 0, function))
-    return tuple(frames)
+            calls = []
+        elif line.startswith('  File "'):
+            calls.append(line.strip())
+    return tuple(calls)
 
 
-def _parent(pid: int) -> int:
-    with suppress(psutil.Error):
-        return psutil.Process(pid).ppid()
-    return 0
-
-
-def own_collectives() -> dict[str, list[dict[str, Any]]]:
-    """The pending collectives of this process and the last that it passed, as fields of Collective; none without torch.
+def own_collectives() -> dict[str, Any]:
+    """`last_collectives` of this process; {} without torch.
 
     torch has one flight recorder for all backends, and in builds with NCCL maybe one more.
     """
-    found: dict[str, list[dict[str, Any]]] = {"pending": [], "passed": []}
     if "torch.distributed" not in sys.modules:
-        return found
+        return {}
     c10d = importlib.import_module("torch._C._distributed_c10d")
+    found: dict[str, Any] = {}
     for recorder in (getattr(c10d, name, None) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")):
-        recorded = json.loads(recorder()) if recorder is not None else {}
-        found["pending"] += [one for one in pending_of(recorded) if one not in found["pending"]]
-        found["passed"] += [one for one in passed_of(recorded) if one not in found["passed"]]
+        recorded = last_collectives(json.loads(recorder())) if recorder is not None else {}
+        found |= {name: one for name, one in recorded.items() if one and not found.get(name)}
     return found
 
 
-def pending_of(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Collectives of one flight recorder's dump that were begun and have not ended, as fields of Collective."""
-    return [_collective(entry) for entry in _of_groups(recorded) if not _has_ended(entry, recorded)]
-
-
-def passed_of(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The last _PASSED of a dump that have ended, the latest first."""
-    ended = [entry for entry in _of_groups(recorded) if _has_ended(entry, recorded)]
-    return [_collective(entry) for entry in reversed(ended[-_PASSED:])]
-
-
-def _of_groups(recorded: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Without what goes from one rank to another, which is numbered apart."""
-    return [entry for entry in recorded.get("entries", []) if not entry["is_p2p"]]
-
-
-def _has_ended(entry: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
-    last = recorded.get("pg_status", {}).get(str(entry["pg_id"]), {}).get("last_completed_collective", -1)
-    return entry["retired"] or entry["collective_seq_id"] <= int(last)
-
-
-def _collective(entry: Mapping[str, Any]) -> dict[str, Any]:
-    sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
-    what = ", ".join(f"{dtype} {'x'.join(map(str, size)) or '1'}" for dtype, size in sizes)
-    name, number = entry["profiling_name"], entry["collective_seq_id"]
-    return {"name": name, "number": number, "group": str(entry["pg_id"]), "what": what[:200]}
-
-
-def recorded_into(logs: Path) -> Mapping[str, str]:
-    """Environment variables with which a rank whose NCCL collective runs out of time leaves its flight recorder in `logs`."""
-    return {"TORCH_FR_DUMP_TEMP_FILE": str(logs.absolute() / _RECORDER), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-
-
-def dumps_in(logs: Path) -> dict[int, Path]:
-    """The flight recorders that were left in `logs`, by rank."""
-    found = {file: _DUMP.fullmatch(file.name) for file in logs.glob("*") if file.is_file()}
-    return {int(name[1]): file for file, name in sorted(found.items()) if name}
+def last_collectives(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Of one flight recorder's dump, as fields of Collective or None: `pending`, the first operation that was begun and has not
+    ended, and `finished`, the last that has. What goes from one rank to another is numbered apart, and left out."""
+    last: dict[str, Any] = {"pending": None, "finished": None}
+    for entry in recorded.get("entries", ()):
+        status = recorded.get("pg_status", {}).get(str(entry["pg_id"]), {})
+        name, number = entry["profiling_name"], entry["collective_seq_id"]
+        ended = entry["retired"] or number <= int(status.get("last_completed_collective", -1))
+        if not entry["is_p2p"] and (ended or last["pending"] is None):
+            sizes = zip(entry["input_dtypes"], entry["input_sizes"], strict=True)
+            what = ", ".join(f"{dtype} {'x'.join(map(str, size)) or '1'}" for dtype, size in sizes)
+            one = {"name": name, "number": number, "group": str(entry["pg_id"]), "what": what[:200]}
+            last["finished" if ended else "pending"] = one
+    return last

@@ -1,8 +1,8 @@
 """The watchdog of a run: receives the heartbeats of all ranks of all machines, and finds when, and why, they stand still.
 
 There is one, in the process that serves the control channel, which calls `look` once a second. A rank has until the deadline
-of its phase (TimeLimits); the others, which say that they wait, have no part in it. After a
-minute without progress a notice names the rank that the others wait for. Shortly before the deadline all ranks are asked for their stacks and pending
+of its phase (TimeLimits); the others, which say that they wait, have no part in it. After a minute without progress a notice
+names the rank that the others wait for. Shortly before the deadline all ranks are asked for their stacks and pending
 collectives, and one diagnosis comes of it. Late beats alone are no stall: a rank without heartbeats has the whole
 deadline from its last beat on.
 """
@@ -14,15 +14,15 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packtrain.monitor.channel import Server
-from packtrain.monitor.diagnosis import Diagnosis, RankState, aftermath, diagnose, never_meet, waiting_words
-from packtrain.monitor.heartbeat import BEFORE_TRAINING, PHASES, TimeLimits, place_of
-from packtrain.monitor.processes import ProcessState
-from packtrain.monitor.stacks import Collective, Frame, dumps_in, main_stack
+from packtrain.monitor.diagnosis import Diagnosis, RankState, diagnose, live_of, waiting_words
+from packtrain.monitor.heartbeat import BEFORE_TRAINING, TimeLimits
+from packtrain.monitor.processes import UNKNOWN, ProcessState
+from packtrain.monitor.stacks import Collective, main_stack
 from packtrain.run_folder import in_time, write_json
 
 DIAGNOSIS = "diagnosis.txt"
@@ -32,41 +32,43 @@ LOOK_S = 1.0
 STOPPED_S = 5
 """Seconds after which a stopped process (SIGSTOP) counts as one."""
 NOTICE_S = 60
-"""Seconds of standstill after which it is said who keeps the others waiting, and that different collectives are surely so."""
+"""Seconds of standstill, and _TIMES usual steps, after which it is said who keeps the others waiting."""
 ANSWER_S = 3
 """What ranks have to answer by themselves, before their launchers have faulthandler dump their stacks."""
+_SOON_S = 5  # of standstill: whoever asks doctor has a reason to
+_TIMES = 3
 _TO_ASK_S = 10
 _FRESH_S = 30  # what was answered earlier is asked for again
 _JUST_S = 5
 _ENDED_S = 30
 _LATE_S = 10  # a beat that is so late may be followed by any news
+_OF_A_BEAT = ("pid", "phase", "step", "micro", "waits", "usual_s")
 _LONGEST_LOOK_S = 3  # what lies longer between two looks is no standstill of the ranks: this process was suspended
-_TIMES = 3  # usual steps, which may be long
-_SUSPICIOUS_S, _SUSPICIOUS_STEPS = 5, 5
-_SOONER_S = 45
 
 
 @dataclass(slots=True)
 class _Rank:
-    """What was heard of a rank, and when (time.monotonic); `message` is its last beat."""
+    """What was heard of a rank, and when; `message` is its last beat, `since` when it last reported progress."""
 
     host: str
     node: int
-    begun: float
+    since: float
     message: Mapping[str, Any] = field(default_factory=dict)
     heard: float | None = None
-    process: ProcessState | None = None
+    process: ProcessState = UNKNOWN
     stopped: float | None = None
-    gone: float | None = None
-    asked: float | None = None
-    told: bool = False  # that it is to end
     text: str = ""
-    stack: tuple[Frame, ...] = ()
+    stack: tuple[str, ...] = ()
     collectives: Mapping[str, Any] = field(default_factory=dict)
 
     def answers(self, text: str, collectives: Mapping[str, Any] | None = None) -> None:
         """Keeps stacks and collectives; none where it has moved on."""
         self.text, self.stack, self.collectives = text, main_stack(text), collectives or {}
+
+    def collective(self, name: str) -> Collective | None:
+        """The `pending` one, or the last that it has `finished`."""
+        found = self.collectives.get(name)
+        return found and Collective(**found)
 
 
 def stacks_of(logs: Path, rank: int) -> Path:
@@ -75,33 +77,28 @@ def stacks_of(logs: Path, rank: int) -> Path:
 
 
 class Watchdog:
-    """Watches a run on `machines` (host name and ranks of each); writes into `logs`. Its methods may be called by any thread.
+    """Watches a run on `machines` (host name and ranks of each); writes into `logs`. Its methods may be called by any thread."""
 
-    `ends`: whether to end a run that stands still; a run of one process is only reported on.
-    """
-
-    def __init__(
-        self, machines: Sequence[tuple[str, Collection[int]]], limits: TimeLimits, logs: Path, *, ends: bool = True
-    ) -> None:
+    def __init__(self, machines: Sequence[tuple[str, Collection[int]]], limits: TimeLimits, logs: Path) -> None:
         now = time.monotonic()
-        self._limits, self._logs, self._ends = limits, logs, ends
+        self._limits, self._logs, self._suspended_s, self._looked = limits, logs, 0.0, now
         self._ranks = {rank: _Rank(host, node, now) for node, (host, ranks) in enumerate(machines) for rank in ranks}
         self._hosts = [host for host, _ in machines]
         self._launchers: dict[int, float] = {}  # by machine: when it was last heard
         self._lock = threading.Lock()
-        self._looked, self._noticed = now, ()
+        self._asked: float | None = None  # when all were last asked for stacks and collectives
+        self._noticed: tuple[Any, ...] = ()
         self._found: Diagnosis | None = None
         self.end: str = ""
         """Why all ranks are to end themselves, where no launcher of ours would end them."""
-        self._begun = {rank: _size(logs / f"rank-{rank:05d}.log") for rank in self._ranks}  # logs of earlier runs
-        for old in (
-            logs / DIAGNOSIS,
-            logs / RANKS,
-            *(stacks_of(logs, rank) for rank in self._ranks),
-            *dumps_in(logs).values(),
-        ):
+        stacks = [stacks_of(logs, rank) for rank in self._ranks]
+        for of_an_earlier_run in (logs / DIAGNOSIS, logs / RANKS, *stacks):
             with suppress(OSError):
-                old.unlink()
+                of_an_earlier_run.unlink()
+
+    def _now(self) -> float:
+        """Seconds, without those in which this process was suspended."""
+        return time.monotonic() - self._suspended_s
 
     # -- what is heard
 
@@ -111,40 +108,31 @@ class Watchdog:
         server.serve("ranks", self.show)
 
     def hear(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes a beat (Heartbeat.message); says whether stacks are wanted, and whether the rank is to end."""
+        """Takes a beat (Heartbeat.message); says whether stacks are wanted, and why the rank is to end where it is."""
         with self._lock:
-            one = self._ranks.get(int(message["rank"]))
-            if one is None or message["phase"] not in PHASES:
-                return {"end": f"there is no rank {message['rank']} in this run"}
-            before = one.message
-            one.heard = time.monotonic()
-            one.host = str(message["host"]) if not one.host else one.host
-            if "stacks" in message:
-                one.answers(str(message["stacks"]), message["collectives"])
-            elif (before and (before["phase"], before["step"]) != (message["phase"], message["step"])) or before.get(
-                "for_s", 0
-            ) > message["for_s"]:
+            one = self._ranks.get(message["rank"])
+            if one is None:
+                return {"ask": False, "end": f"there is no rank {message['rank']} in this run"}
+            one.heard, one.host = self._now(), one.host or message["host"]
+            if message["changes"] != one.message.get("changes"):
+                one.since = one.heard
                 one.answers("")  # it is not there any more
-                one.asked = None
+            if "stacks" in message:
+                one.answers(message["stacks"], message["collectives"])
             if "ended" in message:
                 one.process = ProcessState(message["pid"], "gone", message["ended"], told=True, lost=message["lost"])
-                one.gone = one.gone or one.heard
-            one.message = {key: value for key, value in message.items() if key not in ("stacks", "collectives")}
-            ask = one.asked is not None and not one.text
-            one.told = bool(self.end)
-        return {"ask": ask, "end": self.end or None}
+            one.message = message
+            return {"ask": self._is_asked(one), "end": self.end or None}
 
     def processes(self, node: int, states: Mapping[int, ProcessState]) -> None:
         """Takes what the launcher of machine `node` knows of its ranks' processes; called once a second for each."""
-        now = time.monotonic()
         with self._lock:
-            self._launchers[node] = now
+            self._launchers[node] = self._now()
             for rank, state in states.items():
-                if (one := self._ranks.get(rank)) is not None:
+                one = self._ranks.get(rank)
+                if one is not None and not one.process.told:  # what it has told itself says more
                     one.process = state
-                    one.stopped = (one.stopped or now) if state.state == "stopped" else None
-                    one.gone = (one.gone or now) if state.state == "gone" else None
-
+                    one.stopped = (one.stopped or self._now()) if state.state == "stopped" else None
                     if state.crash and not one.text:
                         one.answers(state.crash)
 
@@ -157,59 +145,45 @@ class Watchdog:
 
     def wanted_stacks(self, node: int) -> list[int]:
         """The ranks of machine `node` that were asked for their stacks and do not answer: their launcher is to dump them."""
-        now = time.monotonic()
-        return [
-            rank
-            for rank, one in self._ranks.items()
-            if one.node == node and one.asked and now - one.asked > ANSWER_S and not one.text and one.gone is None
-        ]
+        if self._asked is None or self._now() - self._asked < ANSWER_S:
+            return []
+        ours = [(rank, one) for rank, one in self._ranks.items() if one.node == node]
+        return [rank for rank, one in ours if self._is_asked(one) and one.process.state != "gone"]
+
+    def _is_asked(self, one: _Rank) -> bool:
+        return not one.text and self._asked is not None and self._now() - self._asked < self._to_answer_s()
+
+    def _to_answer_s(self) -> float:
+        """The time of ranks to answer by themselves, and then of their launchers to do it for them."""
+        return ANSWER_S + 2 * max(LOOK_S, len(self._ranks) / 200) + 2
 
     # -- what is known
 
     def states(self) -> list[RankState]:
         """What is known of every rank."""
-        now = time.monotonic()
         with self._lock:
-            return [self._state(rank, one, now) for rank, one in sorted(self._ranks.items())]
+            return [self._state(rank, one, self._now()) for rank, one in sorted(self._ranks.items())]
 
     def _state(self, rank: int, one: _Rank, now: float) -> RankState:
-        said, stopped_s = one.message, now - one.stopped if one.stopped else 0.0
-        if one.heard is None:
-            pid, still_s = one.process.pid if one.process else 0, now - one.begun
-            return RankState(rank, one.host, pid, still_s=still_s, stopped_s=stopped_s, process=one.process)
-        silent = now - one.heard
-        pending = [Collective(**each) for each in one.collectives.get("pending", ())]
+        told = {name: one.message[name] for name in _OF_A_BEAT} if one.message else {"pid": one.process.pid}
+        heard_s = None if one.heard is None else round(max(now - one.heard, 0.0), 1)
+        still_s = heard_s if heard_s and heard_s > _LATE_S else max(now - one.since, 0.0)
         return RankState(
             rank,
             one.host,
-            said["pid"],
-            said["phase"],
-            said["step"],
-            said["micro"],
-            said["waits"],
-            heard_s=round(silent, 1),
-            still_s=round(silent if silent > _LATE_S else said["for_s"] + silent, 1),
-            usual_s=said["usual_s"],
-            stopped_s=stopped_s,
+            **told,
+            heard_s=heard_s,
+            still_s=round(still_s, 1),
+            stopped_s=now - one.stopped if one.stopped else 0.0,
             process=one.process,
             stack=one.stack,
-            pending=pending[0] if pending else None,
-            passed=tuple(Collective(**each) for each in one.collectives.get("passed", ())),
-            answered="pending" in one.collectives,
+            pending=one.collective("pending"),
+            finished=one.collective("finished"),
         )
-
-    def all_know(self) -> bool:
-        """Whether all ranks that are left have been told to `end`."""
-        return all(one.told or one.gone for one in self._ranks.values())
 
     def trains(self) -> bool:
         """Whether any rank has come through what is before training."""
         return any(one.phase not in BEFORE_TRAINING for one in self.states())
-
-    def place(self, rank: int) -> str:
-        """Where a rank was last, in words: "in the forward pass of step 4"; "" where nothing was heard of it."""
-        said = self._ranks[rank].message if rank in self._ranks else {}
-        return f"in {place_of(said['phase'], said['step'], said['micro'])}" if said else ""
 
     def waiting(self, but: Collection[int] = ()) -> tuple[str, ...]:
         """What the ranks do, in words, `but` some."""
@@ -222,132 +196,102 @@ class Watchdog:
 
         None once a rank has ended with an error, or without a word: that is why then (`aftermath`).
         """
-        self._leave_out_suspension()
+        gap, self._looked = time.monotonic() - self._looked, time.monotonic()
+        self._suspended_s += gap if gap > _LONGEST_LOOK_S else 0
         states = self.states()
-        live = [one for one in states if not (one.at_its_end or one.gone)]
-        if self._found or not self._ends:
+        if self._found or any(one.dead or one.failed or one.process.lost for one in states):
             return self._found
-        if any(one.dead or one.lost_others or one.failed for one in states):
+        live = live_of(states)
+        found, still_s = self._standstill(states)
+        if found is None:
             return None
-        if any(one.stopped_s for one in live):
+        culprits = [one for one in live if one.rank in found.ranks] or live
+        limit_s = min(
+            max(self._limits.deadline_s(one.phase) for one in culprits),
+            {"stopped": STOPPED_S, "ended": _ENDED_S}.get(found.cause, float("inf")),
+        )
+        notice_s = _notice_s(live, NOTICE_S)
+        if still_s >= limit_s - _TO_ASK_S or abs(still_s - notice_s) <= _TO_ASK_S:
             self._ask(live)
-        if any(one.stopped_s >= min(STOPPED_S, self._limits.deadline_s("data")) for one in live):
-            return self._conclude(diagnose(states))
-        return self._judge(states, live)
+        if still_s >= limit_s and self._have_answered(live):
+            return self._conclude(diagnose(self.states()))
+        # not of ranks that all compute, as they may in a first step
+        if still_s >= notice_s and self._have_answered(live) and any(one.waits_for_others for one in live):
+            mark = (found.ranks, *(one.progress for one in culprits))
+            if mark != self._noticed:
+                print(f"{found.what}; the run ends for it at {limit_s:.0f} s", file=sys.stderr, flush=True)
+            self._noticed = mark
+        return None
+
+    def _standstill(self, states: Sequence[RankState]) -> tuple[Diagnosis | None, float]:
+        """Why none goes on of those that do not wait, and for how many seconds; (None, 0) where one does."""
+        live = live_of(states)
+        broken = any(one.dead or one.process.state == "stopped" for one in states)
+        if not broken and not (live and all(one.waits or one.still_s >= _JUST_S for one in live)):
+            return None, 0
+        found = diagnose(states)
+        culprits = [one for one in live if found and one.rank in found.ranks] or live
+        return found, min((one.stopped_s or one.still_s for one in culprits), default=0)
 
     def aftermath(self) -> Diagnosis | None:
         """Why a run is over in which ranks are gone; None where that is not known, or they have said so themselves."""
-        return self._found or self._conclude(aftermath(self.states()))
-
-    def _judge(self, states: Sequence[RankState], live: Sequence[RankState]) -> Diagnosis | None:
-        found = diagnose(states) if live and all(one.waits or one.still_s >= _JUST_S for one in live) else None
-        if found is None:
-            self._noticed = ()
-            return None
-        culprits = [one for one in live if one.rank in found.ranks] or live
-        still, limit = min(one.still_s for one in culprits), self._limit_s(found, culprits, live)
-        notice = max([NOTICE_S, *(_TIMES * one.usual_s for one in live)])
-        if still >= limit - _TO_ASK_S or notice - _TO_ASK_S <= still < notice + _TO_ASK_S:
-            self._ask(live)
-        if still >= limit and self._have_answered(live):
-            return self._conclude(diagnose(self.states()))
-        if still >= notice and self._have_answered(live):
-            self._notice(found, live, limit)
-        return None
-
-    def _limit_s(self, found: Diagnosis, culprits: Sequence[RankState], live: Sequence[RankState]) -> float:
-        """How long the run may stand still for this."""
-        deadline = max(self._limits.deadline_s(one.phase) for one in culprits)
-        if found.cause == "ended":
-            return min(deadline, _ENDED_S)
-        return min(deadline, NOTICE_S) if found.cause == "collectives" and never_meet(live) else deadline
-
-    def _notice(self, found: Diagnosis, live: Sequence[RankState], limit: float) -> None:
-        """Says once, of a standstill, who keeps the others waiting."""
-        mark = (found.ranks, tuple(one.progress for one in live if one.rank in found.ranks))
-        joining = any(one.phase in ("start", "join") for one in live)  # joining itself reports whom it waits for
-        if joining or mark == self._noticed or not any(one.waits_for_others for one in live):
-            return
-        self._noticed = mark
-        print(f"{found.what}; the run ends for it at {limit:.0f} s", file=sys.stderr, flush=True)
+        found = None if self._found else diagnose(self.states())
+        if found is not None and found.cause in ("memory", "died", "ended"):
+            self._conclude(found)
+        return self._found
 
     def _ask(self, states: Sequence[RankState]) -> None:
-        now = time.monotonic()
         with self._lock:
-            for one in states:
-                rank = self._ranks[one.rank]
-                if rank.asked is None or now - rank.asked > _FRESH_S:
-                    rank.asked = now
-                    rank.answers("")
+            if self._asked is None or self._now() - self._asked > _FRESH_S:
+                self._asked = self._now()
+                for one in states:
+                    self._ranks[one.rank].answers("")
 
     def _have_answered(self, states: Sequence[RankState]) -> bool:
-        """Whether all have, or had the time to, by themselves and by their launchers."""
-        now, late = time.monotonic(), ANSWER_S + 2 * max(LOOK_S, len(self._ranks) / 200) + 2
-        asked = [self._ranks[one.rank] for one in states]
-        return all(one.text or (one.asked and now - one.asked > late) for one in asked)
+        """Whether all have, or had the time to."""
+        silent = [one for one in states if not self._ranks[one.rank].text and one.process.state != "stopped"]
+        return not silent or (self._asked is not None and self._now() - self._asked > self._to_answer_s())
 
     def _conclude(self, found: Diagnosis | None) -> Diagnosis | None:
         """Leaves the diagnosis and the stacks in logs/, and returns it."""
-        if found is None:
-            return None
         self._found = found
+        if found is not None:
+            self._keep_stacks()
+            self.keep("\n".join(found.lines))
+        return found
+
+    def _keep_stacks(self) -> None:
         with self._lock:
             texts = {rank: _whole_text(one) for rank, one in self._ranks.items() if one.text or one.collectives}
         in_time(lambda: [stacks_of(self._logs, rank).write_text(text) for rank, text in texts.items()], [])
-        self.keep("\n".join(found.lines))
-        return found
 
     def keep(self, diagnosis: str) -> None:
         """Leaves a diagnosis in logs/, where packtrain doctor finds it."""
         in_time(lambda: (self._logs / DIAGNOSIS).write_text(diagnosis + "\n", encoding="utf-8"), 0)
 
-    def _leave_out_suspension(self) -> None:
-        now = time.monotonic()
-        gap, self._looked = now - self._looked, now
-        if gap > _LONGEST_LOOK_S:
-            with self._lock:
-                for one in self._ranks.values():
-                    one.begun += gap
-                    one.heard = None if one.heard is None else min(one.heard + gap, now)
-                    one.stopped, one.asked = None, one.asked and one.asked + gap
-
     # -- what is shown
 
     def show(self, wish: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of every rank, for packtrain doctor; with `stacks`, or where they stand still, they are asked first."""
-        live = [one for one in self.states() if not (one.at_its_end or one.gone)]
-        stalled = self._stands_still(self.states(), live)
+        """The state of every rank, for packtrain doctor; with `stacks`, or where they stand still, they are asked first.
+
+        The diagnosis comes sooner than by `look`.
+        """
+        live = live_of(self.states())
+        found, still_s = self._standstill(self.states())
+        stalled = found and (found.cause in ("memory", "died", "stopped") or still_s >= _notice_s(live, _SOON_S))
         if wish.get("stacks") or stalled:
             self._ask(live)
             end = time.monotonic() + ANSWER_S + 4
             while not self._have_answered(live) and time.monotonic() < end:
                 time.sleep(0.1)
         found = self._found or (diagnose(self.states()) if stalled else None)
-        with self._lock:
-            texts = (
-                {rank: _whole_text(one) for rank, one in self._ranks.items() if one.text} if wish.get("stacks") else {}
-            )
-            if self._found is None:
-                for one in self._ranks.values():
-                    one.asked = None
-        in_time(lambda: [stacks_of(self._logs, rank).write_text(text) for rank, text in texts.items()], [])
+        if wish.get("stacks"):
+            self._keep_stacks()
         return self.to_json(found)
-
-    def _stands_still(self, states: Sequence[RankState], live: Sequence[RankState]) -> bool:
-        """Sooner than for `look`: who asks has a reason to."""
-        if any(one.dead or one.stopped_s or (one.process and one.process.state == "stopped") for one in states):
-            return True
-        return bool(live) and all(one.still_s >= self._suspicious_s(one) for one in live)
-
-    def _suspicious_s(self, one: RankState) -> float:
-        if one.phase in BEFORE_TRAINING or one.usual_s == 0:
-            return min(self._limits.deadline_s(one.phase) / 5, _SOONER_S)
-        return max(_SUSPICIOUS_S, _SUSPICIOUS_STEPS * one.usual_s)
 
     def to_json(self, found: Diagnosis | None = None) -> dict[str, Any]:
         """Plain containers: `ranks` (RankState), `machines` (host, ranks, seconds since its launcher was heard) and `diagnosis`."""
-        now = time.monotonic()
-        found = found or self._found
+        now = self._now()
         machines = [
             {
                 "host": host,
@@ -357,20 +301,19 @@ class Watchdog:
             for node, host in enumerate(self._hosts)
         ]
         diagnosis = found and {"cause": found.cause, "ranks": list(found.ranks), "lines": found.lines}
-        ranks = [one.to_json() for one in self.states()]
-        return {"ranks": ranks, "machines": machines, "diagnosis": diagnosis, "logs": self._begun}
+        return {"ranks": [asdict(one) for one in self.states()], "machines": machines, "diagnosis": diagnosis}
 
     def close(self) -> None:
         """Leaves in logs/ where the ranks were last, for those who look later."""
-        in_time(lambda: write_json(self._logs / RANKS, self.to_json()), None)
+        in_time(lambda: write_json(self._logs / RANKS, self.to_json(self._found)), None)
+
+
+def _notice_s(live: Sequence[RankState], least_s: float) -> float:
+    """How long a standstill is worth a word: `least_s`, and some usual steps; NOTICE_S where no step is known yet."""
+    usual_s = max((one.usual_s for one in live), default=0)
+    return max(least_s if usual_s else NOTICE_S, _TIMES * usual_s)
 
 
 def _whole_text(one: _Rank) -> str:
-    pending = [f"-- pending: {Collective(**each)}" for each in one.collectives.get("pending", ())]
-    return "\n".join([one.text, *pending]) + "\n"
-
-
-def _size(file: Path) -> int:
-    with suppress(OSError):
-        return file.stat().st_size
-    return 0
+    pending = one.collective("pending")
+    return one.text + (f"\n-- pending: {pending}\n" if pending else "\n")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import platform
 import re
 import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from packtrain.launch.run_lock import locked
 from packtrain.monitor.channel import Client, Server, published
 from packtrain.monitor.diagnosis import RankState
 from packtrain.monitor.heartbeat import Heartbeat, Phase, TimeLimits
-from packtrain.monitor.processes import ProcessState
+from packtrain.monitor.processes import UNKNOWN, ProcessState
 from packtrain.monitor.watchdog import RANKS, Watchdog
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import look_around
@@ -39,15 +38,13 @@ def leave(
     status: str | None = None,
     diagnosis: str = "",
     phase: Phase = "backward",
-    begun: int = 0,
 ) -> RunFolder:
-    """A run as it is left by ranks that ended with `codes`; rank 0's log had `begun` bytes before."""
+    """A run as it is left by ranks that ended with `codes`."""
     run = RunFolder(folder)
     run.logs.mkdir(parents=True, exist_ok=True)
-    ends = [(code is not None and ProcessState(77, "gone", code, told=True)) or None for code in codes]
+    ends = [(code is not None and ProcessState(77, "gone", code, told=True)) or UNKNOWN for code in codes]
     ranks = [RankState(rank, "n0", 77, phase, 7, heard_s=1.0, process=end) for rank, end in enumerate(ends)]
-    left = {"ranks": [one.to_json() for one in ranks], "logs": {"0": begun}}
-    (run.logs / RANKS).write_text(json.dumps(left))
+    (run.logs / RANKS).write_text(json.dumps({"ranks": [asdict(one) for one in ranks]}))
     if status:
         run.summary.write_text(json.dumps({"status": status, "steps": 12}))
     if diagnosis:
@@ -73,10 +70,9 @@ def test_a_rank_that_failed_is_shown_with_the_end_of_its_log(tmp_path: Path) -> 
     assert found.lines[0].startswith("rank 1 failed (exit code 2)") and found.lines[-1].strip() == "bad data"
 
 
-def test_of_an_attempt_that_was_refused_its_own_words_are_shown_and_not_those_of_the_run_before(tmp_path: Path) -> None:
-    earlier = "step 1/6\nstep 2/6\n"
-    run = leave(tmp_path, codes=(2, 2), status="stopped", begun=len(earlier))
-    run.log(0).write_text(f"{earlier}error:\n  other data\n")
+def test_of_an_attempt_that_was_refused_its_own_words_are_shown(tmp_path: Path) -> None:
+    run = leave(tmp_path, codes=(2, 2), status="stopped")
+    run.log(0).write_text("error:\n  other data\n")
     run.attempt.root.mkdir()
     assert [line.strip() for line in examine(run).lines[1:]] == [
         "error:",
@@ -128,8 +124,8 @@ def test_a_run_that_stands_still_is_told_with_its_culprit_and_goes_on(ask: bool,
         reads.enter("data", step=9)
         with waits.waiting("the counts of all ranks"):
             for heartbeat in (waits, reads):
-                heartbeat._state = heartbeat._state._replace(since=heartbeat._state.since - 60)
                 watchdog.hear(heartbeat.message())
+                watchdog._ranks[heartbeat.rank].since -= 60
             found = examine(run, ask=ask)
         assert watchdog.look() is None
     assert (found.status, found.exit_code) == ("stalled", 4)
@@ -227,61 +223,3 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     leave(tmp_path, status="done")
     assert show_run(str(tmp_path), ask=False, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["status"] == "done"
-
-
-class Recorded:
-    """The dump of a rank's flight recorder, as torch writes it, that has begun `number` operations and ended all but the last."""
-
-    def __init__(self, number: int, name: str = "nccl:all_reduce", *, ended: bool = False) -> None:
-        frames = [{"name": "backward", "filename": "train.py", "line": 12}]
-        shape = {"input_sizes": [[3]], "input_dtypes": ["Float"], "is_p2p": False, "frames": frames, "pg_id": 0}
-        names = ["nccl:all_reduce"] * (number - 1) + [name]
-        entries = [
-            {"collective_seq_id": one, "profiling_name": of, "retired": ended or one < number, **shape}
-            for one, of in enumerate(names, start=1)
-        ]
-        self.content = {"version": "2.10", "pg_status": {}, "entries": entries}
-
-
-def leave_dumps(folder: Path, *recorded: Recorded, ranks: int = 2) -> RunFolder:
-    """A run of which each rank has left such a dump."""
-    run = leave(folder, codes=(None,) * ranks)
-    for rank, one in enumerate(recorded):
-        (run.logs / f"flight-recorder-rank-{rank}").write_bytes(pickle.dumps(one.content))
-    return run
-
-
-@pytest.mark.parametrize(
-    ("recorded", "cause", "said"),
-    [
-        ((Recorded(7), Recorded(7, "nccl:barrier")), "collectives", "rank 1 on n0 waited in nccl:barrier number 7"),
-        ((Recorded(7), Recorded(6, ended=True)), "stuck", "the last that it passed is nccl:all_reduce number 6"),
-        ((Recorded(7), Recorded(7)), "network", "none is behind"),
-    ],
-)
-def test_flight_recorders_dumps_tell_why_a_run_ended_that_nobody_watched(
-    recorded: tuple[Recorded, ...], cause: str, said: str, tmp_path: Path
-) -> None:
-    found = examine(leave_dumps(tmp_path, *recorded))
-    assert (found.status, found.diagnosis and found.diagnosis["cause"]) == ("failed", cause)
-    assert said in "\n".join(found.lines)
-    assert ('File "train.py", line 12, in backward' in "\n".join(found.lines)) == (cause != "stuck")
-
-
-def test_a_rank_without_a_dump_leaves_open_who_it_was(tmp_path: Path) -> None:
-    found = examine(leave_dumps(tmp_path, Recorded(7), Recorded(7), ranks=3))
-    assert found.diagnosis is None and found.exit_code == 4
-    assert found.lines[1] == "  rank 0 on n0 waited in nccl:all_reduce number 7 (Float 3)"
-
-
-def test_a_dump_that_is_more_than_data_is_not_loaded(tmp_path: Path) -> None:
-    run = leave_dumps(tmp_path, Recorded(7))
-    (run.logs / "flight-recorder-rank-1").write_bytes(pickle.dumps(os.getcwd))
-    (run.logs / "flight-recorder-rank-2").write_bytes(b"cut off")
-    assert [one.rank for one in examine(run).ranks] == [0]
-
-
-def test_what_a_finished_run_has_of_an_earlier_one_is_left_alone(tmp_path: Path) -> None:
-    run = leave_dumps(tmp_path, Recorded(7), Recorded(7))
-    run.summary.write_text(json.dumps({"status": "done", "steps": 12}))
-    assert examine(run).status == "done"

@@ -42,9 +42,8 @@ def test_only_joining_is_open_to_those_without_the_secret(server: Server) -> Non
 
 
 def test_people_are_told_what_it_is(server: Server) -> None:
-    server.about = lambda: "a run of 2 machines, waiting for n1"
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=5) as page:
-        assert page.read() == b"a run of 2 machines, waiting for n1\n"
+        assert page.read() == b"a run of packtrain\n"
 
 
 def test_a_handler_that_fails_is_an_error_of_the_call(server: Server) -> None:

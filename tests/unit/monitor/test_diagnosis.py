@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from packtrain.monitor.diagnosis import CAUSES, Cause, Diagnosis, RankState, aftermath, diagnose, never_meet
+from packtrain.monitor.diagnosis import CAUSES, Cause, Diagnosis, RankState, diagnose
 from packtrain.monitor.heartbeat import LONG, PHASES, Phase, TimeLimits, place_of, progress_of
 from packtrain.monitor.processes import ProcessState
-from packtrain.monitor.stacks import Collective, Frame, main_stack, passed_of, pending_of
+from packtrain.monitor.stacks import Collective, last_collectives, main_stack
 from packtrain.wording import ranks_in_words
 
 
@@ -24,7 +24,7 @@ def rank(number: int, phase: Phase, step: int = 8, *, process: ProcessState | No
 
 
 def waits(number: int, phase: Phase, step: int = 8, name: str = "gloo:all_reduce", at: int = 37, what: str = "Float 4"):
-    return rank(number, phase, step, pending=Collective(name, at, "0", what), answered=True)
+    return rank(number, phase, step, pending=Collective(name, at, "0", what))
 
 
 def ended(number: int, code: int | None, phase: Phase = "backward", **known: Any) -> RankState:
@@ -45,16 +45,15 @@ def named(states: list[RankState]) -> Diagnosis:
         (rank(1, "checkpoint", 7), "storage"),
         (rank(1, "final"), "storage"),
         (rank(1, "forward"), "stuck"),
-        (rank(1, "start", heard_s=None), "start"),
-        (rank(1, "counts", heard_s=700, waits="the counts"), "unheard"),
-        (rank(1, "forward", heard_s=700), "unheard"),
+        (rank(1, "start", heard_s=None), "stuck"),
+        (rank(1, "counts", heard_s=700, waits="the counts"), "stuck"),
+        (rank(1, "forward", heard_s=700), "stuck"),
         (rank(1, "backward", process=ProcessState(1001, "stopped")), "stopped"),
-        (ended(1, None), "killed"),
-        (ended(1, -9), "killed"),
+        (ended(1, None), "died"),
+        (ended(1, -9), "died"),
         (ended(1, -9, oom=True), "memory"),
-        (ended(1, -11, oom=True), "killed"),
-        (ended(1, 7), "left"),
-        (ended(1, 0), "left"),
+        (ended(1, -11, oom=True), "died"),
+        (ended(1, 7), "died"),
         (ended(1, 0, "done", told=True), "ended"),
         (waits(1, "checkpoint", 7, "gloo:barrier"), "collectives"),
         (waits(1, "counts", what="Long 6"), "collectives"),
@@ -85,15 +84,14 @@ def test_who_says_that_it_waits_is_not_the_one_that_is_behind() -> None:
 
 def test_an_operation_that_the_others_have_passed_was_lost_on_its_way() -> None:
     lost = Collective("gloo:all_reduce", 36, "0", "Float 4")
-    states = [replace(waits(0, "counts"), passed=(lost,)), waits(1, "forward", at=36)]
+    states = [replace(waits(0, "counts"), finished=lost), waits(1, "forward", at=36)]
     found = named(states)
     assert (found.cause, found.ranks) == ("network", ())
     assert found.what.startswith(
         "rank 1 on n0 (process 1001) waits in gloo:all_reduce number 36 (Float 4), which the others "
     )
-    states[0] = replace(states[0], passed=(replace(lost, name="gloo:broadcast"),))
-    assert named(states).cause == "collectives" and not never_meet(states)
-    assert never_meet([waits(0, "counts"), waits(1, "counts", name="gloo:barrier")])
+    states[0] = replace(states[0], finished=replace(lost, name="gloo:broadcast"))
+    assert named(states).cause == "collectives"
 
 
 def test_of_two_ranks_that_wait_in_different_operations_the_one_that_is_less_far_is_named() -> None:
@@ -110,19 +108,10 @@ def test_where_all_wait_in_the_same_operation_nobody_is_named_but_what_lies_betw
     )
 
 
-def test_of_ranks_that_died_those_are_named_that_did_not_abort() -> None:
-    states = [ended(0, -6), ended(1, -11), waits(2, "backward")]
+def test_of_ranks_that_died_those_are_named_that_were_not_ended_for_it() -> None:
+    states = [ended(0, -6), ended(1, -11), waits(2, "backward"), ended(3, -15)]
     found = named(states)
     assert found.ranks == (1,) and "(SIGSEGV)" in found.what
-    assert found.others[-1] == "rank 0 on n0 aborted after it (SIGABRT)"
-
-
-def test_the_aftermath_names_who_died_or_ended_too_early_and_else_nobody() -> None:
-    lost = ended(0, 4, told=True, lost="rank 0 lost the other processes")
-    assert aftermath([lost, rank(1, "backward")]) is None
-    for other, cause in ((ended(1, None), "killed"), (ended(1, 0, "done", told=True), "ended")):
-        found = aftermath([lost, other])
-        assert found is not None and (found.cause, found.ranks) == (cause, (1,))
 
 
 def test_a_run_at_its_end_has_no_diagnosis_and_the_first_rank_writes_its_results_alone() -> None:
@@ -178,9 +167,9 @@ def test_docs_hangs_md_has_every_cause_in_the_words_that_are_printed() -> None:
 
 
 def test_states_travel_as_json() -> None:
-    state = rank(1, "data", stack=(Frame("a.py", 3, "read"),), passed=(Collective("gloo:barrier", 4),))
+    state = rank(1, "data", stack=('File "a.py", line 3 in read',), finished=Collective("gloo:barrier", 4))
     for one in (state, waits(2, "backward"), RankState(3, "n0")):
-        assert RankState.from_json(json.loads(json.dumps(one.to_json()))) == one
+        assert RankState.from_json(json.loads(json.dumps(asdict(one)))) == one
 
 
 def test_the_main_thread_is_the_last_of_a_dump() -> None:
@@ -188,10 +177,10 @@ def test_the_main_thread_is_the_last_of_a_dump() -> None:
         'Thread 0x1 (most recent call first):\n  File "a.py", line 3 in helper\n\n'
         'Current thread 0x2 (most recent call first):\n  File "b c.py", line 7 in <module>\n  File "<frozen x>", line ??? in y\n'
     )
-    assert main_stack(dump) == (Frame("b c.py", 7, "<module>"), Frame("<frozen x>", 0, "y"))
+    assert main_stack(dump) == ('File "b c.py", line 7 in <module>', 'File "<frozen x>", line ??? in y')
 
 
-def test_pending_and_passed_are_told_apart_by_torchs_flight_record() -> None:
+def test_pending_and_finished_are_told_apart_by_torchs_flight_record() -> None:
     def entry(number: int, *, retired: bool = False, p2p: bool = False, group: int = 0) -> dict:
         sizes = {"input_dtypes": ["Float", "Long"], "input_sizes": [[4, 8], []]}
         name = {"profiling_name": "nccl:all_gather", "pg_id": group, "collective_seq_id": number}
@@ -199,12 +188,10 @@ def test_pending_and_passed_are_told_apart_by_torchs_flight_record() -> None:
 
     entries = [entry(6, retired=True), entry(7), entry(8), entry(9, p2p=True), entry(3, group=1)]
     status = {"0": {"last_completed_collective": "7"}, "1": {"last_completed_collective": "-1"}}
-    found = [Collective(**one) for one in pending_of({"entries": entries, "pg_status": status})]
-    assert [(one.group, one.number) for one in found] == [("0", 8), ("1", 3)]
-    assert str(found[0]) == "nccl:all_gather number 8 (Float 4x8, Long 1)"
-    passed = [Collective(**one) for one in passed_of({"entries": entries, "pg_status": status})]
-    assert [(one.group, one.number) for one in passed] == [("0", 7), ("0", 6)]
-    assert pending_of({}) == passed_of({}) == []
+    last = last_collectives({"entries": entries, "pg_status": status})
+    assert str(Collective(**last["pending"])) == "nccl:all_gather number 8 (Float 4x8, Long 1)"
+    assert (last["finished"]["group"], last["finished"]["number"]) == ("0", 7)
+    assert last_collectives({}) == {"pending": None, "finished": None}
 
 
 @pytest.mark.parametrize(

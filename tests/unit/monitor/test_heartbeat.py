@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from packtrain.monitor import heartbeat as module
 from packtrain.monitor import stacks
 from packtrain.monitor.heartbeat import Heartbeat, Phase
-from packtrain.monitor.processes import MemoryKills, seen
+from packtrain.monitor.processes import memory_kills, seen
 
 LONG_S = 60
 
@@ -27,9 +28,9 @@ def test_a_rank_tells_where_it_is_and_for_what_it_waits() -> None:
         said = heartbeat.message()
         assert said["waits"] == "a barrier"
     assert (said["rank"], said["phase"], said["step"], said["micro"]) == (3, "forward", 7, 2)
-    assert (said["pid"], said["usual_s"]) == (os.getpid(), 0.25) and said["for_s"] < LONG_S
+    assert (said["pid"], said["usual_s"]) == (os.getpid(), 0.25)
     heartbeat.enter("backward")
-    assert heartbeat.message() | {"for_s": 0} == said | {"phase": "backward", "micro": 0, "waits": "", "for_s": 0}
+    assert heartbeat.message() == said | {"phase": "backward", "micro": 0, "waits": "", "changes": said["changes"] + 3}
     with pytest.raises(KeyError), heartbeat.waiting("the others"):
         raise KeyError
     assert heartbeat.message()["waits"] == ""
@@ -41,18 +42,15 @@ def test_computing_is_progress_where_no_collective_waits(
 ) -> None:
     heartbeat, now = Heartbeat(), time.monotonic()
     heartbeat.enter(phase)
-    for seconds, used, still in (
-        (100, 0.0, 100),
-        (200, 40.0, 0 if counts else 200),
-        (300, 41.0, 100 if counts else 300),
-    ):
+    reported = [heartbeat.message()["changes"]]
+    heartbeat._looked = (now, 10.0)
+    for seconds, used in ((100, 0.0), (200, 40.0), (300, 41.0)):
         monkeypatch.setattr(module.time, "monotonic", lambda seconds=seconds: now + seconds)
         monkeypatch.setattr(module.time, "process_time", lambda used=used: 10.0 + used)
-        if seconds == 100:
-            heartbeat._looked = (now, 10.0)
-        assert heartbeat.message()["for_s"] == pytest.approx(still, abs=5)
+        reported.append(heartbeat.message()["changes"])
+    assert [after - before for before, after in itertools.pairwise(reported)] == [0, int(counts), 0]
     heartbeat.progress()
-    assert heartbeat.message()["for_s"] == pytest.approx(0, abs=1)
+    assert heartbeat.message()["changes"] == reported[-1] + 1
 
 
 RANK = """
@@ -85,7 +83,7 @@ def test_a_rank_whose_lock_of_python_is_held_still_shows_its_stack(
         text, end = "", time.monotonic() + LONG_S
         while "in holds_the_lock" not in text and time.monotonic() < end:
             text = stacks.dump(tmp_path, "5", process.pid)
-        assert [frame.function for frame in stacks.main_stack(text)] == ["holds_the_lock", "<module>"]
+        assert [call.rpartition(" in ")[2] for call in stacks.main_stack(text)] == ["holds_the_lock", "<module>"]
         assert process.poll() is None and seen(process.pid) == "running"
         monkeypatch.setattr(stacks, "DUMP_S", 0.1)
         os.kill(process.pid, signal.SIGSTOP)
@@ -123,13 +121,8 @@ def test_own_stacks_come_with_those_of_loader_processes(tmp_path: Path, monkeypa
         loader.kill()
         loader.wait()
     assert "in holds_the_lock" in text
-    assert test_own_stacks_come_with_those_of_loader_processes.__name__ in {
-        frame.function for frame in stacks.main_stack(text)
-    }
+    assert test_own_stacks_come_with_those_of_loader_processes.__name__ in "".join(stacks.main_stack(text))
 
 
-def test_kills_for_memory_are_counted_from_when_a_process_was_first_seen() -> None:
-    kills = MemoryKills()
-    assert not kills.killed(os.getpid())
-    kills.note(os.getpid())
-    assert not kills.killed(os.getpid())
+def test_kills_for_memory_are_counted() -> None:
+    assert 0 <= memory_kills() <= memory_kills()
