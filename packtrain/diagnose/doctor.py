@@ -110,13 +110,19 @@ def _of_a_silent_run(folder: RunFolder, channel: Mapping[str, Any], error: OSErr
         return Finding("stalled", [what, f"  → look whether {host} is up, and start packtrain doctor there"])
     if seen(pid) == "stopped":
         return Finding("stalled", [f"process {pid}, which watches this run, is stopped", f"  → kill -CONT {pid}"])
-    if seen(pid) == "gone" or not is_locked(folder.root):
-        if _newer_attempt(folder, folder.logs / PUBLISHED):
-            return _of_a_start(folder)
-        lines = [f"the launcher of this run (process {pid}) is gone without a word: it was killed"]
-        advice = "look who did it (dmesg, the scheduler's log), and start the same command again: complete checkpoints are kept"
-        return Finding("failed", [*lines, f"  → {advice}"])
-    return Finding("stalled", [f"process {pid}, which watches this run, does not answer: {error}"])
+    if is_locked(folder.root) and seen(pid) != "gone":
+        return Finding("stalled", [f"process {pid}, which watches this run, does not answer: {error}"])
+    if is_locked(folder.root):
+        return _of_a_start()
+    what = f"the launcher of this run (process {pid}) is gone without a word: it was killed"
+    advice = (
+        "look who did it (dmesg, the scheduler's log), and start the same command again: complete checkpoints are kept"
+    )
+    return Finding("failed", [what, f"  → {advice}"])
+
+
+def _of_a_start() -> Finding:
+    return Finding("running", ["a run is about to start here, or has just ended"])
 
 
 def _line(state: RankState) -> str:
@@ -140,10 +146,14 @@ def _stacks(folder: RunFolder, states: Sequence[RankState]) -> list[str]:
 
 
 def _of_an_ended_run(folder: RunFolder) -> Finding:
-    last = _read_json(folder.logs / RANKS)
-    report, ranks = folder.logs / DIAGNOSIS, [RankState.from_json(one) for one in last.get("ranks", ())]
-    if _newer_attempt(folder, folder.logs / RANKS):
-        return _of_a_start(folder)
+    """By its diagnosis, else by the exit codes of its ranks, else by its status."""
+    if is_locked(folder.root):
+        return _of_a_start()
+    ranks = [RankState.from_json(one) for one in _read_json(folder.logs / RANKS).get("ranks", ())]
+    report, attempt = folder.logs / DIAGNOSIS, folder.attempt.config
+    if attempt.exists() and attempt.stat().st_mtime > _written(folder.logs / RANKS):
+        what = f"the last attempt here ({attempt}) was ended before it had started any process"
+        return Finding("failed", [what, "  → its terminal, or the log of its job, says why"])
     if report.exists():
         return Finding("failed", report.read_text(encoding="utf-8").splitlines(), ranks)
     codes = {one.rank: one.process.code for one in ranks if one.process.code is not None}
@@ -151,12 +161,13 @@ def _of_an_ended_run(folder: RunFolder) -> Finding:
         telling = next((code for code in MOST_TELLING if code in failures), min(failures))
         failed = sorted(rank for rank, code in codes.items() if code == telling)
         log = folder.log(failed[0])
-        said = _tail(log)
-        ends = [
-            f"{ranks_in_words(failed)} failed (exit code {telling}); the end of {log}:",
-            *(f"    {line}" for line in said),
-        ]
-        return Finding("failed", [*ends, *_of_an_attempt(folder)], ranks)
+        lines = [f"{ranks_in_words(failed)} failed (exit code {telling}); the end of {log}:"]
+        lines += [f"    {line}" for line in _tail(log)]
+        if folder.attempt.root.is_dir():
+            lines.append(
+                f"it ended before its first step, its config is {attempt}; other results here are of an earlier run"
+            )
+        return Finding("failed", lines, ranks)
     if (status := folder.status()) is not None:
         steps = _read_json(folder.summary).get("steps")
         return Finding(status, [f"this run is {status} after step {steps}"], ranks)
@@ -167,30 +178,9 @@ def _of_an_ended_run(folder: RunFolder) -> Finding:
     return Finding("failed", [what, f"  → see {folder.logs}/"], ranks)
 
 
-def _newer_attempt(folder: RunFolder, than: Path) -> bool:
-    """Whether a run was prepared here after the one that has left the file `than`."""
-    try:
-        left = than.stat().st_mtime if than.exists() else 0.0
-        return folder.attempt.config.stat().st_mtime > left
-    except OSError:
-        return False
-
-
-def _of_a_start(folder: RunFolder) -> Finding:
-    """Of a run that has started no process."""
-    if is_locked(folder.root):
-        return Finding("running", ["a run is about to start here"])
-    what = f"the last attempt here ({folder.attempt.config}) was ended before it had started any process"
-    return Finding("failed", [what, "  → its terminal, or the log of its job, says why"])
-
-
-def _of_an_attempt(folder: RunFolder) -> list[str]:
-    """That a run has not begun to train, and what is in the folder in its place."""
-    if not folder.attempt.root.is_dir():
-        return []
-    earlier = folder.status()
-    left = "" if earlier is None else f"; the results here are those of an earlier run, which is {earlier}"
-    return [f"it ended before its first step, its config is {folder.attempt.config}{left}"]
+def _written(file: Path) -> float:
+    """When a file was written, in seconds since 1970; 0 where there is none."""
+    return file.stat().st_mtime if file.exists() else 0.0
 
 
 def _tail(log: Path) -> list[str]:

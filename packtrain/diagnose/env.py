@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,30 +21,19 @@ from rich.markup import escape
 
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import devices, host, network, software
-from packtrain.diagnose.devices import ask_driver, ask_torch, has_nvidia
-from packtrain.diagnose.facts import (
-    MIB,
-    Check,
-    Facts,
-    Folder,
-    Gpu,
-    Gpus,
-    Host,
-    RunNeeds,
-    Status,
-    Torch,
-    dtype_of,
-    needs_of,
-    size,
-)
-from packtrain.diagnose.probe import LIMIT_S, Inquiry, Probe, Unanswered, kill_commands
+from packtrain.diagnose.facts import MIB, Check, Facts, Folder, Gpus, Host, RunNeeds, Status, Torch, size
+from packtrain.diagnose.probe import LIMIT_S, Probe, Unanswered, Value, kill_processes
 from packtrain.diagnose.redact import Redactor
-from packtrain.errors import CheckFailed
-from packtrain.plan.interfaces import HostNetwork, read_network
-from packtrain.plan.surroundings import look_around
+from packtrain.errors import CheckFailed, PacktrainError
+from packtrain.plan.interfaces import LOOPBACK, HostNetwork, read_network, silence_for
+from packtrain.plan.launch_plan import plan_launch
+from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
+from packtrain.plan.surroundings import Surroundings, look_around
 
 BUDGET_S = 8.5
 """From the start of this process to the last answer."""
+NAME_S = 2.0
+"""For a name server."""
 _LEAST_FOR_TORCH_S = 3.0
 _COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -71,51 +61,99 @@ def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
 
     Takes until ten seconds after this process started. Raises what `load` raises.
     """
-    config, inquiry = load(), Inquiry()
-    dtype = RunNeeds().dtype if config is None else dtype_of(config)
+    config, lacks = load(), []
+    dtype = RunNeeds().dtype if config is None else _dtype_of(config)
+    torch_s = max(_LEAST_FOR_TORCH_S, BUDGET_S - age_s())
+    folders = {
+        "trainer.output_dir": config.trainer.output_dir if config else ".",
+        "data.cache_dir": (config and config.data.cache_dir)
+        or os.environ.get("PACKTRAIN_CACHE")
+        or "~/.cache/packtrain",
+        "HF_HOME": constants.HF_HOME,
+    }
+    asked: dict[str, Probe] = {
+        "GPU driver": Probe(lambda: devices.ask_driver(LIMIT_S), LIMIT_S + 0.5),
+        "torch": Probe(lambda: devices.ask_torch(torch_s, dtype), torch_s + 0.3),
+        "limits": Probe(host.read_host),
+        "network": Probe(lambda: read_network(None)),
+        "name server": Probe(lambda: silence_for(LOOPBACK) or silence_for(socket.gethostname()), NAME_S),
+        **{name: Probe(lambda name=name, path=path: host.read_folder(name, path)) for name, path in folders.items()},
+    }
+
+    def answer(name: str, otherwise: Value) -> Value:
+        try:
+            return asked[name].answer()
+        except Unanswered as refusal:
+            lacks.append(f"{name}: {refusal}")
+            return otherwise
+
     try:
-        inquiry.ask("GPU driver", lambda: ask_driver(LIMIT_S), LIMIT_S + 0.5)
-        torch_s = max(_LEAST_FOR_TORCH_S, BUDGET_S - age_s())
-        inquiry.ask("torch", lambda: ask_torch(torch_s, dtype), torch_s + 0.3)
-        inquiry.ask("limits", host.read_host)
-        software.ask_software(inquiry)
-        network.ask_network(inquiry)
-        folders = _folders(config, os.environ)
-        for name, path in folders.items():
-            inquiry.ask(name, lambda name=name, path=path: host.read_folder(name, path))
-        gpus = inquiry.answer("GPU driver", Gpus(present=has_nvidia(), error="no answer"))
-        inquiry.lacks += [f"GPU driver: {gpus.error}"] if gpus.error else []
-        needs = RunNeeds() if config is None else _needs(config, gpus.gpus)
+        silence = answer("name server", "")
+        gpus = answer("GPU driver", Gpus(error="no answer"))
+        lacks += [f"GPU driver: {gpus.error}"] if gpus.error else []
+        needs = RunNeeds() if config is None else needs_of(config, _surroundings(gpus))
         silent = [Folder(name, path, lack="no answer within 5 s") for name, path in folders.items()]
-        found = [inquiry.answer(one.setting, one) for one in silent]
-        machine = replace(inquiry.answer("limits", Host()), folders=tuple(found))
-        links, installed = network.network_of(inquiry, needs), software.software_of(inquiry)
-        torch = inquiry.answer("torch", Torch(error="no answer"))
-        return Facts(installed, torch, gpus, links, machine, tuple(inquiry.lacks)), needs
+        machine = replace(answer("limits", Host()), folders=tuple(answer(one.setting, one) for one in silent))
+        links, torch = answer("network", HostNetwork()), answer("torch", Torch(error="no answer"))
+        return Facts(software.read_software(), torch, gpus, links, silence, machine, tuple(lacks)), needs
     finally:
-        kill_commands()
+        kill_processes()
 
 
-def _needs(config: RunConfig, gpus: Sequence[Gpu]) -> RunNeeds:
+def _surroundings(gpus: Gpus) -> Surroundings:
     """As for a launch, without asking for GPUs again, and without waiting for a silent name server."""
 
     def read(main: str | None) -> HostNetwork:
         try:
-            return Probe(lambda: read_network(main), network.NAME_S).answer()
+            return Probe(lambda: read_network(main), NAME_S).answer()
         except Unanswered:
             return read_network(None)
 
-    return needs_of(config, replace(look_around([gpu.memory or 0 for gpu in gpus]), network=read))
+    return replace(look_around([gpu.memory or 0 for gpu in gpus.gpus]), network=read)
 
 
-def _folders(config: RunConfig | None, env: Mapping[str, str]) -> dict[str, str]:
-    """Where a run writes, by config key or variable; without a config the folder that packtrain is called in."""
-    cache = config.data.cache_dir if config else None
-    return {
-        "trainer.output_dir": config.trainer.output_dir if config else ".",
-        "data.cache_dir": cache or env.get("PACKTRAIN_CACHE") or "~/.cache/packtrain",
-        "HF_HOME": constants.HF_HOME,
-    }
+def needs_of(config: RunConfig, surroundings: Surroundings) -> RunNeeds:
+    """The needs of a run on a machine with these surroundings."""
+    topology, memory = config.topology, "the run cannot be planned"
+    needs = RunNeeds(
+        configured=True,
+        nodes=topology.nodes or 1,
+        per_node=topology.gpus_per_node or max(surroundings.gpus, 1),
+        strategy=config.strategy.name,
+        attention=config.model.attention,
+        packed=config.packing.mode != "padding",
+        dtype=_dtype_of(config),
+        environment=topology.variables,
+    )
+    try:
+        launch = plan_launch(config, surroundings, config.objective.kind)
+    except PacktrainError as error:
+        return replace(needs, memory=memory, problems=error.problems)
+    memory = estimate(config, launch.num_processes, surroundings.gpu_memory)
+    return replace(
+        needs,
+        nodes=launch.nodes,
+        per_node=launch.gpus_per_node,
+        network=launch.network,
+        memory=memory,
+        disk=_on_disk(config, memory) if isinstance(memory, Memory) else 0,
+        obstacles=launch.obstacles,
+    )
+
+
+def _on_disk(config: RunConfig, memory: Memory) -> int:
+    """Bytes of the trained model and all checkpoints; a stopped run writes one that was not asked for."""
+    width = BYTES.get(config.model.dtype, 2)
+    final = memory.trained * ADAPTER_BYTES if config.peft.kind == "lora" else memory.parameters * width
+    states = 8 * memory.trained  # two numbers in float32 of AdamW, the largest that is common
+    kept = 1 if config.trainer.checkpoint_every is None else (config.trainer.keep_checkpoints or 0) + 1
+    return final + kept * (final + states)
+
+
+def _dtype_of(config: RunConfig) -> str:
+    """What the attention layers compute in, by torch's name."""
+    dtype = config.model.dtype
+    return "bfloat16" if dtype == "auto" or config.trainer.mixed_precision == "bf16" else dtype
 
 
 def age_s() -> float:
@@ -129,7 +167,7 @@ def report_json(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redactor
     built = {"cuda": torch.cuda, "nccl": torch.nccl, "driver": facts.gpus.driver}
     document = {
         "versions": {"python": facts.software.python, "platform": facts.software.platform, **installed, **built},
-        "devices": plain["gpus"]["gpus"] or [{"index": at, **one} for at, one in enumerate(plain["torch"]["devices"])],
+        "devices": plain["gpus"]["gpus"] or [{"index": at, "name": one} for at, one in enumerate(torch.devices)],
         "attention": software.attention_json(facts, needs),
         "checks": [{"name": one.name, "status": one.status, "found": one.found, "fix": one.fix} for one in checks],
         "trl": software.trl_lines(facts.software, torch),

@@ -1,30 +1,29 @@
 """Asking a machine that may never answer (a broken driver, a dead disk, a silent name server), with a limit on every answer.
 
-Each question is asked in a thread of its own, all at once. A command that is given up is killed with all that it started.
+Each question is asked in a thread of its own, all at once. A process that is given up is killed with all that it started.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Generic, TypeVar
 
 LIMIT_S = 5.0
-_MOST = 2**20  # bytes of what a command says that are read
 _running: set[subprocess.Popen[bytes]] = set()
 
 Value = TypeVar("Value")
 
 
 class Unanswered(Exception):
-    """There is no usable answer; the text says why, `output` is what a command had said by then."""
+    """There is no usable answer; the text says why, `output` is what a process had said by then."""
 
     def __init__(self, why: str, output: str = "") -> None:
         super().__init__(why)
@@ -41,18 +40,11 @@ class Probe(Generic[Value]):
         self._thread = threading.Thread(target=self._run, args=(ask,), daemon=True)
         self._thread.start()
 
-    @property
-    def done(self) -> bool:
-        """Whether it is answered, or will not be."""
-        return not self._thread.is_alive()
-
     def answer(self) -> Value:
         """What was found. Raises Unanswered."""
         self._thread.join(max(0.0, self._end - time.monotonic()))
         if self._value:
             return self._value[0]
-        if isinstance(self._error, Unanswered):
-            raise self._error
         if self._error is not None:
             raise Unanswered(first_line(str(self._error)) or type(self._error).__name__)
         raise Unanswered(f"no answer within {self._limit_s:.3g} s")
@@ -64,61 +56,37 @@ class Probe(Generic[Value]):
             self._error = error
 
 
-class Inquiry:
-    """Questions by name, all asked at once; `lacks` has a line for each that was not answered."""
-
-    def __init__(self) -> None:
-        self._probes: dict[str, Probe] = {}
-        self.lacks: list[str] = []
-
-    def ask(self, name: str, ask: Callable[[], Value], limit_s: float = LIMIT_S) -> None:
-        """Begins to ask."""
-        self._probes[name] = Probe(ask, limit_s)
-
-    def answer(self, name: str, otherwise: Value) -> Value:
-        """What was found, or `otherwise`."""
-        try:
-            return self._probes[name].answer()
-        except Unanswered as refusal:
-            self.lacks.append(f"{name}: {refusal}")
-            return otherwise
-
-
-def command(argv: Sequence[str], limit_s: float = LIMIT_S, env: Mapping[str, str] | None = None) -> str:
-    """What a command prints on stdout. Raises Unanswered where it is not there, fails, or takes longer than `limit_s`."""
-    program = shutil.which(argv[0])
-    if program is None:
-        raise Unanswered("not installed")
+def ask_python(module: str, *arguments: str, limit_s: float, env: Mapping[str, str] | None = None) -> str:
+    """What `python -m module arguments…` prints on stdout. Raises Unanswered where it fails, or takes longer than `limit_s`."""
     # files, not pipes: they need no reader, and a grandchild that inherits one blocks nothing
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [program, *argv[1:]],
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
-            env={**os.environ, "LC_ALL": "C", **(env or {})},
+            env={**os.environ, **(env or {})},
             start_new_session=True,
         )
         _running.add(process)
         try:
-            process.wait(limit_s)
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise Unanswered(f"no answer within {limit_s:.3g} s", _text(output)) from None
         finally:
             _kill(process)
-        if process.returncode:
-            why = first_line(_text(errors)) or first_line(_text(output)) or f"ends with exit code {process.returncode}"
-            raise Unanswered(why, _text(output))
+        if code:
+            raise Unanswered(first_line(_text(errors)) or f"ends with exit code {code}", _text(output))
         return _text(output)
 
 
 def _text(file) -> str:
     file.seek(0)
-    return file.read(_MOST).decode(errors="replace")
+    return file.read().decode(errors="replace")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The command's whole process group; does not wait for what cannot be killed."""
+    """The whole process group; does not wait for what cannot be killed."""
     with suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
@@ -126,7 +94,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     _running.discard(process)
 
 
-def kill_commands() -> None:
+def kill_processes() -> None:
     """Whatever still runs."""
     for process in list(_running):
         _kill(process)

@@ -15,8 +15,7 @@ from packtrain.config.rules.secrets import speaks_of_secrets
 
 HIDDEN = "***"
 _LEAST = 6  # letters of a value that is looked for everywhere; shorter ones would hit innocent text
-_URL = re.compile(r"(://)([^\s/'\"]*)@")
-_WORD_WITH_URL = re.compile(r"(?<!\S)\S*?://\S*")
+_URL = re.compile(r"://([^\s'\"/:@]*(?::[^\s'\"]{0,2000})?)@")  # a password may have a slash, or an @
 _ASSIGNMENT = re.compile(r"(?<![\w.\-])(-{0,2}[A-Za-z_][\w.\-]*)['\"]?\s*[=:]\s*")
 _VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s'\",;&]+")
 _OPTION = re.compile(r"(?<![\w\-])(--?[A-Za-z][\w\-]*)(\s+)([^\s\-]\S*)")
@@ -41,8 +40,7 @@ class Redactor:
         """The text without secrets."""
         for secret in self._known:
             text = text.replace(secret, HIDDEN)
-        text = _WORD_WITH_URL.sub(_hide_user, _URL.sub(rf"\1{HIDDEN}@", text))
-        text = _FORMS.sub(HIDDEN, text)
+        text = _FORMS.sub(HIDDEN, _URL.sub(f"://{HIDDEN}@", text))
         return _OPTION.sub(_hide_option, _without_assigned(text))
 
     def plain(self, value: Any) -> Any:
@@ -61,19 +59,8 @@ def _secrets(name: str, value: str) -> Iterable[str]:
     if len(value) >= _LEAST and speaks_of_secrets(name) and not os.path.exists(value):
         yield value
         yield from (line for line in value.splitlines() if len(line) >= _LEAST)
-    for user in [*map(_user_with_password, value.split()), *(user for _, user in _URL.findall(value))]:
+    for user in _URL.findall(value):
         yield from (part for part in (user, user.partition(":")[2]) if len(part) >= 4)
-
-
-def _user_with_password(word: str) -> str:
-    """ "me:pass" of a word like scheme://me:pass@host, also where the password has a slash; "" where there is none."""
-    user = word.partition("://")[2].rpartition("@")[0]
-    return user if ":" in user.partition("/")[0] else ""
-
-
-def _hide_user(match: re.Match[str]) -> str:
-    user = _user_with_password(match[0])
-    return match[0].replace(user, HIDDEN, 1) if user else match[0]
 
 
 def _without_assigned(text: str) -> str:

@@ -1,18 +1,13 @@
-"""Packages, build tools and attention backends: what is installed (nothing is imported to find out), and checks of it."""
+"""Packages and attention backends: what is installed (nothing is imported to find out), and checks of it."""
 
 from __future__ import annotations
 
-import importlib.util
 import platform
-import shutil
-import sys
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from packtrain.diagnose.facts import Check, Facts, RunNeeds, Software, Torch
-from packtrain.diagnose.probe import Inquiry, command
 from packtrain.plan.launcher_settings import STAGES
 
 PACKAGES = (
@@ -22,9 +17,6 @@ PACKAGES = (
     *("omegaconf", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
 _TRL_LINES = {
-    "Transformers version": "transformers",
-    "Accelerate version": "accelerate",
-    "Accelerate config": "",
     "Datasets version": "datasets",
     "HF Hub version": "huggingface_hub",
     "bitsandbytes version": "bitsandbytes",
@@ -33,38 +25,12 @@ _TRL_LINES = {
     "PEFT version": "peft",
     "vLLM version": "vllm",
 }
-_TOOLS = {
-    "C++ compiler": ("c++", "apt install g++ (or your system's compiler)"),
-    "ninja": ("ninja", "pip install ninja"),
-}
-"""What DeepSpeed compiles its parts with: program, and how to get it."""
 
 
-def ask_software(inquiry: Inquiry) -> None:
-    """Asks git for the commit of each checkout."""
-    for name, folder in _checkouts():
-        inquiry.ask(f"git {name}", lambda at=str(folder): command(("git", "-C", at, "rev-parse", "--short=7", "HEAD")))
-
-
-def software_of(inquiry: Inquiry) -> Software:
+def read_software() -> Software:
     """What is installed."""
     packages = {name: version_of(name) for name in PACKAGES}
-    where = {name: shutil.which(program) or _beside(program) for name, (program, _) in _TOOLS.items()}
-    commits = {name: inquiry.answer(f"git {name}", "").strip() for name, _ in _checkouts()}
-    return Software(platform.platform(), platform.python_version(), packages, tuple(conflicts()), where, commits)
-
-
-def _beside(program: str) -> str | None:
-    """A program that is installed beside this Python, where a run finds it too."""
-    return shutil.which(program, path=str(Path(sys.executable).parent))
-
-
-def _checkouts() -> Iterator[tuple[str, Path]]:
-    """The packages that run from a checkout, and where."""
-    for name in ("trl", "packtrain"):
-        spec = importlib.util.find_spec(name)
-        if spec and spec.origin and (Path(spec.origin).parents[1] / ".git").exists():
-            yield name, Path(spec.origin).parents[1]
+    return Software(platform.platform(), platform.python_version(), packages, tuple(conflicts()))
 
 
 def version_of(package: str) -> str | None:
@@ -89,23 +55,21 @@ def conflicts() -> Iterator[tuple[str, str]]:
 def trl_lines(software: Software, torch: Torch) -> dict[str, Any]:
     """Name → value of the lines of `trl env`, in its order and its words."""
     installed = {name: software.packages.get(name) or "not installed" for name in PACKAGES}
-    commit = software.commits.get("trl")
-    accelerators = ", ".join(device.name for device in torch.devices) or "cpu"
     return {
         "Platform": software.platform,
         "Python version": software.python,
-        "TRL version": f"{installed['trl']}+{commit}" if commit else installed["trl"],
+        "TRL version": installed["trl"],
         "PyTorch version": installed["torch"],
-        "accelerator(s)": f"not known ({torch.error})" if torch.error else accelerators,
-        **{
-            name: installed[package] if package else torch.accelerate or ("not found" if torch.version else "not known")
-            for name, package in _TRL_LINES.items()
-        },
+        "accelerator(s)": f"not known ({torch.error})" if torch.error else ", ".join(torch.devices) or "cpu",
+        "Transformers version": installed["transformers"],
+        "Accelerate version": installed["accelerate"],
+        "Accelerate config": torch.accelerate or ("not found" if torch.version else "not known"),
+        **{name: installed[package] for name, package in _TRL_LINES.items()},
     }
 
 
 def check_packages(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """Whether packtrain's own requirements are met, and what DeepSpeed needs where the run asks for it."""
+    """Whether packtrain's own requirements are met, and DeepSpeed is there where the run asks for it."""
     software, deepspeed = facts.software, facts.software.packages.get("deepspeed")
     if software.conflicts:
         words = "; ".join(f"packtrain needs {wanted}, found {found}" for wanted, found in software.conflicts)
@@ -113,27 +77,19 @@ def check_packages(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
         yield Check("packages", "fail", words, fix)
     else:
         yield Check("packages", "ok", "packtrain's requirements are met")
-    missing = [name for name in _TOOLS if not software.tools.get(name)]
-    if needs.strategy not in STAGES:
-        words = f"DeepSpeed {deepspeed or 'is not installed'}"
-        yield Check("deepspeed", "ok", words + ("; this run does not use it" if needs.configured else ""))
-    elif deepspeed is None:
+    if needs.strategy in STAGES and deepspeed is None:
         what = f"strategy={needs.strategy}, and DeepSpeed is not installed"
         yield Check("deepspeed", "fail", what, "pip install 'packtrain[deepspeed]'")
-    elif missing:
-        what = f"DeepSpeed {deepspeed} compiles parts of itself, and there is no {' and no '.join(missing)}"
-        status = "fail" if needs.strategy == "zero3_offload" or not facts.gpus.gpus else "warn"
-        yield Check("deepspeed", status, what, "; ".join(_TOOLS[name][1] for name in missing))
     else:
-        yield Check("deepspeed", "ok", f"{deepspeed} for strategy={needs.strategy}, with {' and '.join(_TOOLS)}")
+        yield Check("deepspeed", "ok", deepspeed or "not installed, and not needed")
 
 
 def check_attention(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     """Whether packed rows can be attended to as asked, and by the fastest kernels."""
-    found, why = flash_kernel(facts, needs)
-    if needs.attention == "flash" and needs.packed and found is None:
+    kernel, why = flash_kernel(facts, needs)
+    if needs.attention == "flash" and needs.packed and kernel is None:
         yield Check("attention", "fail", f"model.attention=flash is not available: {why}", "model.attention=auto")
-    elif needs.attention == "auto" and needs.packed and facts.torch.kernels is not None and found is None:
+    elif needs.attention == "auto" and needs.packed and facts.torch.kernels is not None and kernel is None:
         what = f"no flash kernel serves packed rows, they take slower ways: {why}"
         yield Check("attention", "warn", what, "trainer.mixed_precision=bf16, or pip install 'packtrain[flash]'")
     else:
@@ -141,11 +97,9 @@ def check_attention(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
 
 
 def flash_kernel(facts: Facts, needs: RunNeeds) -> tuple[str | None, str]:
-    """The flash kernel that serves the run's layers, or None and why there is none."""
+    """The flash kernel that serves the run's layers and what better ones lack, or None and why there is none."""
     torch = facts.torch
-    if torch.version is None:
-        return None, torch.error or "torch was not asked"
-    if torch.kind != "cuda":
+    if torch.available is False:
         return None, f"the device is {torch.kind}"
     if needs.dtype not in ("bfloat16", "float16"):
         return None, f"the layers compute in {needs.dtype}, the kernels in bfloat16 and float16"

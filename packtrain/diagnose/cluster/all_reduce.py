@@ -19,7 +19,7 @@ from datetime import timedelta
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from packtrain.diagnose.probe import Unanswered, command, first_line
+from packtrain.diagnose.probe import Unanswered, ask_python, first_line
 from packtrain.wording import listed
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any
     """This machine's process, to its end: milliseconds by size (rank 0: `pairs` before), or `error` where it could not."""
     quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     blocking = {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # what takes too long is then an error, and not the process' end
-    argv = (sys.executable, "-m", "packtrain.diagnose.cluster.all_reduce", json.dumps(order))
+    env, failed = {**quiet, **blocking, **env}, {}
     try:
-        output, failed = command(argv, LIMIT_S, {**quiet, **blocking, **env}), {}
+        output = ask_python("packtrain.diagnose.cluster.all_reduce", json.dumps(order), limit_s=LIMIT_S, env=env)
     except Unanswered as refusal:
         output, failed = refusal.output, {"error": str(refusal)}
     said = [line for line in output.splitlines() if line.endswith("}")] or ['{"error": "its process said nothing"}']

@@ -60,8 +60,6 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
     build = build if torch.version else dict.fromkeys(build, "")  # one that does not answer is a check of its own
     must = {
         **same,
-        "packtrain's commit": facts.software.commits.get("packtrain", ""),
-        "torch, as imported": torch.version or "",
         **build,
         "number of GPUs": str(len(cards)),
     }

@@ -20,7 +20,7 @@ from packtrain.diagnose.cluster.all_reduce import LIMIT_S as REDUCE_S
 from packtrain.diagnose.cluster.all_reduce import checks_of, summary, take_part
 from packtrain.diagnose.cluster.compare import check, differences, exit_code_of, folded, own_report, show
 from packtrain.diagnose.env import age_s, gather
-from packtrain.diagnose.probe import Probe, Unanswered, kill_commands
+from packtrain.diagnose.probe import Probe, Unanswered, kill_processes
 from packtrain.errors import PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
 from packtrain.launch.srun import spread
@@ -68,7 +68,7 @@ def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str],
             brought.answer({"code": exit_code_of(document)})
             return exit_code_of(document)
     finally:
-        kill_commands()  # a process of an all-reduce that hangs
+        kill_processes()  # a process of an all-reduce that hangs
 
 
 def _check(processes: Processes) -> None:

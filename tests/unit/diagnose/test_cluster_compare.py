@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from packtrain.diagnose.cluster.compare import Traits, check, differences, exit_code_of, folded, shown, traits_of
-from packtrain.diagnose.facts import Facts, Folder, Gpu, Gpus, Host, NetworkFacts, Torch
+from packtrain.diagnose.facts import Facts, Folder, Gpu, Gpus, Host, Torch
 from packtrain.diagnose.redact import Redactor
-from packtrain.plan.interfaces import Port
+from packtrain.plan.interfaces import HostNetwork, Port
 
 NO_CLOCKS: dict[str, float] = {}
 H100 = Gpu(0, "H100", memory=80 * 2**30)
@@ -60,7 +60,7 @@ GPUS, HOST = FACTS.gpus, FACTS.host
         (traits(gpus=replace(GPUS, gpus=(H100,))), "number of GPUs", "fail", "n1, n2, n4: 2 / n3: 1"),
         (traits(gpus=replace(GPUS, driver="550.9")), "NVIDIA driver", "warn", "n1, n2, n4: 570.1 / n3: 550.9"),
         (
-            traits(network=NetworkFacts(ports=(Port("mlx5_0", rate=400),))),
+            traits(network=HostNetwork(ports=(Port("mlx5_0", rate=400),))),
             "RDMA ports",
             "warn",
             "n1, n2, n4: nothing / n3: 1 × InfiniBand 400 Gb/s up",

@@ -14,7 +14,6 @@ import pytest
 import packtrain
 from packtrain.diagnose import devices, software
 from packtrain.diagnose.facts import Torch
-from packtrain.diagnose.probe import Inquiry
 
 CONFIG = "model: {path: owner/model}\ndata: {train: owner/data}\nbatch: {examples_per_step: 32}\n"
 SECRETS = ("pl4nted-token", "pl4nted-pw", "hf_pl4ntedpl4nted", "pl4nted-jwt", "pl4nted-key")
@@ -29,23 +28,20 @@ print("noise on stdout")
 CUDA = """
 import os, time, types, warnings
 nccl = types.SimpleNamespace(version=lambda: (2, 27, 7))
-def get_arch_list(): return ["sm_80", "sm_90"]
 def is_available():
     open("cuda-asked", "w").close()
     time.sleep(float(os.environ.get("CUDA_TAKES_S", "0")))
     warnings.warn("CUDA initialization: a remark")
     return True
 def device_count(): return 2
-def get_device_properties(index):
-    return types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=2**36, major=9, minor=0)
+def get_device_name(index): return "NVIDIA H100 80GB HBM3"
 """
 
 
 PATIENT = """
 import sys
 from packtrain.diagnose import env, probe
-probe.Probe.__init__.__defaults__, probe.Inquiry.ask.__defaults__ = (100.0,), (100.0,)
-probe.command.__defaults__ = (100.0, None)
+probe.Probe.__init__.__defaults__ = (100.0,)
 env.BUDGET_S = env.LIMIT_S = 100.0
 from packtrain.cli import main
 sys.argv[0] = "packtrain"
@@ -93,7 +89,7 @@ def nvmlInit():
 def nvmlDeviceGetCount(): return 2
 def nvmlDeviceGetHandleByIndex(index): return index
 def nvmlDeviceGetName(handle): return "NVIDIA H100 80GB HBM3"
-def nvmlDeviceGetRemappedRows(handle): return (0, 0, handle, 0)
+def nvmlDeviceGetTotalEccErrors(handle, *kinds): return handle
 def __getattr__(name):
     if name.startswith("NVML_"): return 0
     raise AttributeError(name)
@@ -204,11 +200,8 @@ def test_nothing_that_trl_env_prints_is_missing(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(accelerate_config, "default_config_file", str(file))
     print_env()
     theirs = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("- ", "  - "))]
-    inquiry = Inquiry()
-    software.ask_software(inquiry)
-    installed = software.software_of(inquiry)
-    settings, kind = devices._accelerate(), devices._kind()
-    ours = software.trl_lines(installed, Torch(kind=kind, devices=tuple(devices._devices(kind))))
+    settings, (kind, found) = devices.accelerate_config(), devices.accelerators()
+    ours = software.trl_lines(software.read_software(), Torch(kind=kind, devices=tuple(found)))
     assert settings is not None and settings["num_processes"] == 8
     lines = []
     for name, value in {**ours, "Accelerate config": settings}.items():

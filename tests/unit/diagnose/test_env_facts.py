@@ -11,11 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from packtrain.diagnose import devices, host, network, software
-from packtrain.diagnose.devices import MARK, has_nvidia, read_torch
+from packtrain.diagnose import devices, host, software
+from packtrain.diagnose.devices import MARK, read_torch
 from packtrain.diagnose.facts import Torch, size
-from packtrain.diagnose.probe import Probe, Unanswered, command
-from packtrain.plan.interfaces import is_loopback
+from packtrain.diagnose.probe import Probe, Unanswered, ask_python
 
 GIB = 2**30
 
@@ -32,7 +31,6 @@ class Nvml:
             "UUID": "GPU-1",
             "MemoryInfo": types.SimpleNamespace(total=80 * GIB, used=4 * 2**20),
             "TotalEccErrors": 0,
-            "RemappedRows": (1, 0, 0, 0),
         }
         self._known, self._gpus = {**healthy, **changes}, gpus
 
@@ -61,43 +59,28 @@ class Nvml:
 
 def test_a_healthy_gpu_is_read_with_nothing_wrong_and_one_that_is_lost_is_named() -> None:
     found = devices._driver(Nvml(gpus=2))
-    assert (found.driver, found.cuda, len(found.gpus)) == ("570.133.20", "12.8", 2)
-    well, lost = found.gpus
-    assert (well.name, well.memory) == ("NVIDIA H100 80GB HBM3", 80 * GIB)
-    assert well.trouble == ""
-    assert (lost.index, lost.trouble) == (1, "the driver has lost it: GPU is lost")
+    assert (found["driver"], found["cuda"], len(found["gpus"])) == ("570.133.20", "12.8", 2)
+    well, lost = found["gpus"]
+    assert (well["name"], well["memory"], well["trouble"]) == ("NVIDIA H100 80GB HBM3", 80 * GIB, "")
+    assert lost == {"index": 1, "trouble": "the driver has lost it: GPU is lost"}
+
+
+def test_a_gpu_with_memory_errors_is_read() -> None:
+    (gpu,) = devices._driver(Nvml(TotalEccErrors=2))["gpus"]
+    assert gpu["trouble"] == "2 uncorrected memory errors since the driver was loaded"
 
 
 @pytest.mark.parametrize(
-    ("changes", "fact", "value"),
+    ("groups", "files", "memory"),
     [
-        ({"TotalEccErrors": 2}, "trouble", "2 uncorrected memory errors since the driver was loaded"),
-        ({"RemappedRows": (0, 1, 1, 0)}, "trouble", "a repair of its memory waits for a reset"),
-        ({"RemappedRows": (0, 1, 0, 1)}, "trouble", "memory rows could not be remapped"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_each_fault_of_a_gpu_is_read(changes: dict[str, Any], fact: str, value: Any) -> None:
-    (gpu,) = devices._driver(Nvml(**changes)).gpus
-    assert getattr(gpu, fact) == value
-
-
-def test_names_are_resolved_or_say_why_not() -> None:
-    assert all(map(is_loopback, network.resolved("localhost").addresses))
-    assert network.resolved("no-such-machine.invalid").lack and network.resolved("a" * 300).lack
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "memory", "cores"),
-    [
-        ("0::/\n", {"memory.max": "4194304", "memory.current": "100", "cpu.max": "50000 100000"}, 2**22, 0.5),
-        ("0::/job\n", {"memory.max": "max", "job/memory.max": "2097152", "job/cpu.max": "max 100000"}, 2**21, None),
-        ("", {}, None, None),
+        ("0::/\n", {"memory.max": "4194304"}, 2**22),
+        ("0::/job\n", {"memory.max": "max", "job/memory.max": "2097152"}, 2**21),
+        ("", {}, None),
     ],
     ids=["container", "Slurm job", "no cgroup"],
 )
 def test_the_tightest_limit_of_the_cgroups_counts(
-    groups: str, files: dict[str, str], memory: int | None, cores: float | None, tmp_path: Path
+    groups: str, files: dict[str, str], memory: int | None, tmp_path: Path
 ) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(groups)
@@ -107,7 +90,7 @@ def test_the_tightest_limit_of_the_cgroups_counts(
         file.write_text(text + "\n")
     found, machine = host.read_host(tmp_path), psutil.virtual_memory().total
     assert found.memory == (memory or machine)
-    assert found.cpus == cores or (cores is None and found.cpus >= 1)
+    assert found.cpus >= 1
     assert found.memory_free is not None and found.memory_free <= (memory or machine)
 
 
@@ -121,7 +104,7 @@ def test_variables_that_change_how_training_runs_are_told_and_no_others() -> Non
         "TORCH_LOGS",
         "no_proxy",
     )
-    others = ("HOME", "HOSTNAME", "PWD", "PYTHONUNBUFFERED", "SLURM_NODEID", "TMPDIR_OF_OTHERS")
+    others = ("HOME", "HOSTNAME", "PWD", "PYTHONUNBUFFERED", "SLURM_NODEID")
     assert tuple(host.told(dict.fromkeys((*others, *matter), "x"))) == matter
 
 
@@ -132,15 +115,6 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_its_parent(tmp_path: Path) 
     assert (proc.writable, proc.kind) == (False, "proc")  # whatever its rights say to root
     (tmp_path / "file").touch()
     assert host.read_folder("trainer.output_dir", str(tmp_path / "file/run")).lack.endswith("is a file")
-
-
-def test_nvidia_hardware_is_seen_without_its_driver(tmp_path: Path) -> None:
-    assert not has_nvidia(tmp_path)
-    device = tmp_path / "sys/bus/pci/devices/0000:19:00.0"
-    device.mkdir(parents=True)
-    (device / "vendor").write_text("0x10de\n")
-    (device / "class").write_text("0x030200\n")
-    assert has_nvidia(tmp_path)
 
 
 def test_packages_that_do_not_fit_are_found_by_what_packtrain_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,17 +132,24 @@ def test_a_limit_of_some_kilobytes_is_not_told_as_none_at_all() -> None:
 def test_what_torch_could_not_finish_saying_counts_as_far_as_it_came() -> None:
     said = f'noise\n{MARK}{{"version": "2.13.0", "cuda": "13.0"}}\n{MARK}{{"kind": "cu'
     assert read_torch(said, "no answer within 8 s") == Torch("no answer within 8 s", version="2.13.0", cuda="13.0")
-    assert read_torch("").error == "its process said nothing"
 
 
-def test_a_command_that_hangs_is_given_up_with_its_children(tmp_path: Path) -> None:
-    script = tmp_path / "hangs"
-    script.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {tmp_path}/pid\necho half\nsleep 600\n")
-    script.chmod(0o755)
+HANGS = """
+import subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"])
+open("pid", "w").write(str(child.pid))
+print("half", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_hangs_is_given_up_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    monkeypatch.chdir(tmp_path)
     for limit_s in (0.5, 5, 60):  # which a machine that has other things to do may need to come to the first word
         began = time.monotonic()
         with pytest.raises(Unanswered, match=f"no answer within {limit_s} s") as refusal:
-            command((str(script),), limit_s)
+            ask_python("hangs", limit_s=limit_s)
         assert time.monotonic() - began < limit_s + 60
         if refusal.value.output:
             break
@@ -179,14 +160,15 @@ def test_a_command_that_hangs_is_given_up_with_its_children(tmp_path: Path) -> N
         time.sleep(0.02)
 
 
-def test_a_command_that_fails_is_a_line() -> None:
-    for argv, why in (
-        (("no-such-command-at-all",), "not installed"),
-        (("sh", "-c", "echo 'Failed to initialize NVML' >&2; exit 9"), "Failed to initialize NVML"),
-        (("sh", "-c", "exit 7"), "ends with exit code 7"),
+def test_a_process_that_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for script, why in (
+        ("sys.exit('no libnvidia-ml.so')", "no libnvidia-ml.so"),
+        ("sys.exit(7)", "ends with exit code 7"),
     ):
+        (tmp_path / "fails.py").write_text(f"import sys\n{script}\n")
         with pytest.raises(Unanswered, match=why):
-            command(argv, 60)
+            ask_python("fails", limit_s=60)
 
 
 def test_a_question_whose_answer_fails_or_never_comes_costs_only_itself() -> None:
