@@ -272,9 +272,9 @@ class CheckpointHooks(_Trainer):
     def load_best_weights(self) -> None:
         """Puts the weights of the evaluation with the lowest loss back into the model."""
         best = self.state.best_global_step
-        if not best or best == self.state.global_step:
+        folder = folder_of(self.settings.checkpoints, best or 0)
+        if best == self.state.global_step or not folder.is_dir():  # that of a run that went on from another folder
             return
-        folder = folder_of(self.settings.checkpoints, best)
         self.state.best_model_checkpoint = str(folder)
         if self.settings.strategy == "fsdp2":
             load_weights(self.model, folder)

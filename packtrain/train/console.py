@@ -5,7 +5,6 @@ What libraries say goes to the log file, or is not said at all.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import warnings
@@ -83,9 +82,7 @@ def about_model(log: Log, settings: Model, peft: Peft, model: PreTrainedModel, p
     """What is trained, and how precisely."""
     base = base_model(model)
     whole, trained = (_count(sum(map(elements, some))) for some in (base.parameters(), _trained(model)))
-    name = settings.path or "new weights"
-    if settings.path and settings.init == "random":
-        name += ", new weights"
+    name = " with ".join(filter(None, [settings.path, "new weights" if settings.init == "random" else ""]))
     log.fact("model", f"{name} ({type(base).__name__}, {whole} parameters, {trained} trained)")
     if peft.kind == "lora":
         log.fact("adapters", f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}")
@@ -105,12 +102,8 @@ def about_steps(
 ) -> None:
     """What a step is made of, how many there are, and what follows each."""
     total, thing = steps.schedule.total_steps, "pairs" if isinstance(steps, PairSteps) else "documents"
-    warmup = optim.warmup_steps if optim.warmup_steps >= 1 else math.ceil(optim.warmup_steps * total)
-    warms = f" after {warmup:g} warm-up steps" if warmup else ""
-    decay = f", weight decay {optim.weight_decay:g}" if optim.weight_decay else ""
-    log.fact("optimizer", f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}{warms}{decay}")
-    if ranks.strategy != "ddp":
-        log.fact("strategy", ranks.strategy)
+    log.fact("optimizer", f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}")
+    log.fact("strategy", ranks.strategy)
     for title, part in (("data", data.train), ("held out", data.eval)):
         if part is not None:
             log.fact(title, _documents(part.report))
@@ -138,9 +131,8 @@ def attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None
     else:
         log.fact(
             "isolation",
-            f"{proof.verdict}: a changed document moves the others by"
-            f" {max(proof.moved_before, proof.moved_after):.1g}, each equals itself alone within {proof.alone:.1g}"
-            f" (tolerance {proof.tolerance:.0g}; without isolation {proof.control:.1g})",
+            f"{proof.verdict}: outputs of documents in a row are off by {proof.off:.1g} (tolerance {proof.tolerance:.0g};"
+            f" without isolation {proof.control:.1g})",
         )
 
 

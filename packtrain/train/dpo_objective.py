@@ -51,8 +51,8 @@ class DPO:
         cache: Path,
     ) -> None:
         """Precomputed log-probabilities go to the folder `cache`."""
-        self._objective, self._packing, self._model, self._peft = objective, packing, model, peft
-        self._reference, self._cache = reference, cache
+        self.objective, self._packing, self._model, self._peft = objective, packing, model, peft
+        self.reference, self._cache = reference, cache
         _, self._row_tokens = batch.limits(packing.mode)
         self._reference_model: PreTrainedModel | None = None
         self._identity = ""
@@ -74,10 +74,10 @@ class DPO:
     ) -> dict[str, Any]:
         """Loads what `model` is held to, before it is spread; returns what a resumed run must agree on of it."""
         check_routers(base_model(model))
-        if self._reference.kind == "adapters":
-            add_reference(model, self._reference.adapters)
+        if self.reference.kind == "adapters":
+            add_reference(model, self.reference.adapters)
         self._reference_model, weights = load_reference(
-            self._reference, self._objective.reference, self._model, tokenizer, ranks, seed=seed
+            self.reference, self.objective.reference, self._model, tokenizer, ranks, seed=seed
         )
         weights = weights or weights_hash(model)
         self._identity = identity_of_reference(model, self._peft, weights)
@@ -124,7 +124,7 @@ class DPO:
         """The optimizer steps over `data`. Raises UserError where a loss that sorts the pairs of a step would see only some of
         them at a time."""
         steps = PairSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
-        if sorting := self._objective.sorting_losses:
+        if sorting := self.objective.sorting_losses:
             most = schedule.summary(ranks.world_size).micro_batches_max
             if ranks.world_size > 1 or most > 1:
                 raise UserError(
@@ -140,7 +140,7 @@ class DPO:
         self, model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, **given: Any
     ) -> PackedDPOTrainer:
         """The trainer, before its proofs; `given` are its settings and callbacks."""
-        own = objective_arguments(self._objective, precomputed=self._reference.kind == "precomputed")
+        own = objective_arguments(self.objective, precomputed=self.reference.kind == "precomputed")
         return PackedDPOTrainer(
             model, DPOConfig(**arguments, **own), tokenizer, reference=self._reference_model, **given
         )
@@ -157,12 +157,12 @@ class DPO:
         one_pass: Callable[[PairDataset], PairSteps],
     ) -> None:
         """Computes what is to be precomputed (`one_pass` over a set in order), then checks the forward and the first loss."""
-        console.pairs(log, self._objective, self.layout, self._unshared, self._reference, self._peft.dropout)
-        if self._reference.kind == "precomputed":
+        console.pairs(log, self.objective, self.layout, self._unshared, self.reference, self._peft.dropout)
+        if self.reference.kind == "precomputed":
             self._precompute(trainer, ranks, one_pass, (self._identity, precision, trainer.ld_alpha))
         if preflight:
             check_pair_forward(trainer, attention)
-            if self._reference.at_start:
+            if self.reference.at_start:
                 check_start(trainer)
 
     def _precompute(

@@ -19,7 +19,6 @@ from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 
 from packtrain.errors import CheckFailed
 from packtrain.monitor.heartbeat import waiting
-from packtrain.train.checkpoint import folder_of
 from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, PairSteps, Steps, step_loader
 
@@ -216,11 +215,6 @@ class EarlyStop(TrainerCallback):
 
     def __init__(self, patience: int, checkpoints: Path, log: Log) -> None:
         self._patience, self._checkpoints, self._log = patience, checkpoints, log
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Forgets a best evaluation whose checkpoint is not here: the run goes on from a checkpoint of another folder."""
-        if state.best_global_step and not folder_of(self._checkpoints, state.best_global_step).is_dir():
-            state.best_metric = state.best_global_step = None
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, *, metrics: dict[str, float], **_: Any

@@ -26,10 +26,6 @@ from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of
 
 WATCHED_STEPS = 3
 _FEWEST = 16  # trained tokens whose rounding errors average out
-_NOT_RIGHT = (
-    "packed rows are not computed right: set model.attention=per_document or packing.mode=padding, and please report this "
-    "model"
-)
 _LESS_OF_A_ROW = "set model.attention=per_document: some models have tables by position in the row, which end before it"
 
 
@@ -129,19 +125,16 @@ class FirstStepWatch:
                     batch = collate_padded([documents[one] for one in these], self.pad_token_id)
                     padded[these] = model(**on_device(batch, device), token_losses=True).sum(dim=1).double().cpu()
         trained = _sums(row["shift_labels"][0] != IGNORE, lengths)
-        packed, padded, trained = (torch.cat([each, each.sum()[None]]) for each in (packed, padded, trained))
         off = (packed - padded).abs() / padded.maximum(trained).clamp(min=_FEWEST)
         nowhere = ~(packed.isfinite() | padded.isfinite())  # too high a learning rate: no fault of the rows
         off = off.nan_to_num(torch.inf).masked_fill((packed == padded) | nowhere, 0.0)
         worst = int(off.argmax())
         if off[worst] > self.tolerance:
-            of_one = worst < len(lengths)
-            which = f"document {worst + 1}" if of_one else "the documents"
             ours, theirs = (each[worst] / trained[worst].clamp(min=1) for each in (packed, padded))
             raise CheckFailed(
-                f"{which} of the first row of step {step} {'has' if of_one else 'have'} loss {ours:.6g} packed and "
-                f"{theirs:.6g} padded",
-                fix=_NOT_RIGHT,
+                f"document {worst + 1} of the first row of step {step} has loss {ours:.6g} packed and {theirs:.6g} padded",
+                fix="packed rows are not computed right: set model.attention=per_document or packing.mode=padding, and "
+                "please report this model",
             )
         return off[worst].item()
 

@@ -37,7 +37,7 @@ from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.monitor.inside import beat_to_rank_0
 from packtrain.packing.schedule import make_schedule
 from packtrain.plan.agreement import shared_values
-from packtrain.plan.dpo_reference import DpoReference, reference_of
+from packtrain.plan.dpo_reference import reference_of
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
@@ -149,13 +149,10 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
 
 def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """The proof of `packtrain verify` in this process; see train/verify/report.py."""
-    reference = _reference(config) if config.objective.kind == "dpo" else None
-    subject = Subject(config.model, config.peft, config.packing, config.objective, config.trainer, reference)
+    objective = _objective(config)
+    dpo = objective if isinstance(objective, DPO) else None
+    subject = Subject(config.model, config.peft, config.packing, config.objective, config.trainer, dpo)
     return verify(subject, ranks, peers, timeout_s=preparing_s(config.topology.step_timeout))
-
-
-def _reference(config: RunConfig) -> DpoReference:
-    return reference_of(config.model, config.peft, config.objective, config.strategy)
 
 
 def _objective(config: RunConfig) -> SFT | DPO:
@@ -163,8 +160,9 @@ def _objective(config: RunConfig) -> SFT | DPO:
     objective, packing = config.objective, config.packing
     if objective.kind == "sft":
         return SFT(objective, packing)
+    reference = reference_of(config.model, config.peft, objective, config.strategy)
     cache = cache_folder(config.data.cache_dir) / "reference"
-    return DPO(objective, packing, config.batch, config.model, config.peft, _reference(config), cache)
+    return DPO(objective, packing, config.batch, config.model, config.peft, reference, cache)
 
 
 def _build(

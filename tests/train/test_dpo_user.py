@@ -7,7 +7,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from here import ALONE, train_here
 from running import LLAMA, WORDS, Run, write_jsonl
 from transformers import PreTrainedModel
 
-from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Packing, Peft, RunConfig, Trainer, Verify
+from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Packing, Peft, RunConfig, Trainer
 from packtrain.data.prepare import prepare_pairs
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import reference
@@ -95,7 +95,7 @@ def test_a_second_model_its_own_folder_and_what_it_said_once_are_the_same_refere
     (kept,) = (tmp_path / "cache" / "reference").iterdir()
 
     computed = []
-    monkeypatch.setattr(reference, "_fill", lambda *_: computed.append(1))
+    monkeypatch.setattr(reference, "reduce", lambda *_: computed.append(1))
     again = trained(start, "again", objective=against("precomputed"))
     assert again.losses == once.losses and not computed  # from the cache
     monkeypatch.undo()
@@ -113,12 +113,6 @@ def test_a_second_model_its_own_folder_and_what_it_said_once_are_the_same_refere
     np.save(kept, known + np.float32([0.1, 0.0]))
     with pytest.raises(CheckFailed, match="the log-probabilities that were kept are stale"):
         trained(start, "stale", objective=against("precomputed"))
-    known[::2] = np.nan
-    np.save(kept.with_name(f"{kept.stem}.rank-0-of-2.npy"), known)  # what an interrupted run of two processes left
-    kept.unlink()
-    resumed = trained(start, "resumed", objective=against("precomputed"))
-    np.testing.assert_allclose(resumed.losses, model.losses, rtol=1e-5)
-    assert not list(kept.parent.glob("*.rank-*")) and kept.exists()
 
 
 def test_kept_log_probabilities_are_named_by_the_pairs_the_weights_and_the_settings(
@@ -170,45 +164,6 @@ def test_with_kept_log_probabilities_no_reference_is_in_memory(
     )
     trained(start, "counted", objective=against(kind))
     assert found == [expected] * 3
-
-
-def test_a_precomputation_that_was_killed_goes_on_to_bitwise_the_same(
-    start: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Killed(BaseException):
-        pass
-
-    def log_probabilities(cache: Path) -> np.ndarray:
-        (kept,) = (cache / "reference").iterdir()
-        return np.load(kept)
-
-    once = replace(start, objective=against("precomputed"))
-    trained(once, "whole")
-    whole = log_probabilities(tmp_path / "cache")
-    write, fill, written = reference._write, PackedDPOTrainer.policy_logps, []
-
-    def killed_at_the_second(*args: Any) -> None:
-        if written:
-            raise Killed
-        written.append(write(*args))
-
-    again = replace(once, data=replace(start.data, cache_dir=str(tmp_path / "again")))
-    monkeypatch.setattr(reference, "_WRITE_EVERY", 1)
-    monkeypatch.setattr(reference, "_write", killed_at_the_second)
-    with pytest.raises(Killed):
-        trained(again, "killed")
-    part = log_probabilities(tmp_path / "again")
-    known = ~np.isnan(part)
-    assert 0 < known.sum() < known.size and np.array_equal(part[known], whole[known])
-
-    computed: list[int] = []
-    monkeypatch.setattr(reference, "_write", write)
-    monkeypatch.setattr(
-        PackedDPOTrainer, "policy_logps", lambda self, b: [computed.append(b.examples), fill(self, b)][1]
-    )
-    trained(again, "resumed", verify=Verify(preflight=False))
-    assert np.array_equal(log_probabilities(tmp_path / "again"), whole)
-    assert sum(computed) == len(whole) - known[:, 0].sum()
 
 
 @pytest.mark.parametrize("way", ["model", "precomputed"])
@@ -330,18 +285,3 @@ def test_a_run_that_insists_on_shared_prompts_never_computes_them_twice(start: R
     with pytest.raises(CheckFailed, match="prompts cannot be shared: per_document") as refused:
         trained(start, "insists", **insisting)
     assert refused.value.problems[0].where == "packing.share_prefix"
-
-
-def test_kept_log_probabilities_that_only_the_first_machine_has_are_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reference, "broadcast_object_list", lambda _: [True])  # what the first process sees
-    with pytest.raises(UserError, match=r"which the first process wrote to .* are not on this machine"):
-        reference.precompute(tmp_path / "kept", *[cast(Any, None)] * 3)
-
-
-def test_parts_of_log_probabilities_that_another_run_takes_away_are_no_error(tmp_path: Path) -> None:
-    for rank, values in enumerate(([[1, 2], [np.nan, np.nan]], [[np.nan, np.nan], [3, 4]])):
-        np.save(tmp_path / f"kept.rank-{rank}-of-2.npy", np.array(values, dtype=np.float32))
-    (tmp_path / "kept.rank-2-of-2.npy").symlink_to(tmp_path / "gone.npy")  # there when listed, gone when read
-    assert reference._begun(tmp_path / "kept", 2).tolist() == [[1, 2], [3, 4]]

@@ -24,17 +24,13 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from trl import DPOConfig
 
 from packtrain.attention.backends import attending_by, own_attention
-from packtrain.config.schema import Batch, Model, Objective, Optim, Packing, Tracking, Trainer
+from packtrain.config.schema import Batch, Optim, Packing, Tracking, Trainer
 from packtrain.data.dataset import Document, PairDataset, Preference
 from packtrain.errors import CheckFailed
-from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model
 from packtrain.model.precision import precision_of
-from packtrain.model.reference import load_reference
-from packtrain.model.spread import Ranks
 from packtrain.packing.collate import (
     IGNORE,
     PairRows,
@@ -46,9 +42,9 @@ from packtrain.packing.collate import (
 )
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
-from packtrain.plan.dpo_reference import DpoReference
 from packtrain.proof.isolation import evaluating, positions_of, refusals_of_a_model, vocabulary_of
-from packtrain.train.dpo import PackedDPOTrainer, check_routers, objective_arguments
+from packtrain.train.dpo import PackedDPOTrainer
+from packtrain.train.dpo_objective import DPO
 from packtrain.train.loader import PairSteps
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.verify.dpo_start import Start, check_pair_forward, start_of
@@ -296,24 +292,12 @@ class _Pairs(list[Preference]):
 
 
 def trainer_on_random_pairs(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    ranks: Ranks,
-    reference: DpoReference,
-    *,
-    objective: Objective,
-    loaded_by: Model,
-    settings: Trainer,
+    dpo: DPO, model: Any, tokenizer: PreTrainedTokenizerBase, settings: Trainer
 ) -> PackedDPOTrainer:
-    """The trainer of a run of one step of all pairs, padded, against the reference of the run.
+    """The trainer of a run of one step of all pairs, padded, against the reference that `dpo` has taken.
 
-    `model` has no forward of packtrain's yet. Raises UserError where a run would: the reference cannot be loaded, or the
-    routers of the model want a loss of their own.
+    `model` has no forward of packtrain's yet.
     """
-    check_routers(base_model(model))
-    loaded, _ = load_reference(reference, objective.reference, loaded_by, tokenizer, ranks, seed=settings.seed)
-    if reference.kind == "adapters":
-        add_reference(model, reference.adapters)
     pairs, precision = _Pairs(random_pairs(base_model(model))), precision_of(model, settings.mixed_precision)
     batch = Batch(examples_per_step=len(pairs), examples_per_device=len(pairs))
     schedule = make_schedule(pairs.lengths, Packing(mode="padding_free"), batch, max_steps=1)
@@ -321,8 +305,7 @@ def trainer_on_random_pairs(
     of_loop = LoopSettings(steps, None, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
     once = replace(settings, checkpoint_every=None, eval_every=None)
     arguments = training_arguments(once, Optim(), Tracking(), precision, of_loop)
-    own = objective_arguments(objective, precomputed=reference.kind == "precomputed")
-    return PackedDPOTrainer(model, DPOConfig(**arguments, **own), tokenizer, settings=of_loop, reference=loaded)
+    return dpo.trainer(model, arguments, tokenizer, settings=of_loop)
 
 
 def start_on_random_pairs(

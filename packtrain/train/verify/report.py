@@ -34,11 +34,11 @@ from packtrain.model.precision import autocast_of
 from packtrain.model.spread import Ranks, loading_whole, open_proofs, spread
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_padded, on_device
-from packtrain.plan.dpo_reference import DpoReference
 from packtrain.proof.choice import choose_attention, prove_backend, prove_pairs
 from packtrain.proof.isolation import Proof, check_as_it_comes
 from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
+from packtrain.train.dpo_objective import DPO
 from packtrain.train.preflight import fit_head, why_not_together
 from packtrain.train.sync.checks import agree_on_model
 from packtrain.train.sync.store import Peers
@@ -60,14 +60,14 @@ _REPORT = "please report this model"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is proved: groups of the config, and what preferences are held to (None in supervised fine-tuning)."""
+    """What is proved: groups of the config, and in preference training what it adds to a run."""
 
     model: Model
     peft: Peft
     packing: Packing
     objective: Objective
     trainer: Trainer
-    reference: DpoReference | None = None
+    dpo: DPO | None = None
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -79,6 +79,12 @@ class Subject:
         tokenizer = load_tokenizer(self.model)
         with loading_whole():
             return load_model(self.model, self.peft, tokenizer, seed=self.trainer.seed), tokenizer
+
+    def spread(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks) -> None:
+        """Loads what `model` is held to, and puts it where the strategy wants it."""
+        if self.dpo is not None:
+            self.dpo.take_reference(model, tokenizer, ranks, seed=self.trainer.seed)
+        spread(model, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +143,20 @@ def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: flo
     started, autocast, share = time.perf_counter(), subject.autocast, subject.packing.share_prefix
     model, tokenizer = subject.load()
     agree_on_model(peers, model, timeout_s=timeout_s)
-    spread(model, ranks)
+    subject.spread(model, tokenizer, ranks)
     base, close_proofs = base_model(model), open_proofs(model, ranks)
     isolation = _isolation(subject, ranks, base)
     pairs, packs = None, subject.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
-    if subject.reference is not None and share is not False and packs:
+    if subject.dpo is not None and share is not False and packs:
         # where it is not exact, training computes a prompt for each answer, unless packing.share_prefix insists
         lack, proof = prove_pairs(cast(str, isolation.backend), base, autocast)
         pairs = Isolation(isolation.backend, "", proof=proof, problem=lack, fix="set packing.share_prefix=false")
     close_proofs()
-    of_modes = ranks
     if ranks.gathers_by_engine:
-        (model, tokenizer), of_modes = subject.load(), replace(ranks, strategy="ddp")
-        spread(model, of_modes)
+        model, tokenizer = subject.load()
+        subject.spread(model, tokenizer, replace(ranks, strategy="ddp"))
     shares = pairs is not None and not pairs.problem
-    head, comparison, start = _modes(subject, of_modes, model, tokenizer, isolation.backend, shares=shares)
+    head, comparison, start = _modes(subject, model, tokenizer, isolation.backend, shares=shares)
     found = _findings(isolation, comparison, pairs if share else None, start)
     verdict, problem, fix = next(found, ("exact", "", ""))
     measured = {mode: asdict(figures) for mode, figures in comparison.measured.items()}
@@ -193,25 +198,22 @@ def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: flo
 
 
 def _modes(
-    subject: Subject, ranks: Ranks, model: PreTrainedModel, tokenizer: Any, backend: str | None, *, shares: bool
+    subject: Subject, model: PreTrainedModel, tokenizer: Any, backend: str | None, *, shares: bool
 ) -> tuple[Head, Comparison, Start | None]:
     """The output head that ran, the modes with the loss of the objective, and where preference training starts."""
-    objective, reference, autocast = subject.objective, subject.reference, subject.autocast
-    if reference is None:
+    objective, dpo, autocast = subject.objective, subject.dpo, subject.autocast
+    if dpo is None:
         base, pad = base_model(model), int(tokenizer.pad_token_id or 0)
         add_fused_lm_head(base)
         head = add_loss_sum(base, loss=objective.loss, neftune_alpha=objective.neftune_alpha)
         probe = collate_padded(random_documents(base)[-1:], pad)
         fit_head(base, head, on_device(probe, base.device), autocast)
         return head, compare_documents(model, backend, pad_token_id=pad, loss=objective.loss, autocast=autocast), None
-    trainer = trainer_on_random_pairs(
-        model, tokenizer, ranks, reference, objective=objective, loaded_by=subject.model, settings=subject.trainer
-    )
-    start = None
-    if reference.at_start:
+    trainer, start = trainer_on_random_pairs(dpo, model, tokenizer, subject.trainer), None
+    if dpo.reference.at_start:
         padded = backend is None or subject.packing.mode == "padding"
         layout = "padding" if padded else "shared" if shares else "flat"
-        start = start_on_random_pairs(trainer, backend, layout, precomputed=reference.kind == "precomputed")
+        start = start_on_random_pairs(trainer, backend, layout, precomputed=dpo.reference.kind == "precomputed")
     split = not objective.sorting_losses
     return Head(objective.loss), compare_pairs(trainer, backend, shares=shares, split=split), start
 
