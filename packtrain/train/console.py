@@ -96,8 +96,8 @@ def about_steps(
     packing: Packing,
     batch: Batch,
     data: PreparedData,
-    steps: Steps | PairSteps,
-    evaluation: Steps | PairSteps | None,
+    steps: Steps,
+    evaluation: Steps | None,
     ranks: Ranks,
 ) -> None:
     """What a step is made of, how many there are, and what follows each."""

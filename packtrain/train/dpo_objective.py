@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig
 
-from packtrain.config.schema import Batch, Data, Model, Objective, Packing, Peft
+from packtrain.config.schema import Batch, Model, Objective, Packing, Peft
 from packtrain.data.dataset import PairDataset
-from packtrain.data.prepare import PreparedData, prepare_pairs
+from packtrain.data.prepare import prepare_pairs
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model, weights_hash
@@ -40,6 +40,8 @@ from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 class DPO:
     """What of a run is preference optimisation's own: its data, its reference, its steps, its trainer, its proofs."""
 
+    prepare_data = staticmethod(prepare_pairs)
+
     def __init__(
         self,
         objective: Objective,
@@ -58,12 +60,6 @@ class DPO:
         self._identity = ""
         self.layout: PairRows = "padding"
         self._unshared = ""
-
-    def prepare_data(
-        self, data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool
-    ) -> PreparedData[PairDataset]:
-        """Pairs as tokens, with their loss masks."""
-        return prepare_pairs(data, tokenizer, seed=seed, progress=progress)
 
     def longest_document(self, data: PairDataset) -> int:
         """Tokens of the longest prompt with an answer."""

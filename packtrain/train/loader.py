@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel
 
-from packtrain.data.dataset import Document, PairDataset, TokenDataset
+from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
@@ -46,11 +46,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Steps(Dataset):
-    """`steps[k]` = the micro-batches of step k for this `rank`; the same number on every rank."""
+    """`steps[k]` = the micro-batches of step k for this `rank`, in a `layout`; the same number of steps on every rank."""
 
-    data: TokenDataset
+    data: TokenDataset | PairDataset
     schedule: Schedule
-    padded: bool
+    layout: PairRows
     pad_token_id: int
     rank: int = 0
     world_size: int = 1
@@ -59,12 +59,13 @@ class Steps(Dataset):
         return self.schedule.total_steps
 
     def __getitem__(self, step: int) -> list[MicroBatch]:
-        layout = self.schedule.micro_batches(step, self.rank, self.world_size)
-        return [self.collate([self.data[int(i)] for i in ids]) for ids in layout]
+        return [self.collate(numbers) for numbers in self.schedule.micro_batches(step, self.rank, self.world_size)]
 
-    def collate(self, documents: Sequence[Document]) -> MicroBatch:
-        """One forward pass over `documents`, in the layout of the run's packing mode."""
-        inputs = collate_padded(documents, self.pad_token_id) if self.padded else collate_flat(documents)
+    def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
+        """One forward pass over the documents of these numbers."""
+        documents: Any = [self.data[int(number)] for number in numbers]
+        padded = self.layout == "padding"
+        inputs = collate_padded(documents, self.pad_token_id) if padded else collate_flat(documents)
         return MicroBatch(
             inputs=inputs,
             trained=int((inputs["shift_labels"] != IGNORE).sum()),
@@ -75,29 +76,17 @@ class Steps(Dataset):
 
 
 @dataclass(frozen=True)
-class PairSteps(Dataset):
+class PairSteps(Steps):
     """As Steps, of preference pairs: `examples` of a micro-batch are pairs, `trained` the targets of its chosen answers.
 
     `reference` float32 [pairs, 2] has the reference's log-probabilities of the chosen and the rejected answer of each pair.
     """
 
-    data: PairDataset
-    schedule: Schedule
-    layout: PairRows
-    pad_token_id: int
-    rank: int = 0
-    world_size: int = 1
     reference: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return self.schedule.total_steps
-
-    def __getitem__(self, step: int) -> list[MicroBatch]:
-        return [self.collate(ids) for ids in self.schedule.micro_batches(step, self.rank, self.world_size)]
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """One forward pass over the pairs of these numbers."""
-        pairs = [self.data[int(number)] for number in numbers]
+        pairs: Any = [self.data[int(number)] for number in numbers]
         inputs = collate_pairs(pairs, self.pad_token_id, self.layout)
         if self.reference is not None:
             known = self.reference[numbers] if len(numbers) else np.zeros((1, 2), np.float32)
@@ -144,7 +133,7 @@ def _end_when_told(parent: int, numbers: set[signal.Signals]) -> None:
     os._exit(0)
 
 
-def step_loader(steps: Steps | PairSteps, *, first: int = 0, workers: int = 0) -> DataLoader:
+def step_loader(steps: Steps, *, first: int = 0, workers: int = 0) -> DataLoader:
     """Loads `steps` from number `first` on, in `workers` processes ahead of the model."""
     return DataLoader(
         steps,

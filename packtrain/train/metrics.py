@@ -20,7 +20,7 @@ from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 from packtrain.errors import CheckFailed
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.console import Log
-from packtrain.train.loader import MicroBatch, PairSteps, Steps, step_loader
+from packtrain.train.loader import MicroBatch, Steps, step_loader
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -36,9 +36,7 @@ _OURS = {"learning_rate": "lr"}  # transformers' name: ours
 class StepFigures:
     """Exact counts and the time of the steps since the last logged line, and what follows from them."""
 
-    def __init__(
-        self, accelerator: Accelerator, model: PreTrainedModel, dtype: torch.dtype, steps: Steps | PairSteps
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, model: PreTrainedModel, dtype: torch.dtype, steps: Steps) -> None:
         self.last = torch.zeros(6, dtype=torch.int64)
         self._sum = torch.zeros(6, dtype=torch.int64)
         self._since: float | None = None
@@ -69,7 +67,7 @@ class StepFigures:
 
 
 def _flops_share_of_a_token(
-    accelerator: Accelerator, model: PreTrainedModel, dtype: torch.dtype, steps: Steps | PairSteps
+    accelerator: Accelerator, model: PreTrainedModel, dtype: torch.dtype, steps: Steps
 ) -> float | None:
     """Model FLOPs of a token at the mean document length / peak FLOPs of all devices in a second, by TRL's tables.
 
@@ -92,7 +90,7 @@ class LoggingHooks(_Trainer):
         model: Any
         state: Any
         settings: LoopSettings
-        steps: Steps | PairSteps
+        steps: Steps
         clock: StepClock
         times: RankTimes
         step_figures: StepFigures

@@ -47,7 +47,7 @@ from packtrain.train.checkpoint import check_origin, find_resume, set_aside, ste
 from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.dpo_objective import DPO
 from packtrain.train.library_errors import explained, keep_in_full
-from packtrain.train.loader import PairSteps, Steps, attention_cost
+from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepControl, StepTrainer
 from packtrain.train.metrics import EarlyStop, MetricsFile, ProgressLines
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
@@ -189,7 +189,7 @@ def _build(
 
     cost, pad = attention_cost(model), int(cast(Any, tokenizer.pad_token_id) or 0)
 
-    def steps_over(part: Any, **length: Any) -> Steps | PairSteps:
+    def steps_over(part: Any, **length: Any) -> Steps:
         """The steps over a data set; one pass over it in order, unless told otherwise."""
         slots, seed = objective.slots(part), config.trainer.seed
         schedule = make_schedule(slots, config.packing, config.batch, seed=seed, attention_cost=cost, **length)

@@ -16,7 +16,7 @@ from packtrain.config.schema import SHARDED_WEIGHTS, Optim, Tracking, Trainer
 from packtrain.model.precision import Precision
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.plan.launcher_settings import deepspeed_config
-from packtrain.train.loader import PairSteps, Steps
+from packtrain.train.loader import Steps
 from packtrain.train.sync.rank_times import Machines
 
 
@@ -29,8 +29,8 @@ class LoopSettings:
     attention). The main process knows the `machines`.
     """
 
-    steps: Steps | PairSteps
-    evaluation: Steps | PairSteps | None
+    steps: Steps
+    evaluation: Steps | None
     stop: StopRequest
     checkpoints: Path
     origin: dict[str, Any]

@@ -15,15 +15,16 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
-from packtrain.config.schema import Data, Objective, Packing
+from packtrain.config.schema import Objective, Packing
 from packtrain.data.dataset import Document, TokenDataset
-from packtrain.data.prepare import PreparedData, prepare
+from packtrain.data.prepare import prepare
 from packtrain.model.forward import Head, patch_forward
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.routers import router_loss, without_labels
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
+from packtrain.packing.collate import collate_flat, collate_padded
 from packtrain.packing.schedule import Schedule
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import tolerance_of
@@ -102,10 +103,11 @@ class PackedSFTTrainer(StepTrainer, SFTTrainer):
 
     def probe(self) -> dict[str, Any]:
         """Inputs of one short real document with every token trained, to check the output head with."""
-        steps = cast(Steps, self.steps)
-        ids = steps.data[int(steps.data.lengths.argmax())].input_ids[:_PROBE_TOKENS]
+        data, padded = cast(TokenDataset, self.steps.data), self.steps.layout == "padding"
+        ids = data[int(data.lengths.argmax())].input_ids[:_PROBE_TOKENS]
         document = Document(ids, np.ones(len(ids), dtype=bool))
-        return self._prepare_inputs(steps.collate([document]).inputs)
+        inputs = collate_padded([document], self.steps.pad_token_id) if padded else collate_flat([document])
+        return self._prepare_inputs(inputs)
 
     def _run_without_labels(self, batch: MicroBatch) -> None:
         self.model(**self._prepare_inputs(without_labels(batch.inputs)), loss_sum=True)
@@ -118,11 +120,7 @@ class SFT:
     objective: Objective
     packing: Packing
 
-    def prepare_data(
-        self, data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool
-    ) -> PreparedData[TokenDataset]:
-        """Documents as tokens, with their loss mask."""
-        return prepare(data, tokenizer, seed=seed, progress=progress)
+    prepare_data = staticmethod(prepare)
 
     def longest_document(self, data: TokenDataset) -> int:
         """Tokens of the longest document."""
@@ -144,7 +142,8 @@ class SFT:
 
     def steps(self, data: TokenDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> Steps:
         """The optimizer steps over `data`."""
-        return Steps(data, schedule, self.packing.mode == "padding", pad_token_id, ranks.rank, ranks.world_size)
+        layout = "padding" if self.packing.mode == "padding" else "flat"
+        return Steps(data, schedule, layout, pad_token_id, ranks.rank, ranks.world_size)
 
     def trainer(
         self, model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, **given: Any
