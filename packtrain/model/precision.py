@@ -22,11 +22,6 @@ class Precision:
     weights: torch.dtype
     autocast: torch.dtype | None = None
 
-    @property
-    def compute(self) -> torch.dtype:
-        """What the model computes in."""
-        return self.autocast or self.weights
-
 
 def autocast_of(mixed_precision: str) -> torch.dtype | None:
     """The format of `trainer.mixed_precision` (no | bf16)."""

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import errno
 import re
-from datetime import datetime
-from pathlib import Path
 
 import torch
 
-from packtrain.config.schema import Batch, Trainer
+from packtrain.config.schema import Batch
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError
 from packtrain.model.spread import Ranks
 from packtrain.run_folder import RunFolder
 
-_OF_NCCL = re.compile(r" in: /\S+?:\d+,")  # NCCL error in: /…/NCCLUtils.cpp:77, remote process exited
-_OF_GLOO = re.compile(r"\[\S+\.(?:cc|cpp|h|hpp|cu):\d+\] ?")
+_PLACES = re.compile(
+    r"(?<=NCCL error) in: /\S+?:\d+(?=,)|\[\S+\.(?:cc|cpp|h|hpp|cu):\d+\] ?"
+)  # in the source of NCCL, gloo
 _ADVICE = re.compile(r"[.,;]? *(?:This is typically|Check the logs|GLHF)")
 _GO_ON = "start the same command again: complete checkpoints are kept"
 _OF_OURS = "device-side assert"  # an index out of range: of the GPU's errors the one that is in what it was given
 
 
-def explained(
-    error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch, trainer: Trainer
-) -> PacktrainError | None:
+def explained(error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch) -> PacktrainError | None:
     """The message to the user for `error`; None where it may be a bug of ours.
 
     NCCL and the store have an error type of their own; gloo's errors are known by the source file they name. So are
@@ -34,13 +31,11 @@ def explained(
         fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
         return LostPeers(f"rank {ranks.rank} lost the other processes: {shortly(error)}", fix=fix)
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
+        fix = (
+            "set it lower, or trainer.gradient_checkpointing=true, or strategy=fsdp2 or zero3 on several devices: each trains "
+            f"the same. packtrain plan shows what takes how much. Then {_GO_ON}"
+        )
         where = "batch.examples_per_device" if batch.tokens_per_device is None else "batch.tokens_per_device"
-        ways = ["set it lower"]
-        if not trainer.gradient_checkpointing:
-            ways.append("trainer.gradient_checkpointing=true")
-        if not ranks.sharded:
-            ways.append("strategy=fsdp2 or zero3 on several devices")
-        fix = f"{', '.join(ways)}: each trains the same. packtrain plan shows what takes how much. Then {_GO_ON}"
         return UserError(f"out of memory on {ranks.device}: {said}", where=where, fix=fix)
     if "CUDA error" in said and _OF_OURS not in said:
         fix = f"packtrain env shows what its driver says (Xid, ECC), CUDA_LAUNCH_BLOCKING=1 where it happens; then {_GO_ON}"
@@ -58,14 +53,4 @@ def explained(
 def shortly(error: BaseException) -> str:
     """What has happened, in a line."""
     first, _, _ = str(error).strip().partition("\n")
-    words = _ADVICE.split(_OF_GLOO.sub("", _OF_NCCL.sub(":", first)))[0].strip()
-    return words or first or type(error).__name__
-
-
-def keep_in_full(log: Path, error: BaseException) -> None:
-    """Appends all that was said to a rank's log."""
-    try:
-        with log.open("a", encoding="utf-8") as file:
-            file.write("".join(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n" for line in str(error).splitlines()))
-    except OSError:  # its disk may be why
-        pass
+    return _ADVICE.split(_PLACES.sub("", first))[0].strip() or first or type(error).__name__

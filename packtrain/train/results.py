@@ -150,11 +150,6 @@ class Summary:
         }
 
 
-def last_evaluated(trainer: StepTrainer) -> int | None:
-    """The step of the last evaluation."""
-    return next((int(line["step"]) for line in reversed(trainer.state.log_history) if "eval_loss" in line), None)
-
-
 def show(
     log: Log,
     summary: Summary,

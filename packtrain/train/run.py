@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -46,7 +47,7 @@ from packtrain.train import console, results
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
 from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.dpo_objective import DPO
-from packtrain.train.library_errors import explained, keep_in_full
+from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepControl, StepTrainer
 from packtrain.train.metrics import EarlyStop, MetricsFile, ProgressLines
@@ -87,11 +88,13 @@ def train(verb: str, config: RunConfig) -> int:
     except (RuntimeError, OSError, SafetensorError) as error:
         own_heartbeat().progress()  # a rank that has lost the others does not keep anybody waiting
         folder = RunFolder.of(config.trainer)
-        if known := explained(error, ranks, folder, config.batch, config.trainer):
-            if isinstance(known, LostPeers):
-                keep_in_full(folder.log(ranks.rank), error)
-            raise known from error
-        raise
+        known = explained(error, ranks, folder, config.batch)
+        if known is None:
+            raise
+        if isinstance(known, LostPeers):
+            with suppress(OSError):  # its disk may be why
+                Log(folder.log(ranks.rank), main=False).note(str(error))
+        raise known from error
     finally:
         gc.collect()  # DeepSpeed's engine holds groups, whose threads must not outlive them
         if torch.distributed.is_initialized():
@@ -264,7 +267,7 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
     shared = {key: value for key, value in shared_values(to_dict(config)).items() if key not in own}
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     if peers is not None:
-        beat_to_rank_0(lambda said: peers.share("channel", said, timeout_s=limit_s))
+        beat_to_rank_0(lambda said: peers.share("channel", said))
     open_strategy(config.strategy.name)
     heartbeat.enter("join")
 
@@ -330,7 +333,8 @@ def _finish(
 ) -> None:
     """What a run that came to its end leaves: the last evaluation, final/, summary.json, and its last lines."""
     config, folder = run.config, run.folder
-    if trainer.settings.evaluation and results.last_evaluated(trainer) != trainer.state.global_step:
+    evaluated = [line["step"] for line in trainer.state.log_history if "eval_loss" in line]
+    if trainer.settings.evaluation and evaluated[-1:] != [trainer.state.global_step]:
         trainer.evaluate()
     trainer.clock.enter("final")
     if summary.early:

@@ -78,10 +78,11 @@ def agree_on_model(peers: Peers | None, model: torch.nn.Module, *, timeout_s: fl
     if peers is None:
         return
     settings = base_model(model).config.to_dict()
+    texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in settings.items()}
     facts = {
         f"model.config.{key}": text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({digest_of(text)})"
-        for key, value in settings.items()
-        if key not in _NO_MATTER and (text := json.dumps(value, sort_keys=True, default=str))
+        for key, text in texts.items()
+        if key not in _NO_MATTER
     }
     facts["model weights"] = f"those with hash {weights_hash(model)[:12]}"
     fix = "its files differ there: compare them with sha256sum, copy them, or name a model.revision"
