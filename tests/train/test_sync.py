@@ -70,7 +70,9 @@ def test_all_processes_raise_the_same_words_and_the_first_one_shows_them() -> No
     assert together(peers(5), [{"seed": "0"}] * 5) == [None] * 5
     raised = together(peers(5), [*[{"seed": "0"}] * 4, {"seed": "1"}])
     assert {type(error) for error in raised} == {Disagreement}
-    assert {str(error) for error in raised} == {"seed: rank 4 on n4 has 1; ranks 0 to 3 on n0, n1, n2 and n3 have 0"}
+    assert {str(error) for error in raised} == {
+        "seed: rank 4 on n4 has 1; rank 0 on n0, rank 1 on n1, rank 2 on n2 and rank 3 on n3 have 0"
+    }
     assert [error.shown for error in raised if isinstance(error, Disagreement)] == [True, False, False, False, False]
 
 
@@ -87,7 +89,7 @@ def test_who_does_not_come_to_a_later_stage_is_named_with_its_machine() -> None:
     assert together(all_peers, [{}] * 4, stage="start") == [None] * 4
     raised = together(all_peers[:2], [{}, {}], timeout_s=0.2)
     assert {str(error).split("\n")[0] for error in raised} == {
-        "at the stage 'data' ranks 2 and 3 on n2 and n3 did not come within 0.2 s"
+        "at the stage 'data' rank 2 on n2 and rank 3 on n3 did not come within 0.2 s"
     }
 
 

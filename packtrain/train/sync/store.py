@@ -176,9 +176,13 @@ def join(*, timeout_s: float) -> Peers | None:
 
 
 def in_words(ours: Sequence[Statement], *, hosts: bool = True) -> str:
-    """ "ranks 0 to 3 on n1 and n2"; the machines only with `hosts`, and where they are known."""
-    ranks, machines = ranks_in_words([one.rank for one in ours]), list(dict.fromkeys(one.host for one in ours))
-    return f"{ranks} on {listed(machines)}" if hosts and "" not in machines else ranks
+    """ "ranks 0 and 1 on n1 and rank 2 on n2"; the machines only with `hosts`, and where they are known."""
+    by_host: dict[str, list[int]] = defaultdict(list)
+    for one in ours:
+        by_host[one.host].append(one.rank)
+    if not hosts or "" in by_host:
+        return ranks_in_words([one.rank for one in ours])
+    return listed([f"{ranks_in_words(ranks)} on {host}" for host, ranks in by_host.items()])
 
 
 def _statements(store: Store, ranks: Sequence[int]) -> list[Statement]:
