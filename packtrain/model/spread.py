@@ -43,7 +43,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from packtrain.config.schema import SHARDED_WEIGHTS
-from packtrain.errors import CheckFailed, UserError
+from packtrain.errors import UserError
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.launcher_settings import STAGES, deepspeed_config
@@ -212,34 +212,6 @@ def most_of_all(number: int, device: torch.device) -> int:
     with waiting("the numbers of all ranks"):
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found.item())
-
-
-def check_active(wanted: str, wrapped: Any, model: nn.Module) -> None:
-    """Raises CheckFailed where what is about to train is not spread by the strategy `wanted`.
-
-    `wrapped` is what the trainer calls in training, `model` the one inside, of a run that is ready for step 1.
-    """
-    found = _found(wrapped, model)
-    if wanted != found and not (wanted == "ddp" and found == "one process"):
-        raise CheckFailed(
-            f"the run is to train by {wanted}, but it would by {found}",
-            where="strategy.name",
-            fix="start it by packtrain or torchrun; accelerate's or DeepSpeed's own settings have no part in it",
-        )
-
-
-def _found(wrapped: Any, model: nn.Module) -> str:
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(base_model(model), FSDPModule):
-        return "fsdp2"
-    if type(wrapped).__name__ == "DeepSpeedEngine":
-        stage = wrapped.zero_optimization_stage()
-        offloads = bool(wrapped.zero_offload_param()) if stage == 3 else False
-        return f"zero{stage}{'_offload' if offloads else ''}"
-    if isinstance(wrapped, nn.parallel.DistributedDataParallel):
-        return "ddp"
-    return "one process" if not dist.is_initialized() or dist.get_world_size() == 1 else "copies of their own"
 
 
 def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:

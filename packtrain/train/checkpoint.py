@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -25,14 +25,7 @@ from packtrain.model.load import base_model
 from packtrain.model.spread import load_shards, load_weights, save_shards, whole_weights
 from packtrain.monitor.heartbeat import waiting
 from packtrain.run_folder import write_json
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
-
-    from packtrain.train.settings import LoopSettings
-    from packtrain.train.sync.rank_times import StepClock
-else:
-    _Trainer = object  # the trainer of TRL that StepTrainer stands in front of
+from packtrain.train.settings import TrainerHooks
 
 MANIFEST = "manifest.json"
 ORIGIN = "origin.json"
@@ -195,17 +188,8 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-class CheckpointHooks(_Trainer):
+class CheckpointHooks(TrainerHooks):
     """The hooks of a step that write and read checkpoints."""
-
-    if TYPE_CHECKING:
-        model: Any
-        state: Any
-        settings: LoopSettings
-        clock: StepClock
-        last_loss: torch.Tensor
-
-        def refuse_nan(self, loss: float) -> None: ...
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Writes the checkpoint of this step aside and renames it when all ranks have written."""

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,14 +21,7 @@ from packtrain.errors import CheckFailed
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, Steps, step_loader
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
-
-    from packtrain.train.settings import LoopSettings
-    from packtrain.train.sync.rank_times import RankTimes, StepClock
-else:
-    _Trainer = object  # the trainer of TRL that StepTrainer stands in front of
+from packtrain.train.settings import TrainerHooks
 
 _OURS = {"learning_rate": "lr"}  # transformers' name: ours
 
@@ -83,17 +76,8 @@ def _flops_share_of_a_token(
     return flops / (peak * accelerator.num_processes) if peak else None
 
 
-class LoggingHooks(_Trainer):
+class LoggingHooks(TrainerHooks):
     """The hooks of a step that report: logging and evaluation."""
-
-    if TYPE_CHECKING:
-        model: Any
-        state: Any
-        settings: LoopSettings
-        steps: Steps
-        clock: StepClock
-        times: RankTimes
-        step_figures: StepFigures
 
     def figures(self) -> dict[str, Any]:
         """What the objective adds to a logged training line; called on every rank."""

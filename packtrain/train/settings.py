@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
@@ -17,7 +17,7 @@ from packtrain.model.precision import Precision
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.plan.launcher_settings import deepspeed_config
 from packtrain.train.loader import Steps
-from packtrain.train.sync.rank_times import Machines
+from packtrain.train.sync.rank_times import Machines, RankTimes, StepClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,26 @@ class LoopSettings:
     def sharded(self) -> bool:
         """Whether no process has all weights."""
         return self.strategy in SHARDED_WEIGHTS
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer as TransformersTrainer
+
+    class TrainerHooks(TransformersTrainer):
+        """What hooks of a step find on the trainer that they stand in front of."""
+
+        model: Any
+        state: Any
+        settings: LoopSettings
+        steps: Steps
+        clock: StepClock
+        times: RankTimes
+        step_figures: Any
+        last_loss: torch.Tensor
+
+        def refuse_nan(self, loss: float) -> None: ...
+else:
+    TrainerHooks = object
 
 
 class StopRequest:
