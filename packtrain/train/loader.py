@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel
 
-from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
@@ -48,7 +47,7 @@ class MicroBatch:
 class Steps(Dataset):
     """`steps[k]` = the micro-batches of step k for this `rank`, in a `layout`; the same number of steps on every rank."""
 
-    data: TokenDataset | PairDataset
+    data: Any  # a TokenDataset, of PairSteps a PairDataset
     schedule: Schedule
     layout: PairRows
     pad_token_id: int

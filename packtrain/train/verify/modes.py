@@ -320,7 +320,7 @@ def start_on_random_pairs(
 
     def attending(model: Any) -> AbstractContextManager[Any]:
         packs = model is not None and backend is not None and layout != "padding"
-        return attending_by(base_model(model), backend) if packs else nullcontext()
+        return attending_by(base_model(cast(Any, model)), cast(str, backend)) if packs else nullcontext()
 
     with attending(trainer.model), attending(trainer.ref_model):
         start = start_of(trainer)
