@@ -259,6 +259,38 @@ def test_who_has_a_wrong_sum_or_none_in_time_is_named_on_all_ranks(
         assert any(same(said) == what and same(text.partition("→ ")[2]) == fix for what, fix in ROWS)
 
 
+def test_a_rank_that_still_waits_when_another_has_failed_does_not_wait_for_its_whole_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "_OTHERS_S", 1)
+    monkeypatch.setattr(checks, "_LOOK_S", 0.1)
+    monkeypatch.setattr(atexit, "register", lambda end, code: None)
+    failed, over = threading.Event(), threading.Event()
+    store = HashStore()
+
+    def opens(rank: int) -> torch.device:
+        if rank == 1:
+            failed.set()
+            raise RuntimeError(REFUSED)
+        failed.wait(60)
+        over.wait(600)
+        return CPU
+
+    def one(rank: int) -> str:
+        peers = Peers(store, 2, Statement(rank, f"n{rank + 1}", f"n{rank + 1}", {}))
+        with pytest.raises(Disagreement) as caught:
+            connect(peers, lambda: opens(rank), "gloo", timeout_s=600)
+        return str(caught.value)
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        (said,) = set(pool.map(one, range(2)))
+    over.set()
+    assert time.monotonic() - begun < 200
+    assert f"rank 1 on n2: the first all-reduce over gloo failed: {REFUSED}" in said
+    assert re.search(r"rank 0 on n1: the first all-reduce over gloo did not end within \d+ s", said)
+
+
 def test_a_backend_that_cannot_connect_is_an_error_of_the_network_with_its_own_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +44,8 @@ _LONGEST = 120
 _NO_MATTER = ("_name_or_path", "transformers_version")  # of a model's config
 _NUMBERS = 2**17  # 1 MiB fills the packets of a link: one with a wrong MTU loses those, and lets small ones pass
 _OTHERS_S = 5
+_LOOK_S = 1.0
+_FAILED = "first all-reduce failed"
 _DISK_S = 5  # some network disks take a while to show a new file
 _NETWORK_FIX = "packtrain env CONFIG --cluster measures the links; NCCL_DEBUG=INFO tells which one is used, GLOO_SOCKET_IFNAME sets it"
 
@@ -132,7 +135,7 @@ def connect(
     """Has `open_group` connect the process group, and all ranks add known numbers on the device that it returns.
 
     Both happen in a thread, since neither NCCL nor gloo keeps to a time limit while it connects. The ranks exchange the
-    outcome over the store. Raises Disagreement, the same on all, with the ranks on which it fails, adds wrongly or does not
+    outcome over the store; where one has failed the others do not wait for the whole `timeout_s`. Raises Disagreement, the same on all, with the ranks on which it fails, adds wrongly or does not
     end; PeerFailed where one of them is silent.
     """
     if peers is None:
@@ -148,10 +151,18 @@ def connect(
             outcome.append(f"failed: {shortly(error)}")
 
     thread = threading.Thread(target=work, name="first all-reduce", daemon=True)
+    begun = time.monotonic()
+    limit = begun + timeout_s
+    thread.start()
     with waiting("the other ranks in the first all-reduce"):
-        thread.start()
-        thread.join(timeout_s)
-    problem = outcome[0] if outcome else f"did not end within {timeout_s:g} s"
+        while thread.is_alive() and (now := time.monotonic()) < limit:
+            thread.join(min(limit - now, _LOOK_S))
+            if thread.is_alive() and _another_failed(peers):
+                limit = min(limit, now + _OTHERS_S)
+    problem = outcome[0] if outcome else f"did not end within {round(limit - begun, 1):g} s"
+    if problem:
+        with suppress(dist.DistError):
+            peers.store.set(_FAILED, "")
     facts = {"problem": f"{problem}{_interface(backend)}" if problem else ""}
 
     def judge(statements: Sequence[Statement]) -> list[Problem]:
@@ -206,6 +217,12 @@ def _wrong_sum(rank: int, ranks: int, device: torch.device, reduce: Callable[[to
     reduce(numbers)
     wrong = (numbers.cpu() != torch.arange(1, ranks + 1)).any(dim=0).nonzero().flatten().tolist()
     return f"has a wrong sum: of {ranks_in_words(wrong)}" if wrong else ""
+
+
+def _another_failed(peers: Peers) -> bool:
+    with suppress(dist.DistError):
+        return peers.store.check([_FAILED])
+    return True  # rank 0 is gone, with the store
 
 
 def _interface(backend: str) -> str:
