@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import math
+import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
