@@ -186,17 +186,14 @@ def check_torch(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     late = "no answer" in torch.error  # it hangs, or the machine is busy: unknown yet
     wanted, seen = visible(facts, needs), visible(facts, RunNeeds())  # torch was asked without the config's variables
     built = f"torch {torch.version}" + (f" for CUDA {torch.cuda}" if torch.cuda else "")
-    install = f"reinstall torch for CUDA {gpus.cuda} or older: pytorch.org/get-started has the command"
     if torch.version is None:
         fix = 'time python -c "import torch" (a slow disk?)' if late else "pip install --force-reinstall torch"
         yield Check("torch", "warn" if late else "fail", torch.error or "torch was not asked", fix)
-    elif wanted and torch.cuda is None:
-        what = f"{built} is a build without CUDA, on a machine with {len(gpus.gpus)} GPUs"
-        yield Check("torch", "fail", what, install)
-    elif wanted and seen and torch.available is False:
-        what = f"{built} finds no GPU where the driver shows {len(gpus.gpus)}: {torch.warning or 'it does not say why'}"
-        fix = "look at the driver and its fabric manager (nvidia-smi -q); in a container start it with --gpus all; or "
-        yield Check("torch", "fail", what, fix + install)
+    elif wanted and torch.available is False and (seen or torch.cuda is None):
+        why = torch.warning or ("it does not say why" if torch.cuda else "it is a build without CUDA")
+        what = f"{built} finds no GPU where the driver shows {len(gpus.gpus)}: {why}"
+        fix = f"reinstall torch for CUDA {gpus.cuda} or older (pytorch.org/get-started); or look at the driver and its fabric "
+        yield Check("torch", "fail", what, fix + "manager (nvidia-smi -q); in a container start it with --gpus all")
     elif torch.error and torch.available is None:
         what = f"{built}, but looking for GPUs ended otherwise: {torch.error}"
         fix = "time python -c 'import torch; print(torch.cuda.is_available())'"

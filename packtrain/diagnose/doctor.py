@@ -11,6 +11,7 @@ import json
 import platform
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -110,15 +111,12 @@ def _of_a_silent_run(folder: RunFolder, channel: Mapping[str, Any], error: OSErr
         return Finding("stalled", [what, f"  → look whether {host} is up, and start packtrain doctor there"])
     if seen(pid) == "stopped":
         return Finding("stalled", [f"process {pid}, which watches this run, is stopped", f"  → kill -CONT {pid}"])
-    if is_locked(folder.root) and seen(pid) != "gone":
-        return Finding("stalled", [f"process {pid}, which watches this run, does not answer: {error}"])
     if is_locked(folder.root):
-        return _of_a_start()
+        unheard = Finding("stalled", [f"process {pid}, which watches this run, does not answer: {error}"])
+        return _of_a_start() if seen(pid) == "gone" else unheard
     what = f"the launcher of this run (process {pid}) is gone without a word: it was killed"
-    advice = (
-        "look who did it (dmesg, the scheduler's log), and start the same command again: complete checkpoints are kept"
-    )
-    return Finding("failed", [what, f"  → {advice}"])
+    advice = "  → look who did it (dmesg, the scheduler's log), and start the same command again: it goes on from a checkpoint"
+    return Finding("failed", [what, advice])
 
 
 def _of_a_start() -> Finding:
@@ -151,7 +149,7 @@ def _of_an_ended_run(folder: RunFolder) -> Finding:
         return _of_a_start()
     ranks = [RankState.from_json(one) for one in _read_json(folder.logs / RANKS).get("ranks", ())]
     report, attempt = folder.logs / DIAGNOSIS, folder.attempt.config
-    if attempt.exists() and attempt.stat().st_mtime > _written(folder.logs / RANKS):
+    if _written(attempt) > _written(folder.logs / RANKS):
         what = f"the last attempt here ({attempt}) was ended before it had started any process"
         return Finding("failed", [what, "  → its terminal, or the log of its job, says why"])
     if report.exists():
@@ -162,11 +160,9 @@ def _of_an_ended_run(folder: RunFolder) -> Finding:
         failed = sorted(rank for rank, code in codes.items() if code == telling)
         log = folder.log(failed[0])
         lines = [f"{ranks_in_words(failed)} failed (exit code {telling}); the end of {log}:"]
-        lines += [f"    {line}" for line in _tail(log)]
+        lines += [f"    {line}" for line in _text(log).splitlines()[-TAIL_LINES:]]
         if folder.attempt.root.is_dir():
-            lines.append(
-                f"it ended before its first step, its config is {attempt}; other results here are of an earlier run"
-            )
+            lines.append(f"it ended before its first step, its config is {attempt}; all else here is an earlier run's")
         return Finding("failed", lines, ranks)
     if (status := folder.status()) is not None:
         steps = _read_json(folder.summary).get("steps")
@@ -183,18 +179,16 @@ def _written(file: Path) -> float:
     return file.stat().st_mtime if file.exists() else 0.0
 
 
-def _tail(log: Path) -> list[str]:
-    """The last lines of a log."""
-    try:
-        return log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
-    except OSError:
-        return []
+def _text(file: Path) -> str:
+    """What a file says, "" where there is none."""
+    with suppress(OSError):
+        return file.read_text(errors="replace")
+    return ""
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file; {} where there is none."""
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with suppress(ValueError):
+        found = json.loads(_text(file))
+        return found if isinstance(found, dict) else {}
+    return {}

@@ -62,13 +62,11 @@ def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
     Takes until ten seconds after this process started. Raises what `load` raises.
     """
     config, lacks = load(), []
-    dtype = RunNeeds().dtype if config is None else _dtype_of(config)
+    dtype, cache = (_dtype_of(config), config.data.cache_dir) if config else (RunNeeds().dtype, None)
     torch_s = max(_LEAST_FOR_TORCH_S, BUDGET_S - age_s())
     folders = {
         "trainer.output_dir": config.trainer.output_dir if config else ".",
-        "data.cache_dir": (config and config.data.cache_dir)
-        or os.environ.get("PACKTRAIN_CACHE")
-        or "~/.cache/packtrain",
+        "data.cache_dir": cache or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain",
         "HF_HOME": constants.HF_HOME,
     }
     asked: dict[str, Probe] = {
@@ -114,7 +112,7 @@ def _surroundings(gpus: Gpus) -> Surroundings:
 
 def needs_of(config: RunConfig, surroundings: Surroundings) -> RunNeeds:
     """The needs of a run on a machine with these surroundings."""
-    topology, memory = config.topology, "the run cannot be planned"
+    topology = config.topology
     needs = RunNeeds(
         configured=True,
         nodes=topology.nodes or 1,
@@ -128,7 +126,7 @@ def needs_of(config: RunConfig, surroundings: Surroundings) -> RunNeeds:
     try:
         launch = plan_launch(config, surroundings, config.objective.kind)
     except PacktrainError as error:
-        return replace(needs, memory=memory, problems=error.problems)
+        return replace(needs, memory="the run cannot be planned", problems=error.problems)
     memory = estimate(config, launch.num_processes, surroundings.gpu_memory)
     return replace(
         needs,
@@ -169,7 +167,7 @@ def report_json(facts: Facts, needs: RunNeeds, checks: Sequence[Check], redactor
         "versions": {"python": facts.software.python, "platform": facts.software.platform, **installed, **built},
         "devices": plain["gpus"]["gpus"] or [{"index": at, "name": one} for at, one in enumerate(torch.devices)],
         "attention": software.attention_json(facts, needs),
-        "checks": [{"name": one.name, "status": one.status, "found": one.found, "fix": one.fix} for one in checks],
+        "checks": [asdict(one) for one in checks],
         "trl": software.trl_lines(facts.software, torch),
         "facts": plain,
     }

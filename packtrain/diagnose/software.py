@@ -85,15 +85,21 @@ def check_packages(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
 
 
 def check_attention(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """Whether packed rows can be attended to as asked, and by the fastest kernels."""
+    """The backend that model.attention comes to for most models, and why; the loaded model has the last word."""
     kernel, why = flash_kernel(facts, needs)
-    if needs.attention == "flash" and needs.packed and kernel is None:
+    slower = f"no flash kernel serves packed rows, they take slower ways: {why}"
+    if not needs.packed:
+        yield Check("attention", "ok", "the model's own: packing.mode=padding")
+    elif needs.attention not in ("auto", "flash"):
+        yield Check("attention", "ok", f"{needs.attention}: asked for")
+    elif kernel:
+        yield Check("attention", "ok", f"flash: {kernel}{f' ({why})' if why else ''}")
+    elif needs.attention == "flash":
         yield Check("attention", "fail", f"model.attention=flash is not available: {why}", "model.attention=auto")
-    elif needs.attention == "auto" and needs.packed and facts.torch.kernels is not None and kernel is None:
-        what = f"no flash kernel serves packed rows, they take slower ways: {why}"
-        yield Check("attention", "warn", what, "trainer.mixed_precision=bf16, or pip install 'packtrain[flash]'")
+    elif facts.torch.kernels is None:
+        yield Check("attention", "ok", slower)
     else:
-        yield Check("attention", "ok", ": ".join(chosen_backend(facts, needs)))
+        yield Check("attention", "warn", slower, "trainer.mixed_precision=bf16, or pip install 'packtrain[flash]'")
 
 
 def flash_kernel(facts: Facts, needs: RunNeeds) -> tuple[str | None, str]:
@@ -107,18 +113,6 @@ def flash_kernel(facts: Facts, needs: RunNeeds) -> tuple[str | None, str]:
         return None, f"the kernels were not tried ({torch.error or 'no time'})"
     lacking = "; ".join(f"{name}: {lack}" for name, lack in torch.kernels.items() if lack)
     return next((name for name, lack in torch.kernels.items() if not lack), None), lacking
-
-
-def chosen_backend(facts: Facts, needs: RunNeeds) -> tuple[str, str]:
-    """The backend that model.attention comes to for most models, and why; the loaded model has the last word."""
-    kernel, why = flash_kernel(facts, needs)
-    if not needs.packed:
-        return "the model's own", "packing.mode=padding"
-    if needs.attention not in ("auto", "flash"):
-        return needs.attention, "asked for"
-    if kernel:
-        return "flash", f"{kernel} ({why})" if why else kernel
-    return "segmented", f"no flash: {why}"
 
 
 def attention_json(facts: Facts, needs: RunNeeds) -> dict[str, dict[str, object]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -43,26 +43,21 @@ def own_report(facts: Facts, needs: RunNeeds, config: Mapping[str, Any]) -> dict
     """This machine's report as `env --json` has it, with what is compared, and what NCCL and gloo are told, under `own`;
     `config` as plain containers."""
     redactor = Redactor(os.environ, needs.environment)
-    same = {**shared_versions(environment()), **shared_values(config)}
-    variables = told(os.environ)
-    hidden = {name: shown(name, value, redactor) for name, value in {**same, **variables}.items()}
-    own = {
-        "network": {one.name: one.value for one in needs.network if one.value is not None},
-        "traits": traits_of(facts, {name: hidden[name] for name in same}, {name: hidden[name] for name in variables}),
-    }
+    same, variables = (
+        {name: shown(name, value, redactor) for name, value in of.items()}
+        for of in ({**shared_versions(environment()), **shared_values(config)}, told(os.environ))
+    )
+    network = {one.name: one.value for one in needs.network if one.value is not None}
+    own = {"network": network, "traits": traits_of(facts, same, variables)}
     return {**report_json(facts, needs, check_all(facts, needs), redactor), "own": own}
 
 
 def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str]) -> Traits:
     """What is compared of a machine: `same` are versions and config values, which a run compares, too."""
     torch, cards, host, net = facts.torch, facts.gpus.gpus, facts.host, facts.network
-    build = {f"{name} of torch": getattr(torch, name) or NOTHING for name in ("cuda", "nccl")}
-    build = build if torch.version else dict.fromkeys(build, "")  # one that does not answer is a check of its own
-    must = {
-        **same,
-        **build,
-        "number of GPUs": str(len(cards)),
-    }
+    # a torch that does not answer is a check of its own
+    build = {name: (getattr(torch, name) or NOTHING) if torch.version else "" for name in ("cuda", "nccl")}
+    must = {**same, **{f"{name} of torch": value for name, value in build.items()}, "number of GPUs": str(len(cards))}
     links = (f"{one.layer} {one.rate} Gb/s {'up' if one.active else 'down'}" for one in net.ports)
     alike = {
         "NVIDIA driver": facts.gpus.driver or NOTHING,
@@ -70,11 +65,11 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
         "GPUs": _counted(f"{one.name}, {size(one.memory)}" for one in cards) if cards else "",
         "RDMA ports": _counted(links),
         "platform": facts.software.platform,
-        "cores": f"{host.cpus:g}",
+        "cores": str(host.cpus),
         "memory": _rounded(host.memory),
         "/dev/shm": _rounded(host.shm),
         "ulimit -n": "unlimited" if host.nofile == -1 else f"{host.nofile}",
-        **{f"{one.setting} on": f"{one.kind}{'' if one.writable else ', not writable'}" for one in host.folders},
+        **{f"{one.setting} on": one.kind for one in host.folders},
         **{name: version or "not installed" for name, version in facts.software.packages.items() if name not in same},
         **{name: value for name, value in variables.items() if not _OWN.search(name)},
     }
@@ -105,19 +100,14 @@ def _clock(offset: float) -> str:
     return "right" if abs(offset) <= CLOCK_S else f"{abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'}"
 
 
-def check(name: str, status: Status, found: str, fix: str, nodes: Sequence[str]) -> dict[str, Any]:
-    """A check that says the same on all of `nodes`."""
-    return {"name": name, "status": status, "found": found, "fix": fix, "nodes": list(nodes)}
-
-
 def folded(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The checks that failed or warned, each once with all machines that say the same, failed ones first."""
-    who: dict[tuple[str, Status, str, str], list[str]] = defaultdict(list)
+    """The checks that failed or warned, each once with all machines (`nodes`) that say the same, failed ones first."""
+    found: dict[str, dict[str, Any]] = {}
     for name, report in reports.items():
         for one in report["checks"]:
             if one["status"] != "ok":
-                who[(one["name"], one["status"], one["found"], one["fix"])].append(name)
-    return sorted((check(*key, nodes) for key, nodes in who.items()), key=lambda one: one["status"])
+                found.setdefault(repr(one), {**one, "nodes": []})["nodes"].append(name)
+    return sorted(found.values(), key=lambda one: one["status"])
 
 
 def exit_code_of(document: Mapping[str, Any]) -> int:

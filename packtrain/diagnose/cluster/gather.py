@@ -18,7 +18,7 @@ from packtrain.config.compose import to_dict
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose.cluster.all_reduce import LIMIT_S as REDUCE_S
 from packtrain.diagnose.cluster.all_reduce import checks_of, summary, take_part
-from packtrain.diagnose.cluster.compare import check, differences, exit_code_of, folded, own_report, show
+from packtrain.diagnose.cluster.compare import differences, exit_code_of, folded, own_report, show
 from packtrain.diagnose.env import age_s, gather
 from packtrain.diagnose.probe import Probe, Unanswered, kill_processes
 from packtrain.errors import PeerFailed, UserError
@@ -164,25 +164,23 @@ def _document(
     """What was found out, as plain containers; the keys are a promise to users."""
     hosts = {**{node: f"machine {node}" for node in range(processes.nodes)}, **dict(enumerate(processes.hosts))}
     names = {**hosts, **group.names}
-    reports = {names[node]: one["report"] for node, one in said.items()}
-    good = {name: one for name, one in reports.items() if "error" not in one}
+    reports = {names[node]: one["report"] for node, one in said.items() if "error" not in one["report"]}
+    missing = {}
+    for node, name in names.items():
+        if node not in group.names:
+            where = f"did not connect to {names[0]} ({place.address}:{place.port}) within {place.timeout_s:.0f} s"
+            missing[name] = f"{where}; is packtrain env started there, and does the port answer?"
+        elif name not in reports:
+            why = said[node]["report"]["error"] if node in said else "it has not answered"
+            missing[name] = f"connected, but made no report: {why}"
     silent = {"result": {"error": "no result in time"}}
     reduced = summary({name: said.get(node, silent)["result"] for node, name in sorted(group.names.items())})
-    missing = {name: "connected, but made no report" for node, name in group.names.items() if node not in said}
-    why = f"did not connect to {names[0]} ({place.address}:{place.port}) within {place.timeout_s:.0f} s; "
-    why += "is packtrain env started there, and does the port answer?"
-    missing |= {names[node]: why for node in range(processes.nodes) if node not in group.names}
-    broken = [
-        check("report", "fail", f"it could not make its report: {one['error']}", "Start packtrain env there.", [name])
-        for name, one in reports.items()
-        if "error" in one
-    ]
     clocks = {names[node]: one["offset_s"] for node, one in said.items()}
     return {
         "nodes": reports,
-        "differences": differences({name: one["own"]["traits"] for name, one in good.items()}, clocks),
+        "differences": differences({name: one["own"]["traits"] for name, one in reports.items()}, clocks),
         "all_reduce": reduced,
         "missing": list(missing),
         "reasons": missing,
-        "checks": [*broken, *folded(good), *checks_of(reduced)],
+        "checks": [*folded(reports), *checks_of(reduced)],
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.diagnose.cluster.compare import Traits, check, differences, exit_code_of, folded, shown, traits_of
+from packtrain.diagnose.cluster.compare import Traits, differences, exit_code_of, folded, shown, traits_of
 from packtrain.diagnose.facts import Facts, Folder, Gpu, Gpus, Host, Torch
 from packtrain.diagnose.redact import Redactor
 from packtrain.plan.interfaces import HostNetwork, Port
@@ -107,8 +107,8 @@ def test_a_check_is_said_once_for_all_machines_that_say_the_same() -> None:
         ({}, 0),
         ({"differences": differences(machines(3, traits({"trainer.seed": "1"})), NO_CLOCKS)}, 3),
         ({"differences": differences(machines(3, traits()), {"n1": 0.0, "n3": 9.0})}, 0),
-        ({"checks": [check("all-reduce", "warn", "slow", "look", ("n1", "n2"))]}, 0),
-        ({"checks": [check("all-reduce", "fail", "dead", "look", ("n1", "n2"))]}, 3),
+        ({"checks": [{"name": "all-reduce", "status": "warn"}]}, 0),
+        ({"checks": [{"name": "all-reduce", "status": "fail"}]}, 3),
         ({"missing": ["n2"]}, 4),
     ],
     ids=["well", "must-agree", "clock", "slow", "dead", "missing"],

@@ -24,7 +24,7 @@ from packtrain.diagnose.facts import (
     Torch,
 )
 from packtrain.diagnose.redact import Redactor
-from packtrain.diagnose.software import attention_json, chosen_backend
+from packtrain.diagnose.software import attention_json
 from packtrain.plan.interfaces import HostNetwork, Interface, NetworkSetting, Port, matching
 from packtrain.plan.memory import Memory
 from packtrain.plan.surroundings import Surroundings
@@ -116,7 +116,7 @@ def test_a_machine_of_which_nothing_is_known_is_no_crash() -> None:
 TROUBLE: list[tuple[str, Facts, RunNeeds, str, str, str]] = [
     # check, machine, run, status, what is found, what the fix names
     ("packages", machine(software=Software(conflicts=(("torch>=2.10", "2.9"),))), RunNeeds(), "fail", "found 2.9", "pip install 'torch>=2.10'"),
-    ("torch", torch(version="2.13.0+cpu", cuda=None, available=False, kind="cpu"), RunNeeds(), "fail", "without CUDA, on a machine with 8 GPUs", "reinstall torch for CUDA 12.8"),
+    ("torch", torch(version="2.13.0+cpu", cuda=None, available=False, kind="cpu"), RunNeeds(), "fail", "where the driver shows 8: it is a build without CUDA", "reinstall torch for CUDA 12.8"),
     ("torch", torch(available=False, kind="cpu", warning="Error 802: system not yet initialized"), RunNeeds(), "fail", "Error 802", "fabric manager"),
     ("torch", torch(version=None, error="torch cannot be imported: ImportError: libcudnn"), RunNeeds(), "fail", "libcudnn", "reinstall"),
     ("torch", torch(version=None, error="no answer within 8 s"), RunNeeds(), "warn", "no answer", "import torch"),
@@ -223,18 +223,16 @@ def test_interfaces_are_chosen_as_nccl_does(wanted: str, names: list[str]) -> No
 
 def test_the_attention_that_auto_comes_to_is_named_with_what_better_kernels_lack() -> None:
     kernels = {"FlashAttention 4": "not installed", "FlashAttention 2": ""}
-    assert chosen_backend(torch(kernels=kernels), RunNeeds()) == (
-        "flash",
-        "FlashAttention 2 (FlashAttention 4: not installed)",
+    (found,) = named(torch(kernels=kernels), RunNeeds(), "attention")
+    assert found.found == "flash: FlashAttention 2 (FlashAttention 4: not installed)"
+    backends = attention_json(torch(kernels=kernels), RunNeeds())
+    assert (
+        list(backends) == ["flash", "segmented", "per_document", "sdpa_mask"] and backends["flash"]["available"] is True
     )
-    found = attention_json(torch(kernels=kernels), RunNeeds())
-    assert list(found) == ["flash", "segmented", "per_document", "sdpa_mask"] and found["flash"]["available"] is True
-    assert chosen_backend(torch(available=False, kind="cpu"), RunNeeds()) == (
-        "segmented",
-        "no flash: the device is cpu",
-    )
-    late = chosen_backend(torch(kernels=None, error="no answer within 8 s"), RunNeeds())
-    assert late == ("segmented", "no flash: the kernels were not tried (no answer within 8 s)")
+    (found,) = named(torch(available=False, kind="cpu"), RunNeeds(), "attention")
+    assert (found.status, found.found.partition("ways: ")[2]) == ("ok", "the device is cpu")
+    (late,) = named(torch(kernels=None, error="no answer within 8 s"), RunNeeds(), "attention")
+    assert late.found.endswith("the kernels were not tried (no answer within 8 s)")
 
 
 def test_what_speaks_against_the_plan_is_a_failed_check_and_not_the_end_of_the_report() -> None:
