@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config.keys import Fault
-from packtrain.config.overrides import COMMAND_LINE, NO_HYDRA, Argument, carry_out, no_choice, parse
+from packtrain.config.overrides import COMMAND_LINE, Argument, carry_out, no_choice, parse
 from packtrain.config.rules import combinations, missing, secrets, slurm
 from packtrain.config.schema import RunConfig, groups
 from packtrain.config.validate import build, plain_values
@@ -53,11 +53,6 @@ def load_config(config_path: str | None, overrides: list[str]) -> RunConfig:
     return config
 
 
-def to_dict(config: RunConfig) -> dict[str, Any]:
-    """The config as plain containers."""
-    return asdict(config)
-
-
 def changes(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Group → key → value of the keys that do not have their defaults."""
     defaults = asdict(RunConfig())
@@ -70,17 +65,7 @@ def changes(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 def to_yaml(config: RunConfig) -> str:
     """The config as YAML that `load_config` reads back to an equal one."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(to_dict(config))))
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Of a defaults list: a choice of a group ("" for a file that lies in no folder), or _SELF; `mark` is override, optional or ""."""
-
-    mark: str
-    group: str
-    choice: str
-    place: str
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(asdict(config))))
 
 
 class _Composition:
@@ -138,14 +123,11 @@ class _Composition:
             what = "the defaults list leads back to the file it is in"
             raise UserError(what, where=shown(self._file or file.path))
         self._open.append(file.path)
-        group = "" if file.anywhere else group
-        entries = _entries(file, group)
-        self._chosen = {one.group: (one.choice, one.place) for one in entries if one.mark == "override"} | self._chosen
-        for one in entries:
-            if one.choice == _SELF:
+        for inner, choice, where in _entries(file, group):
+            if choice == _SELF:
                 self._merge(file, group, place)
-            elif not one.mark or (one.mark == "optional" and find_choice(one.group, one.choice, self._beside)):
-                self._choose(one.group, one.choice, place or one.place)
+            else:
+                self._choose(inner, choice, place or where)
         self._open.pop()
 
     def _choose(self, group: str, choice: str, place: str) -> None:
@@ -165,13 +147,9 @@ class _Composition:
     def _merge(self, file: ConfigFile, group: str, place: str) -> None:
         own = file.values
         for name in [] if group else list(own):
-            where = f"{file.place(str(name))}"
-            if name == "hydra":
+            if name in groups() and (choice := _text(own, str(name))):  # `optim: sgd` is the choice of that name
                 del own[name]
-                self.problems.append(Problem(NO_HYDRA, f"{where}, hydra", "Take the key away."))
-            elif name in groups() and (choice := _text(own, str(name))):  # `optim: sgd` is the choice of that name
-                del own[name]
-                self._choose(str(name), choice, where)
+                self._choose(str(name), choice, file.place(str(name)))
         try:
             self.values = cast(DictConfig, OmegaConf.merge(self.values, {group: own} if group else own))
         except (OmegaConfBaseException, ValueError, TypeError) as error:
@@ -180,27 +158,27 @@ class _Composition:
             self._places[f"{group}.{key}" if group else key] = place or file.place(key)
 
 
-def _entries(file: ConfigFile, group: str) -> list[_Entry]:
-    """The defaults list of a file in `group`; its own keys come last where the list does not place them."""
+def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
+    """(group, choice, place) of what a file in `group` lists under defaults; the group of a file in no folder is "".
+
+    (_, _SELF, _) stands for its own keys, which come last where the list does not place them.
+    """
     if not isinstance(file.defaults, list):
         raise UserError("it must be a list", where=f"{file.place('defaults')}, defaults", fix=_DEFAULTS_FORM)
-    entries: list[_Entry] = []
+    entries: list[tuple[str, str, str]] = []
     for at, entry in enumerate(file.defaults):
         where = f"{file.place(f'defaults[{at}]')}, defaults"
         name, choice = next(iter(entry.items()), ("", 0)) if isinstance(entry, dict) else ("", entry)
         if choice is None:  # no choice for this group
             continue
-        if not isinstance(choice, str if not name else (str, int)) or "${" in f"{name}{choice}":
-            what = f"{entry!r} is no entry of a defaults list (which takes no interpolation)"
+        if not isinstance(choice, str if not name else (str, int)) or "$" in f"{name}{choice}" or " " in str(name):
+            what = f"{entry!r} is no entry of a defaults list (which takes no interpolation, override or optional)"
             raise UserError(what, where=where, fix=_DEFAULTS_FORM)
         if not name and choice != _SELF:
             name, _, choice = str(choice).rpartition("/")
             name = name or group
-        mark, _, within = str(name).removeprefix("/").rpartition(" ")
-        if within and any(one.group == within for one in entries):
-            raise UserError(f"two choices for {within}", where=where, fix="Keep one of them.")
-        entries.append(_Entry(mark, within, str(choice), where))
-    return entries if any(one.choice == _SELF for one in entries) else [*entries, _Entry("", "", _SELF, "")]
+        entries.append((str(name).removeprefix("/"), str(choice), where))
+    return entries if any(choice == _SELF for _, choice, _ in entries) else [*entries, ("", _SELF, "")]
 
 
 def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[Fault]]:
@@ -212,7 +190,7 @@ def _checked(composed: DictConfig, spoilt: list[str]) -> tuple[RunConfig, list[F
     given = {f"{group}.{name}" for group, changed in changes(config).items() for name in changed}
     impossible = [
         *combinations.check(config, given),
-        *slurm.check(config.topology, config.trainer.resume, given),
+        *slurm.check(config.topology, config.trainer.resume),
         *secrets.check(asdict(config)),
         *missing.check(config.model, config.data, config.objective, config.trainer, config.optim, config.tracking),
     ]

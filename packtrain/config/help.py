@@ -97,9 +97,11 @@ def complete_config(incomplete: str) -> list[tuple[str, str]]:
     """What may stand first: a YAML file, a recipe, or (where none is meant) an override. (word, help) each."""
     if "=" in _word(incomplete) or (incomplete[:1] in PREFIXES and incomplete):
         return complete_override(incomplete)
-    recipes = {f"recipes/{file.name}" for file in shipped("recipes").glob(f"*{SUFFIX}")}
-    files = sorted({*_yaml_files(incomplete), *(name for name in recipes if name.startswith(incomplete))})
-    return [(file, "config") for file in files] or complete_override(incomplete)
+    recipes = (f"recipes/{file.name}" for file in shipped("recipes").glob(f"*{SUFFIX}"))
+    files = {name for name in recipes if name.startswith(incomplete)}
+    for deeper in ("*", "*/*"):  # what begins so, and what lies in folders that do
+        files.update(glob.glob(f"{glob.escape(incomplete)}{deeper}{SUFFIX}"))
+    return [(file, "config") for file in sorted(files)] or complete_override(incomplete)
 
 
 def complete_override(incomplete: str) -> list[tuple[str, str]]:
@@ -156,15 +158,6 @@ def _values(name: str, start: str) -> Iterator[tuple[str, str]]:
         yield from ((path, "file") for path in _entries(start))
     if not known and not isinstance(key.default, (list, dict)):
         yield _default(key.default), "default"
-
-
-def _yaml_files(start: str) -> Iterator[str]:
-    """YAML files whose path begins with `start`, and those in the folders that do."""
-    for path in _entries(start):
-        if path.endswith(os.sep):
-            yield from glob.glob(f"{glob.escape(path)}*{SUFFIX}")
-        elif path.endswith(SUFFIX):
-            yield path
 
 
 def _entries(start: str) -> list[str]:

@@ -1,7 +1,7 @@
 """The command line's `key=value` arguments, in Hydra's grammar: read, and carried out on the values that the files gave.
 
-As in Hydra, `key=value` sets, `+key` adds, `++key` does either, `~key` takes away, and `group=choice` selects a file. Unlike
-there, a key or group need not be mentioned in any file: every key of ours exists (schema.py).
+As in Hydra, `key=value` sets, `~key` takes away, and `group=choice` selects a file. Unlike there, a key or group need not be
+mentioned in any file, since every key of ours exists (schema.py): so `+key` and `++key` set, too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from packtrain.config.yaml_files import options
 from packtrain.errors import Problem
 
 COMMAND_LINE = "command line"
-NO_HYDRA = "settings of Hydra itself have no effect here"
-_KEY = re.compile(r"(\+{0,2}|~)[\w$-]+([./][\w$-]+)*(@[\w.:]*)?", re.ASCII)
+_KEY = re.compile(r"(\+{0,2}|~)[\w$-]+([./][\w$-]+)*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,10 @@ def parse(texts: list[str], beside: Path | None) -> tuple[list[Argument], list[P
         try:
             parsed = parser.parse_override(text)
         except (HydraException, RecursionError) as error:
-            problems.append(_unreadable(text, error))
+            key, _, value = text.partition("=")
+            quoted = value.replace("'", "\\'")
+            what, fix = str(error).split("\n")[0], f"Quote the value, for the shell too: \"{key}='{quoted}'\"."
+            problems.append(Problem(f"cannot be read ({what})", f"{COMMAND_LINE}, {text}", fix))
             continue
         argument = _argument(text, parsed, beside)
         if problem := _unusable(argument, beside):
@@ -68,21 +70,13 @@ def carry_out(argument: Argument, values: DictConfig) -> Problem | None:
     key, parsed = argument.key, argument.parsed
     outer, _, leaf = key.rpartition(".")
     try:
-        holder = OmegaConf.select(values, outer) if outer else values
-        there = isinstance(holder, DictConfig) and leaf in holder
-        value = parsed.value()
         if parsed.is_delete():
-            if not there:
+            holder = OmegaConf.select(values, outer) if outer else values
+            if not isinstance(holder, DictConfig) or leaf not in holder:
                 return Problem(f"there is no {key} to take away", argument.where)
-            if value is not None and holder[leaf] != value:
-                return Problem(f"the value of {key} is {holder[leaf]} and not {value}", argument.where)
             del holder[leaf]
-        elif parsed.is_add() and there and holder[leaf] is not None and not isinstance(value, (dict, list)):
-            plain = argument.text.lstrip("+")
-            fix = f"Write {plain} (or ++{plain}) to replace a value."
-            return Problem(f"there is a value of {key} already", argument.where, fix)
         else:
-            OmegaConf.update(values, key, value, merge=True, force_add=True)
+            OmegaConf.update(values, key, parsed.value(), merge=True, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
         return Problem(str(error).split("\n")[0], argument.where, "Set the whole key, or write it into the YAML file.")
     return None
@@ -107,7 +101,7 @@ def _argument(text: str, parsed: Override, beside: Path | None) -> Argument:
 def _misspelt(text: str) -> Problem | None:
     """What is wrong with the form of an argument, up to its value."""
     where = f"{COMMAND_LINE}, {text}"
-    key, equals, value = text.partition("=")
+    key, equals, _ = text.partition("=")
     if text in ("-m", "--multirun"):
         return _no_sweep(text)
     if text.startswith("-"):
@@ -116,8 +110,6 @@ def _misspelt(text: str) -> Problem | None:
         return Problem("no such option", where, f"{fix} {advice}" if advice.startswith("Did") else fix)
     if not equals and not text.startswith("~"):
         return Problem("not of the form key=value", where, "Example: optim.learning_rate=1e-4.")
-    if key != key.strip():
-        return Problem("white space around the key", where, f"Write {key.strip()}={value.strip()}.")
     if not _KEY.fullmatch(key):
         return Problem("no key has such a name", where, "A key is GROUP.NAME; lists are set whole: data.train=[a,b].")
     return None
@@ -128,26 +120,12 @@ def _unusable(argument: Argument, beside: Path | None) -> Problem | None:
     key, choice, parsed = argument.key, argument.choice, argument.parsed
     if parsed.is_sweep_override():
         return _no_sweep(argument.text)
-    if re.match(r"hydra\b", key):
-        return Problem(NO_HYDRA, argument.where, "Take it away.")
-    if parsed.package is not None:
-        return Problem("a choice always fills its own group", argument.where, f"Write {key}=CHOICE, without the @.")
     if choice is not None and choice not in (known := options(key, beside)):
         return no_choice(key, choice, known, argument.where)
     if key in groups() and choice is None and not parsed.is_delete():
         fix = f"Write {key}.KEY=… for each key, or {key}=CHOICE."
         return Problem("a group takes the name of a choice", argument.where, fix)
     return None
-
-
-def _unreadable(text: str, error: Exception) -> Problem:
-    where = f"{COMMAND_LINE}, {text}"
-    if isinstance(error, RecursionError):
-        return Problem("nested too deeply", where, "Write it into a YAML file, with less nesting.")
-    key, _, value = text.partition("=")
-    said = str(error).split("\n")[0]
-    quoted = value.replace("'", "\\'")
-    return Problem(f"cannot be read ({said})", where, f"Quote the value, for the shell too: \"{key}='{quoted}'\".")
 
 
 def _no_sweep(text: str) -> Problem:

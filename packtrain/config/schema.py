@@ -132,10 +132,14 @@ class Data:
     cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
 
 
-def sources(value: object) -> list[DataSource]:
-    """A value of data.train or data.eval as a list of sources; [] for none and for a fraction."""
+def sources(value: object, role: Literal["train", "eval"] = "train") -> list[DataSource]:
+    """A value of data.train or data.eval as a list of sources; [] for none and for a fraction.
+
+    The text `quickstart` stands for its split of that role.
+    """
     values = value if isinstance(value, list) else [value]
-    sources = [DataSource(path=one) if isinstance(one, str) else one for one in values]
+    splits = {"quickstart": role}
+    sources = [DataSource(path=one, split=splits.get(one, "train")) if isinstance(one, str) else one for one in values]
     return [one for one in sources if isinstance(one, DataSource)]
 
 

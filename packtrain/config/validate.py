@@ -12,7 +12,6 @@ every message would be rewritten here anyway.
 from __future__ import annotations
 
 import math
-import re
 import typing
 from collections.abc import Mapping
 from contextlib import suppress
@@ -20,7 +19,7 @@ from dataclasses import asdict, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from omegaconf import DictConfig, ListConfig
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config.keys import Fault, Key, advice_for, choices, describe, keys_of, members, near, words
 from packtrain.config.schema import groups
@@ -78,20 +77,11 @@ def _resolved(parent: DictConfig | ListConfig, key: Any, path: str, faults: list
 
 
 def _unresolved(error: Exception, path: str) -> Fault:
-    if isinstance(error, MissingMandatoryValue):
-        fix = "Give it a value, or take it away."
-        return Fault((path,), "found ???, a value that is still to be filled in", fix)
     said = str(error).split("\n")[0]
-    if variable := re.search(r"Environment variable '(.*?)' not found", said):
-        name = variable[1]
-        fix = f"Set it, or write ${{oc.env:{name},DEFAULT}}."
-        return Fault((path,), f"the environment variable {name} is not set", fix)
-    if missing := re.search(r"Interpolation key '(.*?)' not found", said):
-        fix = "Name a key by its full path: ${group.key}."
-        return Fault((path,), f"there is no {missing[1]!r} to interpolate", fix)
     if isinstance(error, RecursionError) or "recursi" in said.lower():
         return Fault((path,), "the interpolation goes round in a circle", "Give one of its keys a value.")
-    return Fault((path,), said, "Give it a value.")
+    fix = "Give it a value, name keys by their full path (${group.key}), or write ${oc.env:NAME,DEFAULT}."
+    return Fault((path,), said, fix)
 
 
 def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault]) -> Any:

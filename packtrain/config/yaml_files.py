@@ -8,37 +8,30 @@ from __future__ import annotations
 
 import io
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from omegaconf import DictConfig, OmegaConf, grammar_parser
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config.keys import near
-from packtrain.errors import Problem, UserError
+from packtrain.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = ".yaml"
-_DEEPEST = 40  # levels; OmegaConf recurses several times as deep
-_MOST = 20_000  # keys and entries, aliases written out: OmegaConf takes seconds for as many
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A file as it was read: its `values` without the `defaults` list, and the line (from 1) of each key ("data.train[1].path").
-
-    `anywhere` where its first line is Hydra's `# @package _global_`: its keys are not those of the group it is a choice of.
-    """
+    """A file as it was read: its `values` without the `defaults` list, and the line (from 1) of each key ("data.train[1].path")."""
 
     path: Path
     defaults: Any
     values: DictConfig
     lines: dict[str, int]
-    anywhere: bool
 
     def place(self, key: str) -> str:
         """Where a key is written, as messages show it."""
@@ -86,19 +79,14 @@ def shown(path: Path) -> str:
 
 
 def read_config(path: Path) -> ConfigFile:
-    """The file at `path`.
-
-    Raises UserError with all that keeps it from being read: not UTF-8, broken syntax or interpolation, no mapping, keys
-    written twice.
-    """
+    """The file at `path`; raises UserError with what keeps it from being read, and its line."""
+    lines: dict[str, int] = {}
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        lines, problems = _entries(root, shown(path)) if root is not None else ({}, [])
-        if not problems and root is not None and not isinstance(root, yaml.MappingNode):
-            problems = [Problem("a config is a mapping of groups, such as `optim: {…}`", f"{shown(path)}:1")]
-        if problems:
-            raise UserError(problems)
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise UserError("a config is a mapping of groups, such as `optim: {…}`", where=f"{shown(path)}:1")
+        lines = dict(_lines(root, ""))
         values = OmegaConf.load(io.StringIO(text))
     except UnicodeDecodeError as error:
         what = f"not UTF-8 text: {error.reason} at byte {error.start}"
@@ -106,15 +94,21 @@ def read_config(path: Path) -> ConfigFile:
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=shown(path)) from error
     except yaml.YAMLError as error:
-        raise UserError(_syntax_problem(path, error)) from error
+        mark = getattr(error, "problem_mark", None)
+        what = f"not valid YAML: {getattr(error, 'problem', None) or error}"
+        fix = "Check indentation, colons and quotes there and on the line above; YAML indents with spaces, not tabs."
+        raise UserError(what, where=f"{shown(path)}:{mark.line + 1}" if mark else shown(path), fix=fix) from error
     except OmegaConfBaseException as error:
-        raise UserError(str(error).split("\n")[0], where=shown(path)) from error
+        where = f"{shown(path)}:{lines[error.full_key]}" if error.full_key in lines else shown(path)
+        fix = "An interpolation is written ${group.key}, the text ${ as \\${."
+        raise UserError(str(error).split("\n")[0], where=where, fix=fix) from error
     except RecursionError as error:
-        raise UserError(_too_deep(shown(path))) from error
+        what = "nested without end: an alias (*) stands inside its own anchor (&)"
+        raise UserError(what, where=shown(path), fix="Write out what the alias stands for.") from error
     assert isinstance(values, DictConfig)
     listed = values.pop("defaults", [])
     defaults = OmegaConf.to_container(listed) if OmegaConf.is_config(listed) else listed
-    return ConfigFile(path, defaults, values, lines, re.match(r"#\s*@package\s+_global_\b", text) is not None)
+    return ConfigFile(path, defaults, values, lines)
 
 
 def _folders(beside: Path | None) -> list[Path]:
@@ -122,70 +116,20 @@ def _folders(beside: Path | None) -> list[Path]:
 
 
 def _nearest(path: Path, recipes: Path) -> str:
-    folder = path.parent
-    beside = {one.stem: str(folder / one.name) for one in folder.glob(f"*{SUFFIX}")} if os.path.isdir(folder) else {}
     own = {one.stem: f"recipes/{one.name}" for one in sorted(recipes.glob(f"*{SUFFIX}"))}
-    found = dict.fromkeys(names[stem] for names in (beside, own) for stem in near(path.stem, names))
-    if found:
-        return f"Did you mean {' or '.join(found)}?"
-    if not os.path.isdir(folder):
-        return f"The folder {folder} does not exist."
-    return f"Recipes that come with packtrain: {', '.join(own.values())}." if own else "Check the path."
+    known = {**own, **{one.stem: str(one) for one in path.parent.glob(f"*{SUFFIX}")}}
+    if found := near(path.stem, known):
+        return f"Did you mean {' or '.join(known[stem] for stem in found)}?"
+    return f"Recipes that come with packtrain: {', '.join(own.values())}."
 
 
-def _syntax_problem(path: Path, error: yaml.YAMLError) -> Problem:
-    mark = getattr(error, "problem_mark", None)
-    what = getattr(error, "problem", None) or str(error).split("\n")[0]
-    fix = "Check indentation, colons and quotes there and on the line above; YAML indents with spaces, not tabs."
-    return Problem(f"not valid YAML: {what}", f"{shown(path)}:{mark.line + 1}" if mark else shown(path), fix)
-
-
-def _too_deep(where: str) -> Problem:
-    what = f"nested without end, or more than {_DEEPEST} levels deep: perhaps an alias (*) stands inside its own anchor (&)"
-    return Problem(what, where, "Write out what the alias stands for.")
-
-
-def _entries(root: yaml.Node, file: str) -> tuple[dict[str, int], list[Problem]]:
-    """The line of every key, and what is wrong with the file beside its syntax."""
-    lines: dict[str, int] = {}
-    problems: list[Problem] = []
-    for path, key, value in _walk(root, ""):
-        line = (key or value).start_mark.line + 1
-        where = f"{file}:{line}"
-        if path.count(".") + path.count("[") > _DEEPEST:
-            return lines, [_too_deep(where)]
-        if len(lines) > _MOST:
-            what = f"more than {_MOST} values: perhaps aliases (*) of anchors (&) that hold aliases"
-            return lines, [Problem(what, where, "Write less, or name a file with the data.")]
-        if key is not None and key.tag == "tag:yaml.org,2002:null":
-            fix = 'A name that YAML takes for null is quoted: "null".'
-            problems.append(Problem("a key without a name (null)", where, fix))
-        elif path in lines and key is not None and key.value != "<<":
-            what = f"the key is written twice, on lines {lines[path]} and {line}"
-            problems.append(Problem(what, f"{where}, {path}", "Keep one of them."))
-        if isinstance(value, yaml.ScalarNode) and "${" in value.value and (said := _unparsable(value.value)):
-            fix = "Write ${group.key}, or \\${ for the text ${."
-            problems.append(Problem(f"broken interpolation: {said}", f"{file}:{value.start_mark.line + 1}", fix))
-        lines.setdefault(path, line)
-    return lines, problems
-
-
-def _walk(node: yaml.Node, prefix: str) -> Iterator[tuple[str, yaml.Node | None, yaml.Node]]:
-    """Every (path, key, value) below `node`; entries of lists have no key."""
+def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
+    """The path and the line of every key and entry below `node`."""
+    inside: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            path = f"{prefix}.{key.value}" if prefix else str(key.value)
-            yield path, key, value
-            yield from _walk(value, path)
+        inside = [(f"{prefix}.{key.value}" if prefix else str(key.value), key, value) for key, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        for at, value in enumerate(node.value):
-            yield f"{prefix}[{at}]", None, value
-            yield from _walk(value, f"{prefix}[{at}]")
-
-
-def _unparsable(text: str) -> str:
-    try:
-        grammar_parser.parse(text)
-    except GrammarParseError as error:
-        return str(error).split("\n")[0]
-    return ""
+        inside = [(f"{prefix}[{at}]", value, value) for at, value in enumerate(node.value)]
+    for path, first, value in inside:
+        yield path, first.start_mark.line + 1
+        yield from _lines(value, path)

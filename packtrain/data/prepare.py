@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from packtrain.config.schema import Data, DataSource
+from packtrain.config.schema import Data, DataSource, sources
 from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, hold_out, mixed
 from packtrain.data.formats.columns import Format, Objective, detect_format
 from packtrain.data.sources.chunks import BadRow, Chunk
-from packtrain.data.sources.locate import Role, Source, locate, sources_in
+from packtrain.data.sources.locate import Role, Source, locate
 from packtrain.data.tokens.cache import StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
 from packtrain.data.tokens.encode import MOST_PROBLEMS, EncodedChunk, Encoder, PairEncoder
@@ -100,14 +100,14 @@ def _prepared(
     with ExitStack() as stack:
         workers = _Workers(encoder, data.workers or min(_cores(), MOST_WORKERS), stack)
         make = _Tokeniser(workers, data, objective, cache_folder(data.cache_dir), seed, console)
-        train = [make.tokenised(source, "train") for source in sources_in(data.train, "train")]
+        train = [make.tokenised(source, "train") for source in sources(data.train, "train")]
         if data.eval in (None, 0):
             return PreparedData(mix(train, "data.train"), None)
         if isinstance(data.eval, (int, float)):
             held = hold_out(train, data.eval)
             rest = mix(train, "data.train", kept=[~side for side in held])
             return PreparedData(rest, mix(train, "data.eval", kept=held, weigh=False))
-        evaluated = [make.tokenised(source, "eval") for source in sources_in(data.eval, "eval")]
+        evaluated = [make.tokenised(source, "eval") for source in sources(data.eval, "eval")]
         return PreparedData(mix(train, "data.train"), mix(evaluated, "data.eval"))
 
 

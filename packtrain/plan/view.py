@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from packtrain.config.compose import to_dict, to_yaml
+from packtrain.config.compose import to_yaml
 from packtrain.config.schema import DataSource, RunConfig, sources
 from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
 from packtrain.plan.memory import estimate
@@ -52,7 +52,7 @@ def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
         "network": [asdict(one) for one in launch.network],
         "memory": None if isinstance(memory, str) else memory.to_json(),
         "length": length_in_words(config),
-        "config": to_dict(config),
+        "config": asdict(config),
     }
 
 

@@ -11,7 +11,7 @@ import gc
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,6 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import own_attention
-from packtrain.config.compose import to_dict
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData
@@ -264,7 +263,7 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
     heartbeat = own_heartbeat()
     heartbeat.enter("join")  # anew, for each of these may take topology.join_timeout
     own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes one of its own
-    shared = {key: value for key, value in shared_values(to_dict(config)).items() if key not in own}
+    shared = {key: value for key, value in shared_values(asdict(config)).items() if key not in own}
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     if peers is not None:
         beat_to_rank_0(lambda said: peers.share("channel", said))

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 
 import pytest
@@ -19,7 +19,6 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_model
 from torch.distributed import HashStore
 
-from packtrain.config.compose import to_dict
 from packtrain.config.schema import Optim, RunConfig, Topology, Trainer
 from packtrain.errors import Disagreement, PacktrainError, PeerFailed
 from packtrain.launch.worker import LOG_DIR
@@ -138,7 +137,7 @@ def configured(**groups: object) -> RunConfig:
 def test_what_is_compared_at_the_start(other: RunConfig, device: str, told: str | None) -> None:
     def start(peer: Peers, config: RunConfig, on: str) -> str | None:
         try:
-            agree_on_start(peer, shared_values(to_dict(config)), on, timeout_s=60)
+            agree_on_start(peer, shared_values(asdict(config)), on, timeout_s=60)
         except Disagreement as error:
             return str(error)
         return None

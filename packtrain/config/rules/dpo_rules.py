@@ -24,16 +24,12 @@ def dpo_rules(objective: Objective, data: Data, packing: Packing, peft: Peft, gi
     if packing.share_prefix and packing.mode == "padding":
         what = "padded batches have a prompt for every answer"
         yield Fault(("packing.share_prefix", "packing.mode"), what, "Choose packing.mode=packed or padding_free.")
-    if not losses:
-        yield Fault(("objective.loss_type",), "there is no loss", "Name at least one.")
     yield from _weights(objective, losses)
     yield from _losses(objective, losses)
     yield from _without_effect(objective, losses, given)
     if objective.reference == "adapters_off" and peft.kind == "none":
         what = "there are no adapters to switch off"
         yield Fault(("objective.reference",), what, "Choose peft=lora, or objective.reference=model.")
-    if not objective.reference.strip():
-        yield Fault(("objective.reference",), "it is empty", "Leave it at auto, or name a model or its folder.")
 
 
 def _weights(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault]:

@@ -72,9 +72,7 @@ def _data(data: Data) -> Iterator[Fault]:
                 fix = f"Relative paths start at {Path.cwd()}."
                 yield Fault((place,), f"there is no file that matches {source.path}", fix)
     template = data.chat_template or ""
-    if "{{" in template or "{%" in template:
-        yield Fault(("data.chat_template",), "found a template's text", "Write it into a .jinja file and name that.")
-    elif template.lower().endswith(TEMPLATE_SUFFIXES):
+    if template.lower().endswith(TEMPLATE_SUFFIXES):
         yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES, "")
     elif template and not _there(template) and as_name(template) not in template_names():
         meant = near(as_name(template), template_names())
@@ -98,9 +96,7 @@ def _folders(folders: dict[str, str], resume: str) -> Iterator[Fault]:
         fix = f"Allowed: auto, never, or a folder. {nearest(resume)}"
         yield Fault(("trainer.resume",), f"there is no checkpoint folder {resume}", fix)
     for key, folder in folders.items():
-        if os.path.expanduser(folder).startswith("~"):
-            yield Fault((key,), f"there is no home folder {Path(folder).parts[0]}", "Write the whole path.")
-        elif _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
+        if _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
             yield Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")
 
 

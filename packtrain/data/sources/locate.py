@@ -110,13 +110,6 @@ def _digest(*parts: str) -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def sources_in(value: str | DataSource | list[str | DataSource], role: Role) -> list[DataSource]:
-    """A value of data.train or data.eval as a list of sources; `quickstart` alone stands for its split of that name."""
-    splits = {"quickstart": role}
-    values = value if isinstance(value, list) else [value]
-    return [DataSource(path=one, split=splits.get(one, "train")) if isinstance(one, str) else one for one in values]
-
-
 def locate(source: DataSource, role: Role, seed: int, objective: Objective = "sft") -> Source:
     """Find what `source.path` names: quickstart (for the objective), a file, a glob, a folder, else a hub data set.
 

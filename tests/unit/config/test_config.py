@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from packtrain.config import help as key_help
-from packtrain.config.compose import changes, load_config, to_dict, to_yaml
+from packtrain.config.compose import changes, load_config, to_yaml
 from packtrain.config.keys import ADVICE, FOREIGN, keys
 from packtrain.config.rules.combinations import COLUMNS, check
 from packtrain.config.schema import Batch, DataSource, Optim, RunConfig, groups
@@ -72,7 +72,7 @@ def test_every_shipped_choice_composes_on_the_command_line_and_in_a_defaults_lis
     for path, overrides in ((None, [f"{group}={choice}", *rest]), (listed, rest)):
         try:
             config = load_config(path, overrides)
-            assert to_dict(config)[group] is not None
+            assert asdict(config)[group] is not None
         except UserError as error:
             allowed = ("not available in this version yet", "which is not installed")
             assert all(any(reason in problem.what for reason in allowed) for problem in error.problems), error
@@ -113,13 +113,12 @@ def test_yaml_and_choices_and_command_line_win_in_this_order() -> None:
     assert (config.optim.learning_rate, config.optim.beta1) == (0.5, 0.6)
 
 
-def test_a_defaults_list_may_replace_what_another_file_chose_and_the_command_line_what_either_chose() -> None:
+def test_a_defaults_list_may_add_to_what_another_file_chose_and_the_command_line_replaces_what_either_chose() -> None:
     write("defaults: [optim: sgd, _self_]\n", "base.yaml")
-    write("# @package _global_\ntrainer: {seed: 5}\n", "trial/five.yaml")
-    run = write("defaults: [base, override optim: adafactor, optional trainer: gone, peft: null, _self_]\n")
+    run = write("defaults: [base, optim: adafactor, peft: null, _self_]\n")
     assert load_config(run, COMPLETE).optim.name == "adafactor"
-    config = load_config(run, [*COMPLETE, "optim=adamw", "+trial=five"])
-    assert (config.optim.name, config.trainer.seed) == ("adamw_torch_fused", 5)
+    assert load_config(run, [*COMPLETE, "optim=adamw"]).optim.name == "adamw_torch_fused"
+    assert "takes no" in only(write("defaults: [base, override optim: adafactor, _self_]\n"), *COMPLETE).what
 
 
 def test_a_choice_may_be_written_with_plus_signs_whether_the_defaults_list_has_the_group_or_not() -> None:
@@ -231,8 +230,8 @@ def test_the_resolved_yaml_is_read_back_to_an_equal_config(text: str) -> None:
         ("data: {columns: {a: 1}}", "mapping", "mapping"),
         ("tracking: {report_to: [wandb, tensorbord]}", "the text 'tensorbord'", "tensorboard"),
         ("peft: lor", "no choice 'lor'", "Did you mean lora?"),
-        ("trainer: {output_dir: '${oc.env:NOT_SET_ANYWHERE}'}", "NOT_SET_ANYWHERE is not set", "oc.env"),
-        ("trainer: {output_dir: '${nowhere}'}", "there is no 'nowhere'", "full path"),
+        ("trainer: {output_dir: '${oc.env:NOT_SET_ANYWHERE}'}", "'NOT_SET_ANYWHERE' not found", "oc.env"),
+        ("trainer: {output_dir: '${nowhere}'}", "'nowhere' not found", "full path"),
         ("optim: {beta1: '${optim.beta2}', beta2: '${optim.beta1}'}", "circle", "value"),
     ],
 )
@@ -250,9 +249,9 @@ def test_a_wrong_value_is_named_with_line_key_and_remedy(line: str, what: str, f
     [
         ("a: [1\nb: 2", "run.yaml:2", "not valid YAML"),
         ("a:\n\tb: 1", "run.yaml:2", "not valid YAML"),
-        ("optim: {beta1: 0.5}\ndata:\n  train: a\n  train: b\n", "run.yaml:4, data.train", "on lines 3 and 4"),
+        ("optim: {beta1: 0.5}\ndata:\n  train: a\n  train: b\n", "run.yaml:4", "found duplicate key train"),
         ("- 1\n", "run.yaml:1", "mapping"),
-        ("\ntrainer: {output_dir: '${'}", "run.yaml:2", "broken interpolation"),
+        ("\ntrainer: {output_dir: '${'}", "run.yaml:2", "at input '${'"),
         ("trainer: {seed: 1}\ndefaults:\n  - peft: lra\n", "run.yaml:3", "no choice 'lra'"),
         ("defaults: [nothing_here]\n", "run.yaml:1", "nothing_here"),
     ],
@@ -265,7 +264,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_line(text: str, place: s
 
 def test_a_broken_file_of_the_defaults_list_is_the_one_that_is_named() -> None:
     write("trainer:\n  seed: 1\n  seed: 2\n", "base.yaml")
-    assert only(write("defaults: [base, _self_]\n")).where == "base.yaml:3, trainer.seed"
+    assert only(write("defaults: [base, _self_]\n")).where == "base.yaml:3"
 
 
 def test_a_file_that_is_not_utf_8_is_refused() -> None:
@@ -299,7 +298,7 @@ def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
         ("~", "no key has such a name", "GROUP.NAME"),
         ("=1", "no key has such a name", "GROUP.NAME"),
         ("optim=null", "the name of a choice", "optim=CHOICE"),
-        ("optim@model=sgd", "its own group", "optim=CHOICE"),
+        ("optim@model=sgd", "no key has such a name", "GROUP.NAME"),
         ("~peft=lora", "no peft to take away", ""),
         ("OPTIM.BETA1=0.5", "no such key", "Did you mean optim"),
         ("optim.BETA1=0.5", "no such key", "optim.beta1"),
@@ -380,13 +379,8 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["strategy=zero1", "model.dtype=float16", "peft=lora"], "model.dtype", "cannot be spread by zero1"),
         (["strategy=zero3", "model.attention=per_document"], "model.attention", "all processes must call it together"),
         (["topology=local", "topology.nodes=2"], "topology.nodes", "topology=local is one machine"),
-        (["topology=single", "topology.main_address=a"], "topology.main_address", "has no use for it"),
         (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "by its name it is a secret"),
-        (["+topology.environment.A=[1]"], "topology.environment.A", "found [1]"),
-        (["+topology.environment.WORLD_SIZE=2"], "topology.environment.WORLD_SIZE", "packtrain sets it itself"),
-        (["+topology.environment={A B: x}"], "topology.environment.A B", "no name of a variable"),
         (["topology.main_address=n1:29500"], "topology.main_address", "its port is topology.main_port"),
-        (["topology.main_address='n1 n2'"], "topology.main_address", "neither a host name nor an address"),
         (["topology=single", "topology.gpus_per_node=2"], "topology.gpus_per_node", "one process cannot use 2"),
         (["trainer.eval_every=5"], "trainer.eval_every", "nothing to evaluate on"),
         (["trainer.early_stop_patience=5"], "trainer.early_stop_patience", "needs evaluations"),

@@ -21,6 +21,7 @@ from data_tokenizers import tokenizer_of
 
 import packtrain
 from packtrain.config.schema import Data, DataSource
+from packtrain.config.schema import sources as named
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.data.sources import hub
 from packtrain.data.sources import locate as sources
@@ -303,7 +304,7 @@ def test_a_split_of_the_quickstart_means_what_it_says_or_is_refused(role, source
 
 @pytest.mark.parametrize("role", ["train", "eval"])
 def test_the_quickstarts_name_alone_stands_for_the_split_of_its_role(role):
-    (source,) = sources.sources_in("quickstart", role)
+    (source,) = named("quickstart", role)
     assert (found := sources.locate(source, role, 0)) and isinstance(found, sources.Quickstart)
     assert found.split == role
     assert sources.locate(DataSource(path="quickstart", split="eval"), "eval", 0).name == "quickstart"

