@@ -26,7 +26,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 def counted(number: float, things: str) -> str:
     """ "1 document", "1,000 documents", "2.5 pairs"; `things` is the plural."""
-    one = things.removesuffix("s") if not things.endswith("es") or things in _WITH_E else things.removesuffix("es")
+    one = things.removesuffix("es" if things.endswith(("sses", "shes", "ches", "xes")) else "s")
     return f"{number:,} {one if number == 1 else things}"
 
 
@@ -50,6 +50,3 @@ def grouped(by_name: Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ..
 def by_value(by_name: Mapping[str, str]) -> str:
     """ "4 on n1 and n3, 3 on n2", the value that most have first."""
     return ", ".join(f"{value} on {listed(names)}" for value, names in grouped(by_name))
-
-
-_WITH_E = ("examples", "machines", "files", "times", "nodes")

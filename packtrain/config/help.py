@@ -50,31 +50,33 @@ This page is generated: `python -m packtrain.config.help > docs/config.md`.
 def help_text(width: int) -> str:
     """All keys for a terminal of `width` columns: a line with type and default, and the sentence under it."""
     parts = textwrap.wrap("Config keys, as `key  type [default]`; `group=choice` selects a file of configs/.", width)
-    for group, cls in groups().items():
-        parts += ["", *textwrap.wrap(f"{group}: {cls.__doc__}", width)]
-        parts += [f"  {group}={'|'.join(names)}"] if (names := options(group)) else []
-        for key in keys_of(cls, f"{group}.").values():
+    for group, doc, names, rows in _sections():
+        parts += ["", *textwrap.wrap(f"{group}: {doc}", width)]
+        parts += [f"  {group}={'|'.join(names)}"] if names else []
+        for key in rows:
             head = f"{key.path}  {describe(key).replace('|', ' | ')} [{_default(key.default)}]"  # long ones break at blanks
             parts += textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ")
             parts += textwrap.wrap(key.doc, width, initial_indent="      ", subsequent_indent="      ")
-    parts.append("\nsource: an entry of data.train or data.eval, a mapping of")
-    for key in keys_of(DataSource).values():
-        head = f"{key.path}  {describe(key)} [{_default(key.default)}]  {key.doc}"
-        parts += textwrap.wrap(head, width, initial_indent="  ", subsequent_indent="      ")
     return "\n".join(parts)
 
 
 def markdown() -> str:
     """docs/config.md."""
     parts = [INTRODUCTION]
-    for group, cls in groups().items():
-        parts.append(f"## {group}\n\n{cls.__doc__}")
-        if names := options(group):
+    for group, doc, names, rows in _sections():
+        parts.append(f"## {group}\n\n{doc}")
+        if names:
             parts.append(f"Choices (`{group}=…`): {', '.join(f'`{name}`' for name in names)}.")
-        parts.append(_table(list(keys_of(cls, f"{group}.").values())))
-    parts.append("## source\n\nAn entry of `data.train` and `data.eval`; text alone is its `path`.")
-    parts.append(_table(list(keys_of(DataSource).values())))
+        parts.append(_table(rows))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def _sections() -> Iterator[tuple[str, str, list[str], list[Key]]]:
+    """Of each group, and of a source: name, sentence, choices and keys."""
+    for group, cls in groups().items():
+        yield group, cls.__doc__ or "", options(group), list(keys_of(cls, f"{group}.").values())
+    doc = "An entry of `data.train` and `data.eval`; text alone is its `path`."
+    yield "source", doc, [], list(keys_of(DataSource).values())
 
 
 def _default(value: Any) -> str:

@@ -213,16 +213,21 @@ def make_schedule(
 
     `max_steps` counts before `epochs`; 1.5 epochs are all steps of epoch 0 and half of those of epoch 1, rounded up.
     Without `shuffle` every epoch is the same: in the order of the data, except for best_fit over an epoch. A document of
-    l tokens costs l + attention_cost · l². UserError where the config asks for the impossible.
+    l tokens costs l + attention_cost · l². UserError where a
+    document is longer than a row.
     """
     lengths = np.asarray(lengths)
     limits = MicroBatchLimits(*(math.inf if most is None else most for most in batch.limits(packing.mode)))
+    if (longest := int(lengths.max())) > limits.tokens:
+        what = f"the longest document has {longest} tokens, a micro-batch takes {limits.tokens}"
+        fix = f"set batch.tokens_per_device to at least {longest}, or data.max_length to {limits.tokens}"
+        raise UserError(what, where="batch.tokens_per_device", fix=fix)
     schedule = Schedule(
         lengths=lengths,
         limits=limits,
         packing=packing,
         examples_per_step=batch.examples_per_step,
-        rows_per_step=_checked_rows_per_step(lengths, limits, batch),
+        rows_per_step=None if batch.tokens_per_step is None else batch.tokens_per_step // int(limits.tokens),
         seed=seed,
         shuffle=shuffle,
         attention_cost=attention_cost,
@@ -236,29 +241,3 @@ def make_schedule(
         part = (epochs - whole) * schedule.steps_per_epoch(whole)
         total += math.ceil(part - 1e-9)  # a tenth of 30 is 3, not the 4 that 3.0000000000000027 gives
     return replace(schedule, total_steps=max(total, 1))
-
-
-def _checked_rows_per_step(lengths: np.ndarray, limits: MicroBatchLimits, batch: Batch) -> int | None:
-    """Rows of a step with `tokens_per_step`, None with `examples_per_step`; UserError where they do not go together."""
-    if len(lengths) == 0:
-        what = "there are no documents to make steps of"
-        raise UserError(what, where="data", fix="check the sources and the filters")
-    if (batch.examples_per_step is None) == (batch.tokens_per_step is None):
-        what = "a step needs a number of documents or of tokens, one of the two"
-        where = "batch.examples_per_step, batch.tokens_per_step"
-        raise UserError(what, where=where, fix="set one, and the other to null")
-    row, longest = limits.tokens, int(lengths.max())
-    if longest > row:
-        what = f"the longest document has {longest} tokens, a micro-batch takes {row}"
-        fix = f"set batch.tokens_per_device to at least {longest}, or data.max_length to {row}"
-        raise UserError(what, where="batch.tokens_per_device", fix=fix)
-    if batch.tokens_per_step is None:
-        return None
-    if row == math.inf:
-        raise UserError("the length of a row is not set", where="batch.tokens_per_device", fix="set it, e.g. to 8192")
-    rows, rest = divmod(batch.tokens_per_step, int(row))
-    if rest:
-        nearest = " or ".join(str(n * row) for n in (rows, rows + 1) if n)
-        what = f"{batch.tokens_per_step} tokens are not a whole number of rows of {row} (batch.tokens_per_device)"
-        raise UserError(what, where="batch.tokens_per_step", fix=f"set batch.tokens_per_step to {nearest}")
-    return rows
