@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import psutil
 import yaml
 
-from packtrain.config.compose import to_dict, to_yaml
+from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
 from packtrain.launch.machines import Machines, Reporter
@@ -86,7 +87,7 @@ def _member(plan: LaunchPlan, config: RunConfig) -> Member:
         host=plan.host,
         addresses=own_addresses(),
         versions=shared_versions(environment()),
-        config=shared_values(to_dict(config)),
+        config=shared_values(asdict(config)),
         clock=time.time(),
     )
 

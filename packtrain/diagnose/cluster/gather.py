@@ -11,10 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from packtrain.config.compose import to_dict
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose.cluster.all_reduce import LIMIT_S as REDUCE_S
 from packtrain.diagnose.cluster.all_reduce import checks_of, summary, take_part
@@ -52,7 +51,7 @@ def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str],
     _check(processes)
     if processes.role == "spread":
         return spread(plan_launch(config, around, "env", arguments).spread)
-    making = Probe(lambda: own_report(*gather(lambda: config), to_dict(config)), REPORT_S)
+    making = Probe(lambda: own_report(*gather(lambda: config), asdict(config)), REPORT_S)
     limit_s = max(min(LIMIT_S, config.topology.join_timeout) - age_s(), _LEAST_S)
     address, port = processes.main_address or "", processes.main_port or DEFAULT_PORT
     place = Place(address, port, limit_s, _JOB, processes.hosts, partial=True)
