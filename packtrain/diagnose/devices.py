@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,9 @@ def _say_torch() -> None:
         say(error=f"torch cannot be imported: {type(error).__name__}: {first_line(str(error))}")
         return
     say(version=torch.__version__, cuda=torch.version.cuda)
-    say(nccl=_nccl(), accelerate=accelerate_config())
+    with suppress(Exception):  # builds without NCCL fail in several ways
+        say(nccl=".".join(map(str, torch.cuda.nccl.version())))
+    say(accelerate=accelerate_config())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kind, devices = accelerators()
@@ -120,15 +123,6 @@ def _say_torch() -> None:
     say(kind=kind, available=kind == "cuda", devices=devices, warning=told)
     if kind == "cuda":
         say(kernels=_kernels(sys.argv[2]))
-
-
-def _nccl() -> str | None:
-    try:
-        from torch.cuda import nccl
-
-        return ".".join(map(str, nccl.version()))
-    except Exception:  # builds without NCCL fail in several ways
-        return None
 
 
 def accelerators() -> tuple[str, list[str]]:

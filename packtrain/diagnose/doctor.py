@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from packtrain.errors import UserError
+from packtrain.errors import PeerFailed, UserError
 from packtrain.launch.exit_status import MOST_TELLING, TAIL_LINES
 from packtrain.launch.run_lock import is_locked
 from packtrain.monitor.channel import PUBLISHED, Client
@@ -30,7 +30,6 @@ from packtrain.wording import ranks_in_words
 ANSWER_S = 20
 """How long is waited for an answer, in which ranks may have to be asked first."""
 _SILENT_S = 10
-_FAILED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Finding:
     @property
     def exit_code(self) -> int:
         """4 for a run that stands still or has failed."""
-        return _FAILED if self.status in ("stalled", "failed") else 0
+        return PeerFailed.exit_code if self.status in ("stalled", "failed") else 0
 
     def to_json(self) -> dict[str, Any]:
         """For --json."""

@@ -200,23 +200,26 @@ def print_check(console: Console, status: Status, name: str, found: str, fix: st
 
 
 def _listed(facts: Mapping[str, Any]) -> Iterator[str]:
-    """What is known as a list of two levels; what is not known is left out."""
-    for name, group in facts.items():
+    """What is known as a list of two levels."""
+    for name, group in _known(facts):
         if not isinstance(group, Mapping):
             yield f"- {name}: {_words(group)}"
             continue
         yield f"- {name}:"
-        for key, value in group.items():
-            if value and isinstance(value, list) and isinstance(value[0], Mapping):
-                yield from (f"  - {key}:", *(f"    - {_words(one)}" for one in value))
-            elif value not in (None, "", [], {}):
-                yield f"  - {key}: {_words(value)}"
+        for key, value in _known(group):
+            rows = value if isinstance(value, list) and isinstance(value[0], Mapping) else []
+            yield f"  - {key}:{'' if rows else f' {_words(value)}'}"
+            yield from (f"    - {_words(one)}" for one in rows)
+
+
+def _known(facts: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in facts.items() if value not in (None, "", [], {})]
 
 
 def _words(value: Any) -> str:
     """A value in one line; large numbers are sizes in bytes."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_words(one)}" for key, one in value.items() if one not in (None, "", [], {}))
+        return ", ".join(f"{name} {_words(one)}" for name, one in _known(value))
     if isinstance(value, list):
         return ", ".join(map(_words, value))
     return size(value) if isinstance(value, int) and value > MIB else str(value)

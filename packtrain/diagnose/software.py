@@ -16,15 +16,13 @@ PACKAGES = (
     *("flash-attn-4", "kernels", "triton", "torchao", "safetensors", "numpy", "pyarrow", "hydra-core"),
     *("omegaconf", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
-_TRL_LINES = {
-    "Datasets version": "datasets",
-    "HF Hub version": "huggingface_hub",
-    "bitsandbytes version": "bitsandbytes",
-    "DeepSpeed version": "deepspeed",
-    "Liger-Kernel version": "liger-kernel",
-    "PEFT version": "peft",
-    "vLLM version": "vllm",
+_ALSO_OF_TRL = {
+    "Datasets": "datasets",
+    "HF Hub": "huggingface_hub",
+    "bitsandbytes": "bitsandbytes",
+    "DeepSpeed": "deepspeed",
 }
+_ALSO_OF_TRL |= {"Liger-Kernel": "liger-kernel", "PEFT": "peft", "vLLM": "vllm"}
 
 
 def read_software() -> Software:
@@ -64,7 +62,7 @@ def trl_lines(software: Software, torch: Torch) -> dict[str, Any]:
         "Transformers version": installed["transformers"],
         "Accelerate version": installed["accelerate"],
         "Accelerate config": torch.accelerate or ("not found" if torch.version else "not known"),
-        **{name: installed[package] for name, package in _TRL_LINES.items()},
+        **{f"{name} version": installed[package] for name, package in _ALSO_OF_TRL.items()},
     }
 
 

@@ -55,37 +55,32 @@ def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str],
     limit_s = max(min(LIMIT_S, config.topology.join_timeout) - age_s(), _LEAST_S)
     address, port = processes.main_address or "", processes.main_port or DEFAULT_PORT
     place = Place(address, port, limit_s, _JOB, processes.hosts, partial=True)
+    # only the number of machines has to be the same at the rendezvous: the rest is compared later
+    nodes = processes.nodes
+    me = Member(processes.node, nodes, 1, nodes, 0, around.host, own_addresses(), {}, {}, time.time())
     try:
-        with meet(_member(processes, around.host), place) as group:
+        with meet(me, place) as group:
             brought = _Brought(group.server) if group.server else None
             own = {"node": processes.node, "report": _made(making)}
             own["result"] = _reduced(group, own, address, config.topology.variables)
             if brought is None:
                 return _bring(group, own)
             document = _document(brought.collect(own, len(group.names)), group, place, processes)
-            print(json.dumps(document, indent=2)) if as_json else show(document, processes.nodes)
-            brought.answer({"code": exit_code_of(document)})
-            return exit_code_of(document)
+            code = exit_code_of(document)
+            brought.answer({"code": code})
+            print(json.dumps(document, indent=2)) if as_json else show(document, nodes)
+            return code
     finally:
         kill_processes()  # a process of an all-reduce that hangs
 
 
 def _check(processes: Processes) -> None:
     """Raises UserError where this process cannot be one machine of several."""
-    if processes.joins:
-        what = "this process is one of several of a running launch"
-        raise UserError(what, where="--cluster", fix="Start packtrain env once on each machine.")
     if obstacles := [one for one in processes.obstacles if one.where != GPUS_PER_NODE]:
         raise UserError(obstacles)
     if processes.nodes == 1:
         fix = "Set topology (docs/multi-node.md), or leave --cluster away."
         raise UserError("the run has one machine: there is nothing to compare", where="--cluster", fix=fix)
-
-
-def _member(processes: Processes, host: str) -> Member:
-    """This machine at the rendezvous, where only the number of machines has to be the same: the rest is compared later."""
-    node, nodes = processes.node, processes.nodes
-    return Member(node, nodes, 1, nodes, 0, host, own_addresses(), {}, {}, time.time())
 
 
 def _made(making: Probe[dict[str, Any]]) -> dict[str, Any]:

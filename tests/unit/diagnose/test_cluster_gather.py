@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, UserError
 from packtrain.launch import rendezvous
 from packtrain.launch.rendezvous import meet
 from packtrain.monitor.channel import SECRET
-from packtrain.plan.topology import choose_processes
+from packtrain.plan.agreement import Member
 from tests.ports import free_port
 from tests.unit.diagnose.test_cluster_compare import report
 
@@ -114,10 +115,8 @@ def test_a_machine_that_falls_silent_is_named_and_the_others_are_compared(
     monkeypatch.setattr(gather, "REDUCE_S", 0)
 
     def stops() -> None:  # once it has met the others
-        topology = replace(config.topology, node_rank=2)
-        processes = choose_processes(topology, replace(gather.look_around([]), driver=False))
-        place = rendezvous.Place("127.0.0.1", topology.main_port or 0, LONG_S, gather._JOB)
-        with meet(gather._member(processes, "n3"), place):
+        place = rendezvous.Place("127.0.0.1", config.topology.main_port or 0, LONG_S, gather._JOB)
+        with meet(Member(2, 3, 1, 3, 0, "n3", (), {}, {}, time.time()), place):
             pass
 
     silent = threading.Thread(target=stops)
