@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import yaml
 
 from packtrain.config.compose import to_yaml
@@ -104,7 +102,6 @@ def _limits(config: RunConfig) -> TimeLimits:
 
 def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: Callable[[], int]) -> int:
     """The run in this process."""
-    _say_if_busy(plan)
     os.environ.update(plan.command.env)
     if plan.num_processes > 1:  # started by another launcher
         by_hand = not any(name in os.environ for name in _OF_LAUNCHERS)
@@ -116,10 +113,10 @@ def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: C
 
 def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group) -> int:
     """The workers of this machine, to their end and to that of all others."""
-    _say_if_busy(plan)
     log, limits = _launcher_log(plan, folder), _limits(config)
     silence_s = min(MOST_SILENCE_S, limits.step_s / 2)
-    with _own_folder() as own, ExitStack() as stack:
+    with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
+        own = Path(made)
         main: Machines | Client = group.client or stack.enter_context(
             _controlled(plan, folder, group, limits, silence_s)
         )
@@ -172,23 +169,6 @@ def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, l
         SECRET: group.secret,
         **short_waits(plan.accelerate["main_process_ip"]),
     }
-
-
-@contextmanager
-def _own_folder() -> Iterator[Path]:
-    """A folder of this launch alone, gone afterwards; those of launches that were killed are swept away by later ones."""
-    place, prefix = Path(tempfile.gettempdir()), "packtrain-launch-"
-    for old in place.glob(f"{prefix}*"):
-        pid = old.name.removeprefix(prefix).partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(old, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
-
-
-def _say_if_busy(plan: LaunchPlan) -> None:
-    if "OMP_WAIT_POLICY" in plan.command.env:
-        print("other work keeps this machine busy: threads sleep while they wait (OMP_WAIT_POLICY=passive)", flush=True)
 
 
 def _is_first(plan: LaunchPlan) -> bool:

@@ -17,12 +17,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import psutil
+
 from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, UserError
-from packtrain.monitor.channel import SECRET, Client, NoAnswer, NotOurs, Refused, Server, new_secret
-from packtrain.plan.agreement import Member, clock_remarks, names_of, twice, unlike, unlike_counts
+from packtrain.monitor.channel import SECRET, Client, NoAnswer, Refused, Server, new_secret
+from packtrain.plan.agreement import Member, names_of, twice, unlike, unlike_counts
 from packtrain.plan.interfaces import addresses_by_interface, is_loopback
 from packtrain.wording import listed
 
@@ -30,11 +32,10 @@ PROGRESS_S = 10
 CERTAIN_S = 15
 """How long what looks like a mistake may also be a machine 0 that is about to start, or is busy."""
 _POLL_S = 0.3
-_FRESH_S = 3  # all must have called within so long before they may go: one of them may have left
-_GONE_S = 6  # who has not called for so long may have been started again
-_SILENT_S = 10  # who has not called for so long is waited for again
-_FULL_PICTURE_S = 3  # how long others are waited for once two are known not to fit
+_GONE_S = 5  # who has not called for so long has left, and is waited for again
+_TELL_S = 5  # so long machine 0 stays to tell why it goes, also to those that come a little later
 _CALL_OUT_S = 5
+_OTHER_RUN = "the machines of another run meet: its folder is another one"
 _OF_ONE_LINK = ("169.254.", "fe80:")
 
 
@@ -136,15 +137,13 @@ def _gather(me: Member, place: Place, server: Server, prepare: Callable[[], obje
     return Group(names, "127.0.0.1", place.port, server.secret, store_port, server=server)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Guest:
-    """A launcher that has joined: `token` tells two of one number apart, `heard` is when it called last (time.monotonic())."""
+    """A launcher that has joined: when it called last (time.monotonic()), and whether it has had the answer."""
 
     member: Member
-    token: str
-    offset_s: float
-    heard: float = field(default_factory=time.monotonic)
-    answered: bool = False
+    heard: float
+    answered: bool
 
 
 class _Hall:
@@ -152,107 +151,90 @@ class _Hall:
 
     def __init__(self, me: Member, place: Place) -> None:
         self._me, self._place = me, place
-        self._guests: dict[int, _Guest] = {}
-        self._rivals: list[_Guest] = []  # of a number that is taken
-        self._sent_away: dict[str, str] = {}
+        self._guests: dict[str, _Guest] = {}  # by their token, which tells two of one number apart
         self._answer: dict[str, Any] | None = None
         self._waiting = ""
         self._error: PacktrainError | None = None
-        self._begun = time.monotonic()
-        self._end = self._begun + place.timeout_s
         self._lock = threading.Lock()
         self._news = threading.Event()
 
     def members(self) -> list[Member]:
         """Those that are here, by number."""
-        return [self._me, *(self._guests[node].member for node in sorted(self._guests))]
+        return sorted([self._me, *(one.member for one in dict(self._guests).values())], key=lambda one: one.node)
 
     def join(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Answers a launcher: {"wait": text}, {"go": …}, {"stop": problems}, or {"left": why}."""
         try:
             member, token = Member.from_json(body.get("member")), str(body["token"])
         except (ValueError, KeyError, TypeError):
-            return {"stop": _to_json(_other_version(self._me))}
+            return {"stop": _to_json(_not_for_us(self._place, "machine 0 has another version of packtrain"))}
         if body.get("job") != self._place.job:
-            self._sent_away[member.host] = "is of a run with another trainer.output_dir"
-            return {"stop": _to_json(_other_run(self._place, self._me))}
+            return {"stop": _to_json(_not_for_us(self._place, _OTHER_RUN))}
         with self._lock:
-            known = [one for one in (self._guests.get(member.node), *self._rivals) if one and one.token == token]
-            if not known and self._answer is not None:
-                return {"stop": _to_json(_goes_on(self._place, self._me))}
-            guest = known[0] if known else self._admit(member, token)
-            guest.heard = time.monotonic()
-            guest.answered = self._answer is not None
+            answer = self._answer
+            if token not in self._guests:
+                if answer is not None and "go" in answer:
+                    goes_on = "a run goes on already, with all its machines"
+                    return {"stop": _to_json(_not_for_us(self._place, goes_on))}
+                others = self.members()
+                same = next((twice(one, member) for one in others if one.node == member.node), None)
+                self._error = self._error or same or unlike_counts([*others, member])
+            self._guests[token] = _Guest(member, time.monotonic(), answer is not None)
         self._news.set()
-        return self._answer or {"wait": self._waiting}
+        return answer or {"wait": self._waiting}
 
     def wait(self) -> None:
         """Until all are here and agree. Raises PacktrainError where they do not, or one is missing."""
-        next_word = self._begun + PROGRESS_S
-        while self._missing() and self._error is None and (now := time.monotonic()) < self._end:
-            if now >= next_word:
-                next_word += PROGRESS_S
+        begun = said = time.monotonic()
+        while self._error is None and (missing := self._missing()):
+            now = time.monotonic()
+            if now - begun >= self._place.timeout_s:
+                if self._place.partial:
+                    break
+                raise self._not_here(missing)
+            if now - said >= PROGRESS_S:
+                said = now
                 are = f"{self._here()} {'are' if self._guests else 'is'} here"
-                waits = f"waiting {now - self._begun:.0f} s for {listed(self._words(self._missing()))}"
-                self._waiting = f"{waits}: not connected; {are}"
+                self._waiting = f"waiting {now - begun:.0f} s for {self._words(missing)}: not connected; {are}"
                 print(self._waiting, file=sys.stderr, flush=True)
-            self._news.wait(min(_POLL_S, max(self._end - now, 0)))
+            self._news.wait(_POLL_S)
             self._news.clear()
-            with self._lock:  # who has left is waited for again
-                here = {node: one for node, one in self._guests.items() if time.monotonic() - one.heard < _SILENT_S}
-                self._guests = here
         if error := self._error or unlike(self.members()):
             raise error
-        if (missing := self._missing()) and not self._place.partial:
-            raise self._not_here(missing)
-        offsets = {node: one.offset_s for node, one in self._guests.items()}
-        for remark in clock_remarks(self.members(), offsets):
-            print(remark, file=sys.stderr, flush=True)
 
     def answer(self, answer: dict[str, Any]) -> None:
-        """Gives all the same answer; where it is not go, returns when all have it that still call."""
+        """Gives all the same answer; where it is not go, returns when all have it, or after _TELL_S."""
         with self._lock:
             self._answer = answer
-        while "go" not in answer and any(
-            not one.answered and time.monotonic() - one.heard < _GONE_S
-            for one in [*self._guests.values(), *self._rivals]
-        ):
+        end = time.monotonic() + _TELL_S
+        while "go" not in answer and time.monotonic() < end:
+            answered = [one.answered for one in dict(self._guests).values()]
+            if len(answered) >= self._me.nodes - 1 and all(answered):
+                return
             time.sleep(_POLL_S / 3)
-
-    def _admit(self, member: Member, token: str) -> _Guest:
-        guest = _Guest(member, token, member.clock - time.time())
-        there = self._guests.get(member.node)
-        again = there and there.member.host == member.host and time.monotonic() - there.heard > _GONE_S
-        if member.node == self._me.node or (there and not again):
-            self._rivals.append(guest)
-            self._error = twice(there.member if there else self._me, member)
-            return guest
-        self._guests[member.node] = guest
-        if unlike_counts(self.members()):
-            self._end = min(self._end, time.monotonic() + _FULL_PICTURE_S)
-        return guest
 
     def _here(self) -> str:
         return listed(list(names_of(self.members()).values()))
 
     def _missing(self) -> list[int]:
         """Machines that have not joined, or do not call any more."""
-        since = time.monotonic() - _FRESH_S
-        called = {node for node, one in dict(self._guests).items() if one.heard > since}
-        return [node for node in range(1, self._me.nodes) if node not in called]
+        since = time.monotonic() - _GONE_S
+        with self._lock:
+            self._guests = {token: one for token, one in self._guests.items() if one.heard > since}
+            here = {one.member.node for one in self._guests.values()}
+        return [node for node in range(1, self._me.nodes) if node not in here]
 
-    def _words(self, nodes: Sequence[int]) -> list[str]:
-        return [self._place.machine(node, self._me.per_node) for node in nodes]
+    def _words(self, nodes: Sequence[int]) -> str:
+        return listed([self._place.machine(node, self._me.per_node) for node in nodes])
 
     def _not_here(self, missing: Sequence[int]) -> PeerFailed:
-        first, absent = missing[0], listed(self._words(missing))
-        what = f"{absent} did not connect to {self._me.host} within {self._place.timeout_s:.0f} s"
-        turned = "".join(f"; {who}, which was sent away, {why}" for who, why in list(self._sent_away.items())[:3])
-        fix = (
-            f"Is packtrain started there, with topology.node_rank={first}? If so, does {self._place.address}:{self._place.port} "
-            f"answer there (name, firewall)? topology.join_timeout is how long the others wait."
+        absent, here = self._words(missing), f"(here: {self._here()})"
+        return PeerFailed(
+            f"{absent} did not connect to {self._me.host} within {self._place.timeout_s:.0f} s {here}",
+            where="rendezvous",
+            fix=f"Is packtrain started there, with topology.node_rank={missing[0]}? If so, does {self._place.address}:"
+            f"{self._place.port} answer there (name, firewall)? topology.join_timeout is how long the others wait.",
         )
-        return PeerFailed(f"{what} (here: {self._here()}){turned}", where="rendezvous", fix=fix)
 
 
 class _NotYet(Exception):
@@ -269,67 +251,58 @@ def _arrive(me: Member, place: Place) -> Group:
     Raises what machine 0 says is wrong; CheckFailed where the address or port is certainly not machine 0's; PeerFailed
     where it could not be reached for `place.timeout_s` seconds, or left.
     """
-    token, begun = new_secret(), time.monotonic()
-    said, mistaken, joined = begun, begun, None
+    token, begun, joined = new_secret(), time.monotonic(), False
+    said = certain = begun
     while True:
-        now = time.monotonic()
+        trouble = None
         try:
-            group = _asked(me, place, token, place.timeout_s - (now - begun))
-            if isinstance(group, Group):
-                return group
-            joined, mistaken = time.monotonic(), now
-            if group and now - said >= PROGRESS_S:
-                said = now
-                print(group, file=sys.stderr, flush=True)
+            answer = _asked(me, place, token, place.timeout_s - (time.monotonic() - begun))
+            if isinstance(answer, Group):
+                return answer
+            joined, words = True, answer
         except _NotYet as error:
-            now = time.monotonic()
-            mistaken = mistaken if error.mistake and joined is None else now
-            if error.mistake and now - mistaken >= CERTAIN_S:
-                raise error.mistake from None
-            if joined is not None and now - joined >= CERTAIN_S:
-                raise _left(place, str(error)) from None
-            if joined is None and now - begun >= place.timeout_s:
-                raise _not_found(place, str(error), now - begun) from None
-            if now - said >= PROGRESS_S:
-                said = now
-                waited = f"waiting {now - begun:.0f} s for {place.machine(0)} at {place.address}:{place.port}"
-                print(f"{waited}: {error}", file=sys.stderr, flush=True)
+            trouble = error
+            words = f"waiting {time.monotonic() - begun:.0f} s for {place.machine(0)} at {place.address}:{place.port}: {error}"
+        now = time.monotonic()
+        if trouble is None or not (joined or trouble.mistake):
+            certain = now
+        if trouble is not None and now - certain >= CERTAIN_S:
+            raise trouble.mistake if trouble.mistake and not joined else _left(place, str(trouble))
+        if trouble is not None and not joined and now - begun >= place.timeout_s:
+            raise _not_found(place, str(trouble), now - begun)
+        if words and now - said >= PROGRESS_S:
+            said = now
+            print(words, file=sys.stderr, flush=True)
         time.sleep(_POLL_S)
 
 
 def _asked(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
-    """One attempt at every address of machine 0: the group, or what it waits for. Raises its error, or _NotYet."""
+    """One attempt: the group, or what it waits for. Raises machine 0's error, or _NotYet."""
+    limit_s = max(min(CERTAIN_S, limit_s), 1)
     try:
-        addresses = resolve(place.address, place.port)
-    except OSError as error:
+        with socket.create_connection((place.address, place.port), timeout=limit_s) as found:
+            address = str(found.getpeername()[0])  # the name server is not asked again, which may be slow
+    except socket.gaierror as error:
         text = f"the name {place.address!r} is not known here ({error.strerror})"
-        known = not isinstance(error, socket.gaierror) or error.errno == socket.EAI_AGAIN
         fix = "Use an address, or make the name known on this machine (DNS, /etc/hosts)."
-        raise _NotYet(text, None if known else CheckFailed(text, where="topology.main_address", fix=fix)) from error
-    body = {"member": asdict(me), "token": token, "job": place.job}
-    by_name, failed = addresses != [place.address], []
-    for address in addresses:
-        client = Client(address, place.port, secret=os.environ.get(SECRET, ""))
-        try:
-            answer = client.call("join", body, timeout_s=max(min(CERTAIN_S, limit_s), 1))
-        except NotOurs as error:
-            raise _NotYet(str(error), _other_program(place, "does not speak packtrain's language")) from error
-        except Refused as error:
-            if error.unknown:
-                raise _NotYet("it has only begun to listen") from error
-            raise _other_run(place, None) from error
-        except NoAnswer as error:
-            if _listens(address, place.port):
-                text = f"what listens at {place.address}:{place.port} does not answer"
-                raise _NotYet(text, _other_program(place, "does not answer")) from error
-            why = "no answer" if "timed out" in str(error) else str(error).lower()
-            failed.append(f"{why}{' by' if 'refused' in why else ' from'} {address}" if by_name else why)
-        else:
-            return _group_of(answer, client, address, place)
-    raise _NotYet(", ".join(failed), _means_itself(place, addresses) if all(map(is_own, addresses)) else None)
+        mistake = CheckFailed(text, where="topology.main_address", fix=fix)
+        raise _NotYet(text, None if error.errno == socket.EAI_AGAIN else mistake) from error
+    except OSError as error:
+        raise _NotYet((error.strerror or str(error)).lower(), _means_itself(place)) from error
+    client = Client(address, place.port, secret=os.environ.get(SECRET, ""))
+    try:
+        answer = client.call("join", {"member": asdict(me), "token": token, "job": place.job}, timeout_s=limit_s)
+    except NoAnswer as error:
+        text = "a program listens that does not answer as packtrain does"
+        raise _NotYet(text, _not_for_us(place, text)) from error
+    except Refused as error:
+        if error.unknown:
+            raise _NotYet("it has only begun to listen") from error
+        raise _not_for_us(place, _OTHER_RUN) from error
+    return _group_of(answer, client, place)
 
 
-def _group_of(answer: Mapping[str, Any], client: Client, address: str, place: Place) -> Group | str:
+def _group_of(answer: Mapping[str, Any], client: Client, place: Place) -> Group | str:
     if "stop" in answer:
         raise _from_json(answer["stop"])
     if "left" in answer:
@@ -339,7 +312,7 @@ def _group_of(answer: Mapping[str, Any], client: Client, address: str, place: Pl
     go = answer["go"]
     client.secret = go["secret"]
     names = {int(node): str(name) for node, name in go["names"]}
-    return Group(names, address, place.port, go["secret"], int(go["store_port"]), client=client)
+    return Group(names, client.address, place.port, go["secret"], int(go["store_port"]), client=client)
 
 
 def _check_address(me: Member, place: Place) -> None:
@@ -351,11 +324,8 @@ def _check_address(me: Member, place: Place) -> None:
         raise CheckFailed(what, where="topology.main_address", fix="Name an address of machine 0.") from error
     if any(is_own(address) for address in found):
         return
-    end, token = time.monotonic() + _CALL_OUT_S, new_secret()
-    while time.monotonic() < end:  # where the real machine 0 listens, both are told
-        with suppress(_NotYet):
-            _asked(me, place, token, end - time.monotonic())
-        time.sleep(_POLL_S)
+    with suppress(PeerFailed):  # where the real machine 0 listens, both are told
+        _arrive(me, replace(place, timeout_s=_CALL_OUT_S))
     means = f" ({', '.join(found)})" if found != [place.address] else ""
     raise CheckFailed(
         f"this machine ({me.host}) has topology.node_rank=0, but topology.main_address={place.address}{means} "
@@ -370,27 +340,18 @@ def _serving(place: Place) -> Server:
     try:
         return Server(place.port, secret=os.environ.get(SECRET) or new_secret())
     except OSError as error:
-        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise
         taken = error.errno == errno.EADDRINUSE
-        what = f"port {place.port} is taken{holder_of(place.port)}" if taken else f"port {place.port} is not allowed"
-        fix = f"Set another one on every machine, e.g. topology.main_port={place.port + 1 if taken else 29500}."
-        raise CheckFailed(what, where="topology.main_port", fix=fix) from error
+        what = f"is taken{holder_of(place.port)}" if taken else f"cannot be had: {error.strerror}"
+        fix = f"Set another one on every machine, e.g. topology.main_port={place.port + 1}."
+        raise CheckFailed(f"port {place.port} {what}", where="topology.main_port", fix=fix) from error
 
 
 def holder_of(port: int) -> str:
-    """ " by process 4711 (python serve.py)", as far as the system says."""
-    try:
-        import psutil
-
+    """ " by process 4711 (python)", as far as the system says."""
+    with suppress(OSError, psutil.Error):
         for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr[1] == port and one.pid:
-                # an option, or what follows one, may be secret
-                program, script, *_ = [*psutil.Process(one.pid).cmdline(), "?", "-"]
-                command = program if script.startswith("-") or script == "?" else f"{program} {script}"
-                return f" by process {one.pid} ({command[:100]})"
-    except (ImportError, OSError, RuntimeError, psutil.Error):
-        pass
+            if one.status == psutil.CONN_LISTEN and one.laddr[1] == port and one.pid:
+                return f" by process {one.pid} ({psutil.Process(one.pid).name()})"
     return ""
 
 
@@ -417,14 +378,6 @@ def own_addresses() -> tuple[str, ...]:
     return tuple(dict.fromkeys(one for one in found if not is_loopback(one) and not one.startswith(_OF_ONE_LINK)))
 
 
-def _listens(address: str, port: int) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=1).close()
-    except OSError:
-        return False
-    return True
-
-
 def _free_port(preferred: int) -> int:
     """`preferred` where nobody has it, else any free one, on all addresses of this machine."""
     for port in (preferred, 0):
@@ -445,33 +398,23 @@ def _from_json(values: Mapping[str, Any]) -> PacktrainError:
     return kind([Problem(**one) for one in values["problems"]])
 
 
-def _other_version(me: Member) -> CheckFailed:
-    what = f"{me.host} runs another version of packtrain ({me.versions.get('packtrain', '?')})"
-    return CheckFailed(what, where="versions", fix="Install the same version on every machine.")
-
-
-def _other_run(place: Place, me: Member | None) -> CheckFailed:
-    host = f" ({me.host})" if me and me.host != place.address else ""
-    what = f"at {place.address}:{place.port}{host} the machines of another run meet: its folder is another one"
-    fix = "Give all machines of a run the same trainer.output_dir, and two runs on one machine two ports."
-    return CheckFailed(what, where="trainer.output_dir, topology.main_port", fix=fix)
-
-
-def _goes_on(place: Place, me: Member) -> CheckFailed:
-    what = f"at {place.address}:{place.port} ({me.host}) a run goes on already, with all its machines"
-    fix = f"Wait for its end, or set another port on every machine, e.g. topology.main_port={place.port + 1}."
-    return CheckFailed(what, where="topology.main_port", fix=fix)
-
-
-def _other_program(place: Place, what: str) -> CheckFailed:
+def _not_for_us(place: Place, what: str) -> CheckFailed:
     return CheckFailed(
-        f"what listens at {place.address}:{place.port} {what}: it is not a packtrain that waits for this machine",
-        where="topology.main_address, topology.main_port",
-        fix=f"The port is taken there. Set another one on every machine, e.g. topology.main_port={place.port + 1}.",
+        f"at {place.address}:{place.port} {what}",
+        where="trainer.output_dir, topology.main_address, topology.main_port",
+        fix="Give all machines of a run the same packtrain and trainer.output_dir, and another run, or program, another port, "
+        f"e.g. topology.main_port={place.port + 1}. A run that goes on cannot be joined.",
     )
 
 
-def _means_itself(place: Place, addresses: list[str]) -> CheckFailed:
+def _means_itself(place: Place) -> CheckFailed | None:
+    """The mistake where machine 0's address leads to this very machine; None where it does not."""
+    try:
+        addresses = resolve(place.address, place.port)
+    except OSError:
+        return None
+    if not all(map(is_own, addresses)):
+        return None
     here = f"{', '.join(addresses)} here, " if addresses != [place.address] else ""
     return CheckFailed(
         f"{place.address} is {here}an address of this machine itself, and nobody listens there",

@@ -75,37 +75,21 @@ def plan_job(job: Job) -> LaunchPlan:
     topology = job.topology
     per_node = topology.gpus_per_node or (1 if topology.kind == "single" else gpus_of(topology.gres or ""))
     named = any(one.startswith(("--nodelist", "-w")) for one in topology.sbatch)
-    away = "Take the key away: inside a Slurm job it is known."
-    for wrong, key, what, fix in (
+    own = "Slurm names and numbers the machines of a job, when it starts: take the key away"
+    for wrong, key, what in (
+        (topology.kind in ("env", "manual"), "topology.kind", own),
+        (topology.node_rank is not None, "topology.node_rank", own),
+        (topology.main_address is not None and not named, "topology.main_address", own),
+        (topology.nodes is None, "topology.nodes", "how many machines the job wants is not known: set it"),
+        (not per_node, GPUS_PER_NODE, "how many GPUs of a machine the job wants is not known: set it"),
         (
             any(point.config.topology != topology for point in job.points),
             "topology",
-            "the points of a sweep are one job array, which has the same machines for all of them",
-            "Sweep over keys of other groups, and submit one array for each topology.",
+            "the points of a sweep are one job array, with the same machines for all of them: submit one for each topology",
         ),
-        (
-            topology.kind in ("env", "manual"),
-            "topology.kind",
-            f"topology={topology.kind} is not for Slurm jobs, whose machines Slurm names",
-            "Use topology=auto.",
-        ),
-        (
-            topology.node_rank is not None,
-            "topology.node_rank",
-            "inside a Slurm job every machine knows its number",
-            away,
-        ),
-        (
-            topology.main_address is not None and not named,
-            "topology.main_address",
-            "which machine is the first, Slurm decides when the job starts",
-            away,
-        ),
-        (topology.nodes is None, "topology.nodes", "how many machines the job wants is not known", "Set it."),
-        (not per_node, GPUS_PER_NODE, "how many GPUs of a machine the job wants is not known", "Set it."),
     ):
         if wrong:
-            raise UserError(what, where=key, fix=fix)
+            raise UserError(what, where=key)
     for point in job.points:
         _check_folder(job, point)
     there = Surroundings(gpus=0 if topology.gres == "" else per_node or 1, cpus=topology.cpus_per_node or 1)
@@ -199,8 +183,9 @@ def _check_folder(job: Job, point: Point) -> None:
     """Raises UserError where Slurm's options cannot name the run folder, or a container would not see it under its path."""
     root, topology = job.run_folder(point).root, job.topology
     if "\n" in str(root):
-        what = f"the path {str(root)!r} has a line break, which Slurm's options cannot have"
-        raise UserError(what, where="trainer.output_dir", fix="Name another folder.")
+        raise UserError(
+            f"the path {str(root)!r} has a line break, which Slurm's options cannot have", where="trainer.output_dir"
+        )
     mounts = [(_host(mount).split(":") * 2)[:2] for mount in topology.container_mounts]  # HOST, or HOST:INSIDE
     seen = [job.folder, *(Path(host) for host, inside in mounts if host == inside and Path(host) != root)]
     if topology.container is not None and not any(root.is_relative_to(one) for one in seen):

@@ -1,10 +1,9 @@
-"""Handing a Slurm script over: to the terminal, a file, or sbatch, whose refusal is told in terms of config keys."""
+"""Handing a Slurm script over: to the terminal, a file, or sbatch, whose refusal is passed on."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -16,24 +15,8 @@ from packtrain.errors import UserError
 from packtrain.launch.sbatch import Job, plan_job, script, summary
 
 _TIMEOUT_S = 120
-# What sbatch says, in its order of precedence, and the key that the refused option came from.
-_REFUSALS = (
-    (r"account", "topology.account"),
-    (r"partition", "topology.partition"),
-    (r"qos", "topology.qos"),
-    (r"gres|tres", "topology.gpus_per_node, topology.gres"),
-    (r"--time|time limit", "topology.time"),
-    (r"feature|constraint", "topology.constraint"),
-    (r"memory|--mem\b", "topology.memory"),
-    (r"--cpus-per-task|processors|CPU count", "topology.cpus_per_node"),
-    (r"node count|--nodes", "topology.nodes"),
-    (r"array", "--multirun"),
-    (r"unrecognized option|invalid option|requires an argument|reservation|node name", "topology.sbatch"),
-    (r"node configuration", "topology.nodes, topology.gpus_per_node, topology.cpus_per_node, topology.memory"),
-)
-_NO_CLUSTER = re.compile(r"slurm controller|configuration source|slurm.conf|socket timed out", re.IGNORECASE)
-# Reasons for waiting that no waiting takes away: many clusters accept such a job all the same.
-_FOR_EVER = re.compile(r"Partition\w*Limit|PartitionConfig|BadConstraints|Invalid|NotAllowed|Max(Wall|\w+PerJob)")
+_NAMED = ("account", "partition", "qos", "gres", "memory")
+"""Keys of topology that sbatch calls by the same word where it refuses them."""
 
 
 def this_program() -> tuple[str, ...]:
@@ -47,9 +30,6 @@ def carry_out(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
 
     Raises UserError where the job is impossible, sbatch is missing or refuses, or a file cannot be written.
     """
-    if test and (submit or file or as_json):
-        fix = "Give --test-only alone; --submit asks by itself before it submits."
-        raise UserError("it only asks, and does nothing of what else is wished", where="--test-only", fix=fix)
     plan = plan_job(job)
     text = script(job, plan)
     if job.topology.cpus_per_node is None and "--exclusive" not in job.topology.sbatch:
@@ -84,8 +64,6 @@ def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) ->
         file = job.logs / f"slurm-{number}.sbatch"
         file.write_text(text, encoding="utf-8")
     state = _state(number)
-    if _FOR_EVER.search(state):
-        print(f"note: Slurm says {state}: as it is the job will never start", file=sys.stderr)
     log = shown(job.log(f"{number}_*" if job.is_sweep else number))
     if as_json:
         print(json.dumps({"job_id": number, "state": state, "script": str(file), **_runs(job, number)}, indent=2))
@@ -144,20 +122,18 @@ def _sbatch(arguments: list[str], text: str) -> str:
         fix = "Look whether Slurm is up: sinfo."
         raise UserError(f"sbatch does not answer within {_TIMEOUT_S} s", where="--submit", fix=fix) from error
     if done.returncode:
-        raise refusal(done.stderr)
+        raise _refusal(done.stderr)
     if not done.stdout:
         return done.stderr.strip()
     print(done.stderr, end="", file=sys.stderr)  # a cluster may have something to say to whom it admits
     return done.stdout.strip()
 
 
-def refusal(said: str) -> UserError:
-    """The error of what sbatch `said`, with the config keys that it is about where they can be told."""
-    before = re.compile(r"^(sbatch: )?(error: |fatal: |allocation failure: )?")
-    words = "; ".join(before.sub("", line) for line in said.splitlines() if line.strip())
-    if _NO_CLUSTER.search(said):
-        what = f"sbatch does not reach a Slurm: {words}"
-        return UserError(what, fix="See whether it is up (sinfo), and run this on a login machine of the cluster.")
-    key = next((key for form, key in _REFUSALS if re.search(form, said, re.IGNORECASE)), "")
+def _refusal(said: str) -> UserError:
+    """The error of what sbatch `said`, with the config key where it names that."""
+    words = "; ".join(
+        line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.splitlines() if line.strip()
+    )
+    key = next((f"topology.{one}" for one in _NAMED if one in words.lower()), "topology")
     fix = "See what there is: sinfo -o '%P %D %c %m %G %l %f' (partition, machines, cores, MB, GPUs, time limit, features)."
-    return UserError(f"sbatch refuses the job: {words}", where=key, fix=fix if key else "")
+    return UserError(f"sbatch refuses the job: {words}", where=key, fix=fix)

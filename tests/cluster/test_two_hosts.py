@@ -207,7 +207,7 @@ def waits(made: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_a_main_machine_that_never_starts_is_named(waits: dict[str, Running]) -> None:
     run = waits["no machine 0"]
     assert (run.wait(), run.took() < START_S) == (4, True)
-    refused = f"connection refused by {ADDRESSES[0]}"
+    refused = "connection refused"
     assert re.search(rf"waiting \d+ s for machine 0 at n1:29605: {refused}", waits["still no machine 0"].text)
     assert re.search(rf"machine 0 could not be reached at n1:29600 for \d+ s: {refused}", run.text)
     assert "topology.node_rank=0" in run.text
@@ -216,7 +216,7 @@ def test_a_main_machine_that_never_starts_is_named(waits: dict[str, Running]) ->
 def test_an_address_of_nobody_is_named(waits: dict[str, Running]) -> None:
     run = waits["wrong address"]
     assert (run.wait(), run.took() < START_S) == (4, True)
-    assert re.search(r"could not be reached at 10.88.0.99:29604 for \d+ s: (no answer|no route to host)", run.text)
+    assert re.search(r"could not be reached at 10.88.0.99:29604 for \d+ s: (timed out|no route to host)", run.text)
 
 
 def test_a_worker_machine_that_never_starts_is_named(waits: dict[str, Running]) -> None:
@@ -235,7 +235,7 @@ def test_a_taken_port_is_named_with_its_holder_on_both_machines(waits: dict[str,
     assert there.took() < START_S
     assert f"port 29602 is taken by process {waits['holder'].process.pid} (" in here.text
     assert "topology.main_port=29603" in here.text
-    assert "what listens at n1:29602 does not answer" in there.text
+    assert "at n1:29602 a program listens that does not answer" in there.text
 
 
 def test_a_main_name_that_means_this_machine_itself_is_a_clear_error(waits: dict[str, Running]) -> None:

@@ -61,7 +61,7 @@ def unequal(**changes: object) -> PacktrainError:
 
 def mistake(place: Place) -> PacktrainError:
     with pytest.raises(rendezvous._NotYet) as caught:
-        rendezvous._asked(member(1), place, "token", 5)
+        rendezvous._asked(member(1), place, "token", 1)
     assert caught.value.mistake is not None
     return caught.value.mistake
 
@@ -78,6 +78,11 @@ def unknown_name() -> PacktrainError:
 
 def own_address() -> PacktrainError:
     return mistake(replace(PLACE, address="localhost", port=free_port()))
+
+
+def other_program() -> PacktrainError:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return mistake(Place("127.0.0.1", held.getsockname()[1], 1, "job"))
 
 
 def second_machine_0() -> PacktrainError:
@@ -108,7 +113,7 @@ def locked_twice(folder: Path) -> PacktrainError:
 
 
 ERRORS: dict[str, Callable[[], PacktrainError]] = {
-    "no machine 0": lambda: rendezvous._not_found(PLACE, "connection refused by 10.0.0.1", 300),
+    "no machine 0": lambda: rendezvous._not_found(PLACE, "connection refused", 300),
     "no machine 1": missing,
     "number 0 twice": lambda: twice(member(0), member(0, host="n2")),
     "second machine 0": second_machine_0,
@@ -116,9 +121,8 @@ ERRORS: dict[str, Callable[[], PacktrainError]] = {
     "unknown name": unknown_name,
     "port taken": port_taken,
     "no interface": no_interface,
-    "other program": lambda: rendezvous._other_program(PLACE, "does not answer"),
-    "goes on": lambda: rendezvous._goes_on(PLACE, member(0)),
-    "other run": lambda: rendezvous._other_run(PLACE, member(0)),
+    "other program": other_program,
+    "other run": lambda: rendezvous._not_for_us(PLACE, rendezvous._OTHER_RUN),
     "nodes": lambda: unequal(nodes=3, total=24),
     "GPUs": lambda: unequal(per_node=7, gpus=7, total=14),
     "fewer GPUs": lambda: unequal(gpus=7),

@@ -111,7 +111,6 @@ def test_all_machines_meet_and_share_names_a_secret_and_a_port_for_torch(number:
 def test_machines_that_do_not_fit_all_stop_with_the_same_words(
     change: dict, said: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_FULL_PICTURE_S", 0.2)
     launchers = Launchers()
     launchers.start(member(0), place)
     if "node" in change:  # machine 0's own address check sends it here
@@ -139,7 +138,6 @@ def test_a_missing_machine_is_named_to_all_that_are_there(place: Place, capfd: p
     place = replace(place, names=("n1", "n2", "n3"), timeout_s=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rendezvous, "PROGRESS_S", 1)
-        patch.setattr(rendezvous, "_GONE_S", LONG_S)
         ends = together(place, member(0, 3), member(2, 3))
     for error in ends:
         assert isinstance(error, PeerFailed)
@@ -211,7 +209,7 @@ def test_a_taken_port_is_an_error_with_its_holder(answers: bool, place: Place, m
     assert isinstance(here, CheckFailed) and isinstance(there, CheckFailed)
     # an option may be a secret
     assert re.search(rf"port {place.port} is taken by process {holder.pid} \(\S*python\S*\)", str(here))
-    assert "topology.main_port" in str(here) and "not a packtrain that waits" in str(there)
+    assert "topology.main_port" in str(here) and "a program listens that does not answer" in str(there)
 
 
 def test_strangers_neither_join_nor_stop_the_rendezvous(place: Place) -> None:
