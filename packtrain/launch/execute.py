@@ -25,7 +25,7 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
 from packtrain.launch.machines import Machines, Reporter
-from packtrain.launch.rendezvous import Group, Place, alone, job_of, meet, own_addresses
+from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
 from packtrain.launch.run_lock import check_free, locked
 from packtrain.launch.srun import spread
 from packtrain.launch.supervisor import Supervisor
@@ -41,7 +41,6 @@ from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder, environment, write_json
 
 LAUNCHER_LOG = "launcher.log"
-SHUTDOWN_TIMEOUT_S = 120
 MOST_SILENCE_S = 30
 _OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE")
 """Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher; without them processes are started by hand."""
@@ -63,14 +62,11 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
         if _is_first(plan):
             check_free(folder.root)
         open_attempt = partial(_open_attempt, plan, config, folder, stack)
-        if plan.role == "launch" and plan.nodes > 1:
-            group = stack.enter_context(meet(_member(plan, config), _place(plan, config), open_attempt))
-            return _launch_here(plan, config, folder, group)
-        if _is_first(plan):
-            open_attempt()
         if plan.in_process:
+            if _is_first(plan):
+                open_attempt()
             return _train_here(plan, config, folder, train)
-        group = stack.enter_context(alone(plan.host, plan.accelerate["main_process_port"]))
+        group = stack.enter_context(meet(_member(plan, config), _place(plan, config), open_attempt))
         return _launch_here(plan, config, folder, group)
 
 
@@ -92,7 +88,7 @@ def _member(plan: LaunchPlan, config: RunConfig) -> Member:
 
 def _place(plan: LaunchPlan, config: RunConfig) -> Place:
     address, port = plan.accelerate["main_process_ip"], plan.accelerate["main_process_port"]
-    return Place(address, port, config.topology.join_timeout, job_of(config.trainer.output_dir), plan.hosts)
+    return Place(address, port, config.topology.join_timeout, config.trainer.output_dir, plan.hosts)
 
 
 def _limits(config: RunConfig) -> TimeLimits:
@@ -158,7 +154,7 @@ def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, l
         **os.environ,
         **plan.command.env,
         # torchrun kills workers 30 s after a signal to it, but a step and a checkpoint may take longer
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(limits.step_s + limits.checkpoint_s, SHUTDOWN_TIMEOUT_S)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(limits.step_s + limits.checkpoint_s),
         # or each process says that the others' addresses have no names
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         EXIT_DIR: str(own),
@@ -180,10 +176,8 @@ def _is_first(plan: LaunchPlan) -> bool:
 
 def _launcher_log(plan: LaunchPlan, folder: RunFolder) -> Path:
     """Where the launcher's own words go; each machine has a file, also where they share a disk."""
-    try:
+    with _writing():
         folder.logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_writable(error) from error
     return folder.logs / (LAUNCHER_LOG if plan.node == 0 else f"launcher-{plan.node:05d}.log")
 
 
@@ -192,7 +186,7 @@ def _open_attempt(plan: LaunchPlan, config: RunConfig, folder: RunFolder, stack:
 
     The folder is locked until the `stack` ends.
     """
-    try:
+    with _writing():
         folder.open_attempt(config.trainer.resume)
         stack.enter_context(locked(folder.root))
         folder.attempt.config.write_text(to_yaml(config), encoding="utf-8")
@@ -202,13 +196,17 @@ def _open_attempt(plan: LaunchPlan, config: RunConfig, folder: RunFolder, stack:
             folder.attempt.accelerate.write_text(yaml.safe_dump(dict(plan.accelerate)), encoding="utf-8")
         if plan.deepspeed is not None:
             write_json(folder.attempt.deepspeed, plan.deepspeed)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Inside the block an OSError is that of a run folder which cannot be written."""
+    try:
+        yield
     except OSError as error:
-        raise _not_writable(error) from error
-
-
-def _not_writable(error: OSError) -> UserError:
-    what = f"the run folder cannot be written: {error.strerror}"
-    return UserError(what, where=f"trainer.output_dir ({error.filename})", fix="Name another folder.")
+        what = f"the run folder cannot be written: {error.strerror}"
+        where = f"trainer.output_dir ({error.filename})"
+        raise UserError(what, where=where, fix="Name another folder.") from error
 
 
 def _with_files_of_its_own(plan: LaunchPlan, config: RunConfig, folder: RunFolder, own: Path, port: int) -> list[str]:

@@ -118,9 +118,9 @@ class Outcome:
     """How one machine's processes ended: exit code by rank, negative for a signal, None where neither is known.
 
     Ranks that were ended because others had failed are not in it. `launched` is torchrun's own exit code (0 if it was ended
-    for that reason), `signal` the one that ended the run in order, `tails` are the last lines of ranks that failed; `log` is
-    torchrun's own log, beside which are those of the ranks, and `words` its last lines where no rank has started. `followers`
-    are ranks that ended because others had. `lost` says why nothing is known of a machine.
+    for that reason), `signal` the one that ended the run in order, `tails` are the last lines of ranks that failed, under -1 those
+    of torchrun where no rank has started; `log` is torchrun's own log, beside which are those of the ranks. `followers` are ranks
+    that ended because others had. `lost` says why nothing is known of a machine.
     """
 
     codes: Mapping[int, int | None] = field(default_factory=dict)
@@ -128,7 +128,6 @@ class Outcome:
     signal: int | None = None
     tails: Mapping[int, Sequence[str]] = field(default_factory=dict)
     log: str = "logs/launcher.log"
-    words: Sequence[str] = ()
     followers: Sequence[int] = ()
     lost: str = ""
 
@@ -140,9 +139,8 @@ class Outcome:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Outcome:
-        """The outcome whose `asdict` came as JSON. Raises KeyError, TypeError or ValueError for anything else."""
-        codes = {int(rank): None if code is None else int(code) for rank, code in values["codes"].items()}
-        tails = {int(rank): [str(line)[:2000] for line in lines] for rank, lines in values["tails"].items()}
+        """The outcome whose `asdict` came as JSON. Raises KeyError or ValueError for anything else."""
+        codes, tails = ({int(rank): one for rank, one in values[name].items()} for name in ("codes", "tails"))
         return cls(**{**values, "codes": codes, "tails": tails})
 
 
@@ -239,7 +237,7 @@ class _Ended:
             name = self._names[node]
             if one.launched:
                 said.append(f"{name}: torchrun ended with exit code {one.launched}: see {one.log}")
-                said += [f"{name}: {line}" for line in one.words]
+                said += [f"{name}: {line}" for line in one.tails.get(-1, ())]
         return said
 
     def _order(self, rank: int) -> tuple[bool, bool, int]:

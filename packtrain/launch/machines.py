@@ -47,14 +47,10 @@ class Report:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Report:
         """The report whose `asdict` came as JSON. Raises KeyError, TypeError or ValueError for anything else."""
-        return cls(
-            node=int(values["node"]),
-            ranks={int(rank): ProcessState(**one) for rank, one in values["ranks"].items()},
-            stacks={int(rank): str(text) for rank, text in values["stacks"].items()},
-            signal=None if values["signal"] is None else int(values["signal"]),
-            failed=str(values["failed"])[:1000],
-            outcome=None if values["outcome"] is None else Outcome.from_json(values["outcome"]),
-        )
+        ranks = {int(rank): ProcessState(**one) for rank, one in values["ranks"].items()}
+        stacks = {int(rank): str(text) for rank, text in values["stacks"].items()}
+        outcome = values["outcome"] and Outcome.from_json(values["outcome"])
+        return cls(**{**values, "ranks": ranks, "stacks": stacks, "outcome": outcome})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ the port for torch's own store is another one, which the answer tells.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import socket
 import sys
@@ -26,7 +25,7 @@ from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, U
 from packtrain.monitor.channel import SECRET, Client, NoAnswer, Refused, Server, new_secret
 from packtrain.plan.agreement import Member, names_of, twice, unlike, unlike_counts
 from packtrain.plan.interfaces import addresses_by_interface, is_loopback
-from packtrain.wording import listed
+from packtrain.wording import listed, ranks_in_words
 
 PROGRESS_S = 10
 CERTAIN_S = 15
@@ -43,7 +42,7 @@ _OF_ONE_LINK = ("169.254.", "fe80:")
 class Place:
     """Machine 0 listens on `port`, the others reach it at `address` within `timeout_s` seconds of their own start.
 
-    `job` is the run's name (job_of), `names` are host names by number as far as they are known beforehand; `partial`: whoever
+    `job` is the run's folder, by which its launchers know each other, `names` are host names by number as far as they are known beforehand; `partial`: whoever
     is missing then is done without.
     """
 
@@ -56,11 +55,12 @@ class Place:
 
     def machine(self, node: int, per_node: int = 0) -> str:
         """A machine in words: "n2 (machine 1, ranks 4 to 7)"."""
-        first, last = node * per_node, (node + 1) * per_node - 1
-        ranks = "" if not per_node else f"rank {first}" if first == last else f"ranks {first} to {last}"
+        about = [ranks_in_words(range(node * per_node, (node + 1) * per_node))] if per_node else []
         if node < len(self.names):
-            return f"{self.names[node]} ({', '.join(filter(None, [f'machine {node}', ranks]))})"
-        return f"machine {node}" + (f" ({ranks})" if ranks else "")
+            name, about = self.names[node], [f"machine {node}", *about]
+        else:
+            name = f"machine {node}"
+        return f"{name} ({', '.join(about)})" if about else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +79,6 @@ class Group:
     client: Client | None = None
 
 
-def job_of(output_dir: str) -> str:
-    """A name of the run by which its launchers know each other; machines of another run are sent away."""
-    return hashlib.blake2b(output_dir.encode(), digest_size=8).hexdigest()
-
-
-@contextmanager
-def alone(name: str, port: int) -> Iterator[Group]:
-    """The group of a run on one machine, whose channel is on a free port of it; `port` is for torch's store.
-
-    It is reached from other machines too, where packtrain doctor may be started.
-    """
-    secret = os.environ.get(SECRET) or new_secret()
-    server = Server(0, secret=secret)
-    try:
-        yield Group({0: name}, "127.0.0.1", server.port, secret, port, server=server)
-    finally:
-        server.close()
-
-
 @contextmanager
 def meet(me: Member, place: Place, prepare: Callable[[], object] = lambda: None) -> Iterator[Group]:
     """Inside the block every machine is there, they all agree, and machine 0 serves the channel.
@@ -110,7 +91,7 @@ def meet(me: Member, place: Place, prepare: Callable[[], object] = lambda: None)
         yield _arrive(me, place)
         return
     _check_address(me, place)
-    server = _serving(place)
+    server = _serving(place.port)
     try:
         yield _gather(me, place, server, prepare)
     finally:
@@ -335,15 +316,15 @@ def _check_address(me: Member, place: Place) -> None:
     )
 
 
-def _serving(place: Place) -> Server:
+def _serving(port: int) -> Server:
     """The channel on the run's port. Raises CheckFailed where it is taken, and says by whom."""
     try:
-        return Server(place.port, secret=os.environ.get(SECRET) or new_secret())
+        return Server(port, secret=os.environ.get(SECRET) or new_secret())
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        what = f"is taken{holder_of(place.port)}" if taken else f"cannot be had: {error.strerror}"
-        fix = f"Set another one on every machine, e.g. topology.main_port={place.port + 1}."
-        raise CheckFailed(f"port {place.port} {what}", where="topology.main_port", fix=fix) from error
+        what = f"port {port} is taken{holder_of(port)}" if taken else f"port {port} cannot be had: {error.strerror}"
+        fix = f"Set another one on every machine, e.g. topology.main_port={port + 1}."
+        raise CheckFailed(what, where="topology.main_port", fix=fix) from error
 
 
 def holder_of(port: int) -> str:

@@ -216,30 +216,22 @@ class Supervisor:
         self._reporter.report.ranks = states
         bad = [rank for rank, code in codes.items() if rank and (code is None or code < 0 or 0 < code <= 128)]
         lost = {rank: facts["lost"] for rank, facts in said.items() if "lost" in facts}
+        logs = {rank: self._logs[rank] for rank in bad} if codes else {-1: self._log}
+        tails = in_time(lambda: {rank: self._tail(log) for rank, log in logs.items() if log.exists()}, {})
         return Outcome(
             codes=codes,
             launched=self._torchrun.returncode if self._torchrun and self._ending is None else 0,
             signal=self._received,
-            tails={
-                **self._tails({rank: self._logs[rank] for rank in bad}),
-                **{rank: words.splitlines() for rank, words in lost.items() if rank in codes},
-            },
+            tails={**tails, **{rank: words.splitlines() for rank, words in lost.items() if rank in codes}},
             log=str(self._log),
-            words=[] if codes else self._tails({0: self._log})[0],
             followers=sorted(lost),
         )
 
-    def _tails(self, logs: Mapping[int, Path]) -> dict[int, list[str]]:
-        """The last lines of what logs have got since the start; [] where there is none, or their disk has stalled."""
-        return in_time(lambda: {rank: self._tail(log) for rank, log in logs.items()}, {rank: [] for rank in logs})
-
     def _tail(self, log: Path) -> list[str]:
-        try:
-            with log.open("rb") as file:
-                file.seek(max(log.stat().st_size - _TAIL_BYTES, self._before[log]))
-                return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-        except OSError:
-            return []
+        """The last lines of what a log has got since the start."""
+        with log.open("rb") as file:
+            file.seek(max(log.stat().st_size - _TAIL_BYTES, self._before[log]))
+            return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
 
 
 def _process(pid: int) -> psutil.Process | None:

@@ -223,8 +223,8 @@ def test_a_worker_machine_that_never_starts_is_named(waits: dict[str, Running]) 
     run = waits["no machine 1"]
     assert (run.wait(), run.took() < START_S) == (4, True)
     said = waits["still no machine 1"].text
-    assert re.search(r"waiting \d+ s for machine 1 \(ranks 2 to 3\): not connected; n1 is here", said)
-    assert f"machine 1 (ranks 2 to 3) did not connect to n1 within {JOIN_S} s" in run.text
+    assert re.search(r"waiting \d+ s for machine 1 \(ranks 2 and 3\): not connected; n1 is here", said)
+    assert f"machine 1 (ranks 2 and 3) did not connect to n1 within {JOIN_S} s" in run.text
     assert "topology.node_rank=1" in run.text
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, UserError
 from packtrain.launch import rendezvous
-from packtrain.launch.rendezvous import Group, Place, is_own, job_of, meet
+from packtrain.launch.rendezvous import Group, Place, is_own, meet
 from packtrain.monitor.channel import SECRET, Client
 from packtrain.plan.agreement import Member
 from tests.ports import free_port
@@ -141,10 +141,10 @@ def test_a_missing_machine_is_named_to_all_that_are_there(place: Place, capfd: p
         ends = together(place, member(0, 3), member(2, 3))
     for error in ends:
         assert isinstance(error, PeerFailed)
-        assert "n2 (machine 1, ranks 2 to 3) did not connect to n1 within 3 s (here: n1 and n3)" in str(error)
+        assert "n2 (machine 1, ranks 2 and 3) did not connect to n1 within 3 s (here: n1 and n3)" in str(error)
         assert "topology.node_rank=1" in str(error)
     shown = capfd.readouterr().err
-    assert "s for n2 (machine 1, ranks 2 to 3): not connected; n1 and n3 are here" in shown
+    assert "s for n2 (machine 1, ranks 2 and 3): not connected; n1 and n3 are here" in shown
 
 
 def test_a_machine_0_that_never_starts_is_named(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
@@ -287,10 +287,6 @@ def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_t
         time.sleep(0.01)
     assert "goes on already" in json.dumps(join(place, member(1)))
     begun.join()
-
-
-def test_the_name_of_a_run_is_that_of_its_folder() -> None:
-    assert job_of("runs/mine") == job_of("runs/mine") != job_of("elsewhere")
 
 
 @pytest.mark.parametrize("kind", [UserError, CheckFailed, PeerFailed])
