@@ -26,25 +26,26 @@ def spread(argv: Sequence[str]) -> int:
     received: list[int] = []
     started: list[subprocess.Popen[bytes]] = []
 
-    def pass_on(number: int) -> None:
-        received.append(number)
-        for srun in started:
+    def pass_on() -> None:
+        if len(received) > 1 or not _signal_step(step, received[0]):
             with suppress(ProcessLookupError):
-                if len(received) > 1 or not _signal_step(step, number):
-                    os.killpg(srun.pid, signal.SIGTERM)
+                os.killpg(started[0].pid, signal.SIGTERM)
+
+    def hear(number: int) -> None:
+        received.append(number)
+        if started:
+            pass_on()
 
     env = {SECRET: new_secret(), **os.environ}  # of all tasks, so that nobody else can join them
-    with heard_by(pass_on):  # before there is an srun that a signal could leave behind
+    with heard_by(hear):  # before there is an srun that a signal could leave behind
         try:
-            srun = subprocess.Popen(argv, env=env, start_new_session=True)
+            started.append(subprocess.Popen(argv, env=env, start_new_session=True))
         except FileNotFoundError as error:
             what = "srun is not found, though this is inside a Slurm job"
             raise UserError(what, where="PATH", fix="Load Slurm's module.") from error
-        started.append(srun)
         if received:
-            with suppress(ProcessLookupError):
-                os.killpg(srun.pid, signal.SIGTERM)
-        code = srun.wait()
+            pass_on()
+        code = started[0].wait()
     if code == 1 and not received:
         raise PeerFailed(
             "srun could not start packtrain on the machines of the job, or it failed on all of them",
