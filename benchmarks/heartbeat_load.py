@@ -74,7 +74,7 @@ def _still(watchdog: Watchdog, ranks: int) -> None:
     while sum(bool(one.waits) for one in watchdog.states()) < ranks - 1:
         time.sleep(0.1)
     cpu, begun = time.process_time(), time.perf_counter()
-    watchdog._ask(watchdog.states())
+    watchdog._ask(watchdog.states(), 0)
     while not all(one.stack for one in watchdog.states()):
         time.sleep(0.1)
     took, cpu = time.perf_counter() - begun, time.process_time() - cpu

@@ -22,7 +22,7 @@ from packtrain.launch.exit_status import TAIL_LINES, Outcome, Stopped, Verdict, 
 from packtrain.launch.machines import Reporter
 from packtrain.launch.worker import left
 from packtrain.monitor.processes import ProcessState, memory_kills, seen
-from packtrain.monitor.stacks import crash_of, dump
+from packtrain.monitor.stacks import dump
 from packtrain.run_folder import in_time
 
 GRACE_S = 2
@@ -144,7 +144,7 @@ class Supervisor:
         given = {rank: text for rank, text in self._reporter.report.stacks.items() if rank in orders.stacks}
         for rank in orders.stacks:
             if rank not in given and (worker := self._workers.get(rank)):
-                given[rank] = dump(self._exits, str(rank), worker.pid)
+                given[rank] = dump(self._exits, worker.pid)
         self._reporter.report.stacks = given
 
     def _obey_stop(self) -> None:
@@ -209,9 +209,8 @@ class Supervisor:
             codes = {rank: code for rank, code in codes.items() if code is not None and code <= 128}
         for rank, one in states.items():
             if one.state == "gone" and not one.told and rank not in codes:
-                crashed, text = crash_of(self._exits, str(rank))
-                code = said[rank].get("ended", -crashed if crashed else None)
-                states[rank] = replace(one, code=code, crash=text, oom=memory_kills() > self._memory_kills)
+                code = said[rank].get("ended")
+                states[rank] = replace(one, code=code, oom=memory_kills() > self._memory_kills)
                 codes[rank] = code if code is not None and code < 0 else None  # it has not left the number itself
         self._reporter.report.ranks = states
         bad = [rank for rank, code in codes.items() if rank and (code is None or code < 0 or 0 < code <= 128)]

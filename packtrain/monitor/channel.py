@@ -152,19 +152,16 @@ class Client:
         except OSError as error:
             refused = isinstance(error, ConnectionRefusedError)
             raise NoAnswer(error.strerror or str(error) or type(error).__name__, refused=refused) from error
-        except http.client.HTTPException as error:  # what came is no HTTP
-            raise self._not_ours() from error
+        except http.client.HTTPException:
+            reply, content = None, b""
         finally:
             connection.close()
-        if not str(reply.headers.get("Server", "")).startswith(_NAME):
-            raise self._not_ours()
+        if reply is None or not str(reply.headers.get("Server", "")).startswith(_NAME):
+            raise NotOurs(f"another program answers at {self.address}, port {self.port}")
         said = json.loads(content) if content.startswith(b"{") else {}
         if reply.status != 200:
             raise Refused(said.get("error", f"HTTP {reply.status}"), unknown=reply.status == 404)
         return said
-
-    def _not_ours(self) -> NotOurs:
-        return NotOurs(f"another program answers at {self.address}, port {self.port}")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from packtrain.monitor.heartbeat import WRITING, Phase, place_of, progress_of
+from packtrain.monitor.heartbeat import Phase, place_of, progress_of
 from packtrain.monitor.processes import UNKNOWN, ProcessState
 from packtrain.monitor.stacks import Collective
 from packtrain.wording import ranks_in_words
@@ -70,6 +70,7 @@ CAUSES: Mapping[Cause, tuple[str, str]] = {
     ),
 }
 """What each cause is, and what to do about it."""
+_OF_PHASE: Mapping[Phase, Cause] = {"data": "data", "prepare": "data", "checkpoint": "storage", "final": "storage"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ def _dead(states: Sequence[RankState]) -> Diagnosis | None:
     codes = {one.process.code for one in culprits if one.process.code is not None}
     by = f" ({', '.join(_end_in_words(code) for code in sorted(codes, reverse=True))})" if codes else ""
     out_of_memory = codes <= {-signal.SIGKILL} and any(one.process.oom for one in culprits)
-    what = f"ended without a word{by}, in {_place(culprits)}"
+    what = f"ended without a word{by}, in {culprits[0].place}"
     return _named("memory" if out_of_memory else "died", culprits, what, states)
 
 
@@ -201,7 +202,7 @@ def _stopped(states: Sequence[RankState]) -> Diagnosis | None:
     stopped = [one for one in states if one.process.state == "stopped"]
     if not stopped:
         return None
-    return _named("stopped", stopped, f"{_verb(stopped, 'is', 'are')} stopped, in {_place(stopped)}", states)
+    return _named("stopped", stopped, f"{_verb(stopped, 'is', 'are')} stopped, in {stopped[0].place}", states)
 
 
 def _ended(states: Sequence[RankState]) -> Diagnosis | None:
@@ -227,13 +228,7 @@ def _free(states: Sequence[RankState]) -> Diagnosis | None:
         return _named("stuck", culprits, words, states)
     place = "not come to the first line of packtrain" if first.heard_s is None else f"in {first.place}"
     words = f"{_verb(culprits, 'is', 'are')} behind: for {first.still_s:.0f} s {place}, no progress"
-    return _named(_cause(first.phase), culprits, words, states)
-
-
-def _cause(phase: Phase) -> Cause:
-    if phase in WRITING:
-        return "storage"
-    return "data" if phase in ("data", "prepare") else "stuck"
+    return _named(_OF_PHASE.get(first.phase, "stuck"), culprits, words, states)
 
 
 def _all_wait(states: Sequence[RankState]) -> Diagnosis | None:
@@ -253,11 +248,11 @@ def _all_wait(states: Sequence[RankState]) -> Diagnosis | None:
     waits = f"{_verb(culprits, 'waits', 'wait')}{f' in {culprits[0].pending}' if culprits[0].pending else ''}"
     others = [one for one in live if one not in culprits]
     if not others:
-        found = _named("network", culprits, f"{waits}, in {_place(culprits)}, and none is behind", states)
+        found = _named("network", culprits, f"{waits}, in {culprits[0].place}, and none is behind", states)
     elif culprits[0].pending and all(one.finished == culprits[0].pending for one in others):
-        found = _named("network", culprits, f"{waits}, which the others have passed, in {_place(culprits)}", states)
+        found = _named("network", culprits, f"{waits}, which the others have passed, in {culprits[0].place}", states)
     else:
-        return _named("collectives", culprits, f"{waits} where the others do not come, in {_place(culprits)}", states)
+        return _named("collectives", culprits, f"{waits} where the others do not come, in {culprits[0].place}", states)
     return replace(found, ranks=())
 
 
@@ -290,11 +285,6 @@ def _who(states: Sequence[RankState], *, with_process: bool = True) -> str:
     on = " and ".join(list(hosts)[:3]) + (f" and {len(hosts) - 3} more machines" if len(hosts) > 3 else "")
     pid = f" (process {states[0].pid})" if with_process and len(states) == 1 and states[0].pid else ""
     return f"{ranks_in_words(one.rank for one in states)} on {on}{pid}"
-
-
-def _place(states: Sequence[RankState]) -> str:
-    """Where the least far of them is."""
-    return min(states, key=lambda one: one.progress).place
 
 
 def _verb(states: Sequence[RankState], of_one: str, of_many: str) -> str:

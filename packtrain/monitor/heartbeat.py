@@ -45,8 +45,6 @@ BEFORE_TRAINING = PHASES[: PHASES.index("data")]
 WRITING = ("checkpoint", "final")
 LONG = ("prepare", "load", "proof", "final")
 """Phases that may take hours, in which no collective waits for a rank: they have no limit while they make progress."""
-STEP_S, CHECKPOINT_S, JOIN_S = 600, 1800, 300
-"""Defaults of topology.step_timeout, topology.checkpoint_timeout and topology.join_timeout."""
 _COMPUTES = 0.05  # of a core
 _BEATS_A_SECOND = 200  # of all ranks together
 _SPREAD_S = 5.0
@@ -59,9 +57,9 @@ class TimeLimits:
     """Seconds that a collective operation of a step may take, and one of a checkpoint; and that all wait for each other at
     the start. By them each phase has a deadline: how long a rank may be in it without progress."""
 
-    step_s: float = STEP_S
-    checkpoint_s: float = CHECKPOINT_S
-    join_s: float = JOIN_S
+    step_s: float = 600
+    checkpoint_s: float = 1800
+    join_s: float = 300
 
     def of(self, phase: Phase) -> float:
         """That of a collective operation which begins in `phase`."""

@@ -34,9 +34,6 @@ GONE_S = 10
 """Seconds without a listener at rank 0's port after which it counts as gone."""
 _PARTING_S = 3
 
-Share = Callable[[str], str]
-"""Gives the value that rank 0 passes to all ranks; the others pass ""."""
-
 
 @contextmanager
 def watched(logs: Path, limits: TimeLimits, ranks: int, *, by_hand: bool) -> Iterator[None]:
@@ -67,8 +64,11 @@ def watched(logs: Path, limits: TimeLimits, ranks: int, *, by_hand: bool) -> Ite
         _inside = None
 
 
-def beat_to_rank_0(share: Share) -> None:
-    """Called by all ranks once they have met; does nothing where a launcher of ours watches."""
+def beat_to_rank_0(share: Callable[[str], str]) -> None:
+    """Called by all ranks once they have met; does nothing where a launcher of ours watches.
+
+    `share` gives the value that rank 0 passes to all ranks; the others pass "".
+    """
     if _inside is not None:
         _inside.connect(share)
 
@@ -103,7 +103,7 @@ class _Inside:
         self._serving.callback(self._watchdog.close)
         return server
 
-    def connect(self, share: Share) -> None:
+    def connect(self, share: Callable[[str], str]) -> None:
         """Serves the channel, or begins to beat to who does."""
         address = os.environ["MASTER_ADDR"]
         if self.rank == 0:

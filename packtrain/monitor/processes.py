@@ -15,8 +15,8 @@ class ProcessState:
     """A rank's process as its launcher knows it.
 
     `code` is its exit code, negative for a signal, None where it is not known; `told`: the worker has told it itself, before it
-    ended. `lost` are its words where it ended only because others were gone, `crash` the stacks that a crash has left, `oom`
-    that the system has killed a process of that machine for want of memory.
+    ended. `lost` are its words where it ended only because others were gone, `oom` that the system has killed a process of that
+    machine for want of memory.
     """
 
     pid: int = 0
@@ -24,7 +24,6 @@ class ProcessState:
     code: int | None = None
     told: bool = False
     lost: str = ""
-    crash: str = ""
     oom: bool = False
 
 

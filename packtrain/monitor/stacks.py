@@ -11,7 +11,6 @@ import faulthandler
 import importlib
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -25,10 +24,8 @@ from typing import Any
 import psutil
 
 FOLDER = "PACKTRAIN_STACKS"
-"""Environment variable of a rank: the folder, of its launch and machine, that stacks and crashes are written into."""
-SIGNAL = signal.SIGUSR2
+"""Environment variable of a rank: the folder, of its launch and machine, that stacks are written into."""
 DUMP_S = 1.0
-_CRASHED = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +41,17 @@ class Collective:
         return f"{self.name} number {self.number}{f' ({self.what})' if self.what else ''}"
 
 
-def listen(name: str | None = None) -> None:
-    """From now on SIGUSR2 has this process write its stacks into FOLDER, and a crash leaves them there, too.
-
-    `name` is that of the files: the rank unless given. Does nothing without FOLDER.
-    """
-    folder = Path(os.environ.get(FOLDER, ""))
-    if FOLDER not in os.environ or not folder.is_dir():
-        return
-    name = name or os.environ.get("RANK", "0")
-    with suppress(OSError):
-        faulthandler.enable((folder / f"{name}.crash").open("w"))  # kept open by faulthandler
-        aside = folder / f".{name}.stacks"
-        faulthandler.register(SIGNAL, aside.open("a"), all_threads=True, chain=False)
-        # only now it may be asked: the signal would end a process that does not listen yet
-        aside.rename(folder / f"{name}.stacks")
-
-
-def listen_in_loader() -> None:
-    """The same for a loader process of a rank."""
-    faulthandler.disable()  # the rank's, of which this is a fork
-    listen(f"{os.environ.get('RANK', '0')}.loader-{os.getpid()}")
+def listen() -> None:
+    """From now on SIGUSR2 has this process, a rank or a loader process of one, write its stacks into FOLDER, and a crash has it
+    write them to stderr. Does nothing without FOLDER."""
+    if FOLDER in os.environ:
+        file = Path(os.environ[FOLDER], f"{os.getpid()}.stacks")
+        with suppress(OSError):
+            faulthandler.enable()
+            aside = file.with_suffix(".partial")
+            faulthandler.register(signal.SIGUSR2, aside.open("a"), all_threads=True, chain=False)
+            # only now it may be asked: the signal would end a process that does not listen yet
+            aside.rename(file)
 
 
 def own() -> str:
@@ -73,35 +60,25 @@ def own() -> str:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         text = file.read()
-    folder, rank = Path(os.environ.get(FOLDER, os.devnull)), os.environ.get("RANK", "0")
-    children = [child.pid for child in psutil.Process().children()]
-    loaders = [said for pid in children if (said := dump(folder, f"{rank}.loader-{pid}", pid))]
+    folder = Path(os.environ.get(FOLDER, os.devnull))
+    loaders = [said for child in psutil.Process().children() if (said := dump(folder, child.pid))]
     return "\n".join([*(f"-- a loader process\n{one}" for one in loaders), text])
 
 
-def dump(folder: Path, name: str, pid: int) -> str:
-    """The stacks of process `pid`, which listens under `name`; "" where none came within DUMP_S: it is stopped or gone."""
-    file = folder / f"{name}.stacks"
+def dump(folder: Path, pid: int) -> str:
+    """The stacks of process `pid`; "" where it does not listen, or none came within DUMP_S: it is stopped or gone."""
+    file = folder / f"{pid}.stacks"
     if not file.exists():
         return ""
     with suppress(OSError):
         os.truncate(file, 0)
-        os.kill(pid, SIGNAL)
+        os.kill(pid, signal.SIGUSR2)
         end, before = time.monotonic() + DUMP_S, -1
         while time.monotonic() < end and not 0 < file.stat().st_size == before:
             before = file.stat().st_size
             time.sleep(0.05)
         return file.read_text(errors="replace")
     return ""
-
-
-def crash_of(folder: Path, name: str) -> tuple[int, str]:
-    """The signal by which the process that listened under `name` crashed, and its stacks; (0, "") where it did not."""
-    with suppress(OSError):
-        text = (folder / f"{name}.crash").read_text(errors="replace")
-        if said := _CRASHED.findall(text):
-            return next((int(one) for one in signal.Signals if signal.strsignal(one) == said[-1]), 0), text
-    return 0, ""
 
 
 def main_stack(text: str) -> tuple[str, ...]:

@@ -35,11 +35,11 @@ NOTICE_S = 60
 """Seconds of standstill, and _TIMES usual steps, after which it is said who keeps the others waiting."""
 ANSWER_S = 3
 """What ranks have to answer by themselves, before their launchers have faulthandler dump their stacks."""
-_SOON_S = 5  # of standstill: whoever asks doctor has a reason to
+_SOON_S = 5
+"""Less is no standstill; and for whoever asks doctor, who has a reason to, it is one."""
 _TIMES = 3
 _TO_ASK_S = 10
-_FRESH_S = 30  # what was answered earlier is asked for again
-_JUST_S = 5
+_FRESH_S = 30
 _ENDED_S = 30
 _LATE_S = 10  # a beat that is so late may be followed by any news
 _OF_A_BEAT = ("pid", "phase", "step", "micro", "waits", "usual_s")
@@ -59,16 +59,14 @@ class _Rank:
     stopped: float | None = None
     text: str = ""
     stack: tuple[str, ...] = ()
-    collectives: Mapping[str, Any] = field(default_factory=dict)
+    pending: Collective | None = None
+    finished: Collective | None = None
 
     def answers(self, text: str, collectives: Mapping[str, Any] | None = None) -> None:
         """Keeps stacks and collectives; none where it has moved on."""
-        self.text, self.stack, self.collectives = text, main_stack(text), collectives or {}
-
-    def collective(self, name: str) -> Collective | None:
-        """The `pending` one, or the last that it has `finished`."""
-        found = self.collectives.get(name)
-        return found and Collective(**found)
+        last = collectives or {}
+        self.text, self.stack = text, main_stack(text)
+        self.pending, self.finished = (one and Collective(**one) for one in (last.get("pending"), last.get("finished")))
 
 
 def stacks_of(logs: Path, rank: int) -> Path:
@@ -133,8 +131,6 @@ class Watchdog:
                 if one is not None and not one.process.told:  # what it has told itself says more
                     one.process = state
                     one.stopped = (one.stopped or self._now()) if state.state == "stopped" else None
-                    if state.crash and not one.text:
-                        one.answers(state.crash)
 
     def stacks(self, node: int, texts: Mapping[int, str]) -> None:
         """Takes stacks that the launcher of machine `node` has had dumped."""
@@ -177,8 +173,8 @@ class Watchdog:
             stopped_s=now - one.stopped if one.stopped else 0.0,
             process=one.process,
             stack=one.stack,
-            pending=one.collective("pending"),
-            finished=one.collective("finished"),
+            pending=one.pending,
+            finished=one.finished,
         )
 
     def trains(self) -> bool:
@@ -212,7 +208,7 @@ class Watchdog:
         )
         notice_s = _notice_s(live, NOTICE_S)
         if still_s >= limit_s - _TO_ASK_S or abs(still_s - notice_s) <= _TO_ASK_S:
-            self._ask(live)
+            self._ask(live, _FRESH_S)
         if still_s >= limit_s and self._have_answered(live):
             return self._conclude(diagnose(self.states()))
         # not of ranks that all compute, as they may in a first step
@@ -227,7 +223,7 @@ class Watchdog:
         """Why none goes on of those that do not wait, and for how many seconds; (None, 0) where one does."""
         live = live_of(states)
         broken = any(one.dead or one.process.state == "stopped" for one in states)
-        if not broken and not (live and all(one.waits or one.still_s >= _JUST_S for one in live)):
+        if not broken and not (live and all(one.waits or one.still_s >= _SOON_S for one in live)):
             return None, 0
         found = diagnose(states)
         culprits = [one for one in live if found and one.rank in found.ranks] or live
@@ -240,9 +236,10 @@ class Watchdog:
             self._conclude(found)
         return self._found
 
-    def _ask(self, states: Sequence[RankState]) -> None:
+    def _ask(self, states: Sequence[RankState], fresh_s: float) -> None:
+        """Asks for stacks and collectives, where that was not done in the last `fresh_s` seconds."""
         with self._lock:
-            if self._asked is None or self._now() - self._asked > _FRESH_S:
+            if self._asked is None or self._now() - self._asked > fresh_s:
                 self._asked = self._now()
                 for one in states:
                     self._ranks[one.rank].answers("")
@@ -262,7 +259,8 @@ class Watchdog:
 
     def _keep_stacks(self) -> None:
         with self._lock:
-            texts = {rank: _whole_text(one) for rank, one in self._ranks.items() if one.text or one.collectives}
+            pending = {rank: f"-- pending: {one.pending}\n" for rank, one in self._ranks.items() if one.pending}
+            texts = {rank: f"{one.text}\n{pending.get(rank, '')}" for rank, one in self._ranks.items() if one.text}
         in_time(lambda: [stacks_of(self._logs, rank).write_text(text) for rank, text in texts.items()], [])
 
     def keep(self, diagnosis: str) -> None:
@@ -276,13 +274,12 @@ class Watchdog:
 
         The diagnosis comes sooner than by `look`.
         """
-        live = live_of(self.states())
-        found, still_s = self._standstill(self.states())
+        states = self.states()
+        live, (found, still_s) = live_of(states), self._standstill(states)
         stalled = found and (found.cause in ("memory", "died", "stopped") or still_s >= _notice_s(live, _SOON_S))
         if wish.get("stacks") or stalled:
-            self._ask(live)
-            end = time.monotonic() + ANSWER_S + 4
-            while not self._have_answered(live) and time.monotonic() < end:
+            self._ask(live, self._to_answer_s())
+            while not self._have_answered(live):
                 time.sleep(0.1)
         found = self._found or (diagnose(self.states()) if stalled else None)
         if wish.get("stacks"):
@@ -312,8 +309,3 @@ def _notice_s(live: Sequence[RankState], least_s: float) -> float:
     """How long a standstill is worth a word: `least_s`, and some usual steps; NOTICE_S where no step is known yet."""
     usual_s = max((one.usual_s for one in live), default=0)
     return max(least_s if usual_s else NOTICE_S, _TIMES * usual_s)
-
-
-def _whole_text(one: _Rank) -> str:
-    pending = one.collective("pending")
-    return one.text + (f"\n-- pending: {pending}\n" if pending else "\n")

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
-from packtrain.monitor.stacks import listen_in_loader
+from packtrain.monitor.stacks import listen
 from packtrain.packing.collate import IGNORE, PairRows, collate_flat, collate_padded, collate_pairs
 from packtrain.packing.schedule import Schedule
 
@@ -120,7 +120,7 @@ def _obey_the_main_process_alone(worker: int) -> None:
     A launcher signals whole process groups; a loader that died of it would take the last step and its checkpoint along.
     """
     end_with_parent(os.getppid())
-    listen_in_loader()
+    listen()
     numbers = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     Thread(target=_end_when_told, args=(os.getppid(), numbers), daemon=True).start()

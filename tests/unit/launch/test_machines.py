@@ -252,7 +252,7 @@ def test_a_rank_that_died_is_named_where_another_machine_was_quicker_to_lose_it(
 
 def test_reports_and_orders_survive_json() -> None:
     outcome = Outcome(codes={2: None, 3: -9}, tails={-1: ["y"], 3: ["x"]}, followers=[2])
-    report = Report(1, {2: ProcessState(7, "gone", -9, crash="at")}, {3: "stack"}, 15, "failed", outcome)
+    report = Report(1, {2: ProcessState(7, "gone", -9)}, {3: "stack"}, 15, "failed", outcome)
     assert Report.from_json(json.loads(json.dumps(asdict(report)))) == report
     orders = Orders(15, "why", "end", (2, 3), Verdict(4, ["lost"]))
     assert Orders.from_json(json.loads(json.dumps(asdict(orders)))) == orders
