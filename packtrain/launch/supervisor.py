@@ -22,7 +22,7 @@ from packtrain.launch.exit_status import TAIL_LINES, Outcome, Stopped, Verdict, 
 from packtrain.launch.machines import Reporter
 from packtrain.launch.worker import left
 from packtrain.monitor.processes import ProcessState, memory_kills, seen
-from packtrain.monitor.stacks import dump
+from packtrain.monitor.stacks import crash_of, dump
 from packtrain.run_folder import in_time
 
 GRACE_S = 2
@@ -210,6 +210,8 @@ class Supervisor:
         for rank, one in states.items():
             if one.state == "gone" and not one.told and rank not in codes:
                 code = said[rank].get("ended")
+                if text := crash_of(self._exits, one.pid):
+                    self._reporter.report.stacks = {**self._reporter.report.stacks, rank: text}
                 states[rank] = replace(one, code=code, oom=memory_kills() > self._memory_kills)
                 codes[rank] = code if code is not None and code < 0 else None  # it has not left the number itself
         self._reporter.report.ranks = states

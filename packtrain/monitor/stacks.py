@@ -42,16 +42,17 @@ class Collective:
 
 
 def listen() -> None:
-    """From now on SIGUSR2 has this process, a rank or a loader process of one, write its stacks into FOLDER, and a crash has it
-    write them to stderr. Does nothing without FOLDER."""
+    """From now on SIGUSR2 has this process, a rank or a loader process of one, write its stacks into FOLDER, as has a crash. Does
+    nothing without FOLDER."""
     if FOLDER in os.environ:
-        file = Path(os.environ[FOLDER], f"{os.getpid()}.stacks")
+        path = Path(os.environ[FOLDER], f"{os.getpid()}.stacks")
+        aside = path.with_suffix(".partial")
         with suppress(OSError):
-            faulthandler.enable()
-            aside = file.with_suffix(".partial")
-            faulthandler.register(signal.SIGUSR2, aside.open("a"), all_threads=True, chain=False)
+            file = aside.open("a")
+            faulthandler.enable(file)
+            faulthandler.register(signal.SIGUSR2, file, all_threads=True, chain=False)
             # only now it may be asked: the signal would end a process that does not listen yet
-            aside.rename(file)
+            aside.rename(path)
 
 
 def own() -> str:
@@ -78,6 +79,14 @@ def dump(folder: Path, pid: int) -> str:
             before = file.stat().st_size
             time.sleep(0.05)
         return file.read_text(errors="replace")
+    return ""
+
+
+def crash_of(folder: Path, pid: int) -> str:
+    """The stacks that a crash of process `pid` has left; "" where it did not crash, or did not listen."""
+    with suppress(OSError):
+        text = (folder / f"{pid}.stacks").read_text(errors="replace")
+        return "".join(text.partition("Fatal Python error")[1:])
     return ""
 
 

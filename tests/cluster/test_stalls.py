@@ -317,11 +317,12 @@ def test_a_rank_that_aborts_because_another_was_killed_is_not_the_one_that_is_na
     assert stderr.count("likely cause") == 1
 
 
-def test_a_crash_is_named_and_its_log_has_the_stack_at_which_it_was(tmp_path: Path) -> None:
+def test_a_crash_is_named_with_the_stack_at_which_it_was(tmp_path: Path) -> None:
     code, stderr = launch(tmp_path, CRASHES, step_timeout=600)
     assert code == 4, stderr
     assert re.search(r"ended without a word( \(SIGSEGV\))?, in the forward pass of step 4", stderr.splitlines()[0])
-    assert "in in_a_kernel" in (tmp_path / "out/logs/rank-00001.log").read_text()
+    assert stderr.count("in in_a_kernel") == 1
+    assert "Fatal Python error" in (tmp_path / "out/logs/stacks-rank-00001.txt").read_text()
 
 
 def test_a_rank_that_the_system_kills_for_want_of_memory_is_told_from_others(
