@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -76,13 +75,11 @@ def _member(plan: LaunchPlan, config: RunConfig) -> Member:
         node=plan.node,
         nodes=plan.nodes,
         per_node=plan.gpus_per_node,
-        total=plan.num_processes,
         gpus=plan.gpus,
         host=plan.host,
         addresses=own_addresses(),
         versions=shared_versions(environment()),
         config=shared_values(asdict(config)),
-        clock=time.time(),
     )
 
 

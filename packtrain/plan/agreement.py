@@ -19,12 +19,10 @@ from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.errors import CheckFailed, PacktrainError, Problem
 from packtrain.wording import by_value, listed
 
-CLOCK_SKEW_S = 60
 SAME_CONFIG = "start every process with the same config file and the same KEY=VALUE arguments"
 SAME_VERSIONS = "install the same versions everywhere, e.g. from one lock file or container image"
 _MOST_SHOWN = 8
 _MOST_VALUES = 4
-_MOST_MACHINES = 12
 # A machine's own business: its number, the name it has for the main one, its folder for caches, its devices.
 _OWN = re.compile(
     r"topology\.(node_rank|main_address)|data\.cache_dir|topology\.environment\..*(_IFNAME|_HCA|VISIBLE_DEVICES)"
@@ -69,14 +67,11 @@ def differences(
             groups[facts.get(name, "no such thing")].append(who)
         if len(groups) > 1:
             problems.append(Problem(_who_has_what(groups, list(said), in_words), name, fixes.get(name, "")))
-    if not problems:
-        return []
-    shown, rest = problems[:_MOST_SHOWN], [one.where for one in problems[_MOST_SHOWN:]]
+    shown, rest = problems[:_MOST_SHOWN], problems[_MOST_SHOWN:]
     if rest:
-        dots = ", …" if len(rest) > _MOST_SHOWN else ""
-        shown.append(Problem(f"{len(rest)} more differ: {', '.join(rest[:_MOST_SHOWN])}{dots}"))
+        shown.append(Problem(f"{len(rest)} more differ: {listed([one.where for one in rest])}"))
     following = [*(one.fix for one in shown[1:]), ""]
-    return [replace(one, fix="" if one.fix == then else one.fix) for one, then in zip(shown, following, strict=True)]
+    return [replace(one, fix="" if one.fix == then else one.fix) for one, then in zip(shown, following, strict=False)]
 
 
 def _who_has_what(
@@ -92,38 +87,26 @@ def _who_has_what(
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One machine as its launcher describes it: machine `node` of `nodes`, with `per_node` processes of `total`.
+    """One machine as its launcher describes it: machine `node` of `nodes`, with `per_node` processes.
 
-    `versions` has packages and Python, `config` the text of every value that all machines must share; `clock` is seconds
-    since 1970.
+    `versions` has packages and Python, `config` the text of every value that all machines must share.
     """
 
     node: int
     nodes: int
     per_node: int
-    total: int
     gpus: int
     host: str
     addresses: tuple[str, ...]
     versions: Mapping[str, str]
     config: Mapping[str, str]
-    clock: float
 
     @classmethod
     def from_json(cls, values: Any) -> Member:
-        """The member whose `asdict` came as JSON. Raises ValueError for anything else."""
+        """The member whose `asdict` came as JSON. Raises ValueError for that of another version of packtrain."""
         if not isinstance(values, dict) or set(values) != {one.name for one in fields(cls)}:
             raise ValueError("not a member")
-        whole = all(type(values[name]) is int and 0 <= values[name] < 2**20 for name in _WHOLE)
-        if not whole or not all(isinstance(values[name], dict) for name in ("versions", "config")):
-            raise ValueError("not a member")
-        host = "".join(letter for letter in str(values["host"]) if letter.isprintable())[:255]
-        texts = {name: {key: str(one) for key, one in values[name].items()} for name in ("versions", "config")}
-        addresses = tuple(map(str, values["addresses"]))
-        return cls(**{**values, **texts, "host": host or "?", "addresses": addresses, "clock": float(values["clock"])})
-
-
-_WHOLE = ("node", "nodes", "per_node", "total", "gpus")
+        return cls(**{**values, "addresses": tuple(values["addresses"])})
 
 
 def names_of(members: Sequence[Member]) -> dict[int, str]:
@@ -152,30 +135,28 @@ def unlike_counts(members: Sequence[Member]) -> CheckFailed | None:
     def counts(name: str) -> dict[str, str]:
         return {names[one.node]: str(getattr(one, name)) for one in members}
 
-    def found(these: Mapping[str, str]) -> str:
-        return ", ".join(f"{name}: {number}" for name, number in list(these.items())[:_MOST_MACHINES])
-
-    nodes, per_node, gpus, totals = (counts(name) for name in ("nodes", "per_node", "gpus", "total"))
+    nodes, per_node, gpus = (counts(name) for name in ("nodes", "per_node", "gpus"))
     if len(set(nodes.values())) > 1:
         what = f"the machines do not agree on how many they are: {by_value(nodes)}"
         return CheckFailed(what, where="topology.nodes", fix="Start every machine with the same topology.nodes.")
     if len(set(per_node.values())) > 1:
         of = "GPUs" if per_node == gpus else "processes"
-        what = f"the machines do not have the same number of {of} ({found(per_node)})"
+        what = f"the machines do not have the same number of {of} ({_each(per_node)})"
         fix = _FEWER_GPUS.format(min(one.per_node for one in members))
         return CheckFailed(what, where="topology.gpus_per_node", fix=fix)
     if short := [one for one in members if 0 < one.gpus < one.per_node]:
-        few = found({names[one.node]: str(one.gpus) for one in short})
+        few = _each({names[one.node]: str(one.gpus) for one in short})
         what = f"{first.per_node} GPUs on each machine are wanted, and some have fewer ({few})"
         fix = _FEWER_GPUS.format(min(one.gpus for one in short))
         return CheckFailed(what, where="topology.gpus_per_node", fix=fix)
-    if set(totals.values()) != {str(first.nodes * first.per_node)}:
-        what = f"{first.nodes * first.per_node} processes in total are wanted, but planned are {by_value(totals)}"
-        return CheckFailed(what, where="topology", fix="Start every machine with the same config.")
     if len({one.gpus > 0 for one in members}) > 1:
         what = f"some machines have GPUs and others none ({by_value(gpus)})"
         return CheckFailed(what, where="topology", fix="Look at nvidia-smi and CUDA_VISIBLE_DEVICES there.")
     return None
+
+
+def _each(numbers: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}: {number}" for name, number in numbers.items())
 
 
 def unlike(members: Sequence[Member]) -> PacktrainError | None:
@@ -188,17 +169,6 @@ def unlike(members: Sequence[Member]) -> PacktrainError | None:
     fixes |= dict.fromkeys((key for one in members for key in one.versions), SAME_VERSIONS)
     problems = differences(said, fixes, lambda nodes: listed([names[node] for node in nodes]))
     return CheckFailed(problems) if problems else None
-
-
-def clock_remarks(members: Sequence[Member], offsets: Mapping[int, float]) -> list[str]:
-    """Clocks that are far from machine 0's; `offsets` are seconds by node, measured when a member said its clock."""
-    names = names_of(members)
-    return [
-        f"the clock of {names[node]} is {abs(offset):.0f} s {'ahead of' if offset > 0 else 'behind'} that of {names[0]}: "
-        "times in logs will not match (is NTP running?)"
-        for node, offset in sorted(offsets.items())
-        if abs(offset) > CLOCK_SKEW_S
-    ]
 
 
 def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:

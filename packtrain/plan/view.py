@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,14 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from packtrain.config.compose import to_yaml
-from packtrain.config.schema import DataSource, RunConfig, sources
+from packtrain.config.schema import RunConfig
 from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
 from packtrain.plan.memory import estimate
 from packtrain.run_folder import RunFolder
-from packtrain.wording import counted
-
-_COUNTED = 1 << 25  # bytes of a file whose lines are counted; the rest is taken to be like them
-_CHUNK = 1 << 20
 
 
 def print_plan(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str]) -> None:
@@ -44,49 +38,15 @@ def print_plan(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequ
 
 
 def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
-    """The plan's own document, why its processes and network are so, memory and length (null where not known), the config."""
+    """The plan's own document, why its processes and network are so, memory (null where not known), the config."""
     memory = estimate(config, launch.num_processes, launch.gpu_memory)
     return {
         **launch.to_json(),
         "reason": launch.reason,
         "network": [asdict(one) for one in launch.network],
         "memory": None if isinstance(memory, str) else memory.to_json(),
-        "length": length_in_words(config),
         "config": asdict(config),
     }
-
-
-def length_in_words(config: RunConfig) -> str | None:
-    """Steps of a run over whole epochs, as far as the lines of its files tell; None where they do not.
-
-    Rows that are dropped, held out by hash, or split are not foreseen, so that it is about so many.
-    """
-    per_step, epochs = config.batch.examples_per_step, config.trainer.epochs
-    if config.trainer.max_steps is not None or per_step is None:
-        return None
-    rows = [_rows(source) for source in sources(config.data.train)]
-    if not rows or any(count is None for count in rows):
-        return None
-    held_out = config.data.eval if isinstance(config.data.eval, float) else 0.0
-    documents = round(sum(count for count in rows if count) * (1 - held_out))
-    unit = "documents" if config.objective.kind == "sft" else "pairs"
-    steps = math.ceil(math.ceil(documents / per_step) * epochs)
-    whole = f"about {counted(steps, 'steps')}: {epochs:g} × {counted(documents, unit)}"
-    return f"{whole} in {per_step} a step, if every row of data.train is one"
-
-
-def _rows(source: DataSource) -> float | None:
-    """Lines of a .jsonl file, times its weight; None of anything else."""
-    path = Path(source.path).expanduser()
-    if path.suffix != ".jsonl" or not path.is_file():
-        return None
-    lines = seen = 0
-    with path.open("rb") as file:
-        while seen < _COUNTED and (chunk := file.read(_CHUNK)):
-            lines += chunk.count(b"\n")
-            seen += len(chunk)
-    size = path.stat().st_size
-    return source.weight * lines * (size / seen if seen else 1)
 
 
 def _lines(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str]) -> list[tuple[str, str]]:
@@ -94,7 +54,6 @@ def _lines(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence
     lines = [
         ("processes", f"{launch.num_processes}: {launch.reason}"),
         ("batch", launch.batch.sentence()),
-        *([("length", length)] if (length := length_in_words(config)) else []),
         ("memory", memory if isinstance(memory, str) else memory.sentence()),
         *(("network", f"{one.name}{f'={one.value}' if one.value else ''}: {one.reason}") for one in launch.network),
         ("folder", str(RunFolder.of(config.trainer).root)),

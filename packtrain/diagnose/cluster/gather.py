@@ -57,7 +57,7 @@ def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str],
     place = Place(address, port, limit_s, _JOB, processes.hosts, partial=True)
     # only the number of machines has to be the same at the rendezvous: the rest is compared later
     nodes = processes.nodes
-    me = Member(processes.node, nodes, 1, nodes, 0, around.host, own_addresses(), {}, {}, time.time())
+    me = Member(processes.node, nodes, 1, 0, around.host, own_addresses(), {}, {})
     try:
         with meet(me, place) as group:
             brought = _Brought(group.server) if group.server else None
