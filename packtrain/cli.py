@@ -54,26 +54,18 @@ class ConfigCommand(TyperCommand):
         formatter.write("\n" + help_text(min(shutil.get_terminal_size().columns, 120)) + "\n")
 
 
-def _complete_config(incomplete: str) -> list[tuple[str, str]]:
-    from packtrain.config.help import complete_config
+def _complete(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    from packtrain.config.help import complete_config, complete_override
 
-    return complete_config(incomplete)
-
-
-def _complete_override(incomplete: str) -> list[tuple[str, str]]:
-    from packtrain.config.help import complete_override
-
-    return complete_override(incomplete)
+    return (complete_override if ctx.params.get("arguments") else complete_config)(incomplete)
 
 
-Config = Annotated[
-    str | None,
-    typer.Argument(metavar="CONFIG", help="A YAML file, or a recipe of packtrain.", autocompletion=_complete_config),
-]
-Overrides = Annotated[
+Arguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=VALUE", help="Changes to the config, in Hydra's grammar.", autocompletion=_complete_override
+        metavar="CONFIG | KEY=VALUE",
+        help="A YAML file or a recipe of packtrain, then changes to it in Hydra's grammar.",
+        autocompletion=_complete,
     ),
 ]
 
@@ -97,55 +89,48 @@ def _packtrain(
     """Options before the verb."""
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the config and the plan, and stop.")]
 
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
-def sft(config: Config = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def sft(arguments: Arguments = None, dry_run: DryRun = False) -> None:
     """Fine-tune on conversations, prompts with completions, or text."""
-    _end(lambda: _run("sft", config, overrides, dry_run))
+    _end(lambda: _run("sft", arguments, dry_run))
 
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
-def dpo(config: Config = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def dpo(arguments: Arguments = None, dry_run: DryRun = False) -> None:
     """Train on pairs of a preferred and a rejected answer, by any DPO loss of TRL."""
-    _end(lambda: _run("dpo", config, overrides, dry_run))
+    _end(lambda: _run("dpo", arguments, dry_run))
 
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
-def plan(
-    config: Config = None,
-    overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
-) -> None:
+def plan(arguments: Arguments = None, as_json: AsJson = False) -> None:
     """Show what a run would be: the resolved config, processes, batch, memory."""
 
     def work() -> int:
         from packtrain.plan.view import plan_json, print_plan
 
-        run, launch, arguments = _config_and_plan(config, overrides)
+        run, launch = _config_and_plan(arguments)
         if as_json:
             print(json.dumps(plan_json(run, launch), indent=2))
         else:
-            print_plan(run, launch, run.objective.kind, arguments)
+            print_plan(run, launch, run.objective.kind, arguments or [])
         return 0
 
     _end(work)
 
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
-def verify(
-    config: Config = None,
-    overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
-) -> None:
+def verify(arguments: Arguments = None, as_json: AsJson = False) -> None:
     """Prove on the loaded model that packed rows train as the documents alone: outputs, losses, gradients."""
 
     def work() -> int:
         from packtrain.launch.execute import execute
         from packtrain.train.verify.command import run_verification
 
-        run, _, _ = _config_and_plan(config, overrides)
+        run, _ = _config_and_plan(arguments)
 
         def prove(launch: LaunchPlan, aside: RunConfig) -> int:
             return execute(launch, aside, lambda: _train("verify", aside))
@@ -157,24 +142,22 @@ def verify(
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
 def env(
-    config: Config = None,
-    overrides: Overrides = None,
+    arguments: Arguments = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="Of all machines of the run, and what differs.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what this machine is and has, for bug reports, and check whether it (and a run) is fit to train."""
 
     def load() -> RunConfig | None:
         from packtrain.config.compose import load_config
 
-        arguments = [*([config] if config else []), *(overrides or [])]
         return load_config(*split_arguments(arguments)) if arguments else None
 
     def work() -> int:
         if cluster:
             from packtrain.diagnose.cluster.gather import show_cluster
 
-            given = [*([config] if config else []), *(overrides or []), "--cluster", *(["--json"] if as_json else [])]
+            given = [*(arguments or []), "--cluster", *(["--json"] if as_json else [])]
             return show_cluster(load, given, as_json=as_json)
         from packtrain.diagnose.env import show_environment
 
@@ -186,20 +169,19 @@ def env(
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
 def sbatch(
     verb: Annotated[str, typer.Argument(metavar="VERB", help="sft or dpo.")],
-    config: Config = None,
-    overrides: Overrides = None,
+    arguments: Arguments = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script, and say where its log is.")] = False,
     test_only: Annotated[bool, typer.Option("--test-only", help="Only ask sbatch whether it would take it.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the script, not stdout.")] = None,
     sweep: Annotated[bool, typer.Option("--multirun", "-m", help="A job array: key=a,b runs once for each.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a Slurm script for a run or a sweep of runs, or submit it."""
 
     def work() -> int:
         from packtrain.launch.submit import carry_out
 
-        job = _job(verb, config, overrides, sweep)
+        job = _job(verb, arguments, sweep)
         return carry_out(job, submit=submit, test=test_only, file=output, as_json=as_json)
 
     _end(work)
@@ -209,7 +191,7 @@ def sbatch(
 def doctor(
     run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run's folder (trainer.output_dir).")],
     stacks: Annotated[bool, typer.Option("--stacks", help="Ask the live processes what they are doing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say where the processes of a run are, and why it stands still or has failed; exit code 4 if it does."""
 
@@ -221,13 +203,13 @@ def doctor(
     _end(work)
 
 
-def _run(verb: str, config: str | None, overrides: list[str] | None, dry_run: bool) -> int:
+def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
     """Carries out a training verb, or shows its plan."""
-    run, launch, arguments = _config_and_plan(config, overrides, verb)
+    run, launch = _config_and_plan(arguments, verb)
     if dry_run:
         from packtrain.plan.view import print_plan
 
-        print_plan(run, launch, verb, arguments)
+        print_plan(run, launch, verb, arguments or [])
         return 0
     from packtrain.launch.execute import execute
 
@@ -252,22 +234,19 @@ def _end(work: Callable[[], int]) -> NoReturn:
     raise typer.Exit(exit_code_of(work))
 
 
-def _config_and_plan(
-    config: str | None, overrides: list[str] | None, verb: str | None = None
-) -> tuple[RunConfig, LaunchPlan, list[str]]:
-    """The config, its plan, and the arguments that named it; without `verb`, of the one that the config is for."""
+def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tuple[RunConfig, LaunchPlan]:
+    """The config that the arguments name, and its plan; without `verb`, of the one that the config is for."""
     from packtrain.config.compose import load_config
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import look_around
 
-    arguments = [*([config] if config else []), *(overrides or [])]
     path, changes = split_arguments(arguments)
     run = load_config(path, [*_said_by(verb), *changes])
     _check_verb(verb, run)
-    return run, plan_launch(run, look_around(), run.objective.kind, arguments), arguments
+    return run, plan_launch(run, look_around(), run.objective.kind, arguments or [])
 
 
-def _job(verb: str, config: str | None, overrides: list[str] | None, sweep: bool) -> Job:
+def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     """The run, or the runs of a sweep, as a Slurm job that starts in this folder."""
     from packtrain.config.compose import load_config
     from packtrain.config.sweep import Point, load_points
@@ -276,7 +255,6 @@ def _job(verb: str, config: str | None, overrides: list[str] | None, sweep: bool
 
     if verb not in ("sft", "dpo"):
         raise UserError(f"{verb!r} is no verb of a job", where="VERB", fix="Write packtrain sbatch sft CONFIG, or dpo.")
-    arguments = [*([config] if config else []), *(overrides or [])]
     path, changes = split_arguments(arguments)
     if sweep:
         points, shared = load_points(path, changes, _said_by(verb))
@@ -284,7 +262,7 @@ def _job(verb: str, config: str | None, overrides: list[str] | None, sweep: bool
         points, shared = [Point(load_config(path, [*_said_by(verb), *changes]))], changes
     for point in points:
         _check_verb(verb, point.config)
-    called = ("packtrain", "sbatch", verb, *arguments, *(["-m"] if sweep else []))
+    called = ("packtrain", "sbatch", verb, *(arguments or []), *(["-m"] if sweep else []))
     named = (*([path] if path else []), *shared)
     return Job(verb, called, named, tuple(points), Path.cwd(), this_program())
 
@@ -301,7 +279,7 @@ def _check_verb(verb: str | None, run: RunConfig) -> None:
         raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.")
 
 
-def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
+def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:
     """The config's path, which comes first if it is there at all, and the overrides.
 
     Raises UserError where nothing is given.
