@@ -49,7 +49,7 @@ def best_fit(lengths: np.ndarray, capacity: int, rng: np.random.Generator) -> Ro
     """Rows of at most `capacity` tokens by best-fit-decreasing, in random order.
 
     `lengths` int[n] in tokens. The number of rows does not depend on `rng`; neighbours, order in a row and order of the
-    rows do. ValueError where a length is negative or above `capacity`.
+    rows do. ValueError where a length is above `capacity`.
     """
     lengths = _checked(lengths, capacity)
     histogram = np.bincount(lengths)
@@ -72,7 +72,7 @@ def best_fit_count(lengths: np.ndarray, capacity: int) -> int:
 def in_order(lengths: np.ndarray, capacity: int) -> Rows:
     """Rows of at most `capacity` tokens by next fit: documents in the order given, a new row where one does not fit.
 
-    `lengths` int[n] in tokens. ValueError where a length is negative or above `capacity`.
+    `lengths` int[n] in tokens. ValueError where a length is above `capacity`.
     """
     lengths = _checked(lengths, capacity)
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -87,8 +87,6 @@ def _checked(lengths: np.ndarray, capacity: int) -> np.ndarray:
     lengths = np.asarray(lengths)
     if len(lengths) and lengths.max() > capacity:
         raise ValueError(f"document {lengths.argmax()} has {lengths.max()} tokens, a row takes {capacity}")
-    if len(lengths) and lengths.min() < 0:
-        raise ValueError(f"document {lengths.argmin()} has a negative length: {lengths.min()}")
     return lengths.astype(np.int32, copy=False)
 
 

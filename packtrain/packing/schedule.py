@@ -35,14 +35,12 @@ KEPT_EPOCHS = 2  # plans kept: the current epoch, and the next one when batches 
 class Utilisation:
     """How well steps fill the devices, as means over the steps that were looked at.
 
-    `fill`: tokens / slots (packed: rows of `limits.tokens`, empty ones too; padding: as padded; padding_free: 1).
     `padding_fraction`: computed slots that are padding. `imbalance`: cost of the busiest rank / mean - 1.
     `micro_batches_*`: micro-batches of a rank in a step.
     """
 
     documents_per_step: float
     tokens_per_step: float
-    fill: float
     padding_fraction: float
     imbalance: float
     micro_batches_min: int
@@ -120,7 +118,7 @@ class Schedule:
         """Figures over at most `sample_steps` steps, spread evenly over the first epoch (all of it is planned)."""
         steps = min(self.total_steps, self.steps_per_epoch(0))
         sample = np.unique(np.linspace(0, steps - 1, min(sample_steps, steps)).round().astype(int)).tolist()
-        tokens = documents = computed = slots = 0
+        tokens = documents = computed = 0
         micro_batches, imbalances = [], []
         for step in sample:
             layout = self.layout(step, world_size)
@@ -130,14 +128,11 @@ class Schedule:
             tokens += step_tokens
             documents += sum(len(part) for part in lengths)
             computed += padded if self.packing.mode == "padding" else step_tokens
-            if self.packing.mode == "packed":
-                slots += len(lengths) * self.limits.tokens
             micro_batches.append(len(layout[0]))
             imbalances.append(imbalance(layout, self.lengths, self.attention_cost, self.packing.mode))
         return Utilisation(
             documents_per_step=documents / len(sample),
             tokens_per_step=tokens / len(sample),
-            fill=tokens / max(slots or computed, 1),
             padding_fraction=1 - tokens / max(computed, 1) if computed else 0.0,
             imbalance=float(np.mean(imbalances)),
             micro_batches_min=min(micro_batches),

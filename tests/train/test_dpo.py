@@ -194,12 +194,6 @@ def test_what_trl_cannot_compute_is_refused_by_the_config(objective: dict[str, A
         ({"loss_weights": [float("nan")]}, "away from the preferences"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [0.0, 0.0]}, "trains nothing"),
         ({"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "1 weight for 2 losses"),
-        ({"discopop_tau": 0.1}, "sigmoid has no such temperature"),
-        ({"loss_type": ["sft"], "beta": 0.2}, "trains the chosen answers alone"),
-        ({"loss_type": ["sft"], "reference": "precomputed"}, "trains the chosen answers alone"),
-        ({"f_alpha_divergence_coef": 0.7}, "reverse_kl has no alpha"),
-        ({"reference": ""}, "it is empty"),
-        ({"loss_type": []}, "there is no loss"),
     ],
 )
 def test_settings_that_would_do_nothing_or_harm_are_refused_by_the_config(objective: dict[str, Any], said: str) -> None:

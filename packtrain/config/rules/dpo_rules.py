@@ -1,4 +1,4 @@
-"""What is certain to go wrong with the objective of preference training: settings that TRL refuses, gets wrong, or passes over."""
+"""What is certain to go wrong with the objective of preference training: settings that TRL refuses or gets wrong."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def dpo_rules(objective: Objective, data: Data, packing: Packing, peft: Peft, gi
         yield Fault(("packing.share_prefix", "packing.mode"), what, "Choose packing.mode=packed or padding_free.")
     yield from _weights(objective, losses)
     yield from _losses(objective, losses)
-    yield from _without_effect(objective, losses, given)
     if objective.reference == "adapters_off" and peft.kind == "none":
         what = "there are no adapters to switch off"
         yield Fault(("objective.reference",), what, "Choose peft=lora, or objective.reference=model.")
@@ -64,21 +63,3 @@ def _losses(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault]
     if objective.use_weighting and "sft" in losses:
         what = "sft is a mean over tokens, of which TRL cannot weigh the pairs"
         yield Fault(("objective.use_weighting", "objective.loss_type"), what, "Take it away, or leave sft out.")
-
-
-def _without_effect(objective: Objective, losses: Sequence[LossType], given: Set[str]) -> Iterator[Fault]:
-    """Settings of what was not chosen."""
-    if "objective.discopop_tau" in given and "discopop" not in losses:
-        what = f"{', '.join(losses)} has no such temperature"
-        yield Fault(("objective.discopop_tau",), what, "Take it away, or choose the loss discopop.")
-    alpha = objective.f_divergence_type == "alpha_divergence"
-    if "objective.f_alpha_divergence_coef" in given and not alpha:
-        what = f"{objective.f_divergence_type} has no alpha"
-        fix = "Take it away, or choose objective.f_divergence_type=alpha_divergence."
-        yield Fault(("objective.f_alpha_divergence_coef",), what, fix)
-    if set(losses) == {"sft"}:
-        fix = "Leave it at {}, or add a loss that tells the answers apart: objective.loss_type=[sigmoid,sft]."
-        what = "the loss sft trains the chosen answers alone, and holds the model to nothing"
-        for key, usual in (("beta", Objective().beta), ("reference", Objective().reference)):
-            if getattr(objective, key) != usual:
-                yield Fault((f"objective.{key}", "objective.loss_type"), what, fix.format(usual))

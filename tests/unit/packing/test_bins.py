@@ -100,10 +100,9 @@ def test_edge_cases_take_the_rows_one_counts_by_hand(planner: str, lengths: list
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize("lengths", [[3, 6, 2], [3, -1]])
-def test_lengths_no_row_can_hold_are_refused_by_number(planner: str, lengths: list[int]):
+def test_a_length_that_no_row_can_hold_is_refused_by_number(planner: str):
     with pytest.raises(ValueError, match="document 1 "):
-        PLANNERS[planner](np.array(lengths), 5)
+        PLANNERS[planner](np.array([3, 6, 2]), 5)
 
 
 def lognormal(count: int) -> np.ndarray:
