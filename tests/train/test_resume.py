@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -42,42 +39,40 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     return folder, train(folder, config_of(folder), name="unbroken")
 
 
-@dataclass(frozen=True)
-class Started:
-    """A run with a checkpoint, at work; `ended` waits for its exit code, `output` is what it prints."""
-
-    pid: int
-    ended: Callable[[], int | None]
-    output: Path
-
-
-def start(folder: Path, config: dict[str, Any], name: str, processes: int = 1) -> Started:
-    """Starts a run, several processes from nothing by packtrain's launcher, and comes back when it has a checkpoint."""
+def start(folder: Path, config: dict[str, Any], name: str, processes: int = 1) -> tuple[list[BaseProcess], Path]:
+    """Starts the ranks of a run, and comes back when it has a checkpoint; the file is what rank 0 says."""
     config = {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}
-    path, output, errors = (folder / f"{name}.{kind}" for kind in ("yaml", "out", "err"))
+    path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
-    if processes == 1:
-        fork = forked.start(("sft", str(path)), ENVIRONMENT, folder, [output, errors])
-        assert fork.pid is not None
-        started = Started(fork.pid, lambda: fork.join(300) or fork.exitcode, errors)
-    else:
-        several = ["topology=local", f"topology.gpus_per_node={processes}"]
-        command = [sys.executable, "-m", "packtrain", "sft", str(path), *several]
-        with errors.open("wb") as file:
-            launcher = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT)
-        started = Started(launcher.pid, lambda: launcher.wait(300), errors)
+    said = [folder / f"{name}-{rank}.said" for rank in range(processes)]
+    told = forked.told_by_torchrun(processes) if processes > 1 else [{}]
+    ranks = [
+        forked.start(("sft", str(path)), {**ENVIRONMENT, **own}, folder, [file, file])
+        for own, file in zip(told, said, strict=True)
+    ]
     limit = time.monotonic() + 600
     while not any((folder / name / "checkpoints").glob("step-*")):  # an old one gives way to a newer one
-        assert time.monotonic() < limit and not (folder / name / "summary.json").exists(), errors.read_text()
+        assert time.monotonic() < limit and all(one.is_alive() for one in ranks), said[0].read_text()
         time.sleep(0.01)
-    return started
+    return ranks, said[0]
+
+
+def signalled(process: BaseProcess, number: int) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, number)
+
+
+def ends(ranks: list[BaseProcess]) -> list[int | None]:
+    for one in ranks:
+        one.join(300)
+    return [one.exitcode for one in ranks]
 
 
 def test_killed_and_resumed_gives_bitwise_the_same_weights(unbroken: tuple[Path, Run]) -> None:
     folder, expected = unbroken
-    run = start(folder, config_of(folder), "killed")
-    os.kill(run.pid, signal.SIGKILL)
-    assert run.ended() == -signal.SIGKILL
+    (run,), _ = start(folder, config_of(folder), "killed")
+    signalled(run, signal.SIGKILL)
+    assert ends([run]) == [-signal.SIGKILL]
     resumed = train(folder, config_of(folder), name="killed")
     assert_same_end(resumed, expected)
     assert resumed.summary["steps"] == 9
@@ -93,9 +88,9 @@ def test_a_signal_ends_the_run_after_a_checkpoint_that_it_goes_on_from(
     folder, _ = unbroken
     name = f"signal-{number}-{processes}"
     config = config_of(folder, trainer={"max_steps": 100_000, "keep_checkpoints": 1})
-    started = start(folder, config, name, processes)
-    os.kill(started.pid, number)
-    assert started.ended() == code, started.output.read_text()
+    ranks, said = start(folder, config, name, processes)
+    signalled(ranks[-1], number)  # from there all stop after the same step
+    assert ends(ranks) == [code] * processes, said.read_text()
     run = Run(folder / name)
     assert run.summary["status"] == "stopped"
     stopped_at = run.summary["steps"]

@@ -31,6 +31,7 @@ from packtrain.train.run import verify_in
 from packtrain.train.verify import report as verifying
 from packtrain.train.verify.command import show
 from packtrain.train.verify.modes import MODES, Comparison, compare_documents, lengths_for
+from tests.train import forked
 
 MAMBA = {"model_type": "mamba", "hidden_size": 48, "state_size": 8, "num_hidden_layers": 2}
 GPT_OSS = {**LLAMA, "model_type": "gpt_oss", "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -80,8 +81,8 @@ def test_of_several_processes_the_worst_verdict_is_told_in_a_table_with_the_leak
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(base_config(tmp_path, model={"config": MAMBA, "attention": "segmented"})))
     strategy = "zero3" if find_spec("deepspeed") else "fsdp2"
-    two = ("topology=local", "topology.gpus_per_node=2", f"strategy={strategy}")
-    done = packtrain("verify", str(path), *two, expect=3)
+    done, other = forked.joined(2, "verify", str(path), f"strategy={strategy}")
+    assert (done.returncode, other.returncode) == (3, 3), done.stderr
     assert f"on the model as {strategy} spreads it over processes" in done.stdout
     assert "2 processes" in done.stdout and "\nleaks (rank 0 of 2): " in done.stdout
     assert "backbone.layers.0.mixer" in done.stdout
