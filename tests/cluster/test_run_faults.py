@@ -1,4 +1,4 @@
-"""Faults of a whole training run on two hosts, real but for what is broken on the second: the first names it, and both end."""
+"""Whole training runs on two hosts: a healthy one, and faults of the second: the first names them, and both end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 from tests.cluster.forked_launches import Ended, Launch, to_their_end
 from tests.cluster.two_hosts import TwoHosts
-from tests.train.running import base_config, conversations, write_jsonl
+from tests.train.running import Run, base_config, conversations, train, write_jsonl
 
 WORKER = """
 import os, time
@@ -36,7 +36,7 @@ def stalled_write(trainer, folder):
 def slow_write(trainer, folder):
     begun = time.monotonic()
     with open("weights", "wb") as file:
-        while time.monotonic() - begun < SLOW_S or fault == "too slow":
+        while time.monotonic() - begun < SLOW_S:
             file.write(bytes(2 * 10**5))
             file.flush()
             time.sleep(0.2)
@@ -61,7 +61,7 @@ def broken_loss(trainer, *given):
 if os.environ["RANK"] == "1":
     if fault == "loader": steps.__getitem__ = wait_for_the_lock
     if fault == "storage": trainer._save_rng_state = stalled_write
-    if fault in ("slow", "too slow"): trainer._save_rng_state = slow_write
+    if fault == "slow": trainer._save_rng_state = slow_write
     if fault == "slow evaluation": trainer.evaluation_batches = slow_batches
     if fault == "ended": steps.__len__ = lambda steps: whole(steps) - 1
     if fault in ("raises", "memory"): trainer.loss_of = broken_loss
@@ -69,14 +69,12 @@ run_worker(_work)
 """
 NOWHERE = "nowhere0"
 IFNAME = "GLOO_SOCKET_IFNAME"
-JOIN_S, STEP_S = 10, 60
-SHORT_S, SLOW_S = 24, 28
+JOIN_S, STEP_S, SLOW_S = 10, 24, 28
 """A step_timeout, and how long what is slow takes in a run that has it: longer than any collective operation of a step may."""
 EVALUATED = 32  # documents, 4 a step
 WORKER = WORKER.replace("SLOW_S", str(SLOW_S)).replace("SLOW_BATCH_S", str(SLOW_S * 4 / EVALUATED))
 SAID = {
     "storage": ["rank 1 on n2 ", "in the checkpoint after step 2", "slow or stalled storage", "in stalled_write"],
-    "too slow": ["rank 1 on n2 ", "in the checkpoint after step 2", "the storage", "in slow_write"],
     "loader": ["rank 1 on n2 ", "in loading data of step 4", "loader processes give it nothing"],
     "ended": ["rank 1 on n2 ", "where the others do not come, in logging after step 3", "rank 0 on n1 waits in "],
     "memory": ["rank 1 on n2 ", "ended without a word (SIGKILL), in ", "the system killed it for want of memory"],
@@ -88,13 +86,14 @@ SAID = {
     "loopback": ["rank 1 on n2: the first all-reduce over gloo ", "Connection refused, remote=", f"({IFNAME} is lo)"],
 }
 GO_ON = {"slow": "written", "slow evaluation": "evaluated"}
+HEALTHY = "healthy"
 BEFORE_TRAINING = ("data", "interface", "loopback")
 CHANGES = {
-    "storage": ["trainer.checkpoint_every=2", "topology.checkpoint_timeout=30"],
-    "too slow": ["trainer.checkpoint_every=2", "topology.checkpoint_timeout=20"],
-    "slow": ["trainer.checkpoint_every=2", f"topology.step_timeout={SHORT_S}"],
-    "slow evaluation": ["data.eval=eval.jsonl", f"topology.step_timeout={SHORT_S}"],
+    "storage": ["trainer.checkpoint_every=2", f"topology.checkpoint_timeout={STEP_S}"],
+    "slow": ["trainer.checkpoint_every=2"],
+    "slow evaluation": ["data.eval=eval.jsonl"],
     "loader": ["trainer.loader_workers=1"],
+    HEALTHY: ["topology.gpus_per_node=2"],
     "interface": [f"+topology.environment.{IFNAME}={NOWHERE}", f"topology.join_timeout={JOIN_S}"],
 }
 
@@ -134,7 +133,7 @@ def ended(
     made: TwoHosts, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Ended, Ended]]:
     """All to their end, at once: most of their time is waiting."""
-    faults, group = [*SAID, *GO_ON], ""
+    faults, group = [*SAID, *GO_ON, HEALTHY], ""
     try:
         group = str(request.getfixturevalue("group"))
     except pytest.skip.Exception:
@@ -179,5 +178,22 @@ def test_a_checkpoint_and_an_evaluation_may_take_longer_than_a_step(
 ) -> None:
     folder, first, second = ended[slow]
     assert (first.code, second.code) == (0, 0), first.text + second.text
-    assert float((folder / GO_ON[slow]).read_text()) > SHORT_S
+    assert float((folder / GO_ON[slow]).read_text()) > STEP_S
     assert (folder / "run/final").is_dir()
+
+
+def test_two_machines_with_two_processes_each_train_as_one_process_does(
+    ended: dict[str, tuple[Path, Ended, Ended]], tmp_path: Path
+) -> None:
+    folder, first, second = ended[HEALTHY]
+    assert (first.code, second.code) == (0, 0), first.text + second.text
+    config = yaml.safe_load((folder / "run.yaml").read_text())
+    del config["topology"]
+    config["data"]["train"] = str(folder / "data.jsonl")
+    alone, together = train(tmp_path, config), Run(folder / "run")
+    assert together.losses == pytest.approx(alone.losses, rel=1e-5)
+    expected = alone.weights()
+    assert all((weights - expected[name]).abs().max() < 1e-5 for name, weights in together.weights().items())
+    assert "step 1/4" in first.text
+    assert "step" not in second.text
+    assert "step 1/4" in (folder / "run/logs/rank-00000.log").read_text()

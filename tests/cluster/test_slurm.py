@@ -133,13 +133,11 @@ def tasks(cluster: Slurm, home: Path) -> Running:
 
 @pytest.fixture(scope="module", autouse=True)
 def jobs(cluster: Slurm, home: Path, tasks: Running) -> dict[str, dict[str, Any]]:
-    """Jobs that run while tests do, as `tasks`: an array of two learning rates, one over two machines, one with a broken row."""
+    """Jobs that run while tests do, as `tasks`: an array of two learning rates, one with a broken row."""
     (home / "bad.jsonl").write_text('{"messages": 3}\n')
     swept = ["optim.learning_rate=1e-3,2e-3", "trainer.output_dir=runs/sweep", "-m"]
-    machines = ["topology.nodes=2", "trainer.max_steps=4", "trainer.output_dir=runs/spread"]
     return {
         "sweep": submit(cluster, home, "run.yaml", *swept),
-        "spread": submit(cluster, home, "run.yaml", f"strategy={STRATEGY}", *machines),
         "bad": submit(cluster, home, "run.yaml", "data.train=bad.jsonl", "trainer.output_dir=runs/bad"),
     }
 
@@ -211,7 +209,7 @@ def test_two_machines_stopped_before_the_time_limit_come_back_and_end_as_one_und
 ) -> None:
     machines = {"nodes": 2, "gpus_per_node": 1, "requeue": True, "time": "30:00", "signal_before": 300}
     write(home, "long.yaml", topology={**machines, "setup": [SLOW_AT_FIRST]})
-    told = submit(cluster, home, "long.yaml", "trainer.output_dir='runs/two machines'")
+    told = submit(cluster, home, "long.yaml", f"strategy={STRATEGY}", "trainer.output_dir='runs/two machines'")
     number, run, log = told["job_id"], Path(told["output_dir"]), Path(told["log"])
     job = cluster.until(number, lambda job: (run / "metrics.jsonl").exists() or job["JobState"] == "FAILED")
     hours, minutes, seconds = map(int, job["RunTime"].split(":"))
@@ -234,14 +232,6 @@ def test_two_machines_stopped_before_the_time_limit_come_back_and_end_as_one_und
     assert all((mine[name] - theirs[name]).abs().max() < 1e-5 for name in theirs)
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["num_processes"], plan["nodes"], plan["gpus_per_node"]) == (2, 2, 1)
-
-
-def test_two_machines_train_alike_with_the_model_spread_over_them(
-    cluster: Slurm, jobs: dict[str, dict[str, Any]], sweep: list[Path]
-) -> None:
-    job = jobs["spread"]
-    done(cluster, job["job_id"], job["log"])
-    assert losses(Path(job["output_dir"])) == pytest.approx(losses(sweep[0])[:4], rel=1e-5)
 
 
 def test_a_step_with_a_task_for_each_rank_is_ended_with_one_diagnosis_over_all_machines(
