@@ -94,7 +94,7 @@ class Slurm:
         end = time.monotonic() + limit_s
         while not reached(job := self.job(number)):
             assert time.monotonic() < end, f"{job}\n{tail(Path(job['StdOut']))}"
-            time.sleep(0.3)
+            time.sleep(1)  # each look costs what a tenth of a second of training does
         return job
 
 
