@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
-from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
+from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.plan.memory import estimate
 from packtrain.run_folder import RunFolder
 
@@ -61,51 +61,33 @@ def _lines(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence
     ]
     if launch.spread:
         lines.append(("starts", shlex.join(launch.spread)))
-    if launch.in_process:
-        return lines
-    for command in _some(launch.commands):
-        if command is None:
-            lines.append(("", "… (--json has all of them)"))
-            continue
-        settings = [f"{name}={value}" for name, value in command.env.items()]
-        host = f" ({launch.hosts[command.node]})" if launch.hosts else ""
-        where = f"on machine {command.node}{host}, " if launch.nodes > 1 else ""
+    if not launch.in_process:  # the others' commands are in --json
+        settings = [f"{name}={value}" for name, value in launch.command.env.items()]
+        where = f"on machine {launch.node}, " if launch.nodes > 1 else ""
         lines.append(("starts", f"{where}once {RunFolder.of(config.trainer).config} is written:"))
-        lines.append(("", shlex.join([*settings, *command.argv])))
+        lines.append(("", shlex.join([*settings, *launch.command.argv])))
     return lines
 
 
 def _run(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str]) -> list[tuple[str, str]]:
     """What to type, ready to paste; and what is still in the way of it."""
     topology = config.topology
-    known = ("topology.node_rank=", "topology=auto", "topology.kind=auto")
-    typed = [argument for argument in arguments if not argument.startswith(known)]
-    command = [*_program(), verb, *typed]
+    typed = [verb, *(one for one in arguments if not one.startswith(("topology.node_rank=", "topology=auto")))]
     lines = [("first", f"{one.where}: {one.what}. {one.fix}".strip()) for one in launch.obstacles]
     # another launcher, Slurm or a pod tells each machine its number: the same command everywhere
     told = launch.hosts or launch.in_process or (topology.node_rank is None and not launch.obstacles)
-    in_slurm = ("run", f"in Slurm: {shlex.join([*_program(), 'sbatch', verb, *typed])} --submit")
-    if topology.kind == "slurm" and launch.obstacles:
-        return [*lines, in_slurm]
-    if launch.nodes == 1 or told:
-        return [*lines, ("run", shlex.join(command))]
-    if topology.kind == "auto":
-        lines += [in_slurm] if topology.node_rank is None else []
-        chosen = any(argument.startswith("topology=") for argument in typed)  # a file of the user's, whose keys stay
-        command.append("topology.kind=manual" if chosen else "topology=manual")
-    if topology.main_address is None:
-        command += [f"topology.main_address={launch.accelerate['main_process_ip']}"]
-    for one in _some(launch.commands):
-        text = (
-            "…" if one is None else f"on machine {one.node}: {shlex.join([*command, f'topology.node_rank={one.node}'])}"
-        )
-        lines.append(("run" if one else "", text))
+    by_hand = launch.nodes > 1 and not told and topology.kind != "slurm"
+    if launch.obstacles and (topology.kind == "slurm" or (by_hand and topology.kind == "auto")):
+        lines.append(("run", f"in Slurm: {shlex.join([*_program(), 'sbatch', *typed])} --submit"))
+    if by_hand:
+        typed += ["topology.kind=manual"] if topology.kind == "auto" else []
+        if topology.main_address is None:
+            typed.append(f"topology.main_address={launch.accelerate['main_process_ip']}")
+        on_each = shlex.join([*_program(), *typed])
+        lines.append(("run", f"on each machine K, from 0 to {launch.nodes - 1}: {on_each} topology.node_rank=K"))
+    elif topology.kind != "slurm" or not launch.obstacles:
+        lines.append(("run", shlex.join([*_program(), *typed])))
     return lines
-
-
-def _some(commands: Sequence[NodeCommand]) -> list[NodeCommand | None]:
-    """All of a few; of many the first, the second and the last, with None for the others."""
-    return list(commands) if len(commands) <= 4 else [*commands[:2], None, commands[-1]]
 
 
 def _program() -> list[str]:

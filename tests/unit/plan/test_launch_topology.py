@@ -294,36 +294,34 @@ def test_deepspeed_s_launcher_is_joined_on_as_many_machines_as_it_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("topology", "env", "machines"),
+    ("topology", "env", "by_hand"),
     [
-        ({}, TORCHRUN, 0),
-        ({}, TASK_PER_GPU, 0),
-        ({}, TASK, 0),
-        ({"gpus_per_node": 2}, ELASTIC, 0),
-        ({"kind": "manual", "nodes": 2, "gpus_per_node": 8}, {}, 2),
-        ({"kind": "manual", "nodes": 2, "gpus_per_node": 8, "main_address": "n1", "node_rank": 1}, {}, 2),
-        ({"nodes": 2, "gpus_per_node": 8}, {}, 2),
+        ({}, TORCHRUN, False),
+        ({}, TASK_PER_GPU, False),
+        ({}, TASK, False),
+        ({"gpus_per_node": 2}, ELASTIC, False),
+        ({"kind": "manual", "nodes": 2, "gpus_per_node": 8}, {}, True),
+        ({"kind": "manual", "nodes": 2, "gpus_per_node": 8, "main_address": "n1", "node_rank": 1}, {}, True),
+        ({"nodes": 2, "gpus_per_node": 8}, {}, True),
     ],
 )
-def test_a_plan_shows_what_to_type_on_each_machine_only_where_it_is_not_the_same_everywhere(
-    topology: dict[str, Any], env: dict[str, str], machines: int, capsys: pytest.CaptureFixture[str]
+def test_a_plan_numbers_machines_only_where_no_launcher_does(
+    topology: dict[str, Any], env: dict[str, str], by_hand: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = RunConfig(topology=Topology(**topology), batch=Batch(examples_per_step=32))
     print_plan(config, plan(topology, env), "sft", ["config.yaml"])
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run ")]
-    assert sum("on machine" in line for line in shown) == machines
-    assert machines or (len(shown) == 1 and shown[0].endswith("sft config.yaml"))
+    assert any("on each machine K, from 0 to 1:" in line for line in shown) == by_hand
+    assert by_hand or (len(shown) == 1 and shown[0].endswith("sft config.yaml"))
 
 
 @pytest.mark.parametrize(
-    ("topology", "arguments", "slurm", "machine_1"),
+    ("topology", "arguments", "slurm", "by_hand"),
     [
-        ({}, [], True, "topology=manual topology.main_address=MAIN_ADDRESS topology.node_rank=1"),
-        ({}, ["topology=auto"], True, "topology=manual topology.main_address=MAIN_ADDRESS topology.node_rank=1"),
-        ({"main_address": "n1"}, [], True, "topology=manual topology.node_rank=1"),
-        ({"main_address": "n1"}, ["topology=cluster"], True, "topology=cluster topology.kind=manual topology.node_rank=1"),
-        ({"node_rank": 0}, ["topology.node_rank=0"], False, "topology=manual topology.main_address=MAIN_ADDRESS topology.node_rank=1"),
-        ({"kind": "manual", "main_address": "n1"}, [], False, "topology.node_rank=1"),
+        ({}, [], True, "topology.kind=manual topology.main_address=MAIN_ADDRESS topology.node_rank=K"),
+        ({}, ["topology=auto"], True, "topology.kind=manual topology.main_address=MAIN_ADDRESS topology.node_rank=K"),
+        ({"main_address": "n1"}, ["topology=cluster"], True, "topology=cluster topology.kind=manual topology.node_rank=K"),
+        ({"kind": "manual", "main_address": "n1"}, [], False, "topology.node_rank=K"),
         ({"kind": "slurm"}, [], True, None),
         ({"kind": "slurm", "nodes": 1}, [], True, None),
     ],
@@ -332,7 +330,7 @@ def test_what_a_plan_shows_to_type_works_where_it_is_typed(
     topology: dict[str, Any],
     arguments: list[str],
     slurm: bool,
-    machine_1: str | None,
+    by_hand: str | None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     topology = {"nodes": 2, "gpus_per_node": 8, **topology}
@@ -340,8 +338,8 @@ def test_what_a_plan_shows_to_type_works_where_it_is_typed(
     print_plan(config, plan(topology), "sft", ["a b.yaml", *arguments])
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run ")]
     assert any("sbatch sft 'a b.yaml'" in line and line.endswith(" --submit") for line in shown) == slurm
-    assert [line.partition("'a b.yaml' ")[2] for line in shown if "on machine 1:" in line] == (
-        [machine_1] if machine_1 else []
+    assert [line.partition("'a b.yaml' ")[2] for line in shown if "on each machine" in line] == (
+        [by_hand] if by_hand else []
     )
 
 
