@@ -22,7 +22,6 @@ from packtrain.wording import by_value, listed
 SAME_CONFIG = "start every process with the same config file and the same KEY=VALUE arguments"
 SAME_VERSIONS = "install the same versions everywhere, e.g. from one lock file or container image"
 _MOST_SHOWN = 8
-_MOST_VALUES = 4
 # A machine's own business: its number, the name it has for the main one, its folder for caches, its devices.
 _OWN = re.compile(
     r"topology\.(node_rank|main_address)|data\.cache_dir|topology\.environment\..*(_IFNAME|_HCA|VISIBLE_DEVICES)"
@@ -60,29 +59,21 @@ def differences(
     problems only the first have their values.
     """
     names = list(dict.fromkeys(name for facts in said.values() for name in facts))
-    problems: list[Problem] = []
+    everyone, problems = list(said), list[Problem]()
     for name in names:
         groups: dict[str, list[_Who]] = defaultdict(list)
         for who, facts in said.items():
             groups[facts.get(name, "no such thing")].append(who)
-        if len(groups) > 1:
-            problems.append(Problem(_who_has_what(groups, list(said), in_words), name, fixes.get(name, "")))
+        # the few before the many; of equally many those of the first last
+        ordered = sorted(groups.items(), key=lambda item: (len(item[1]), -everyone.index(item[1][0])))
+        has = [f"{in_words(ours)} {'have' if len(ours) > 1 else 'has'} {value}" for value, ours in ordered]
+        if len(has) > 1:
+            problems.append(Problem("; ".join(has), name, fixes.get(name, "")))
     shown, rest = problems[:_MOST_SHOWN], problems[_MOST_SHOWN:]
     if rest:
         shown.append(Problem(f"{len(rest)} more differ: {listed([one.where for one in rest])}"))
     following = [*(one.fix for one in shown[1:]), ""]
     return [replace(one, fix="" if one.fix == then else one.fix) for one, then in zip(shown, following, strict=False)]
-
-
-def _who_has_what(
-    groups: Mapping[str, list[_Who]], everyone: Sequence[_Who], in_words: Callable[[Sequence[_Who]], str]
-) -> str:
-    """The few before the many; of equally many those of the first last."""
-    ordered = sorted(groups.items(), key=lambda item: (len(item[1]), -everyone.index(item[1][0])))
-    parts = [f"{in_words(ours)} {'have' if len(ours) > 1 else 'has'} {value}" for value, ours in ordered]
-    if len(parts) > _MOST_VALUES:
-        parts[_MOST_VALUES - 1 : -1] = [f"{len(parts) - _MOST_VALUES} more values"]
-    return "; ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,39 +170,40 @@ def choose_network(
         return []
     asked = asked or {}
     given = {**env, **asked}
-    if problems := list(_impossible(network, given, asked, gpus=gpus)):
-        raise CheckFailed(problems)
-    settings = []
+    up = {one.name: one.addresses[0] for one in network.interfaces if one.up and one.addresses}
     interface, reason = _way(network, main_address)
+    settings, problems = [], []
     for name in SOCKETS if gpus else SOCKETS[1:]:
-        if given.get(name):
-            settings.append(_given(name, given[name], asked))
+        nccl, value = name.startswith("NCCL"), given.get(name)
+        if value and network.interfaces and not matching(value, list(up), exact=not nccl):
+            there = ", ".join(f"{one} ({address})" for one, address in up.items()) or "none"
+            what = f"{value} is not there, or down: this machine has {there}"
+            fix = "take it away, and packtrain chooses; or name one of these"
+            problems.append(Problem(what, _where(name, asked), fix))
+        elif value:
+            settings.append(NetworkSetting(name, None, f"{value}, by {_where(name, asked)}"))
         elif interface is None:
             settings.append(NetworkSetting(name, None, reason))
         else:  # = is NCCL's word for exactly this one
-            value = f"={interface.name}" if name.startswith("NCCL") else interface.name
-            settings.append(NetworkSetting(name, value, reason))
+            settings.append(NetworkSetting(name, f"={interface}" if nccl else interface, reason))
+    if problems:
+        raise CheckFailed(problems)
     return settings + (_rdma(network.ports, given, asked) if gpus else [])
 
 
-def _way(network: HostNetwork, main_address: str | None) -> tuple[Interface | None, str]:
+def _way(network: HostNetwork, main_address: str | None) -> tuple[str | None, str]:
     """The interface on the way to the first machine, and the reason in words; or None, and why none is chosen."""
-    if main_address is None:
-        return None, "the first machine is not known"
     own = network.own_address
+    if main_address is None or own is None:
+        return None, "no way to the first machine is known here"
     if is_loopback(main_address):
         return None, f"{main_address} is every machine's own address: all processes are taken to be on this one"
-    if own is None:
-        return None, f"no way to {main_address} is known here"
-    if not is_loopback(own):
-        leading = [one for one in network.interfaces if own in one.addresses]
-        if leading:
-            return leading[0], f"leads to {main_address}, with the address {own}"
-        return None, f"the way to {main_address} leaves from {own}, which no interface has"
-    here = f"{main_address} is {own} on this machine, which no other reaches"
-    if default := [one for one in network.interfaces if one.usable and one.default_route]:
-        return default[0], f"has the default route ({here})"
-    return None, f"{here}, and no interface has a default route"
+    leading = [one for one in network.interfaces if own in one.addresses]
+    reason = f"leads to {main_address}, with the address {own}"
+    if is_loopback(own):  # the machine's name for itself
+        leading = [one for one in network.interfaces if one.usable and one.default_route]
+        reason = f"has the default route ({main_address} is {own} here, which no other machine reaches)"
+    return (leading[0].name, reason) if leading else (None, f"no interface leads from {own} to {main_address}")
 
 
 def _rdma(ports: Sequence[Port], given: Mapping[str, str], asked: Mapping[str, str]) -> list[NetworkSetting]:
@@ -211,23 +212,10 @@ def _rdma(ports: Sequence[Port], given: Mapping[str, str], asked: Mapping[str, s
     if not fabric or given.get("NCCL_IB_DISABLE") == "1":
         return []
     if given.get("NCCL_IB_HCA"):
-        return [_given("NCCL_IB_HCA", given["NCCL_IB_HCA"], asked)]
+        return [NetworkSetting("NCCL_IB_HCA", None, f"{given['NCCL_IB_HCA']}, by {_where('NCCL_IB_HCA', asked)}")]
     rate = max(one.rate or 0 for one in fabric)
     best = [f"{one.device}:{one.number}" for one in fabric if (one.rate or 0) == rate]
     return [NetworkSetting("NCCL_IB_HCA", f"={','.join(best)}", f"the active InfiniBand ports of {rate:g} Gbit/s")]
-
-
-def _impossible(
-    network: HostNetwork, given: Mapping[str, str], asked: Mapping[str, str], *, gpus: bool
-) -> Iterator[Problem]:
-    """What the user's own values name that is not there."""
-    usable = {one.name: one.addresses[0] for one in network.interfaces if one.up and one.addresses}
-    there = ", ".join(f"{name} ({address})" for name, address in usable.items()) or "none"
-    for name in SOCKETS if gpus else SOCKETS[1:]:
-        value = given.get(name, "")
-        if value and network.interfaces and not matching(value, list(usable), exact=name.startswith("GLOO")):
-            what = f"{value} is not there, or down: this machine has {there}"
-            yield Problem(what, _where(name, asked), "take it away, and packtrain chooses; or name one of these")
 
 
 def matching(wanted: str, names: Sequence[str], *, exact: bool = False) -> list[str]:
@@ -239,10 +227,6 @@ def matching(wanted: str, names: Sequence[str], *, exact: bool = False) -> list[
     exact = exact or wanted.removeprefix("^").startswith("=")
     fits = [name for name in names if any(name == part if exact else name.startswith(part) for part in parts if part)]
     return [name for name in names if name not in fits] if wanted.startswith("^") else fits
-
-
-def _given(name: str, value: str, asked: Mapping[str, str]) -> NetworkSetting:
-    return NetworkSetting(name, None, f"{value}, by {_where(name, asked)}")
 
 
 def _where(name: str, asked: Mapping[str, str]) -> str:
