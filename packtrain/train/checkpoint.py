@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,9 +80,10 @@ def complete(staging: Path, target: Path) -> None:
     _sync(target.parent)
 
 
-def listed(checkpoints: Path) -> list[Path]:
-    """The complete checkpoints, oldest first; folders of other names are the user's own."""
-    return [path for _, path in _numbered(checkpoints)]
+def listed(checkpoints: Path) -> dict[int, Path]:
+    """The complete checkpoints by their steps, oldest first; folders of other names are the user's own."""
+    found = {int(name[1]): path for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))}
+    return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
 
 
 def set_aside(checkpoints: Path, after: int) -> list[str]:
@@ -91,18 +93,11 @@ def set_aside(checkpoints: Path, after: int) -> list[str]:
     place of good ones, and resumed from. Returns remarks.
     """
     remarks = []
-    for step, later in _numbered(checkpoints):
+    for step, later in listed(checkpoints).items():
         if step > after:
-            number = 1
-            while (target := later.with_name(f"aside-{number}-{later.name}")).exists():
-                number += 1
+            target = later.with_name(f"aside-{time.strftime('%Y%m%d-%H%M%S')}-{later.name}")
             remarks.append(f"checkpoint {later.name} is set aside: it is {later.rename(target).name} now")
     return remarks
-
-
-def _numbered(checkpoints: Path) -> list[tuple[int, Path]]:
-    found = [(int(name[1]), path) for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))]
-    return [(step, path) for step, path in sorted(found) if (path / MANIFEST).is_file()]
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -129,14 +124,12 @@ def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]
         return None, []
     if resume != "auto":
         named = Path(resume).expanduser()
-        wrong = damage(named)
-        if wrong:
+        if wrong := damage(named):
             raise UserError(f"{resume} is not a whole checkpoint: {wrong}", where="trainer.resume")
         return named, []
     remarks = []
-    for checkpoint in reversed(listed(checkpoints)):
-        wrong = damage(checkpoint)
-        if wrong is None:
+    for checkpoint in reversed(listed(checkpoints).values()):
+        if (wrong := damage(checkpoint)) is None:
             return checkpoint, remarks
         remarks.append(f"checkpoint {checkpoint.name} is passed over: {wrong}")
     return None, remarks
@@ -167,7 +160,7 @@ def prune(checkpoints: Path, keep: int | None, best: Path | None) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     if keep is None:
         return
-    for old in listed(checkpoints)[:-keep]:
+    for old in list(listed(checkpoints).values())[:-keep]:
         if best is None or old.resolve() != best.resolve():
             shutil.rmtree(old)
 

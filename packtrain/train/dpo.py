@@ -255,16 +255,11 @@ def check_routers(model: PreTrainedModel) -> None:
 def objective_arguments(objective: Objective, *, precomputed: bool) -> dict[str, Any]:
     """The loss and its settings as arguments of TRL's DPOConfig; `precomputed`: the reference's log-probabilities come with the
     batches."""
+    same = ("beta", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha", "use_weighting")
     return {
+        **{name: getattr(objective, name) for name in (*same, "discopop_tau")},
         "precompute_ref_log_probs": precomputed,
-        "beta": objective.beta,
         "loss_type": list(objective.losses),
         "loss_weights": list(objective.loss_weights) if objective.loss_weights else None,
-        "label_smoothing": objective.label_smoothing,
-        "f_divergence_type": objective.f_divergence_type,
-        "f_alpha_divergence_coef": objective.f_alpha_divergence_coef,
-        "ld_alpha": objective.ld_alpha,
-        "use_weighting": objective.use_weighting,
-        "discopop_tau": objective.discopop_tau,
         "router_aux_loss_coef": 0.0,
     }

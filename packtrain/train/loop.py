@@ -23,10 +23,6 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import (
     PrinterCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
 )
 from transformers.integrations import TensorBoardCallback
 
@@ -36,7 +32,7 @@ from packtrain.train.checkpoint import CheckpointHooks
 from packtrain.train.loader import MicroBatch, step_loader
 from packtrain.train.metrics import LoggingHooks, StepFigures
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
-from packtrain.train.settings import LoopSettings, StopRequest
+from packtrain.train.settings import LoopSettings
 from packtrain.train.sync.rank_times import TOLD_EVERY, RankTimes, StepClock
 
 
@@ -177,25 +173,3 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
 
     def _send_telemetry(self) -> None:
         """packtrain sends nothing to anyone."""
-
-
-class StepControl(TrainerCallback):
-    """What transformers does after a step: it stops where the ranks agreed to, with a checkpoint, and logs the last step.
-
-    Intervals are this run's, not those of the checkpoint that it resumes from.
-    """
-
-    def __init__(self, stop: StopRequest) -> None:
-        self._stop = stop
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
-        """Puts this run's log_every, eval_every and checkpoint_every in place of those of the checkpoint."""
-        state.compute_steps(args, state.max_steps)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
-        """Asks for the last line, and for the checkpoint and the end."""
-        if self._stop.agreed:
-            control.should_log = control.should_save = control.should_training_stop = True
-        if state.global_step >= state.max_steps:
-            control.should_log = True
-        return control

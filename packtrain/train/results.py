@@ -81,7 +81,12 @@ def save_final(
 
 @torch.no_grad()
 def answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], *, attention: str, max_tokens: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    attention: str,
+    max_tokens: int,
 ) -> list[str]:
     """Greedy answers of at most `max_tokens` tokens, under the attention implementation that the model came with.
 

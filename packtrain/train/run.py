@@ -22,7 +22,6 @@ from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import own_attention
 from packtrain.config.schema import RunConfig
@@ -48,7 +47,7 @@ from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.dpo_objective import DPO
 from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps, attention_cost
-from packtrain.train.loop import StepControl, StepTrainer
+from packtrain.train.loop import StepTrainer
 from packtrain.train.metrics import EarlyStop, MetricsFile, ProgressLines
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.sft import SFT
@@ -64,9 +63,10 @@ from packtrain.train.sync.store import Peers, join, preparing_s
 from packtrain.train.verify.report import Subject, verify
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
-    """What the functions of this file share."""
+    """What the functions of this file share; `model` and `tokenizer` once they are loaded, and the `attention` that the model
+    came with."""
 
     config: RunConfig
     ranks: Ranks
@@ -74,6 +74,9 @@ class Run:
     folder: RunFolder
     log: Log
     stop: StopRequest
+    model: Any = None
+    tokenizer: Any = None
+    attention: str = ""
 
 
 def train(verb: str, config: RunConfig) -> int:
@@ -113,23 +116,23 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
         log.warn(remark)
 
     own_heartbeat().enter("prepare")
-    tokenizer = load_tokenizer(config.model)
+    run.tokenizer = load_tokenizer(config.model)
     show = ranks.main and sys.stderr.isatty()
-    data: Any = objective.prepare_data(config.data, tokenizer, seed=config.trainer.seed, progress=show)
+    data: Any = objective.prepare_data(config.data, run.tokenizer, seed=config.trainer.seed, progress=show)
     preparing = preparing_s(config.topology.step_timeout)
     agree_on_data(peers, data, timeout_s=preparing)
 
     own_heartbeat().enter("load")
-    model = load_model(config.model, config.peft, tokenizer, seed=config.trainer.seed)
-    agree_on_model(peers, model, timeout_s=preparing)
-    check_trainable(model)
+    run.model = load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed)
+    agree_on_model(peers, run.model, timeout_s=preparing)
+    check_trainable(run.model)
     longest = max(objective.longest_document(part) for part in (data.train, data.eval) if part)
-    check_positions(model, longest, padded=config.packing.mode == "padding")
+    check_positions(run.model, longest, padded=config.packing.mode == "padding")
 
     own_heartbeat().enter("proof")
-    attention = own_attention(base_model(model))  # as the model comes
-    trainer, decision = _build(run, objective, data, model, tokenizer, checkpoint)
-    before = _answers(run, model, tokenizer, attention)
+    run.attention = own_attention(base_model(run.model))
+    trainer, decision = _build(run, objective, data, checkpoint)
+    before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
     log.fact("ready", f"{begins} after {time.perf_counter() - started:.1f} s")
     _clear_the_way(run, checkpoint)
@@ -145,7 +148,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
         step = trainer.state.global_step
         log.say(f"stopped by signal {run.stop.agreed} after step {step}; the same command goes on from there")
         return 128 + run.stop.agreed
-    _finish(run, trainer, summary, model, tokenizer, attention, before)
+    _finish(run, trainer, summary, before)
     return 0
 
 
@@ -168,16 +171,11 @@ def _objective(config: RunConfig) -> SFT | DPO:
 
 
 def _build(
-    run: Run,
-    objective: Any,
-    data: PreparedData,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    checkpoint: Path | None,
+    run: Run, objective: Any, data: PreparedData, checkpoint: Path | None
 ) -> tuple[StepTrainer, AttentionChoice | None]:
     """The trainer, ready for step 1, and which attention was decided on for packed rows (None: batches are padded)."""
     config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
-    base, attention = base_model(model), own_attention(base_model(model))
+    model, tokenizer, base = run.model, run.tokenizer, base_model(run.model)
     origin = origin_of(config, data.train, model, ranks.world_size)
     origin |= objective.take_reference(model, tokenizer, ranks, seed=config.trainer.seed)
     if checkpoint is not None:
@@ -222,12 +220,12 @@ def _build(
         limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, precision, settings)
-    callbacks: list[TrainerCallback] = [StepControl(run.stop), MetricsFile(run.folder.metrics), ProgressLines(log)]
+    callbacks: list[TrainerCallback] = [run.stop, MetricsFile(run.folder.metrics), ProgressLines(log)]
     if patience := config.trainer.early_stop_patience:
         callbacks.append(EarlyStop(patience, run.folder.checkpoints, log))
     trainer = objective.trainer(model, arguments, tokenizer, settings=settings, callbacks=callbacks)
     trainer.close_proofs = close_proofs
-    objective.prove(trainer, log, attention, preflight=prove, ranks=ranks, precision=precision, one_pass=steps_over)
+    objective.prove(trainer, log, run.attention, preflight=prove, ranks=ranks, precision=precision, one_pass=steps_over)
     return trainer, decision
 
 
@@ -321,15 +319,7 @@ def _clear_the_way(run: Run, checkpoint: Path | None) -> None:
         run.log.warn(remark)
 
 
-def _finish(
-    run: Run,
-    trainer: StepTrainer,
-    summary: results.Summary,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    attention: str,
-    before: list[str],
-) -> None:
+def _finish(run: Run, trainer: StepTrainer, summary: results.Summary, before: list[str]) -> None:
     """What a run that came to its end leaves: the last evaluation, final/, summary.json, and its last lines."""
     config, folder = run.config, run.folder
     evaluated = [line["step"] for line in trainer.state.log_history if "eval_loss" in line]
@@ -338,30 +328,32 @@ def _finish(
     trainer.clock.enter("final")
     if summary.early:
         trainer.load_best_weights()
-    saved = results.save_final(folder, trainer, model, tokenizer, config.model, config.peft)
+    saved = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft)
     if run.ranks.sharded:
         _meet(run, "results")  # the answers take all of them, and the main process has been writing alone
-    after = _answers(run, model, tokenizer, attention)
+    after = _answers(run)
     _write_summary(run, summary.to_json("done"))
     commands = results.following(
         folder,
         config.trainer.samples[0] if config.trainer.samples else "Hello",
         verb=config.objective.kind,
         mode=config.packing.mode,
-        chat=bool(getattr(trainer.processing_class, "chat_template", None)),
+        chat=bool(run.tokenizer.chat_template),
     )
     answers = list(zip(config.trainer.samples, before, after, strict=False))
     results.show(run.log, summary, answers, folder, saved, commands)
 
 
-def _answers(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, attention: str) -> list[str]:
+def _answers(run: Run) -> list[str]:
     """Answers to trainer.samples, without touching the random state; made by the main process alone where it has the model."""
     settings = run.config.trainer
     if not (settings.samples and (run.ranks.main or run.ranks.sharded)):
         return []
     with torch.random.fork_rng():
-        prompts, most = list(settings.samples), settings.sample_tokens
-        return results.answer(base_model(model), tokenizer, prompts, attention=attention, max_tokens=most)
+        base = base_model(run.model)
+        return results.answer(
+            base, run.tokenizer, settings.samples, attention=run.attention, max_tokens=settings.sample_tokens
+        )
 
 
 def _write_summary(run: Run, summary: dict) -> None:

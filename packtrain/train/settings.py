@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import datasets
 import torch
-from transformers import SchedulerType
+from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState
 
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, Tracking, Trainer
 from packtrain.model.precision import Precision
@@ -70,11 +70,12 @@ else:
     TrainerHooks = object
 
 
-class StopRequest:
+class StopRequest(TrainerCallback):
     """The signal that this process was sent (0: none), and the one that all ranks have agreed to stop for.
 
     Signals reach the processes of a launch at different moments. So each rank only notes its own; the number travels with
     the counts of the next step, and all ranks stop after the same one, with a checkpoint and exit code 128 + the number.
+    As a callback it has transformers do so, and log the last step.
     """
 
     def __init__(self) -> None:
@@ -99,6 +100,18 @@ class StopRequest:
         """Called with the number of ranks that were sent SIGINT and SIGTERM by the time of a step."""
         if not self.agreed and (interrupts or terminations):
             self.agreed = signal.SIGTERM if terminations else signal.SIGINT
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        """Puts this run's log_every, eval_every and checkpoint_every in place of those of the checkpoint."""
+        state.compute_steps(args, state.max_steps)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
+        """Asks for the last line, and for the checkpoint and the end."""
+        if self.agreed:
+            control.should_log = control.should_save = control.should_training_stop = True
+        if state.global_step >= state.max_steps:
+            control.should_log = True
+        return control
 
 
 def training_arguments(

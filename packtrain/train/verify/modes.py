@@ -27,7 +27,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.backends import attending_by, own_attention
 from packtrain.config.schema import Batch, Optim, Packing, Tracking, Trainer
-from packtrain.data.dataset import Document, PairDataset, Preference
+from packtrain.data.dataset import Document, Preference
 from packtrain.errors import CheckFailed
 from packtrain.model.load import base_model
 from packtrain.model.precision import precision_of
@@ -175,7 +175,7 @@ def compare_pairs(trainer: PackedDPOTrainer, backend: str | None, *, shares: boo
     Raises as `compare`, and CheckFailed where the output head is not the model's (`check_pair_forward`).
     """
     model, autocast, padded = trainer.model, trainer.settings.autocast, cast(PairSteps, trainer.steps)
-    pairs = cast(_Pairs, padded.data)
+    pairs: list[Preference] = padded.data
     trainer.precompute_ref_logps, trainer.ref_model = True, None
     logps = _logps_of_each(trainer)
     padded = replace(padded, reference=logps + np.random.default_rng(0).normal(0, _OFF, logps.shape).astype(np.float32))
@@ -283,14 +283,6 @@ def random_pairs(model: PreTrainedModel) -> list[Preference]:
     return pairs
 
 
-class _Pairs(list[Preference]):
-    """In the place of a PairDataset."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.array([len(one.chosen.input_ids) + len(one.rejected.input_ids) for one in self], np.int32)
-
-
 def trainer_on_random_pairs(
     dpo: DPO, model: Any, tokenizer: PreTrainedTokenizerBase, settings: Trainer
 ) -> PackedDPOTrainer:
@@ -298,10 +290,11 @@ def trainer_on_random_pairs(
 
     `model` has no forward of packtrain's yet.
     """
-    pairs, precision = _Pairs(random_pairs(base_model(model))), precision_of(model, settings.mixed_precision)
+    pairs, precision = random_pairs(base_model(model)), precision_of(model, settings.mixed_precision)
+    lengths = np.array([len(one.chosen.input_ids) + len(one.rejected.input_ids) for one in pairs], np.int32)
     batch = Batch(examples_per_step=len(pairs), examples_per_device=len(pairs))
-    schedule = make_schedule(pairs.lengths, Packing(mode="padding_free"), batch, max_steps=1)
-    steps = PairSteps(cast(PairDataset, pairs), schedule, "padding", int(cast(Any, tokenizer.pad_token_id) or 0))
+    schedule = make_schedule(lengths, Packing(mode="padding_free"), batch, max_steps=1)
+    steps = PairSteps(pairs, schedule, "padding", int(cast(Any, tokenizer.pad_token_id) or 0))
     of_loop = LoopSettings(steps, None, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
     once = replace(settings, checkpoint_every=None, eval_every=None)
     arguments = training_arguments(once, Optim(), Tracking(), precision, of_loop)
