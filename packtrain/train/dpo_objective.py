@@ -6,7 +6,6 @@ The trainer, and with it the loss, is in dpo.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,10 +26,11 @@ from packtrain.model.precision import Precision
 from packtrain.model.reference import cache_key, load_reference, precompute
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import PairRows
-from packtrain.packing.schedule import Schedule
+from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.dpo_reference import DpoReference
 from packtrain.proof.choice import AttentionChoice, prove_pairs
 from packtrain.train import console
+from packtrain.train.console import Log
 from packtrain.train.dpo import PackedDPOTrainer, check_routers, objective_arguments
 from packtrain.train.loader import PairSteps
 from packtrain.train.preflight import choose_together, same_everywhere
@@ -54,8 +54,7 @@ class DPO:
     ) -> None:
         """Precomputed log-probabilities go to the folder `cache`."""
         self.objective, self._packing, self._model, self._peft = objective, packing, model, peft
-        self.reference, self._cache = reference, cache
-        _, self._row_tokens = batch.limits(packing.mode)
+        self.reference, self._cache, self._batch = reference, cache, batch
         self._reference_model: PreTrainedModel | None = None
         self._identity = ""
         self.layout: PairRows = "padding"
@@ -107,7 +106,7 @@ class DPO:
         # padded a pair takes two rows as long as the longer of its documents
         longer = 2 * data.documents.lengths.reshape(-1, 2).max(axis=1)
         slots = {"padding": longer, "flat": data.lengths, "shared": data.shared_lengths}[self.layout].astype(np.int32)
-        longest, most = int(slots.max(initial=0)), self._row_tokens
+        longest, (_, most) = int(slots.max(initial=0)), self._batch.limits(self._packing.mode)
         if most is not None and longest > most:
             raise UserError(
                 f"the longest pair takes {longest} token slots, a micro-batch has {most}",
@@ -144,46 +143,39 @@ class DPO:
     def prove(
         self,
         trainer: PackedDPOTrainer,
-        log: console.Log,
+        log: Log,
         attention: str,
         *,
         preflight: bool,
         ranks: Ranks,
         precision: Precision,
-        one_pass: Callable[[PairDataset], PairSteps],
     ) -> None:
-        """Computes what is to be precomputed (`one_pass` over a set in order), then checks the forward and the first loss."""
+        """Computes what is to be precomputed, then checks the forward and the first loss."""
         console.pairs(log, self.objective, self.layout, self._unshared, self.reference, self._peft.dropout)
         if self.reference.kind == "precomputed":
-            self._precompute(trainer, ranks, one_pass, (self._identity, precision, trainer.ld_alpha))
+            settings = trainer.settings
+            parts = [
+                part and self._with_reference(cast(PairSteps, part), trainer, ranks, precision)
+                for part in (settings.steps, settings.evaluation)
+            ]
+            trainer.settings, trainer.steps = replace(settings, steps=parts[0], evaluation=parts[1]), parts[0]
         if preflight:
             check_pair_forward(trainer, attention)
             if self.reference.at_start:
                 check_start(trainer)
 
-    def _precompute(
-        self,
-        trainer: PackedDPOTrainer,
-        ranks: Ranks,
-        one_pass: Callable[[PairDataset], PairSteps],
-        depends_on: tuple[object, ...],
-    ) -> None:
-        """Has what the reference says of every pair come with the batches: the model as it is before step 1."""
+    def _with_reference(
+        self, steps: PairSteps, trainer: PackedDPOTrainer, ranks: Ranks, precision: Precision
+    ) -> PairSteps:
+        """`steps` with what the reference says of every pair: the model as it is before step 1."""
+        whole = replace(steps, schedule=make_schedule(self.slots(steps.data), self._packing, self._batch))
 
-        def with_reference(steps: PairSteps) -> PairSteps:
-            whole = one_pass(steps.data)
+        def logps(numbers: np.ndarray) -> torch.Tensor:
+            trainer.clock.enter("proof")
+            return torch.stack(trainer.policy_logps(whole.collate(numbers)), dim=1)
 
-            def logps(numbers: np.ndarray) -> torch.Tensor:
-                trainer.clock.enter("proof")
-                return torch.stack(trainer.policy_logps(whole.collate(numbers)), dim=1)
-
-            place = self._cache / cache_key(steps.data.fingerprint, *depends_on)
-            return replace(steps, reference=precompute(place, whole.schedule, ranks, logps))
-
-        settings = trainer.settings
-        steps = with_reference(cast(PairSteps, settings.steps))
-        evaluation = with_reference(cast(PairSteps, settings.evaluation)) if settings.evaluation else None
-        trainer.settings, trainer.steps = replace(settings, steps=steps, evaluation=evaluation), steps
+        key = cache_key(steps.data.fingerprint, self._identity, precision, trainer.ld_alpha)
+        return replace(steps, reference=precompute(self._cache / key, whole.schedule, ranks, logps))
 
 
 def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:

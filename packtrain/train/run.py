@@ -225,7 +225,7 @@ def _build(
         callbacks.append(EarlyStop(patience, run.folder.checkpoints, log))
     trainer = objective.trainer(model, arguments, tokenizer, settings=settings, callbacks=callbacks)
     trainer.close_proofs = close_proofs
-    objective.prove(trainer, log, run.attention, preflight=prove, ranks=ranks, precision=precision, one_pass=steps_over)
+    objective.prove(trainer, log, run.attention, preflight=prove, ranks=ranks, precision=precision)
     return trainer, decision
 
 
