@@ -146,7 +146,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         return total
 
     def _watch_first_steps(self, batches: list[MicroBatch]) -> None:
-        """Has the first packed rows compared with padded ones; the time that it takes is not training's."""
+        """Has the first packed rows compared with their documents alone; the time that it takes is not training's."""
         rows = [batch.inputs for batch in batches if "segments" in batch.inputs]
         if self.watch is None or not rows:
             return

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from packtrain.attention.backends import PER_DOCUMENT, attention_of
-from packtrain.attention.rotary import rotates_by_length
+from packtrain.attention.backends import PER_DOCUMENT, attending_by, attention_of
 from packtrain.attention.segmented_modules import uses_attention_interface
-from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, Problem
 from packtrain.model.forward import Head, choose_head
 from packtrain.model.load import base_model
-from packtrain.model.spread import Ranks, most_of_all
+from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.packing.collate import IGNORE, collate_padded, on_device
+from packtrain.packing.collate import IGNORE
 from packtrain.proof.choice import AttentionChoice, choose_attention
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 
@@ -89,77 +85,48 @@ def fit_head(model: PreTrainedModel, head: Head, probe: dict[str, Any], autocast
 
 @dataclass(frozen=True, slots=True)
 class FirstStepWatch:
-    """Compares packed rows with padded batches on real documents, at their real lengths: the first row of each of the first
-    WATCHED_STEPS steps, since what a run keeps from one step to the next may be at fault too.
+    """Compares packed rows with their documents one at a time, real ones at their real lengths: the first row of each of the
+    first WATCHED_STEPS steps, since what a run keeps from one step to the next may be at fault too. (Not where weights are
+    spread: processes would call the model a different number of times.)
 
     Losses are compared document by document: a forgotten border moves one or two of them, which does not show in the sum of
     many. Gradients are compared by `packtrain verify`.
 
-    `attention` is the implementation that the model came with, which serves the padded batch.
+    `attention` is the implementation that the model came with, which serves a document alone.
     """
 
     attention: str
     tolerance: float
-    pad_token_id: int
 
     @torch.no_grad()
     def check(self, model: Any, row: dict[str, Any], *, step: int) -> float:
         """Returns the largest difference of the losses of a document, relative to its loss, or to a nat for each of its trained
         tokens and for 16 at least, whichever is more: rounding errors of few tokens do not average out.
 
-        `row` is a flattened micro-batch of `step`. Costs a forward pass of it and of its documents padded, in batches of no
-        more slots. Raises CheckFailed beyond the tolerance, and where a row this long cannot run.
+        `row` is a flattened micro-batch of `step`. Costs a forward pass of it and of its documents. Raises CheckFailed beyond
+        the tolerance, and where a row this long cannot run.
         """
-        device, documents, lengths = row["input_ids"].device, _documents(row), row["segments"].lengths
         base, tokens = base_model(model), row["segments"].tokens
-        padded = torch.zeros(len(documents), dtype=torch.float64)
-        # a longer document beside them would change the others in a padded batch
-        batches = list(_batches(lengths, 0 if rotates_by_length(base) else tokens))
         with evaluating(model):
             with refusals_of_a_model(f"{type(base).__name__} cannot run a row of {tokens} tokens", fix=_LESS_OF_A_ROW):
-                packed = _sums(model(**row, token_losses=True)[0], lengths)
-            with attention_of(base, self.attention):
-                # as often as the other ranks, where weights are spread
-                for number in range(most_of_all(len(batches), device)):
-                    these = batches[min(number, len(batches) - 1)]
-                    batch = collate_padded([documents[one] for one in these], self.pad_token_id)
-                    padded[these] = model(**on_device(batch, device), token_losses=True).sum(dim=1).double().cpu()
-        trained = _sums(row["shift_labels"][0] != IGNORE, lengths)
-        off = (packed - padded).abs() / padded.maximum(trained).clamp(min=_FEWEST)
-        nowhere = ~(packed.isfinite() | padded.isfinite())  # too high a learning rate: no fault of the rows
-        off = off.nan_to_num(torch.inf).masked_fill((packed == padded) | nowhere, 0.0)
+                packed = _sums(model(**row, token_losses=True), row)
+            with attention_of(base, self.attention), attending_by(base, PER_DOCUMENT):
+                alone = _sums(model(**row, token_losses=True), row)
+        trained = _sums(row["shift_labels"] != IGNORE, row)
+        off = (packed - alone).abs() / alone.maximum(trained).clamp(min=_FEWEST)
+        nowhere = ~(packed.isfinite() | alone.isfinite())  # too high a learning rate: no fault of the rows
+        off = off.nan_to_num(torch.inf).masked_fill((packed == alone) | nowhere, 0.0)
         worst = int(off.argmax())
         if off[worst] > self.tolerance:
-            ours, theirs = (each[worst] / trained[worst].clamp(min=1) for each in (packed, padded))
+            ours, theirs = (each[worst] / trained[worst].clamp(min=1) for each in (packed, alone))
             raise CheckFailed(
-                f"document {worst + 1} of the first row of step {step} has loss {ours:.6g} packed and {theirs:.6g} padded",
-                fix="packed rows are not computed right: set model.attention=per_document or packing.mode=padding, and "
-                "please report this model",
+                f"document {worst + 1} of the first row of step {step} has loss {ours:.6g} packed and {theirs:.6g} alone",
+                fix="packed rows are not computed right, padded ones are: set model.attention=per_document or "
+                "packing.mode=padding, and please report this model",
             )
         return off[worst].item()
 
 
-def _sums(values: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-    """float64 [documents] on the CPU: the sums over the tokens of each document, of `values` [T]."""
-    return torch.stack([part.sum() for part in values.double().cpu().split(lengths)])
-
-
-def _documents(row: dict[str, Any]) -> list[Document]:
-    """The documents of a flattened row, as they were before."""
-    borders = np.cumsum(row["segments"].lengths)[:-1]
-    ids = np.split(row["input_ids"][0].cpu().numpy().astype(np.int32), borders)
-    labels = np.split(row["shift_labels"][0].cpu().numpy(), borders)
-    return [
-        Document(one, np.concatenate([[False], label[:-1] != IGNORE])) for one, label in zip(ids, labels, strict=True)
-    ]
-
-
-def _batches(lengths: tuple[int, ...], slots: int) -> Iterator[list[int]]:
-    """The numbers of all documents, those of like length together, in batches that take at most `slots` padded."""
-    batch: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
-        if batch and lengths[number] * (len(batch) + 1) > slots:
-            yield batch
-            batch = []
-        batch.append(number)
-    yield batch
+def _sums(values: torch.Tensor, row: dict[str, Any]) -> torch.Tensor:
+    """float64 [documents] on the CPU: the sums over the tokens of each document of `row`, of `values` [1, T]."""
+    return torch.stack([part.sum() for part in values[0].double().cpu().split(row["segments"].lengths)])

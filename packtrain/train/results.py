@@ -46,18 +46,12 @@ def save_final(
     peft: Peft,
 ) -> list[str]:
     """Writes final/ and what belongs beside it; called by all processes. Returns a line for each folder: what it holds."""
-    saved = {folder.final: "the trained model"}
-    merged: list[Path] = []
-    adapters = folder.final
+    saved, adapters, merged = {folder.final: "the trained model"}, folder.final, []
     if peft.kind == "lora":
         saved = {folder.final: f"the adapters of {base_of(settings.path) or settings.path}"}
         if settings.init == "random" or str(settings.path).endswith(".gguf"):
             adapters = folder.final.with_name("final-adapters")
-            base = "a .gguf file" if settings.init == "pretrained" else "new weights"
-            saved = {
-                folder.final: f"the merged model: adapters do not load by themselves on {base}",
-                adapters: "the adapters",
-            }
+            saved = {folder.final: "the merged model", adapters: "the adapters"}
             merged.append(folder.final)
         if peft.merge:
             merged.append(folder.final.with_name("final-merged"))

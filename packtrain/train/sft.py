@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
+from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.config.schema import Objective, Packing
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.data.prepare import prepare
@@ -155,9 +156,8 @@ class SFT:
     def prove(self, trainer: PackedSFTTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Checks the output head and the routers, and has the first steps watched; `attention` is what the model came with."""
         model, autocast = base_model(trainer.model), trainer.settings.autocast
-        if preflight and trainer.settings.backend is not None:
-            tolerance = tolerance_of(trainer.compute_dtype)
-            trainer.watch = FirstStepWatch(attention, tolerance, cast(Steps, trainer.steps).pad_token_id)
+        if preflight and not trainer.settings.sharded and trainer.settings.backend not in (None, PER_DOCUMENT):
+            trainer.watch = FirstStepWatch(attention, tolerance_of(trainer.compute_dtype))
         off = fit_head(model, trainer.head, trainer.probe(), autocast)
         if not trainer.head.fused:
             log.fact(

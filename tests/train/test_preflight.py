@@ -100,14 +100,14 @@ def test_a_leak_that_shows_only_in_real_rows_of_step_2_ends_the_run_there_with_b
     path = tmp_path / "leak.yaml"
     path.write_text(json.dumps(config))
     result = packtrain("sft", str(path), expect=3)
-    assert " of step 2 has loss " in result.stderr and "padded" in result.stderr
+    assert " of step 2 has loss " in result.stderr and " alone" in result.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
     assert not (tmp_path / "run" / "final").exists()
 
 
 def watched() -> tuple[Any, dict[str, Any], FirstStepWatch]:
     model = tiny_model("llama")
-    watch = FirstStepWatch(own_attention(model), 1e-4, 0)
+    watch = FirstStepWatch(own_attention(model), 1e-4)
     add_fused_lm_head(model)
     add_loss_sum(model)
     rng = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def watched() -> tuple[Any, dict[str, Any], FirstStepWatch]:
     return model, collate_flat(items), watch
 
 
-def test_the_watch_compares_packed_with_padded_and_leaves_everything_as_it_was() -> None:
+def test_the_watch_compares_rows_with_documents_alone_and_leaves_everything_as_it_was() -> None:
     model, row, watch = watched()
     attend_by(model, "segmented")
     state = torch.get_rng_state()
@@ -136,7 +136,7 @@ def test_the_watch_sees_a_single_forgotten_border(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, forgetful)
     attend_by(model, "segmented")
     with pytest.raises(
-        CheckFailed, match=r"document 2 of the first row of step 1 has loss [\d.]+ packed and [\d.]+ padded"
+        CheckFailed, match=r"document 2 of the first row of step 1 has loss [\d.]+ packed and [\d.]+ alone"
     ):
         watch.check(model, row, step=1)
 
@@ -163,7 +163,7 @@ def test_the_watch_sees_errors_that_cancel_in_the_sum_and_none_where_the_loss_is
 def test_the_watch_says_what_to_do_where_a_model_cannot_run_rows_of_this_length() -> None:
     """roformer has a table of as many positions as a document may have; the proof's row has 37 tokens."""
     model = tiny_model("roformer", is_decoder=True, embedding_size=64, max_position_embeddings=72)
-    watch = FirstStepWatch(own_attention(model), 1e-4, 0)
+    watch = FirstStepWatch(own_attention(model), 1e-4)
     assert choose_attention("auto", model, torch.device("cpu")).backend.name == "segmented"
     add_fused_lm_head(model)
     add_loss_sum(model).fused = False

@@ -248,18 +248,17 @@ def _findings(
     if isolation.problem:
         yield isolation.verdict, isolation.problem, isolation.fix
     exact = [mode for mode in ("padding", "packed", "padding_free") if mode not in comparison.off]
-    for mode in comparison.off:
-        figures = comparison.measured[mode]
-        what = (
-            f"isolation is exact, but {mode} has loss {figures.loss:.6g} where the documents alone have "
-            f"{comparison.reference:.6g}, and gradients off by {figures.grad_rel_diff:.2g} "
-            f"(tolerance {comparison.grad_tolerance:.2g})"
-        )
-        fix = f"set packing.mode={exact[0]}, and {_REPORT}" if exact else _REPORT
-        yield "unsupported" if mode == "padding" else "leaks", what, fix
     for mode, figures in comparison.measured.items():
         if figures.problem:
             yield "unsupported", f"{mode}: {figures.problem}", _REPORT
+        elif mode in comparison.off:
+            what = (
+                f"isolation is exact, but {mode} has loss {figures.loss:.6g} where the documents alone have "
+                f"{comparison.reference:.6g}, and gradients off by {figures.grad_rel_diff:.2g} "
+                f"(tolerance {comparison.grad_tolerance:.2g})"
+            )
+            fix = f"set packing.mode={exact[0]}, and {_REPORT}" if exact else _REPORT
+            yield "unsupported" if mode == "padding" else "leaks", what, fix
     if not comparison.sees and isolation.backend != PER_DOCUMENT:  # which is exact by construction
         moved = comparison.control.problem or f"moves gradients by {comparison.control.grad_rel_diff:.2g} only"
         yield "unsupported", f"the proof cannot see: a row without borders {moved}", "look at the model's weights"
