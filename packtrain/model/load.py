@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -252,9 +251,6 @@ def _check_names(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
 
 def _advice(error: Exception, config: Model, *, online: bool) -> str:
     """What to do where a model cannot be made or read."""
-    package = re.search(r"pip install ([\w.\-\[\],]+)", str(error)) if isinstance(error, ImportError) else None
-    if package is not None:
-        return f"pip install {package[1].rstrip('.')}"
     if config.init == "random":
         return "see the keys of model.config; not every type is a causal language model (docs/architectures.md)"
     if "Unrecognized configuration class" in str(error):
@@ -263,6 +259,6 @@ def _advice(error: Exception, config: Model, *, online: bool) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    if isinstance(error, StrictDataclassError):  # says which field in the first line, and what is wrong in the next
-        return " ".join(str(error).split())
-    return str(error).strip().split("\n")[0].removesuffix(" You can install it with pip:")
+    """The first line; all of them where only the next ones say which field is wrong, or which package is missing."""
+    said = str(error).strip()
+    return " ".join(said.split()) if isinstance(error, StrictDataclassError | ImportError) else said.split("\n")[0]

@@ -296,7 +296,7 @@ def _checkpoint_to_resume(run: Run) -> Path | None:
 def _meet(run: Run, stage: str) -> None:
     """Waits for the others, as long as one of them is at work, without a collective operation, which would have a limit."""
     if run.peers:
-        run.peers.meet_again(stage, timeout_s=preparing_s(run.config.topology.checkpoint_timeout))
+        run.peers.settle(stage, {}, lambda _: [], timeout_s=preparing_s(run.config.topology.checkpoint_timeout))
 
 
 def _clear_the_way(run: Run, checkpoint: Path | None) -> None:

@@ -40,7 +40,6 @@ from packtrain.train.sync.store import FIRST_STAGE, GRACE_S, Peers, Statement, i
 from packtrain.wording import counted, listed, ranks_in_words
 
 _MOST_SHOWN = 8
-_LONGEST = 120
 _NO_MATTER = ("_name_or_path", "transformers_version")  # of a model's config
 _NUMBERS = 2**17  # 1 MiB fills the packets of a link: one with a wrong MTU loses those, and lets small ones pass
 _OTHERS_S = 5
@@ -80,14 +79,11 @@ def agree_on_model(peers: Peers | None, model: torch.nn.Module, *, timeout_s: fl
     """All ranks have loaded the same weights and settings of the model. Raises Disagreement, PeerFailed."""
     if peers is None:
         return
-    settings = base_model(model).config.to_dict()
-    texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in settings.items()}
+    settings = {key: value for key, value in base_model(model).config.to_dict().items() if key not in _NO_MATTER}
     facts = {
-        f"model.config.{key}": text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({digest_of(text)})"
-        for key, text in texts.items()
-        if key not in _NO_MATTER
+        "model.config": f"one with digest {digest_of(json.dumps(settings, sort_keys=True, default=str))}",
+        "model weights": f"those with hash {weights_hash(model)[:12]}",
     }
-    facts["model weights"] = f"those with hash {weights_hash(model)[:12]}"
     fix = "its files differ there: compare them with sha256sum, copy them, or name a model.revision"
     _agree(peers, "model", facts, dict.fromkeys(facts, fix), timeout_s)
 

@@ -36,7 +36,6 @@ TOLD_EVERY = 10
 """Steps between two tellings of the ranks' times, at least: each makes a reduction longer."""
 _SLOWER = 1.2
 _NOISE_S = 0.02  # a shorter step counts as so long: a moment's other work is a large part of it
-_LEAST_S = 1e-6
 
 Machines = Sequence[tuple[str, Sequence[int]]]
 """Host name and ranks of each machine."""
@@ -120,7 +119,7 @@ class RankTimes:
     def __init__(self, world_size: int, say: Callable[[str], None], machines: Machines = ()) -> None:
         self._world_size, self._say, self._machines = world_size, say, machines
         self._last: tuple[torch.Tensor, int] | None = None
-        self._window, self._window_steps = torch.zeros(0), 0
+        self._window, self._window_steps = torch.zeros(world_size, _PARTS, dtype=torch.float64), 0
         self._named: set[int] = set()
 
     def take(self, slots: torch.Tensor, steps: int) -> None:
@@ -133,23 +132,18 @@ class RankTimes:
         if self._world_size == 1 or last is None:
             return {}
         times, steps = last[0].cpu().double().view(self._world_size, _PARTS) / 1e6, last[1]
-        self._widen(times, steps)
-        found: dict[str, float | int] = {}
+        found: dict[str, float | int] = {"slowest_rank": int(times[:, _FORWARD].argmax())}
         for part, name in enumerate(_MEASURED.values()):
             values = sorted((times[:, part] / steps).tolist())
             found |= {f"{name}/min": values[0], f"{name}/median": statistics.median(values), f"{name}/max": values[-1]}
-        return {**found, "slowest_rank": int(times[:, _FORWARD].argmax())}
-
-    def _widen(self, times: torch.Tensor, steps: int) -> None:
-        self._window = times if not self._window_steps else self._window + times
-        self._window_steps += steps
-        if self._window_steps < _WINDOW_STEPS:
-            return
-        mean = self._window / self._window_steps
-        forward, data = mean[:, _FORWARD].tolist(), mean[:, _DATA].tolist()
-        for said in slow_ones(forward, data, self._machines, steps=self._window_steps, known=self._named):
-            self._say(said)
-        self._window_steps = 0
+        self._window, self._window_steps = self._window + times, self._window_steps + steps
+        if self._window_steps >= _WINDOW_STEPS:
+            mean = self._window / self._window_steps
+            forward, data = mean[:, _FORWARD].tolist(), mean[:, _DATA].tolist()
+            for said in slow_ones(forward, data, self._machines, steps=self._window_steps, known=self._named):
+                self._say(said)
+            self._window, self._window_steps = torch.zeros_like(times), 0
+        return found
 
 
 def slow_ones(
@@ -178,7 +172,7 @@ def _how_slow(ranks: Sequence[int], forward: Sequence[float], data: Sequence[flo
         if reads
         else ("forward passes take", "the clocks of its GPUs")
     )
-    slower = 100 * (sum(own) / max(sum(usual), _LEAST_S) - 1)
+    slower = 100 * (sum(own) / max(sum(usual), 1e-6) - 1)
     return (
         f"{'is' if len(ranks) == 1 else 'are'} {slower:.0f} % slower than the median, and the others wait: {what} "
         f"{own[reads]:.3g} s a step, the median is {usual[reads]:.3g} s (over {steps} steps); look what else runs on that "

@@ -86,10 +86,6 @@ class Peers:
             shown = self.own.rank == 0 or LOG_DIR in os.environ  # the others, in their logs at most
             raise Disagreement([Problem(**one) for one in verdict["problems"]], shown=shown)
 
-    def meet_again(self, stage: str, *, timeout_s: float) -> None:
-        """Waits for the others at `stage`, as `settle` does: a barrier without a collective operation."""
-        self.settle(stage, {}, lambda _: [], timeout_s=timeout_s)
-
     def share(self, name: str, value: str = "") -> str:
         """The `value` that rank 0 gives, on all ranks. Raises PeerFailed where it does not come within the store's limit."""
         try:
