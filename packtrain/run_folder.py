@@ -25,17 +25,8 @@ DISK_S = 3
 _STALLED = "stalled disk"
 _Found = TypeVar("_Found")
 _REPORTED = (
-    "packtrain",
-    "torch",
-    "transformers",
-    "trl",
-    "accelerate",
-    "datasets",
-    "peft",
-    "tokenizers",
-    "deepspeed",
-    "flash-attn",
-    "liger-kernel",
+    *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers", "deepspeed"),
+    *("flash-attn", "liger-kernel"),
 )
 
 

@@ -41,9 +41,6 @@ class TokenDataset:
         digest.update(rows.tobytes())
         self.fingerprint = digest.hexdigest()
 
-    def __reduce__(self) -> tuple[type[TokenDataset], tuple[tuple[Store, ...], np.ndarray, DataReport]]:
-        return (TokenDataset, (self.stores, self.rows, self.report))
-
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -89,9 +86,6 @@ class PairDataset:
             shareable=int(np.count_nonzero(self.prompts)),
         )
         self.report: DataReport = replace(documents.report, pairs=figures)
-
-    def __reduce__(self) -> tuple[type[PairDataset], tuple[TokenDataset]]:
-        return (PairDataset, (self.documents,))
 
     def __len__(self) -> int:
         return len(self.lengths)
