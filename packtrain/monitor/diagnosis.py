@@ -174,8 +174,6 @@ def live_of(states: Sequence[RankState]) -> list[RankState]:
 
 def diagnose(states: Sequence[RankState]) -> Diagnosis | None:
     """The one diagnosis of a run that stands still or has lost ranks, from all of them; None where all have come to their end."""
-    if all(one.at_its_end for one in states):
-        return None
     return _dead(states) or _stopped(states) or _ended(states) or _free(states) or _all_wait(states)
 
 

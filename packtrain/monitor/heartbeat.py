@@ -42,13 +42,10 @@ IN_WORDS: Mapping[Phase, str] = {
 """All phases, in the order in which a rank comes through them; those from `data` to `eval` once a step."""
 PHASES = tuple(IN_WORDS)
 BEFORE_TRAINING = PHASES[: PHASES.index("data")]
-WRITING = ("checkpoint", "final")
 LONG = ("prepare", "load", "proof", "final")
 """Phases that may take hours, in which no collective waits for a rank: they have no limit while they make progress."""
 _COMPUTES = 0.05  # of a core
 _BEATS_A_SECOND = 200  # of all ranks together
-_SPREAD_S = 5.0
-_TO_GIVE_UP_S = 60
 _TO_ASK_S = 5
 
 
@@ -63,19 +60,15 @@ class TimeLimits:
 
     def of(self, phase: Phase) -> float:
         """That of a collective operation which begins in `phase`."""
-        return self.checkpoint_s if phase in WRITING else self.step_s
+        return self.checkpoint_s if phase in ("checkpoint", "final") else self.step_s
 
     def deadline_s(self, phase: Phase) -> float:
         """How long a rank may stand still in `phase`."""
         if phase in ("start", "join"):  # who waits there gives up by itself, and has better words
-            return 2 * self.join_s + _TO_GIVE_UP_S
-        return most_s(max(self.step_s, self.checkpoint_s) if phase in LONG else self.of(phase))
-
-
-def most_s(timeout_s: float) -> float:
-    """A little less than the time limit of collectives, so that the reason is told before those of the others end: nine
-    tenths, or of a short one what leaves the time to ask the ranks."""
-    return min(0.9 * timeout_s, max(timeout_s - _TO_ASK_S, timeout_s / 2))
+            return 2 * self.join_s + 60
+        limit_s = max(self.step_s, self.checkpoint_s) if phase in LONG else self.of(phase)
+        # a little less than the collectives of the others have, so that the reason is told before they end
+        return min(0.9 * limit_s, max(limit_s - _TO_ASK_S, limit_s / 2))
 
 
 def progress_of(phase: Phase, step: int, micro: int) -> tuple[int, ...]:
@@ -186,7 +179,7 @@ class Heartbeat:
 
         def send() -> None:
             asked, answered = False, time.monotonic()
-            pause_s = random.random() * min(interval_s - 1, _SPREAD_S)  # not all at once
+            pause_s = random.random() * (interval_s - 1)  # not all at once
             while not self._over.wait(0 if asked else pause_s):
                 pause_s = interval_s
                 try:

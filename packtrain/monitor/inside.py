@@ -113,7 +113,13 @@ class _Inside:
         port, secret, host, pid = share("").split()
         self._first_pid = int(pid) if host == socket.gethostname() else 0
         self._client = Client(address, int(port), secret=secret)
-        self._heartbeat.connect(self._client, self._ranks, on_end=self._obey, on_silence=self._miss)
+        who = f"rank {self.rank} on {socket.gethostname()}"
+        self._heartbeat.connect(
+            self._client,
+            self._ranks,
+            on_end=lambda reason: self._end(f"{who} is ended: {reason}"),
+            on_silence=self._miss,
+        )
 
     def leave(self, code: int, lost: str) -> bool:
         """Says that this rank ends; returns whether rank 0 has heard it, and says why where it has `lost` others."""
@@ -149,7 +155,10 @@ class _Inside:
                 self._watchdog.end = lines[0]
                 with suppress(OSError):
                     print("\n".join(lines), file=sys.stderr, flush=True)
-                self._end_the_others(self._watchdog)
+                time.sleep(_PARTING_S)  # for the others to hear it; those on this machine that do not are ended
+                for one in self._watchdog.states():
+                    if one.pid not in (0, os.getpid()) and one.host == socket.gethostname():
+                        _kill(one.pid)
                 self._serving.close()
                 os._exit(PeerFailed.exit_code)  # the main thread may be stuck
 
@@ -181,16 +190,6 @@ class _Inside:
         silent = [one for one in states if not one.gone and (one.heard_s or 0) > _PARTING_S]
         names = ", ".join(f"rank {one.rank} on {one.host} (last in {one.place})" for one in silent)
         return (f"nothing is heard any more of {names}" if silent else ended[0].process.lost,)
-
-    def _end_the_others(self, watchdog: Watchdog) -> None:
-        """Gives them the time to hear it, and ends those on this machine that do not."""
-        time.sleep(_PARTING_S)
-        for one in watchdog.states():
-            if one.pid not in (0, os.getpid()) and one.host == socket.gethostname() and seen(one.pid) != "gone":
-                _kill(one.pid)
-
-    def _obey(self, reason: str) -> None:
-        self._end(f"rank {self.rank} on {socket.gethostname()} is ended: {reason}")
 
     def _miss(self, silent_s: float, error: NoAnswer) -> None:
         """Rank 0 does not answer."""

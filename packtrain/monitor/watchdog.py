@@ -79,9 +79,9 @@ class Watchdog:
 
     def __init__(self, machines: Sequence[tuple[str, Collection[int]]], limits: TimeLimits, logs: Path) -> None:
         now = time.monotonic()
-        self._limits, self._logs, self._suspended_s, self._looked = limits, logs, 0.0, now
+        self._machines, self._limits, self._logs = machines, limits, logs
+        self._suspended_s, self._looked = 0.0, now
         self._ranks = {rank: _Rank(host, node, now) for node, (host, ranks) in enumerate(machines) for rank in ranks}
-        self._hosts = [host for host, _ in machines]
         self._launchers: dict[int, float] = {}  # by machine: when it was last heard
         self._lock = threading.Lock()
         self._asked: float | None = None  # when all were last asked for stacks and collectives
@@ -288,14 +288,10 @@ class Watchdog:
 
     def to_json(self, found: Diagnosis | None = None) -> dict[str, Any]:
         """Plain containers: `ranks` (RankState), `machines` (host, ranks, seconds since its launcher was heard) and `diagnosis`."""
-        now = self._now()
+        heard = {node: round(self._now() - at, 1) for node, at in self._launchers.items()}
         machines = [
-            {
-                "host": host,
-                "ranks": [rank for rank, one in self._ranks.items() if one.node == node],
-                "heard_s": round(now - self._launchers[node], 1) if node in self._launchers else None,
-            }
-            for node, host in enumerate(self._hosts)
+            {"host": host, "ranks": list(ranks), "heard_s": heard.get(node)}
+            for node, (host, ranks) in enumerate(self._machines)
         ]
         diagnosis = found and {"cause": found.cause, "ranks": list(found.ranks), "lines": found.lines}
         return {"ranks": [asdict(one) for one in self.states()], "machines": machines, "diagnosis": diagnosis}
