@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -13,6 +15,9 @@ settings.load_profile("steady")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Many tests start processes. Where pip has compiled nothing, the first to import torch keeps for all others what took it 10 s.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     config.addinivalue_line("markers", 'slow: takes more than a few seconds; left out by -m "not slow"')
 
 
