@@ -192,17 +192,6 @@ def repeated(counts: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedProcess:
-    """This process is `rank` of `total`, of which `per_node` are on its machine; `env` is what torch still has to be told."""
-
-    rank: int
-    total: int
-    per_node: int
-    by: str
-    env: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class LaunchedMachine:
     """This process stands for machine `node` of `nodes`; `per_node` where the launcher says how many processes it has."""
 
@@ -214,20 +203,15 @@ class LaunchedMachine:
     by: str
 
 
-def process_of(topology: Topology, env: Mapping[str, str], allocation: Allocation | None) -> LaunchedProcess | None:
-    """How another launcher has started one process per device; None where it has not.
+def process_of(
+    topology: Topology, env: Mapping[str, str], allocation: Allocation | None
+) -> tuple[str, Mapping[str, str]] | None:
+    """Which launcher has started one process per device, and what torch still has to be told; None where none has.
 
     Raises UserError where it has said only half of what is needed.
     """
     if all(env.get(name) for name in TORCH):
-        rank, total = int_of(env, "RANK", 0), int_of(env, "WORLD_SIZE", 1)
-        if rank >= total:
-            raise UserError(
-                f"rank {rank} of {total} processes", where="environment variable RANK", fix="It starts at 0."
-            )
-        # DeepSpeed's launcher has another name for it
-        per_node = int_of(env, "LOCAL_WORLD_SIZE", int_of(env, "LOCAL_SIZE", total))
-        return LaunchedProcess(rank, total, per_node, "RANK, WORLD_SIZE and MASTER_ADDR are set")
+        return "RANK, WORLD_SIZE and MASTER_ADDR are set", {}
     task = allocation is not None and allocation.place == "task"
     for names in _MPI:
         if int_of(env, names[1], 1) > 1 and not (task and names[2] not in env):  # srun, too, may set PMI_SIZE
@@ -280,7 +264,7 @@ def int_of(env: Mapping[str, str], name: str, otherwise: int) -> int:
     return int(value)
 
 
-def _of_mpi(topology: Topology, env: Mapping[str, str], names: tuple[str, ...]) -> LaunchedProcess:
+def _of_mpi(topology: Topology, env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     require(env, names)
     rank, total, local, per_node = (int_of(env, name, 0) for name in names)
     address = topology.main_address or env.get("MASTER_ADDR") or ("127.0.0.1" if per_node == total else None)
@@ -288,11 +272,10 @@ def _of_mpi(topology: Topology, env: Mapping[str, str], names: tuple[str, ...]) 
         what = f"mpirun has started {total} processes on several machines, and none of them knows the first one's name"
         raise UserError(what, where="topology.main_address", fix="Set it, or MASTER_ADDR (mpirun -x MASTER_ADDR=HOST).")
     port = topology.main_port or int_of(env, "MASTER_PORT", DEFAULT_PORT)
-    told = _torch_variables(rank, total, local, per_node, address, port)
-    return LaunchedProcess(rank, total, per_node, f"mpirun has started it ({names[0]})", told)
+    return f"mpirun has started it ({names[0]})", _torch_variables(rank, total, local, per_node, address, port)
 
 
-def _of_slurm(topology: Topology, allocation: Allocation) -> LaunchedProcess:
+def _of_slurm(topology: Topology, allocation: Allocation) -> tuple[str, dict[str, str]]:
     if len(set(allocation.tasks)) > 1:
         what = f"the machines of the step have different numbers of tasks ({', '.join(map(str, allocation.tasks))})"
         fix = "Start the same number on each: srun --ntasks-per-node=N, or one, which starts the others."
@@ -300,7 +283,7 @@ def _of_slurm(topology: Topology, allocation: Allocation) -> LaunchedProcess:
     per_node, total = allocation.tasks[0], sum(allocation.tasks)
     port = topology.main_port or allocation.port
     told = _torch_variables(allocation.rank, total, allocation.local_rank, per_node, allocation.hosts[0], port)
-    return LaunchedProcess(allocation.rank, total, per_node, f"srun has started {per_node} tasks on each machine", told)
+    return f"srun has started {per_node} tasks on each machine", told
 
 
 def _torch_variables(rank: int, total: int, local: int, per_node: int, address: str, port: int) -> dict[str, str]:

@@ -21,7 +21,6 @@ from packtrain.plan.surroundings import (
     TORCH,
     Allocation,
     LaunchedMachine,
-    LaunchedProcess,
     Surroundings,
     allocation_of,
     int_of,
@@ -73,9 +72,9 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
     allocation = allocation_of(env)
     process, machine = process_of(topology, env, allocation), machine_of(env)
     if kind in ("single", "local", "manual"):
-        _refuse_own_run(kind, process, machine, allocation)
+        _refuse_own_run(kind, int_of({**env, **process[1]}, "WORLD_SIZE", 1) if process else 1, machine, allocation)
     elif process:
-        return _join(topology, process, surroundings)
+        return _join(topology, *process, surroundings)
     if kind in ("auto", "env") and machine:
         return _machine(topology, surroundings, machine)
     if kind == "env":
@@ -91,11 +90,9 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
     return _on_this_machine(topology, surroundings)
 
 
-def _refuse_own_run(
-    kind: str, process: LaunchedProcess | None, machine: LaunchedMachine | None, allocation: Allocation | None
-) -> None:
+def _refuse_own_run(kind: str, processes: int, machine: LaunchedMachine | None, allocation: Allocation | None) -> None:
     """Raises UserError where this is one of several that a launcher has started, and each would start its own run."""
-    several = [(process.total, "a running launch")] if process else []
+    several = [(processes, "a running launch")]
     if kind != "manual":  # by which machines that others have started can be numbered
         several += [(machine.nodes, machine.by)] if machine else []
         several += [(len(allocation.tasks), f"a step of Slurm job {allocation.job}")] if allocation else []
@@ -108,13 +105,18 @@ def _refuse_own_run(
             )
 
 
-def _join(topology: Topology, process: LaunchedProcess, surroundings: Surroundings) -> Processes:
-    per_node = max(process.per_node, 1)
-    nodes = max(process.total // per_node, 1)
-    if process.total != nodes * per_node:
+def _join(topology: Topology, by: str, told: Mapping[str, str], surroundings: Surroundings) -> Processes:
+    env = {**surroundings.env, **told}
+    rank, total = int_of(env, "RANK", 0), int_of(env, "WORLD_SIZE", 1)
+    if rank >= total:
+        raise UserError(f"rank {rank} of {total} processes", where="environment variable RANK", fix="It starts at 0.")
+    # DeepSpeed's launcher has another name for it
+    per_node = max(int_of(env, "LOCAL_WORLD_SIZE", int_of(env, "LOCAL_SIZE", total)), 1)
+    nodes = max(total // per_node, 1)
+    if total != nodes * per_node:
         raise CheckFailed(
-            f"{process.total} processes in all, {per_node} of them on this machine: the others have another number",
-            where=f"the launch ({process.by})",
+            f"{total} processes in all, {per_node} of them on this machine: the others have another number",
+            where=f"the launch ({by})",
             fix="start the same number of processes on every machine",
         )
     wanted = (topology.nodes or nodes, topology.gpus_per_node or per_node)
@@ -124,15 +126,13 @@ def _join(topology: Topology, process: LaunchedProcess, surroundings: Surroundin
             where="topology",
             fix="the number of processes that accelerate launch wants is the total over all machines; torchrun's is that of each",
         )
-    env = dict(process.env)
-    checked = "OMPI_COMM_WORLD_RANK" in surroundings.env  # DeepSpeed holds LOCAL_RANK to Open MPI's
-    if surroundings.gpus == 1 and "LOCAL_RANK" in env and not checked:
-        env["LOCAL_RANK"] = "0"  # each task has a GPU to itself (--gpus-per-task): the first that it sees
-    told = {**surroundings.env, **env}
-    _agree_on_address(topology, told["MASTER_ADDR"], f"MASTER_ADDR ({process.by})")
-    _agree("topology.main_port", topology.main_port, int_of(told, "MASTER_PORT", 0), f"MASTER_PORT ({process.by})")
-    reason = f"joins a running launch as rank {process.rank} of {process.total} ({process.by})"
-    return Processes(nodes, per_node, reason, joins=True, env=env)
+    checked = "OMPI_COMM_WORLD_RANK" in env  # DeepSpeed holds LOCAL_RANK to Open MPI's
+    if surroundings.gpus == 1 and told and not checked:
+        told = {**told, "LOCAL_RANK": "0"}  # each task has a GPU to itself (--gpus-per-task): the first that it sees
+    _agree_on_address(topology, env["MASTER_ADDR"], f"MASTER_ADDR ({by})")
+    _agree("topology.main_port", topology.main_port, int_of(env, "MASTER_PORT", 0), f"MASTER_PORT ({by})")
+    reason = f"joins a running launch as rank {rank} of {total} ({by})"
+    return Processes(nodes, per_node, reason, joins=True, env=told)
 
 
 def _machine(topology: Topology, surroundings: Surroundings, machine: LaunchedMachine) -> Processes:

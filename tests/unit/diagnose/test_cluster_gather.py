@@ -116,7 +116,7 @@ def test_a_machine_that_falls_silent_is_named_and_the_others_are_compared(
 
     def stops() -> None:  # once it has met the others
         place = rendezvous.Place("127.0.0.1", config.topology.main_port or 0, LONG_S, gather._JOB)
-        with meet(Member(2, 3, 1, 3, 0, "n3", (), {}, {}, time.time()), place):
+        with meet(Member(2, 3, 1, 0, "n3", (), {}, {}), place):
             pass
 
     silent = threading.Thread(target=stops)
