@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -106,7 +107,7 @@ class _Model:
 
     `width` is that of a weight in bytes. How many weights there are in `all`, in the `linear` layers of its blocks, in the
     largest `block`, and outside of blocks (the `rest`); how many are `trained`, and how many `factors` adafactor keeps of
-    them. `known` are its layers, or why they are not known.
+    them. `sizes` are what is known of its own config.
     """
 
     width: int
@@ -116,7 +117,7 @@ class _Model:
     rest: int
     trained: int
     factors: int
-    known: Layers | str
+    sizes: Mapping[str, Any]
 
 
 def estimate(config: RunConfig, processes: int, device_bytes: int | None = None) -> Memory | str:
@@ -124,24 +125,21 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None)
 
     topology.gpu_memory (GiB) wins over `device_bytes`. Where it exceeds the device, `advice` says what to try.
     """
-    weights = weights_of(config.model)
-    model = weights if isinstance(weights, str) else _measure(config, weights)
-    if isinstance(model, str):
-        return model
     if config.topology.gpu_memory is not None:
         device_bytes = int(config.topology.gpu_memory * GIB)
     try:
+        model = _measure(config, weights_of(config.model))
         found = replace(_count(config, model, processes), device=device_bytes)
-    except UserError as error:  # of the adapters that are the reference
+    except UserError as error:
         return f"not known before loading: {error}"
     return replace(found, advice=_advice(config, processes)) if found.fits is False else found
 
 
-def _measure(config: RunConfig, weights: Weights) -> _Model | str:
+def _measure(config: RunConfig, weights: Weights) -> _Model:
     shapes = weights.shapes
     trained = list(shapes.values()) if config.peft.kind == "none" else adapter_shapes(shapes, config.peft)
     if not trained:
-        return "no layer of the model has a name of peft.target_modules"
+        raise UserError("no layer of the model has a name of peft.target_modules")
     blocks: Counter[str] = Counter()
     linear = 0
     for name, shape in shapes.items():
@@ -157,7 +155,7 @@ def _measure(config: RunConfig, weights: Weights) -> _Model | str:
         rest=rest,
         trained=sum(map(math.prod, trained)),
         factors=sum(sum(shape) if len(shape) >= 2 else math.prod(shape) for shape in trained),
-        known=layers_of(weights.sizes),
+        sizes=weights.sizes,
     )
 
 
@@ -193,12 +191,14 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
 def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
     """(bytes at the fullest moment of the fullest micro-batch, "") or (None, why they are not known)."""
     batch = _fullest(config, model.width)
-    if isinstance(model.known, str):
-        return None, f"not known: {model.known}"
+    try:
+        layers = layers_of(model.sizes)
+    except UserError as error:
+        return None, f"not known: {error}"
     if batch is None:
         return None, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
-    waiting, working = of_the_layers(config, model.known, batch)
-    return waiting + max(working, _of_the_head(config, model.known, batch)), ""
+    waiting, working = of_the_layers(config, layers, batch)
+    return waiting + max(working, _of_the_head(config, layers, batch)), ""
 
 
 def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: int) -> int:

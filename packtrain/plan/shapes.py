@@ -53,39 +53,35 @@ class Layers:
     vocabulary: int
 
 
-def weights_of(model: Model) -> Weights | str:
-    """The weights of a model, without adapters, or a sentence on what is missing to know them."""
-    try:
-        base = base_of(model.path) if model.init == "pretrained" else None
-    except UserError as error:
-        return f"not known before loading: {error}"
+def weights_of(model: Model) -> Weights:
+    """The weights of a model, without adapters. Raises UserError with what is missing to know them before it is loaded."""
+    base = base_of(model.path) if model.init == "pretrained" else None
     model = replace(model, path=base or model.path)
     folder = _folder(model)
     sizes = {**(_read(folder / "config.json") if folder else {}), **model.config}
     if model.init == "random":
-        shapes = _from_sizes(sizes)
-        return shapes if isinstance(shapes, str) else Weights(shapes, 4, sizes)
+        return Weights(_from_sizes(sizes), 4, sizes)
     if model.path and model.path.endswith(".gguf"):
-        return "not known before loading: a .gguf file is read while loading only"
+        raise UserError("a .gguf file is read while loading only")
     if folder is not None:
         return _stored(folder, sizes)
     if "model_type" in sizes:
-        shapes = _from_sizes(sizes)  # what model.dtype=auto finds on the hub is bfloat16
-        return shapes if isinstance(shapes, str) else Weights(shapes, 2, sizes)
+        return Weights(_from_sizes(sizes), 2, sizes)  # what model.dtype=auto finds on the hub is bfloat16
     how = "its sizes can be given: model.config.model_type=…, model.config.hidden_size=… (docs/planning.md has all)"
-    return f"not known before loading: {model.path} is not on this machine yet; {how}"
+    raise UserError(f"{model.path} is not on this machine yet; {how}")
 
 
-def layers_of(sizes: Mapping[str, Any]) -> Layers | str:
-    """The layers of a llama, mistral, qwen2 or qwen3 model of these sizes, or a sentence on what is missing."""
+def layers_of(sizes: Mapping[str, Any]) -> Layers:
+    """The layers of a llama, mistral, qwen2 or qwen3 model of these sizes. Raises UserError with what is missing."""
     kind = sizes.get("model_type")
     if kind not in LLAMA_KIN:
-        return f"the layers of model type {kind} are not among those that packtrain knows"
+        raise UserError(f"the layers of model type {kind} are not among those that packtrain knows")
     needed = _SIZES if kind == "llama" else (*_SIZES, "num_key_value_heads")
     needed = (*needed, "head_dim") if kind == "qwen3" else needed
     missing = [name for name in needed if not isinstance(sizes.get(name), int) or sizes[name] < 1]
     if missing:
-        return f"model.config.{missing[0]} is left to the {'tokenizer' if missing[0] == 'vocab_size' else 'model type'}"
+        whose = "tokenizer" if missing[0] == "vocab_size" else "model type"
+        raise UserError(f"model.config.{missing[0]} is left to the {whose}")
     hidden, inner, number, heads, vocabulary = (sizes[name] for name in _SIZES)
     head = sizes.get("head_dim") or hidden // heads
     shared = (sizes.get("num_key_value_heads") or heads) * head
@@ -131,7 +127,7 @@ def _folder(model: Model) -> Path | None:
     return snapshot if snapshot.is_dir() else None
 
 
-def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights | str:
+def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
     """What the safetensors files of a folder hold; those of a sharded model are named by its index."""
     index = _read(folder / "model.safetensors.index.json").get("weight_map", {})
     files = sorted(set(index.values())) or ["model.safetensors"]
@@ -145,8 +141,8 @@ def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights | str:
             header.pop("__metadata__", None)
             shapes |= {name: tuple(one["shape"]) for name, one in header.items()}
             width = 2 if any(one["dtype"] in ("BF16", "F16") for one in header.values()) else 4
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return f"not known before loading: {folder / file} cannot be read as safetensors"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{folder / file} cannot be read as safetensors") from error
     return Weights(shapes, width, sizes)
 
 
@@ -158,11 +154,9 @@ def _read(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _from_sizes(sizes: Mapping[str, Any]) -> Shapes | str:
+def _from_sizes(sizes: Mapping[str, Any]) -> Shapes:
     """The weights of a llama, mistral, qwen2 or qwen3 model of these sizes."""
     of = layers_of(sizes)
-    if isinstance(of, str):
-        return f"not known before loading: {of}"
     bias = of.kind == "qwen2" or (of.kind != "mistral" and sizes.get("attention_bias", False))
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (of.vocabulary, of.hidden),
