@@ -34,7 +34,7 @@ from packtrain.config.schema import Objective
 from packtrain.errors import CheckFailed
 from packtrain.model.precision import compute_in
 from packtrain.packing.collate import IGNORE, PairLayout, on_device, row_arguments
-from packtrain.proof.isolation import refusals_of_a_model
+from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 
 _HEAD_CHUNK = 512  # tokens whose logits exist at once
 _BY_TOKEN = 20  # times the difference of a sum that its terms may have: errors of many tokens cancel in it
@@ -145,26 +145,35 @@ def _losses(log_probs: torch.Tensor, loss: str) -> torch.Tensor:
     return -(log_probs * log_probs.exp().detach() if loss == "dft" else log_probs)
 
 
-def choose_head(model: PreTrainedModel, head: Head, batch: dict[str, Any], *, tolerance: float) -> float:
+@torch.no_grad()
+def choose_head(
+    model: PreTrainedModel,
+    head: Head,
+    batch: dict[str, Any],
+    *,
+    autocast: torch.dtype | None = None,
+    tolerance: float | None = None,
+) -> float:
     """Compares `loss_sum` on one collated micro-batch with the model's own full logits, and runs those where they differ.
 
     They do where the head is of a kind that the fused one does not know (a transform before it, a cap of another name). The
     sums could be near each other by chance, so the tokens' losses are compared too, whose rounding errors do not cancel.
-    Returns the relative difference of the fused head, infinite where it does not fit at all. Call it without gradients and
-    in eval mode. Raises CheckFailed where the model cannot run the batch.
+    Returns the relative difference of the fused head, infinite where it does not fit at all; `tolerance` is by itself that
+    of the format which is computed in. Raises CheckFailed where the model cannot run the batch.
     """
     name, labels = type(model).__name__, batch["shift_labels"]
     plain = {name: value for name, value in batch.items() if name != "shift_labels"}
-    with refusals_of_a_model(f"{name} cannot run a batch", fix="see what model.config sets"):
-        theirs = _losses(_log_probs(model(**plain, use_cache=False).logits, labels), head.loss)
-    try:
-        with refusals_of_a_model(name, fix=""):
-            of_sum = (model(**batch, loss_sum=True) - theirs.sum()).abs()
-            of_tokens = (model(**batch, token_losses=True) - theirs).abs().sum() / _BY_TOKEN
-            difference = (of_sum.maximum(of_tokens) / theirs.sum().abs().clamp(min=1e-8)).item()
-    except CheckFailed:
-        difference = math.inf
-    head.fused = difference <= tolerance  # NaN is not
+    with evaluating(model, autocast):
+        with refusals_of_a_model(f"{name} cannot run a batch", fix="see what model.config sets"):
+            theirs = _losses(_log_probs(model(**plain, use_cache=False).logits, labels), head.loss)
+        try:
+            with refusals_of_a_model(name, fix=""):
+                of_sum = (model(**batch, loss_sum=True) - theirs.sum()).abs()
+                of_tokens = (model(**batch, token_losses=True) - theirs).abs().sum() / _BY_TOKEN
+                difference = (of_sum.maximum(of_tokens) / theirs.sum().abs().clamp(min=1e-8)).item()
+        except CheckFailed:
+            difference = math.inf
+    head.fused = difference <= (tolerance or loss_tolerance_of(autocast or model.dtype))  # NaN is not
     return difference
 
 

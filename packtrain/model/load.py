@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 import xxhash
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -26,19 +25,6 @@ from packtrain.proof.isolation import positions_of
 
 QUICKSTART = "quickstart"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
-_LOAD_ERRORS = (  # what a wrong path, a damaged file or an impossible model.config ends in
-    OSError,
-    ValueError,
-    LookupError,
-    ImportError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
-)
 
 
 def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
@@ -54,7 +40,7 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     with _hub(source) as online:
         try:
             loaded = AutoTokenizer.from_pretrained(**_location(source, config))
-        except _LOAD_ERRORS as error:
+        except Exception as error:  # a wrong path, a damaged file: no list of types is complete
             what = f"cannot load a tokenizer from {source}: {_first_line(error)}"
             raise UserError(what, where=where, fix="" if online else OFFLINE_ADVICE) from error
     if loaded.pad_token_id is None:
@@ -82,7 +68,9 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
                 )
             else:
                 model = _load_pretrained(config)
-        except _LOAD_ERRORS as error:
+        except UserError:
+            raise
+        except Exception as error:  # the same, or an impossible model.config
             made = "make a model of model.config" if config.init == "random" else f"load the model {config.path}"
             what = f"cannot {made}: {_first_line(error)}"
             where = "model.config" if config.init == "random" else "model.path"

@@ -12,13 +12,12 @@ from transformers import PreTrainedModel
 from packtrain.attention.backends import PER_DOCUMENT, attending_by, attention_of
 from packtrain.attention.segmented_modules import uses_attention_interface
 from packtrain.errors import CheckFailed, Problem
-from packtrain.model.forward import Head, choose_head
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.choice import AttentionChoice, choose_attention
-from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
+from packtrain.proof.isolation import evaluating, refusals_of_a_model
 
 WATCHED_STEPS = 3
 _FEWEST = 16  # trained tokens whose rounding errors average out
@@ -75,12 +74,6 @@ def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None
             where=where,
             fix="install the same packages everywhere, or name what to use",
         )
-
-
-def fit_head(model: PreTrainedModel, head: Head, probe: dict[str, Any], autocast: torch.dtype | None) -> float:
-    """Has the model's full logits made where the fused output head does not fit; returns how far that one is off."""
-    with evaluating(model, autocast), torch.no_grad():
-        return choose_head(model, head, probe, tolerance=loss_tolerance_of(autocast or model.dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.config.schema import Objective, Packing
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.data.prepare import prepare
-from packtrain.model.forward import Head, patch_forward
+from packtrain.model.forward import Head, choose_head, patch_forward
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.routers import router_loss, without_labels
@@ -32,7 +32,7 @@ from packtrain.proof.isolation import tolerance_of
 from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.loop import StepTrainer
-from packtrain.train.preflight import FirstStepWatch, choose_together, fit_head
+from packtrain.train.preflight import FirstStepWatch, choose_together
 from packtrain.train.settings import LoopSettings, unread_data
 
 _PROBE_TOKENS = 64
@@ -158,7 +158,7 @@ class SFT:
         model, autocast = base_model(trainer.model), trainer.settings.autocast
         if preflight and not trainer.settings.sharded and trainer.settings.backend not in (None, PER_DOCUMENT):
             trainer.watch = FirstStepWatch(attention, tolerance_of(trainer.compute_dtype))
-        off = fit_head(model, trainer.head, trainer.probe(), autocast)
+        off = choose_head(model, trainer.head, trainer.probe(), autocast=autocast)
         if not trainer.head.fused:
             log.fact(
                 "head", f"full logits: the fused one does not fit {type(model).__name__} (its loss is off by {off:.1g})"

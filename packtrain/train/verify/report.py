@@ -28,7 +28,7 @@ from trl.trainer.utils import add_fused_lm_head
 from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.config.schema import Model, Objective, Packing, Peft, Trainer
 from packtrain.errors import CheckFailed, Disagreement
-from packtrain.model.forward import Head, add_loss_sum
+from packtrain.model.forward import Head, add_loss_sum, choose_head
 from packtrain.model.load import base_model, load_model, load_tokenizer
 from packtrain.model.precision import autocast_of
 from packtrain.model.spread import Ranks, loading_whole, open_proofs, spread
@@ -39,7 +39,7 @@ from packtrain.proof.isolation import Proof, check_as_it_comes
 from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.dpo_objective import DPO
-from packtrain.train.preflight import fit_head, why_not_together
+from packtrain.train.preflight import why_not_together
 from packtrain.train.sync.checks import agree_on_model
 from packtrain.train.sync.store import Peers
 from packtrain.train.verify.dpo_start import Start
@@ -207,7 +207,7 @@ def _modes(
         add_fused_lm_head(base)
         head = add_loss_sum(base, loss=objective.loss, neftune_alpha=objective.neftune_alpha)
         probe = collate_padded(random_documents(base)[-1:], pad)
-        fit_head(base, head, on_device(probe, base.device), autocast)
+        choose_head(base, head, on_device(probe, base.device), autocast=autocast)
         return head, compare_documents(model, backend, pad_token_id=pad, loss=objective.loss, autocast=autocast), None
     trainer, start = trainer_on_random_pairs(dpo, model, tokenizer, subject.trainer), None
     if dpo.reference.at_start:
