@@ -113,17 +113,17 @@ def launch_argv(
 
     Processes that have not found each other after `join_timeout_s` seconds give up.
     """
-    flags = ["--config_file", config_file, *_strategy_flags(config), "--same_network"]
+    kind = config["distributed_type"]
+    flags = ["--config_file", config_file]
+    if kind == "DEEPSPEED":
+        flags += ["--use_deepspeed", "--deepspeed_config_file", config["deepspeed_config"]["deepspeed_config_file"]]
+        flags += ["--deepspeed_multinode_launcher", "standard", "--zero3_init_flag", "false"]
+    elif kind == "FSDP":
+        flags += ["--use_fsdp", "--fsdp_version", "2", "--fsdp_cpu_ram_efficient_loading", "false"]
+    else:
+        flags.append("--multi_gpu")
+    flags.append("--same_network")
     for name in ("num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port"):
         flags += [f"--{name}", str(config[name])]
     flags += ["--rdzv_conf", f"timeout={join_timeout_s}", "--mixed_precision", "no", "--dynamo_backend", "no"]
     return [accelerate, "launch", *flags, "-m", *WORKER, *worker]
-
-
-def _strategy_flags(config: dict[str, Any]) -> list[str]:
-    if config["distributed_type"] == "DEEPSPEED":
-        flags = ["--use_deepspeed", "--deepspeed_config_file", config["deepspeed_config"]["deepspeed_config_file"]]
-        return [*flags, "--deepspeed_multinode_launcher", "standard", "--zero3_init_flag", "false"]
-    if config["distributed_type"] == "FSDP":
-        return ["--use_fsdp", "--fsdp_version", "2", "--fsdp_cpu_ram_efficient_loading", "false"]
-    return ["--multi_gpu"]

@@ -198,7 +198,11 @@ def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
     if batch is None:
         return None, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
     waiting, working = of_the_layers(config, layers, batch)
-    return waiting + max(working, _of_the_head(config, layers, batch)), ""
+    # the head's backward pass: its input and the gradient of it, a tile of logits, the gradient of its weight
+    head = batch.tokens * layers.hidden * (batch.compute + 4) + min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
+    if config.peft.kind == "none" or "lm_head" in config.peft.modules_to_save:
+        head += layers.vocabulary * layers.hidden * 4
+    return waiting + max(working, head), ""
 
 
 def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: int) -> int:
@@ -340,11 +344,3 @@ def _of_inputs(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
     hidden = sum(number if copied else min(number, 1) for number in shared)
     query = of.query if copied and not full and reading("self_attn", "o_proj") else 0
     return width * (hidden * of.hidden + query + of.inner * reading("mlp", "down_proj"))
-
-
-def _of_the_head(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
-    """Bytes of the head's backward pass: its input and the gradient of it, a tile of logits, the gradient of its weight."""
-    tokens, compute = batch.tokens, batch.compute
-    tile = min(tokens, _TILE[0]) * _TILE[1] * compute
-    trained = config.peft.kind == "none" or "lm_head" in config.peft.modules_to_save
-    return tokens * of.hidden * (compute + 4) + tile + (of.vocabulary * of.hidden * 4 if trained else 0)
