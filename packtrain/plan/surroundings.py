@@ -227,23 +227,22 @@ def machine_of(env: Mapping[str, str]) -> LaunchedMachine | None:
     """The machine that Kubernetes' training operator has started this process for: by torchrun's PET_ variables, or a pod's."""
     if "LOCAL_RANK" in env:  # torchrun has started this process itself
         return None
-    address, port = env.get("MASTER_ADDR", ""), int_of(env, "MASTER_PORT", DEFAULT_PORT)
-    nodes = env.get("PET_NNODES", "1").rpartition(":")[2]  # MIN:MAX of an elastic job, whose machines are not numbered
-    if nodes != "1" or "PET_NODE_RANK" in env:
-        require(env, ("PET_NNODES", "PET_NODE_RANK"))
-        number = env.get("PET_NPROC_PER_NODE", "")
-        return LaunchedMachine(
-            node=int_of(env, "PET_NODE_RANK", 0),
-            nodes=int_of({"PET_NNODES": nodes}, "PET_NNODES", 1),
-            per_node=int(number) if number.isdigit() else None,  # or "auto", "gpu"
-            main_address=env.get("PET_MASTER_ADDR") or address,
-            main_port=int_of(env, "PET_MASTER_PORT", port),
-            by="torchrun's variables PET_NNODES and PET_NODE_RANK",
-        )
-    if "KUBERNETES_SERVICE_HOST" in env and "RANK" in env and "WORLD_SIZE" in env:
-        rank, size = int_of(env, "RANK", 0), int_of(env, "WORLD_SIZE", 1)
-        return LaunchedMachine(rank, size, None, address, port, "the pod's variables RANK and WORLD_SIZE")
-    return None
+    if env.get("PET_NNODES", "1") != "1" or "PET_NODE_RANK" in env:
+        names, by = ("PET_NODE_RANK", "PET_NNODES"), "torchrun's variables PET_NNODES and PET_NODE_RANK"
+        require(env, names)  # an elastic job's machines are not numbered
+    elif "KUBERNETES_SERVICE_HOST" in env and all(env.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")):
+        names, by = ("RANK", "WORLD_SIZE"), "the pod's variables RANK and WORLD_SIZE"
+    else:
+        return None
+    number = env.get("PET_NPROC_PER_NODE", "")
+    return LaunchedMachine(
+        node=int_of(env, names[0], 0),
+        nodes=int_of(env, names[1], 1),
+        per_node=int(number) if number.isdigit() else None,  # or "auto", "gpu"
+        main_address=env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR", ""),
+        main_port=int_of(env, "PET_MASTER_PORT", int_of(env, "MASTER_PORT", DEFAULT_PORT)),
+        by=by,
+    )
 
 
 def require(env: Mapping[str, str], names: Sequence[str]) -> None:

@@ -385,6 +385,10 @@ def test_slurm_s_lists_of_numbers() -> None:
     assert repeated("4(x2),3") == (4, 4, 3)
 
 
+def test_a_service_of_kubernetes_called_master_is_no_launch() -> None:
+    assert plan(env={"KUBERNETES_SERVICE_HOST": "10.0.0.1", "MASTER_PORT": "tcp://10.0.0.1:80"}).num_processes == 1
+
+
 def test_no_job_is_no_allocation() -> None:
     assert allocation_of({"SLURM_CONF": "/etc/slurm.conf", "SLURM_NTASKS": "4"}) is None
 
