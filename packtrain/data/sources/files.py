@@ -1,4 +1,4 @@
-"""Files as streams of chunks, in bounded memory, without losing the line number.
+"""Files as streams of chunks, in bounded memory (but for one JSON list), without losing the line number.
 
 JSON Lines and csv are read here rather than through `datasets` or pandas: those infer one schema for the whole file
 (a row that differs fails far from its line, structs are filled with nulls), and name neither the line nor the field.
@@ -162,7 +162,8 @@ def _json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
 
     def broken(what: str, at: int) -> UserError:
         fix = "A broken list cannot be skipped row by row: mend it, or write one object a line (.jsonl)."
-        return UserError(what, where=f"{path}:{text.count(chr(10), 0, at) + 1}", fix=fix)
+        line = 1 + text.count("\n", 0, at)
+        return UserError(what, where=f"{path}:{line}", fix=fix)
 
     at = after(text.index("[") + 1)
     line = 1 + text.count("\n", 0, at)
