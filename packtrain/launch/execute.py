@@ -65,7 +65,9 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
             if _is_first(plan):
                 open_attempt()
             return _train_here(plan, config, folder, train)
-        group = stack.enter_context(meet(_member(plan, config), _place(plan, config), open_attempt))
+        address, port = plan.accelerate["main_process_ip"], plan.accelerate["main_process_port"]
+        place = Place(address, port, config.topology.join_timeout, config.trainer.output_dir, plan.hosts)
+        group = stack.enter_context(meet(_member(plan, config), place, open_attempt))
         return _launch_here(plan, config, folder, group)
 
 
@@ -81,11 +83,6 @@ def _member(plan: LaunchPlan, config: RunConfig) -> Member:
         versions=shared_versions(environment()),
         config=shared_values(asdict(config)),
     )
-
-
-def _place(plan: LaunchPlan, config: RunConfig) -> Place:
-    address, port = plan.accelerate["main_process_ip"], plan.accelerate["main_process_port"]
-    return Place(address, port, config.topology.join_timeout, config.trainer.output_dir, plan.hosts)
 
 
 def _limits(config: RunConfig) -> TimeLimits:
@@ -118,7 +115,7 @@ def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
         with Reporter(plan.node, group.names[0], silence_s, main) as reporter:
             supervisor = Supervisor(own, log, plan.ranks, plan.host, reporter)
             verdict = supervisor.run([sys.executable, *_torchrun(argv, log)], environment)
-            if plan.node == 0 or verdict.alone:  # rank 0 and this are what the terminal shows
+            if plan.node == 0 or reporter.lost:
                 for said in verdict.lines:
                     print(said, file=sys.stderr, flush=True)
             if isinstance(main, Machines):

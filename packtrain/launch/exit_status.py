@@ -83,7 +83,10 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
 def _ended_by(error: Exception | KeyboardInterrupt, alone: bool) -> int:
     if isinstance(error, PacktrainError):
         if error.shown:
-            _print_problems(error)
+            number = len(error.problems)
+            print(f"error: {number} problems" if number > 1 else "error:", file=sys.stderr)
+            for problem in error.problems:
+                print(f"  {problem}", file=sys.stderr)
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
@@ -96,21 +99,13 @@ def _ended_by(error: Exception | KeyboardInterrupt, alone: bool) -> int:
     return 1
 
 
-def _print_problems(error: PacktrainError) -> None:
-    """Each problem once: where, what, and what to do; in colour on a terminal."""
-    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    red, bold, green, plain = ("\033[31m", "\033[1m", "\033[32m", "\033[0m") if colour else ("",) * 4
-    number = len(error.problems)
-    print(f"{red}error{plain}: {number} problems" if number > 1 else f"{red}error{plain}:", file=sys.stderr)
-    for problem in error.problems:
-        place = f"{bold}{problem.where}{plain}: " if problem.where else ""
-        print(f"  {place}{problem.what}", file=sys.stderr)
-        if problem.fix:
-            print(f"    {green}→{plain} {problem.fix}", file=sys.stderr)
-
-
 def _stopped_by(number: int) -> str:
     return f"stopped by {signal.Signals(number).name}"
+
+
+def is_failure(code: int | None) -> bool:
+    """Whether a process that ended so has failed: by an error, a signal, or for no known reason; not where it was stopped in order."""
+    return code is None or code < 0 or 0 < code <= 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +129,9 @@ class Outcome:
     @property
     def failed(self) -> bool:
         """Whether the others need not go on."""
-        rank = any(code is None or code < 0 or 0 < code <= 128 for code in self.codes.values())
-        return rank or bool(self.lost) or (self.launched != 0 and self.signal is None)
+        return (
+            any(map(is_failure, self.codes.values())) or bool(self.lost) or (self.launched != 0 and self.signal is None)
+        )
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Outcome:
@@ -146,11 +142,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The exit code of every launcher, and what machine 0's terminal shows; `alone`: that of a machine that has lost machine 0."""
+    """The exit code of every launcher, and what machine 0's terminal shows."""
 
     code: int
     lines: Sequence[str] = ()
-    alone: bool = False
 
 
 def judge(
@@ -187,8 +182,7 @@ def judge(
     if list(codes.values()) == [1] * total:
         return Verdict(1, [*run.named(1), BUG])
     if any(one.failed for one in outcomes.values()):
-        bad = [code for code in codes.values() if code is None or code < 0 or 0 < code <= 128]
-        return Verdict(4, run.named(1) or run.named(*bad) or run.unexplained())
+        return Verdict(4, run.named(1) or run.named(*filter(is_failure, codes.values())) or run.unexplained())
     if signalled := max((code for code in codes.values() if code), default=0):  # someone else signalled all workers
         return Verdict(signalled, [_stopped_by(signalled - 128)])
     return Verdict(0)  # workers that are not packtrain's leave no codes

@@ -86,7 +86,6 @@ class Machines:
         self._diagnosis: Diagnosis | None = None
         self._verdict: Verdict | None = None
         self._informed: set[int] = set()  # of the verdict
-        self.wake = lambda: None  # machine 0's own launcher, for what cannot wait
 
     def answer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The channel's `machine`."""
@@ -101,7 +100,6 @@ class Machines:
             self._silent_s[node] = 0.0
             if report.signal is not None and self._stop is None:
                 self._stop = report.signal, node
-                self.wake()
             if report.failed:
                 self._halt(report.failed, node)
             if report.outcome is not None:
@@ -167,7 +165,6 @@ class Machines:
     def _halt(self, why: str, but: int) -> None:
         if self._end is None:
             self._end, self._ended_at = (why, but), time.monotonic()
-            self.wake()
 
     def _settle(self) -> None:
         diagnosis = self._diagnosis
@@ -197,8 +194,6 @@ class Reporter:
         self._main, self._silence_s, self._to = main, silence_s, to
         self._silent_s, self._called = 0.0, time.monotonic()
         self._news, self._over = threading.Event(), threading.Event()
-        if isinstance(to, Machines):
-            to.wake = self.wake
         self._thread = threading.Thread(target=self._serve, name="launchers", daemon=True)
 
     def __enter__(self) -> Reporter:
@@ -208,14 +203,16 @@ class Reporter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Without a verdict (an exception, a signal) the others are told, and end their workers."""
         self._over.set()
-        self.wake()
+        self._news.set()
         self._thread.join(2 * BEAT_S)
         if error is not None and not self.lost:
             self.report.outcome = Outcome(lost=f"its launcher ended ({str(error) or type(error).__name__})")
             self._hand_in()
 
-    def wake(self) -> None:
-        """The report has something that cannot wait."""
+    def tell(self, **facts: Any) -> None:
+        """Puts `facts` into the report that cannot wait for the next second."""
+        for name, value in facts.items():
+            setattr(self.report, name, value)
         self._news.set()
 
     def finish(self, outcome: Outcome, host: str, per_node: int) -> Verdict:
@@ -223,14 +220,12 @@ class Reporter:
 
         It waits as long as the others are heard of and nothing has failed, and ENDING_S seconds after a failure.
         """
-        self.report.outcome = outcome
-        self.wake()
+        self.tell(outcome=outcome)
         begun = told = time.monotonic()
         while (verdict := self.orders.verdict) is None:
             if self.lost:
                 node = self.report.node
-                known = judge({0: Outcome(lost=self.lost), node: outcome}, {0: self._main, node: host}, per_node)
-                return Verdict(known.code, known.lines, alone=True)
+                return judge({0: Outcome(lost=self.lost), node: outcome}, {0: self._main, node: host}, per_node)
             time.sleep(_LOOK_S)
             if time.monotonic() - told > _PROGRESS_S:
                 told = time.monotonic()

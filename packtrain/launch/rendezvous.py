@@ -25,6 +25,7 @@ from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, U
 from packtrain.monitor.channel import SECRET, Client, NoAnswer, Refused, Server, new_secret
 from packtrain.plan.agreement import Member, names_of, twice, unlike, unlike_counts
 from packtrain.plan.interfaces import addresses_by_interface, is_loopback
+from packtrain.plan.surroundings import free_port
 from packtrain.wording import listed, ranks_in_words
 
 PROGRESS_S = 10
@@ -155,8 +156,7 @@ class _Hall:
             answer = self._answer
             if token not in self._guests:
                 if answer is not None and "go" in answer:
-                    goes_on = "a run goes on already, with all its machines"
-                    return {"stop": _to_json(_not_for_us(self._place, goes_on))}
+                    return {"stop": _to_json(_not_for_us(self._place, "a run goes on already, with all its machines"))}
                 others = self.members()
                 same = next((twice(one, member) for one in others if one.node == member.node), None)
                 self._error = self._error or same or unlike_counts([*others, member])
@@ -264,10 +264,8 @@ def _asked(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
         with socket.create_connection((place.address, place.port), timeout=limit_s) as found:
             address = str(found.getpeername()[0])  # the name server is not asked again, which may be slow
     except socket.gaierror as error:
-        text = f"the name {place.address!r} is not known here ({error.strerror})"
-        fix = "Use an address, or make the name known on this machine (DNS, /etc/hosts)."
-        mistake = CheckFailed(text, where="topology.main_address", fix=fix)
-        raise _NotYet(text, None if error.errno == socket.EAI_AGAIN else mistake) from error
+        unknown = _unknown(place, error)
+        raise _NotYet(unknown.problems[0].what, None if error.errno == socket.EAI_AGAIN else unknown) from error
     except OSError as error:
         raise _NotYet((error.strerror or str(error)).lower(), _means_itself(place)) from error
     client = Client(address, place.port, secret=os.environ.get(SECRET, ""))
@@ -301,8 +299,7 @@ def _check_address(me: Member, place: Place) -> None:
     try:
         found = resolve(place.address, place.port)
     except OSError as error:
-        what = f"{place.address!r} is not known on {me.host}: {error.strerror}"
-        raise CheckFailed(what, where="topology.main_address", fix="Name an address of machine 0.") from error
+        raise _unknown(place, error) from error
     if any(is_own(address) for address in found):
         return
     with suppress(PeerFailed):  # where the real machine 0 listens, both are told
@@ -360,14 +357,10 @@ def own_addresses() -> tuple[str, ...]:
 
 
 def _free_port(preferred: int) -> int:
-    """`preferred` where nobody has it, else any free one, on all addresses of this machine."""
-    for port in (preferred, 0):
-        try:
-            with socket.create_server(("", port)) as probe:
-                return probe.getsockname()[1]
-        except OSError:
-            continue
-    return preferred
+    """`preferred` where nobody has it, else any free one."""
+    with suppress(OSError), socket.create_server(("", preferred)):
+        return preferred
+    return free_port()
 
 
 def _to_json(error: PacktrainError) -> dict[str, Any]:
@@ -386,6 +379,12 @@ def _not_for_us(place: Place, what: str) -> CheckFailed:
         fix="Give all machines of a run the same packtrain and trainer.output_dir, and another run, or program, another port, "
         f"e.g. topology.main_port={place.port + 1}. A run that goes on cannot be joined.",
     )
+
+
+def _unknown(place: Place, error: OSError) -> CheckFailed:
+    what = f"the name {place.address!r} is not known here ({error.strerror})"
+    fix = "Use an address, or make the name known on this machine (DNS, /etc/hosts)."
+    return CheckFailed(what, where="topology.main_address", fix=fix)
 
 
 def _means_itself(place: Place) -> CheckFailed | None:

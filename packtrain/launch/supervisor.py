@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from packtrain.launch.exit_status import TAIL_LINES, Outcome, Stopped, Verdict, heard_by
+from packtrain.launch.exit_status import TAIL_LINES, Outcome, Stopped, Verdict, heard_by, is_failure
 from packtrain.launch.machines import Reporter
 from packtrain.launch.worker import left
 from packtrain.monitor.processes import ProcessState, memory_kills, seen
@@ -82,15 +82,11 @@ class Supervisor:
                 self._look()
             self._obey()
             if self._ending is None and (failed := self._failed()):
-                self._reporter.report.failed = failed
-                self._reporter.wake()
+                self._reporter.tell(failed=failed)
                 self._end()
             elif self._ending is None and self._linger():
-                print(
-                    f"the processes on {self._host} are at their end, and do not end by themselves: they are ended now",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                why = "are at their end, and do not end by themselves: they are ended now"
+                print(f"the processes on {self._host} {why}", file=sys.stderr, flush=True)
                 self._end()
             self._press()
         if self._ending is None:
@@ -104,8 +100,7 @@ class Supervisor:
         if self._over and self._received is not None:
             raise Stopped
         if self._received is None:
-            self._reporter.report.signal = number
-            self._reporter.wake()
+            self._reporter.tell(signal=number)
         self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
@@ -156,7 +151,7 @@ class Supervisor:
     def _failed(self) -> str:
         """What the first failed worker did, in words, if there is one."""
         for rank, one in sorted(self._reporter.report.ranks.items()):
-            if one.told and 0 < (one.code or 0) <= 128:
+            if one.told and is_failure(one.code):
                 return f"rank {rank} on {self._host} failed (exit code {one.code})"
             if one.state == "gone" and not one.told:
                 return f"rank {rank} on {self._host} ended without an exit code"
@@ -215,7 +210,7 @@ class Supervisor:
                 states[rank] = replace(one, code=code, oom=memory_kills() > self._memory_kills)
                 codes[rank] = code if code is not None and code < 0 else None  # it has not left the number itself
         self._reporter.report.ranks = states
-        bad = [rank for rank, code in codes.items() if rank and (code is None or code < 0 or 0 < code <= 128)]
+        bad = [rank for rank, code in codes.items() if rank and is_failure(code)]
         lost = {rank: facts["lost"] for rank, facts in said.items() if "lost" in facts}
         logs = {rank: self._logs[rank] for rank in bad} if codes else {-1: self._log}
         tails = in_time(lambda: {rank: self._tail(log) for rank, log in logs.items() if log.exists()}, {})

@@ -91,8 +91,7 @@ def test_a_failure_anywhere_ends_the_others_at_once_with_its_code(failing: int, 
     whys, rank = {}, 2 * failing + 1
 
     def fails(reporter: Reporter) -> Verdict:
-        reporter.report.failed = f"rank {rank} failed"
-        reporter.wake()
+        reporter.tell(failed=f"rank {rank} failed")
         return finish(reporter, codes={rank: 2}, launched=1, tails={rank: ["error:", "  bad data"]})
 
     def obeys(reporter: Reporter) -> Verdict:
@@ -120,8 +119,7 @@ def test_a_signal_to_one_launcher_stops_all_in_order(asked: int, tmp_path: Path)
     def work(reporter: Reporter) -> Verdict:
         node = reporter.report.node
         if node == asked:
-            reporter.report.signal = 15
-            reporter.wake()
+            reporter.tell(signal=15)
         else:
             until(lambda: reporter.orders.stop)
             whys.append((reporter.orders.stop, reporter.orders.why))
