@@ -83,10 +83,9 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
         return Processes(1, 1, "topology=single: one process")
     if kind in ("auto", "slurm") and allocation:
         return _in_slurm(topology, surroundings, allocation)
-    if kind == "manual" or (kind == "auto" and topology.node_rank is not None):
-        return _by_hand(topology, surroundings)
-    if kind == "slurm" or (topology.nodes or 1) > 1:
-        return _elsewhere(topology, surroundings)
+    by_hand = kind == "manual" or (kind == "auto" and topology.node_rank is not None)
+    if by_hand or kind == "slurm" or (topology.nodes or 1) > 1:
+        return _numbered(topology, surroundings, by_hand=by_hand)
     return _on_this_machine(topology, surroundings)
 
 
@@ -179,51 +178,39 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
     )
 
 
-def _by_hand(topology: Topology, surroundings: Surroundings) -> Processes:
+def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) -> Processes:
+    """Machines that are started one by one `by_hand`, each with its number; or machines of which this may be none."""
     nodes, node = topology.nodes or 1, topology.node_rank
-    per_node = topology.gpus_per_node or max(surroundings.gpus, 1)
+    per_node = topology.gpus_per_node or surroundings.gpus or int(by_hand)
+    if not per_node:
+        what = f"how many GPUs each of {nodes} machines has is not known here"
+        raise UserError(what, where=GPUS_PER_NODE, fix="Set it.")
     if node is not None and node >= nodes:
         fix = f"Machines are numbered from 0 to topology.nodes - 1 = {nodes - 1}."
         raise UserError(f"machine {node} of {nodes}", where="topology.node_rank", fix=fix)
     obstacles = []
-    if node is None:
+    if not by_hand:
+        slurm = "topology.kind", "this is not inside a Slurm job"
+        where, what = slurm if topology.kind == "slurm" else ("topology.nodes", f"{nodes} machines are asked for")
+        fix = (
+            "Submit it (packtrain sbatch VERB CONFIG), start packtrain in an allocation (salloc), or on every machine "
+            "with topology=manual and its topology.node_rank."
+        )
+        obstacles.append(Problem(what, where, fix))
+    elif node is None:
         what = "the number of this machine is not known"
         obstacles.append(Problem(what, "topology.node_rank", f"Set it on each machine, from 0 to {nodes - 1}."))
-    if topology.main_address is None and nodes > 1:
+    if by_hand and topology.main_address is None and nodes > 1:
         what = "the first machine is not known"
         obstacles.append(Problem(what, "topology.main_address", "Set it to its host name or address, on each machine."))
-    obstacles += _too_few_gpus(per_node, surroundings)
-    return Processes(
-        nodes=nodes,
-        per_node=per_node,
-        reason=_machines(nodes, per_node, " started by hand"),
-        node=node or 0,
-        main_address=topology.main_address,
-        main_port=topology.main_port or DEFAULT_PORT,
-        obstacles=tuple(obstacles),
-    )
-
-
-def _elsewhere(topology: Topology, surroundings: Surroundings) -> Processes:
-    """A plan for machines of which this may be none."""
-    nodes = topology.nodes or 1
-    per_node = topology.gpus_per_node or surroundings.gpus
-    if not per_node:
-        what = f"how many GPUs each of {nodes} machines has is not known here"
-        raise UserError(what, where=GPUS_PER_NODE, fix="Set it.")
-    fix = "Submit it (packtrain sbatch VERB CONFIG), or start packtrain in an allocation (salloc)"
-    if topology.kind == "slurm":
-        where, what = "topology.kind", "this is not inside a Slurm job"
-    else:
-        where, what = "topology.nodes", f"{nodes} machines are asked for"
-        fix += ", or the same command on every machine with topology=manual and its topology.node_rank"
     return Processes(
         nodes=nodes,
         per_node=per_node,
         reason=_machines(nodes, per_node),
+        node=node or 0,
         main_address=topology.main_address,
         main_port=topology.main_port or DEFAULT_PORT,
-        obstacles=(Problem(what, where, fix + "."),),
+        obstacles=(*obstacles, *(_too_few_gpus(per_node, surroundings) if by_hand else ())),
     )
 
 
@@ -285,5 +272,5 @@ def _too_few_gpus(wanted: int, surroundings: Surroundings) -> list[Problem]:
     return [Problem(f"{wanted} processes, but {surroundings.gpus} visible GPUs", GPUS_PER_NODE, fix)]
 
 
-def _machines(nodes: int, per_node: int, how: str = "") -> str:
-    return f"{counted(nodes, 'machines')}{how}, {counted(per_node, 'processes')} on each"
+def _machines(nodes: int, per_node: int) -> str:
+    return f"{counted(nodes, 'machines')}, {counted(per_node, 'processes')} on each"
