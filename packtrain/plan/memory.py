@@ -106,8 +106,7 @@ class _Model:
     """A model in numbers, measured once for all that is tried.
 
     `width` is that of a weight in bytes. How many weights there are in `all`, in the `linear` layers of its blocks, in the
-    largest `block`, and outside of blocks (the `rest`); how many are `trained`, and how many `factors` adafactor keeps of
-    them. `sizes` are what is known of its own config.
+    largest `block`, and outside of blocks (the `rest`); how many are `trained`. `sizes` are what is known of its own config.
     """
 
     width: int
@@ -116,7 +115,6 @@ class _Model:
     block: int
     rest: int
     trained: int
-    factors: int
     sizes: Mapping[str, Any]
 
 
@@ -154,7 +152,6 @@ def _measure(config: RunConfig, weights: Weights) -> _Model:
         block=max(blocks.values(), default=0),
         rest=rest,
         trained=sum(map(math.prod, trained)),
-        factors=sum(sum(shape) if len(shape) >= 2 else math.prod(shape) for shape in trained),
         sizes=weights.sizes,
     )
 
@@ -178,7 +175,9 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
     activations, unknown = _activations(config, model)
     buffers = _buffers(config, model, processes, trained_width)
     stepped = math.ceil(model.trained / (processes if "optimizer" in SHARDED[name] else 1))
-    after = _of_the_step(config, stepped, trained_width) - (activations or 0)  # which are gone by then
+    # the optimizer's step: DeepSpeed's float32 gradients, AdamW's temporary list of tensors
+    stepping = (4 if rounded else 0) + (trained_width if config.optim.name == "adamw_torch" else 0)
+    after = 0 if name == "zero3_offload" else stepped * stepping - (activations or 0)  # which are gone by then
     return Memory(
         **{**split, "buffers": max(buffers, after), "activations": activations},
         parameters=model.all,
@@ -223,22 +222,12 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     return copies + bucket + min(model.all, _LIVE) * width
 
 
-def _of_the_step(config: RunConfig, numbers: int, trained_width: int) -> int:
-    """Bytes of the optimizer's step over its `numbers`: DeepSpeed's float32 gradients, AdamW's temporary list of tensors."""
-    if config.strategy.name == "zero3_offload":
-        return 0
-    widened = 4 * numbers if config.strategy.name in STAGES and trained_width == 2 else 0
-    return widened + (numbers * trained_width if config.optim.name == "adamw_torch" else 0)
-
-
 def _states(config: RunConfig, model: _Model, trained_width: int) -> int:
     """Bytes of all optimizer states; DeepSpeed's optimizers see flat float32 copies of the trained weights."""
     name, deepspeed = config.optim.name, config.strategy.name in STAGES
     copies = 4 * model.trained if deepspeed else 0
-    if name == "sgd":
+    if name in ("sgd", "adafactor"):  # of a matrix adafactor keeps a row and a column: next to nothing
         return copies
-    if name == "adafactor":  # a row and a column in place of a matrix; under ddp alone
-        return 4 * model.factors
     return copies + 2 * model.trained * (1 if "8bit" in name else 4 if deepspeed else trained_width)
 
 

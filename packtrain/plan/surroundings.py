@@ -133,8 +133,6 @@ class Allocation:
     hosts: tuple[str, ...]
     place: Literal["task", "machine", "outside"]
     node: int
-    rank: int
-    local_rank: int
     tasks: tuple[int, ...]
     gpus: int | None
     port: int
@@ -158,8 +156,6 @@ def allocation_of(env: Mapping[str, str]) -> Allocation | None:
         hosts=expand(env.get("SLURM_STEP_NODELIST", hosts) if in_step else hosts),
         place=place,
         node=int_of(env, "SLURM_NODEID", 0),
-        rank=int_of(env, "SLURM_PROCID", 0) if in_step else 0,
-        local_rank=int_of(env, "SLURM_LOCALID", 0) if in_step else 0,
         tasks=repeated(env.get("SLURM_STEP_TASKS_PER_NODE", "1")) if in_step else (),
         gpus=gpus or None,
         port=_SLURM_PORTS[0] + number % _SLURM_PORTS[1],
@@ -217,7 +213,7 @@ def process_of(
         if int_of(env, names[1], 1) > 1 and not (task and names[2] not in env):  # srun, too, may set PMI_SIZE
             return _of_mpi(topology, env, names)
     if allocation is not None and sum(allocation.tasks) > len(allocation.tasks):
-        return _of_slurm(topology, allocation)
+        return _of_slurm(topology, env, allocation)
     if machine_of(env) is None and int_of(env, "WORLD_SIZE", 1) > 1:
         require(env, TORCH)
     return None
@@ -274,14 +270,14 @@ def _of_mpi(topology: Topology, env: Mapping[str, str], names: tuple[str, ...]) 
     return f"mpirun has started it ({names[0]})", _torch_variables(rank, total, local, per_node, address, port)
 
 
-def _of_slurm(topology: Topology, allocation: Allocation) -> tuple[str, dict[str, str]]:
+def _of_slurm(topology: Topology, env: Mapping[str, str], allocation: Allocation) -> tuple[str, dict[str, str]]:
     if len(set(allocation.tasks)) > 1:
         what = f"the machines of the step have different numbers of tasks ({', '.join(map(str, allocation.tasks))})"
         fix = "Start the same number on each: srun --ntasks-per-node=N, or one, which starts the others."
         raise UserError(what, where="environment variable SLURM_STEP_TASKS_PER_NODE", fix=fix)
-    per_node, total = allocation.tasks[0], sum(allocation.tasks)
-    port = topology.main_port or allocation.port
-    told = _torch_variables(allocation.rank, total, allocation.local_rank, per_node, allocation.hosts[0], port)
+    rank, local, per_node = int_of(env, "SLURM_PROCID", 0), int_of(env, "SLURM_LOCALID", 0), allocation.tasks[0]
+    address, port = allocation.hosts[0], topology.main_port or allocation.port
+    told = _torch_variables(rank, sum(allocation.tasks), local, per_node, address, port)
     return f"srun has started {per_node} tasks on each machine", told
 
 
