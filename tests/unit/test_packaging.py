@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -77,6 +78,22 @@ def test_ci_runs_the_test_command_of_the_readme_word_for_word(tmp_path):
     assert (ran.stdout, ran.returncode) == ("one\n", 7), ran.stderr
 
 
+@pytest.mark.parametrize("failing", ["", "ruff", "pyright", "pytest"])
+def test_the_check_of_the_code_fails_with_any_of_its_parts(tmp_path, failing):
+    (tmp_path / ".ci").mkdir()
+    for name in (".ci/run", "README.md"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    tools = tmp_path / ".venv-test" / "bin"
+    tools.mkdir(parents=True)
+    for name in ("python3", "pip", "ruff", "pyright", "python"):
+        part = "pytest" if name == "python" else name
+        (tools / name).write_text(f"#!/bin/sh\nexit {7 if part == failing else 0}\n")
+        (tools / name).chmod(0o755)
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    ran = subprocess.run(["bash", str(tmp_path / ".ci" / "run")], env={**os.environ, "PATH": path})
+    assert ran.returncode == (7 if failing else 0)
+
+
 def test_ci_refuses_a_readme_without_a_test_command(tmp_path):
     (tmp_path / ".ci").mkdir()
     (tmp_path / ".ci" / "run").write_text((ROOT / ".ci" / "run").read_text())
@@ -86,7 +103,11 @@ def test_ci_refuses_a_readme_without_a_test_command(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "mark, ends", [("train", "packtrain sft recipes/quickstart-sft.yaml"), ("test", "pytest -n 2 --dist loadfile")]
+    "mark, ends",
+    [
+        ("train", "packtrain sft recipes/quickstart-sft.yaml"),
+        ("test", "pytest -n 3 --dist loadfile && wait $!"),  # for the types, which are checked meanwhile
+    ],
 )
 def test_the_readmes_two_commands_each_make_their_own_environment(mark, ends):
     block = (ROOT / "README.md").read_text().split(f"<!-- {mark} -->")[1].split("```")[1].removeprefix("bash\n").strip()
