@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from packtrain.errors import CheckFailed, Problem
 
 SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -107,23 +109,17 @@ def own_address_towards(main_address: str) -> str | None:
 
 def addresses_by_interface() -> dict[str, tuple[str, ...]]:
     """This machine's IP addresses; {} where the system does not tell, as in some sandboxes."""
-    import psutil
-
     families = (socket.AF_INET, socket.AF_INET6)
-    try:
-        listed_by_name = psutil.net_if_addrs()
-    except (OSError, RuntimeError, psutil.Error):
-        return {}
-    return {
-        name: tuple(one.address.partition("%")[0] for one in listed if one.family in families)
-        for name, listed in listed_by_name.items()
-    }
+    with suppress(OSError, RuntimeError, psutil.Error):
+        return {
+            name: tuple(one.address.partition("%")[0] for one in listed if one.family in families)
+            for name, listed in psutil.net_if_addrs().items()
+        }
+    return {}
 
 
 def _down() -> set[str]:
     """The interfaces that are known to be down."""
-    import psutil
-
     with suppress(OSError, RuntimeError, psutil.Error):
         return {name for name, state in psutil.net_if_stats().items() if not state.isup}
     return set()

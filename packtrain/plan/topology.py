@@ -216,10 +216,6 @@ def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) 
 
 def _on_this_machine(topology: Topology, surroundings: Surroundings) -> Processes:
     wanted, gpus = topology.gpus_per_node, surroundings.gpus
-    if topology.kind == "local" and not wanted and not gpus:
-        what = "no GPU is visible, so the number of processes is not known"
-        fix = "Set topology.gpus_per_node (processes on this machine), or topology=single."
-        raise UserError(what, where=GPUS_PER_NODE, fix=fix)
     if gpus:
         found = f"{counted(gpus, 'GPUs')} of {surroundings.host}"
     else:

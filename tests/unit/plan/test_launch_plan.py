@@ -72,7 +72,6 @@ def test_a_launch_over_two_machines_is_joined_as_such() -> None:
 @pytest.mark.parametrize(
     ("topology", "surroundings", "said"),
     [
-        ({"kind": "local"}, {}, "topology.gpus_per_node"),
         ({"kind": "env"}, {}, "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"),
         ({}, {"env": {"WORLD_SIZE": "4"}}, "RANK, LOCAL_RANK, MASTER_ADDR"),
         (
