@@ -32,7 +32,7 @@ from packtrain.proof.choice import AttentionChoice, prove_pairs
 from packtrain.train import console
 from packtrain.train.console import Log
 from packtrain.train.dpo import PackedDPOTrainer, check_routers, objective_arguments
-from packtrain.train.loader import PairSteps
+from packtrain.train.loader import PairSteps, Steps
 from packtrain.train.preflight import choose_together, same_everywhere
 from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 
@@ -154,28 +154,26 @@ class DPO:
         console.pairs(log, self.objective, self.layout, self._unshared, self.reference, self._peft.dropout)
         if self.reference.kind == "precomputed":
             settings = trainer.settings
-            parts = [
-                part and self._with_reference(cast(PairSteps, part), trainer, ranks, precision)
-                for part in (settings.steps, settings.evaluation)
-            ]
-            trainer.settings, trainer.steps = replace(settings, steps=parts[0], evaluation=parts[1]), parts[0]
+            steps = self._with_reference(settings.steps, trainer, ranks, precision)
+            held_out = settings.evaluation and self._with_reference(settings.evaluation, trainer, ranks, precision)
+            trainer.settings, trainer.steps = replace(settings, steps=steps, evaluation=held_out), steps
         if preflight:
             check_pair_forward(trainer, attention)
             if self.reference.at_start:
                 check_start(trainer)
 
-    def _with_reference(
-        self, steps: PairSteps, trainer: PackedDPOTrainer, ranks: Ranks, precision: Precision
-    ) -> PairSteps:
-        """`steps` with what the reference says of every pair: the model as it is before step 1."""
-        whole = replace(steps, schedule=make_schedule(self.slots(steps.data), self._packing, self._batch))
+    def _with_reference(self, steps: Steps, trainer: PackedDPOTrainer, ranks: Ranks, precision: Precision) -> PairSteps:
+        """`steps`, of pairs, with what the reference says of every pair: the model as it is before step 1."""
+        whole = replace(
+            cast(PairSteps, steps), schedule=make_schedule(self.slots(steps.data), self._packing, self._batch)
+        )
 
         def logps(numbers: np.ndarray) -> torch.Tensor:
             trainer.clock.enter("proof")
             return torch.stack(trainer.policy_logps(whole.collate(numbers)), dim=1)
 
         key = cache_key(steps.data.fingerprint, self._identity, precision, trainer.ld_alpha)
-        return replace(steps, reference=precompute(self._cache / key, whole.schedule, ranks, logps))
+        return replace(cast(PairSteps, steps), reference=precompute(self._cache / key, whole.schedule, ranks, logps))
 
 
 def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:
