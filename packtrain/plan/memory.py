@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from packtrain.config.rules.combinations import check_strategy
-from packtrain.config.schema import RunConfig, Strategy
+from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
 from packtrain.plan.dpo_reference import reference_of
 from packtrain.plan.launcher_settings import BUCKET, STAGES
@@ -245,9 +245,8 @@ def _advice(config: RunConfig, processes: int) -> str:
     """What to try, by what it costs; nothing that changes what is computed or would be refused here."""
     now, offload = config.strategy.name, "zero3_offload"
     sharded = "zero3" if now in STAGES else "fsdp2"  # FSDP2 keeps no float32 copies of bfloat16 weights
-    refused = {
-        name for name in (sharded, offload) if any(check_strategy(replace(config, strategy=Strategy(name=name))))
-    }
+    kinds = {name: replace(config, strategy=replace(config.strategy, name=name)) for name in (sharded, offload)}
+    refused = [name for name, changed in kinds.items() if any(check_strategy(changed))]
     tries = {
         f"strategy={sharded}": processes > 1 and "weights" not in SHARDED[now] and sharded not in refused,
         "trainer.gradient_checkpointing=true": not config.trainer.gradient_checkpointing,
