@@ -22,7 +22,7 @@ from multiprocessing.synchronize import Barrier
 
 from torch.distributed import PrefixStore, TCPStore
 
-from packtrain.train.sync.store import Peers, Statement
+from packtrain.train.sync.store_barrier import Peers, Statement
 
 PROCESSES = 4
 PER_NODE = 8

@@ -19,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config.keys import Fault
 from packtrain.config.overrides import COMMAND_LINE, Argument, carry_out, no_choice, parse
-from packtrain.config.rules import combinations, missing, secrets, slurm
+from packtrain.config.rules import combinations, secrets, slurm
+from packtrain.config.rules import paths_and_packages as missing
 from packtrain.config.schema import RunConfig, groups
 from packtrain.config.validate import build, plain_values
 from packtrain.config.yaml_files import ConfigFile, find_choice, find_config, options, read_config, shipped, shown

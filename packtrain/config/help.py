@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from packtrain.config.keys import Key, choices, describe, keys, keys_of
-from packtrain.config.rules.missing import template_names
+from packtrain.config.rules.paths_and_packages import template_names
 from packtrain.config.schema import DataSource, groups
 from packtrain.config.yaml_files import SUFFIX, options, shipped
 

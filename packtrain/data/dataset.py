@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from packtrain.config.schema import DataSource
-from packtrain.data.counts import DataReport, PairFigures, add, count
+from packtrain.data.row_counts import DataReport, PairFigures, add, count
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.diagnose.facts import GIB, Check, Facts, Gpu, Gpus, RunNeeds, Torch, judged, size
-from packtrain.diagnose.probe import Unanswered, ask_python, first_line
+from packtrain.diagnose.timeouts import Unanswered, ask_python, first_line
 from packtrain.plan.memory import OUTSIDE, Memory
 
 MARK = "packtrain-fact "

@@ -23,7 +23,7 @@ from packtrain.monitor.channel import PUBLISHED, Client
 from packtrain.monitor.diagnosis import FRAMES_SHOWN, RankState
 from packtrain.monitor.processes import seen
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
-from packtrain.plan.interfaces import LOOPBACK
+from packtrain.plan.network_settings import LOOPBACK
 from packtrain.run_folder import RunFolder
 from packtrain.wording import ranks_in_words
 

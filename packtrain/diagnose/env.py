@@ -22,12 +22,12 @@ from rich.markup import escape
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import devices, host, network, software
 from packtrain.diagnose.facts import MIB, Check, Facts, Folder, Gpus, Host, RunNeeds, Status, Torch, size
-from packtrain.diagnose.probe import LIMIT_S, Probe, Unanswered, Value, kill_processes
 from packtrain.diagnose.redact import Redactor
+from packtrain.diagnose.timeouts import LIMIT_S, Probe, Unanswered, Value, kill_processes
 from packtrain.errors import CheckFailed, PacktrainError
-from packtrain.plan.interfaces import LOOPBACK, HostNetwork, read_network, silence_for
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
+from packtrain.plan.network_settings import LOOPBACK, HostNetwork, read_network, silence_for
 from packtrain.plan.surroundings import Surroundings, look_around
 
 BUDGET_S = 8.5

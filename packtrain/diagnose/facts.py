@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from packtrain.errors import Problem
-from packtrain.plan.interfaces import HostNetwork, NetworkSetting
 from packtrain.plan.memory import Memory
+from packtrain.plan.network_settings import HostNetwork, NetworkSetting
 
 Status = Literal["ok", "warn", "fail"]
 MIB, GIB = 2**20, 2**30

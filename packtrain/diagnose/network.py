@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from packtrain.diagnose.facts import Check, Facts, RunNeeds, judged
-from packtrain.plan.interfaces import FIX, SOCKETS, matching
+from packtrain.plan.network_settings import FIX, SOCKETS, matching
 
 
 def check_name_server(facts: Facts, needs: RunNeeds) -> Iterator[Check]:

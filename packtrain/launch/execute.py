@@ -2,7 +2,7 @@
 
 torchrun ends with 1 whatever happened in its workers, so each worker leaves its exit code in a folder that only this launch
 knows (worker.py). The launchers of several machines meet before they start any worker (rendezvous.py), watch theirs
-(supervisor.py), hear of each other over the control channel (machines.py), and end with the same code (exit_status.py).
+(supervisor.py), hear of each other over the control channel (coordinator.py), and end with the same code (exit_status.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import yaml
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
-from packtrain.launch.machines import Machines, Reporter
+from packtrain.launch.coordinator import Machines, Reporter
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
 from packtrain.launch.run_lock import check_free, locked
 from packtrain.launch.srun import spread
@@ -31,12 +31,12 @@ from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, last_words
 from packtrain.monitor import stacks
 from packtrain.monitor.channel import ADDRESS, SECRET, Client, published
+from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import TimeLimits
-from packtrain.monitor.inside import watched
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.agreement import Member, shared_values, shared_versions
-from packtrain.plan.interfaces import short_waits
 from packtrain.plan.launch_plan import LaunchPlan
+from packtrain.plan.network_settings import short_waits
 from packtrain.run_folder import RunFolder, environment, write_json
 
 LAUNCHER_LOG = "launcher.log"

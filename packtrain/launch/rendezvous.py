@@ -24,7 +24,7 @@ import psutil
 from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, UserError
 from packtrain.monitor.channel import SECRET, Client, NoAnswer, Refused, Server, new_secret
 from packtrain.plan.agreement import Member, names_of, twice, unlike, unlike_counts
-from packtrain.plan.interfaces import addresses_by_interface, is_loopback
+from packtrain.plan.network_settings import addresses_by_interface, is_loopback
 from packtrain.plan.surroundings import free_port
 from packtrain.wording import listed, ranks_in_words
 

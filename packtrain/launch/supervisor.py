@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from packtrain.launch.coordinator import Reporter
 from packtrain.launch.exit_status import TAIL_LINES, Outcome, Stopped, Verdict, heard_by, is_failure
-from packtrain.launch.machines import Reporter
 from packtrain.launch.worker import left
 from packtrain.monitor.processes import ProcessState, memory_kills, seen
 from packtrain.monitor.stacks import crash_of, dump

@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.attention.rotary import rotates_by_length
 from packtrain.config.schema import Model, Peft
-from packtrain.data.sources.hub import OFFLINE_ADVICE, offline_unless_reachable
+from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, continue_adapters
 from packtrain.plan.dpo_reference import base_of
@@ -240,9 +240,9 @@ def _check_names(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
 def _advice(error: Exception, config: Model, *, online: bool) -> str:
     """What to do where a model cannot be made or read."""
     if config.init == "random":
-        return "see the keys of model.config; not every type is a causal language model (docs/architectures.md)"
+        return "see the keys of model.config; not every type is a causal language model (docs/model-types.md)"
     if "Unrecognized configuration class" in str(error):
-        return "take a causal language model: docs/architectures.md lists what trains"
+        return "take a causal language model: docs/model-types.md lists what trains"
     return "" if online else OFFLINE_ADVICE
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from packtrain.config.schema import RunConfig, Topology
 from packtrain.errors import Problem
 from packtrain.plan.batch import BatchPlan, plan_batch
-from packtrain.plan.interfaces import NetworkSetting, choose_network
 from packtrain.plan.launcher_settings import WORKER, deepspeed_config, launch_argv, launch_config
+from packtrain.plan.network_settings import NetworkSetting, choose_network
 from packtrain.plan.surroundings import DEFAULT_PORT, Surroundings, visible_gpus
 from packtrain.plan.topology import GPUS_PER_NODE, Processes, Role, choose_processes
 from packtrain.run_folder import RunFolder

@@ -24,7 +24,7 @@ from typing import Literal
 
 from packtrain.config.schema import Topology
 from packtrain.errors import UserError
-from packtrain.plan.interfaces import HostNetwork, read_network
+from packtrain.plan.network_settings import HostNetwork, read_network
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun gives each process
 DEFAULT_PORT = 29500

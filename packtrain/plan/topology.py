@@ -15,7 +15,7 @@ from typing import Literal
 
 from packtrain.config.schema import Topology
 from packtrain.errors import CheckFailed, Problem, UserError
-from packtrain.plan.interfaces import is_loopback
+from packtrain.plan.network_settings import is_loopback
 from packtrain.plan.surroundings import (
     DEFAULT_PORT,
     TORCH,

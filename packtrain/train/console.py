@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from packtrain.config.schema import Batch, Model, Objective, Optim, Packing, Peft
-from packtrain.data.counts import DataReport
 from packtrain.data.prepare import PreparedData
+from packtrain.data.row_counts import DataReport
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, elements

@@ -1,265 +1,185 @@
-"""Direct preference optimisation: TRL's DPOTrainer over whole steps, its loss code unmodified.
+"""What of a run is preference optimisation's own: pairs for documents, what the model is held to, and what is proved of both.
 
-TRL computes the loss and its figures for one padded batch on each process. Here a micro-batch is such a batch (its model
-call served from a flattened row where packing says so, model/forward.py), and the parts are put together exactly: losses of
-pairs are means over the pairs of the global step, `sft` is a mean over its trained tokens, and every figure is averaged by
-what it counts.
+The trainer, and with it the loss, is in dpo_trainer.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
-import datasets
+import numpy as np
 import torch
-from accelerate import Accelerator
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from trl import DPOConfig, DPOTrainer
-from trl.trainer import dpo_trainer as trl_dpo
+from trl import DPOConfig
 
-from packtrain.config.schema import Objective
-from packtrain.errors import UserError
-from packtrain.model.forward import patch_forward
-from packtrain.model.load import base_model
-from packtrain.monitor.heartbeat import waiting
-from packtrain.train.loader import MicroBatch
-from packtrain.train.loop import StepTrainer
-from packtrain.train.settings import LoopSettings, unread_data
-
-_COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
-TOKEN_LOSSES = ("sft",)
-"""Losses that are a mean over the trained tokens of the chosen answers."""
-PAIRS, CHOSEN, REJECTED, ANSWERS = range(4)
-FIGURES = {
-    "entropy": ANSWERS,
-    "logits/chosen": CHOSEN,
-    "logits/rejected": REJECTED,
-    "mean_token_accuracy": CHOSEN,
-    "rewards/chosen": PAIRS,
-    "rewards/rejected": PAIRS,
-    "rewards/accuracies": PAIRS,
-    "rewards/margins": PAIRS,
-    "logps/chosen": PAIRS,
-    "logps/rejected": PAIRS,
-}
-"""What TRL logs, and what each is a mean over."""
-_NOT_FIGURES = ("num_tokens",)  # ours are exact over a resume
+from packtrain.config.schema import Batch, Model, Objective, Packing, Peft
+from packtrain.data.dataset import PairDataset
+from packtrain.data.prepare import prepare_pairs
+from packtrain.errors import CheckFailed, UserError
+from packtrain.model.adapters import add_reference
+from packtrain.model.load import base_model, weights_hash
+from packtrain.model.precision import Precision
+from packtrain.model.reference import cache_key, load_reference, precompute
+from packtrain.model.spread import Ranks
+from packtrain.packing.collate import PairRows
+from packtrain.packing.schedule import Schedule, make_schedule
+from packtrain.plan.dpo_reference import DpoReference
+from packtrain.proof.choice import AttentionChoice, prove_pairs
+from packtrain.train import console
+from packtrain.train.console import Log
+from packtrain.train.dpo_trainer import PackedDPOTrainer, check_routers, objective_arguments
+from packtrain.train.loader import PairSteps, Steps
+from packtrain.train.preflight import choose_together, same_everywhere
+from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 
 
-class PackedDPOTrainer(StepTrainer, DPOTrainer):
-    """Trains `model` by `settings` against `reference`.
+class DPO:
+    """What of a run is preference optimisation's own: its data, its reference, its steps, its trainer, its proofs."""
 
-    `reference` is a model of its own; None for `model` with its adapters off (or with those in their place that it has under
-    the name of ref), or, with args.precompute_ref_log_probs, for log-probabilities that come with the batches.
-    """
+    prepare_data = staticmethod(prepare_pairs)
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        args: DPOConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        settings: LoopSettings,
-        reference: PreTrainedModel | None,
-        callbacks: list[TrainerCallback] | None = None,
+        objective: Objective,
+        packing: Packing,
+        batch: Batch,
+        model: Model,
+        peft: Peft,
+        reference: DpoReference,
+        cache: Path,
     ) -> None:
-        with _weights_left_alone(model):
-            super().__init__(
-                model=model,
-                ref_model=reference,
-                args=args,
-                processing_class=tokenizer,
-                callbacks=callbacks,
-                **unread_data(_COLUMNS, evaluates=settings.evaluation is not None),
-            )
-        outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
-        outputs = (*outputs, "log_sum_sq_probs") if self.use_weighting else outputs
-        patches: Any = {"autocast": self.autocast_of_forward(settings), "backend": settings.backend}
-        patch_forward(base_model(self.model), pairs=outputs, **patches)
-        if reference is not None:
-            patch_forward(reference, pairs=("log_probs",), **patches)
-        self.all_loss_weights = list(self.loss_weights)
-        self._sums = torch.zeros(len(FIGURES), 2, dtype=torch.float64)
-        self.open_loop(settings)
+        """Precomputed log-probabilities go to the folder `cache`."""
+        self.objective, self._packing, self._model, self._peft = objective, packing, model, peft
+        self.reference, self._cache, self._batch = reference, cache, batch
+        self._reference_model: PreTrainedModel | None = None
+        self._identity = ""
+        self.layout: PairRows = "padding"
+        self._unshared = ""
 
-    def loss_of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """What the micro-batch's pairs add to the mean over those of the step, by TRL's own code."""
-        loss = self._weighted_loss(model, batch, counts)
-        return loss * self.accelerator.num_processes
+    def longest_document(self, data: PairDataset) -> int:
+        """Tokens of the longest prompt with an answer."""
+        return int(data.documents.lengths.max())
 
-    def _weighted_loss(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        inputs = self._prepare_inputs(batch.inputs)
-        if not batch.examples:
-            return self._nothing(model, inputs)
-        pairs = batch.examples / counts[3]
-        tokens = batch.trained / counts[0].clamp(min=1)
-        # TRL takes each loss's mean over this micro-batch; what it is a mean over decides its part of the step's mean
-        self.loss_weights = [
-            weight * (tokens if name in TOKEN_LOSSES else pairs)
-            for name, weight in zip(self.loss_types, self.all_loss_weights, strict=True)
-        ]
-        with self._on_its_own(), self.accelerator.autocast():
-            loss = self._compute_loss(model, inputs, False)
-        self._take_figures(inputs["completion_mask"])
-        return loss
+    def take_reference(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, *, seed: int
+    ) -> dict[str, Any]:
+        """Loads what `model` is held to, before it is spread; returns what a resumed run must agree on of it."""
+        check_routers(base_model(model))
+        if self.reference.kind == "adapters":
+            add_reference(model, self.reference.adapters)
+        self._reference_model, weights = load_reference(
+            self.reference, self.objective.reference, self._model, tokenizer, ranks, seed=seed
+        )
+        weights = weights or weights_hash(model)
+        self._identity = identity_of_reference(model, self._peft, weights)
+        return {"objective.reference": f"one of weights with hash {weights[:12]}"}
 
-    def loss_alone(self, batch: MicroBatch, *, reference: tuple[torch.Tensor, torch.Tensor] | None = None) -> float:
-        """The loss of one micro-batch as if it were a step; against `reference` log-probabilities where they are given."""
-        inputs = self._prepare_inputs(batch.inputs)
-        known = self.precompute_ref_logps
-        if reference is not None:
-            self.precompute_ref_logps = True
-            inputs |= {"ref_chosen_logps": reference[0], "ref_rejected_logps": reference[1]}
-        self.loss_weights = self.all_loss_weights
-        try:
-            with self._on_its_own(), self.accelerator.autocast():
-                return self._compute_loss(self.model, inputs, False).item()
-        finally:
-            self.precompute_ref_logps = known
-            for noted in self._metrics.values():
-                noted.clear()
+    def decide_attention(
+        self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
+    ) -> AttentionChoice:
+        """Which backend serves packed rows of `model`, and whether prompts are computed once for both answers.
 
-    def policy_logps(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [pairs] of the chosen and the rejected answers, by the model that is trained, as TRL adds them up."""
-        reference, self.ref_model = self.ref_model, self.model  # so that TRL leaves adapters on
-        try:
-            return self.compute_ref_log_probs(self.model, self._prepare_inputs(batch.inputs))
-        finally:
-            self.ref_model = reference
-
-    def reference_logps(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same by the reference; what comes with the batch where it does."""
-        inputs = self._prepare_inputs(batch.inputs)
-        if "ref_chosen_logps" in inputs:
-            return inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
-        return self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
-
-    def _nothing(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        """A zero that reaches every parameter, for the filler of an empty micro-batch.
-
-        Where weights are spread the reference is called too, as the processes with pairs do.
+        Raises CheckFailed where packing.share_prefix asks for what the backend cannot do.
         """
-        apart = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
-        call = {name: value for name, value in inputs.items() if name not in apart}
-        labels = torch.full_like(call["input_ids"], -100)
-        zero = model(**call, labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
-        if self.settings.sharded and not self.precompute_ref_logps:
-            self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
-        return zero
+        share = self._packing.share_prefix
+        decision = choose_together(wanted, model, ranks, precision.autocast, prove=prove, pairs=share is not False)
+        if share is False:
+            self.layout, self._unshared = "flat", "packing.share_prefix=false"
+            return decision
+        lack = decision.unshared
+        if lack is None:  # nothing was proved
+            lack, _ = prove_pairs(decision.backend.name, model, precision.autocast)
+        layout = "shared" if not lack else "flat"
+        same_everywhere(layout, "layout of pairs", "packing.share_prefix", ranks.world_size)
+        if lack and share:
+            raise CheckFailed(f"prompts cannot be shared: {lack}", where="packing.share_prefix", fix="set it to false")
+        self.layout, self._unshared = layout, lack
+        return decision
 
-    @contextmanager
-    def _on_its_own(self) -> Iterator[None]:
-        """Keeps TRL from gathering figures: processes may have different numbers of micro-batches, and would wait for ever."""
-        accelerator = self.accelerator
-        self.accelerator = cast(Accelerator, _Alone(accelerator))
-        try:
-            yield
-        finally:
-            self.accelerator = accelerator
+    def slots(self, data: PairDataset) -> np.ndarray:
+        """int32 [pairs]: token slots that each takes. Raises UserError where a micro-batch does not take the longest: pairs
+        are never split."""
+        # padded a pair takes two rows as long as the longer of its documents
+        longer = 2 * data.documents.lengths.reshape(-1, 2).max(axis=1)
+        slots = {"padding": longer, "flat": data.lengths, "shared": data.shared_lengths}[self.layout].astype(np.int32)
+        longest, (_, most) = int(slots.max(initial=0)), self._batch.limits(self._packing.mode)
+        if most is not None and longest > most:
+            raise UserError(
+                f"the longest pair takes {longest} token slots, a micro-batch has {most}",
+                where="batch.tokens_per_device",
+                fix=f"set batch.tokens_per_device to at least {longest}, or data.max_length to {most // 2}",
+            )
+        return slots
 
-    def _take_figures(self, completion_mask: torch.Tensor) -> None:
-        """Moves what TRL noted about a micro-batch into our sums, weighted by what it is a mean over."""
-        noted = self._metrics["train" if self.model.training else "eval"]
-        chosen, rejected = (part.sum().item() for part in completion_mask[:, 1:].chunk(2))
-        over = {PAIRS: len(completion_mask) // 2, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected}
-        for index, (name, kind) in enumerate(FIGURES.items()):
-            for value in noted.pop(name, ()):
-                self._sums[index] += torch.tensor([value * over[kind], over[kind]], dtype=torch.float64)
-        for name in _NOT_FIGURES:
-            noted.pop(name, None)
-        if noted:
-            raise NotImplementedError(f"figures of TRL that packtrain does not know: {sorted(noted)}")
+    def steps(self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> PairSteps:
+        """The optimizer steps over `data`. Raises UserError where a loss that sorts the pairs of a step would see only some of
+        them at a time."""
+        steps = PairSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
+        if sorting := self.objective.sorting_losses:
+            most = schedule.summary(ranks.world_size).micro_batches_max
+            if ranks.world_size > 1 or most > 1:
+                raise UserError(
+                    f"{' and '.join(sorting)} sorts all pairs of a step, which here are spread over {ranks.world_size} process"
+                    f"{'es' if ranks.world_size > 1 else ''} and up to {most} micro-batches",
+                    where="objective.loss_type",
+                    fix="use one process and a larger batch.tokens_per_device (and batch.examples_per_device), or another "
+                    "loss",
+                )
+        return steps
 
-    def figures(self) -> dict[str, Any]:
-        """TRL's figures over the pairs and tokens of all processes since the last call."""
-        sums, self._sums = self._sums, torch.zeros_like(self._sums)
-        with waiting("the figures of all ranks"):
-            sums = cast(torch.Tensor, self.accelerator.reduce(sums.to(self.args.device), reduction="sum"))
-        values = (sums[:, 0] / sums[:, 1].clamp(min=1e-300)).tolist()
-        return dict(zip(FIGURES, values, strict=True))
-
-    def evaluated(self) -> dict[str, float]:
-        """The loss and all figures over the evaluation set."""
-        kept, self._sums = self._sums, torch.zeros_like(self._sums)
-        counts = torch.zeros(4, dtype=torch.int64, device=self.args.device)
-        for batch in self.evaluation_batches():
-            counts += torch.tensor(batch.counts, device=counts.device)
-        with waiting("the counts of all ranks"):
-            counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
-        loss = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        for batch in self.evaluation_batches():
-            loss += self._weighted_loss(self.model, batch, counts).double()
-        with waiting("the loss of all ranks"):
-            loss = cast(torch.Tensor, self.accelerator.reduce(loss, reduction="sum"))
-        figures, self._sums = self.figures(), kept
-        return {"loss": loss.item(), "pairs": int(counts[3].item()), **figures}
-
-    def _prepare_dataset(self, dataset: datasets.Dataset, *_: Any) -> datasets.Dataset:
-        """Nothing: the placeholder is never read."""
-        return dataset
-
-    def _precompute_ref_logps(self, dataset: datasets.Dataset, name: str, batch_size: int) -> datasets.Dataset:
-        """Nothing: log-probabilities made before come with our batches."""
-        return dataset
-
-
-@contextmanager
-def _weights_left_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Keeps TRL, inside the block, from what it cannot do with weights that are spread, and that is done otherwise here.
-
-    It hashes them for precomputed log-probabilities (see model/reference.py), and copies adapters to have a reference: the
-    copy would not be spread. Of new adapters, which are zero, the model with adapters off says the same; what training goes
-    on from is there already (model/adapters.py).
-    """
-    hash_of, trl_dpo.hash_module = trl_dpo.hash_module, lambda _: ""
-    adapted: Any = model if hasattr(model, "peft_config") else SimpleNamespace(get_parameter=None)
-    find = adapted.get_parameter
-    adapted.add_adapter = lambda *_, **__: None
-    adapted.get_parameter = lambda name: find(name.replace(".ref.", ".default."))
-    try:
-        yield
-    finally:
-        del adapted.add_adapter, adapted.get_parameter
-        trl_dpo.hash_module = hash_of
-
-
-class _Alone:
-    """An accelerator that gathers from this process alone."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    gather_for_metrics = gather
-
-
-def check_routers(model: PreTrainedModel) -> None:
-    """Raises UserError where `model` asks for the load-balancing loss of its routers: over pairs there is none."""
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise UserError(
-            "packtrain dpo adds no load-balancing loss of routers, which the model asks for",
-            where="model.config.output_router_logits",
-            fix="set it to false: the preferences are then trained without it",
+    def trainer(
+        self, model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, **given: Any
+    ) -> PackedDPOTrainer:
+        """The trainer, before its proofs; `given` are its settings and callbacks."""
+        own = objective_arguments(self.objective, precomputed=self.reference.kind == "precomputed")
+        return PackedDPOTrainer(
+            model, DPOConfig(**arguments, **own), tokenizer, reference=self._reference_model, **given
         )
 
+    def prove(
+        self,
+        trainer: PackedDPOTrainer,
+        log: Log,
+        attention: str,
+        *,
+        preflight: bool,
+        ranks: Ranks,
+        precision: Precision,
+    ) -> None:
+        """Computes what is to be precomputed, then checks the forward and the first loss."""
+        console.pairs(log, self.objective, self.layout, self._unshared, self.reference, self._peft.dropout)
+        if self.reference.kind == "precomputed":
+            settings = trainer.settings
+            steps = self._with_reference(settings.steps, trainer, ranks, precision)
+            held_out = settings.evaluation and self._with_reference(settings.evaluation, trainer, ranks, precision)
+            trainer.settings, trainer.steps = replace(settings, steps=steps, evaluation=held_out), steps
+        if preflight:
+            check_pair_forward(trainer, attention)
+            if self.reference.at_start:
+                check_start(trainer)
 
-def objective_arguments(objective: Objective, *, precomputed: bool) -> dict[str, Any]:
-    """The loss and its settings as arguments of TRL's DPOConfig; `precomputed`: the reference's log-probabilities come with the
-    batches."""
-    same = ("beta", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha", "use_weighting")
-    return {
-        **{name: getattr(objective, name) for name in (*same, "discopop_tau")},
-        "precompute_ref_log_probs": precomputed,
-        "loss_type": list(objective.losses),
-        "loss_weights": list(objective.loss_weights) if objective.loss_weights else None,
-        "router_aux_loss_coef": 0.0,
-    }
+    def _with_reference(self, steps: Steps, trainer: PackedDPOTrainer, ranks: Ranks, precision: Precision) -> PairSteps:
+        """`steps`, of pairs, with what the reference says of every pair: the model as it is before step 1."""
+        whole = replace(
+            cast(PairSteps, steps), schedule=make_schedule(self.slots(steps.data), self._packing, self._batch)
+        )
+
+        def logps(numbers: np.ndarray) -> torch.Tensor:
+            trainer.clock.enter("proof")
+            return torch.stack(trainer.policy_logps(whole.collate(numbers)), dim=1)
+
+        key = cache_key(steps.data.fingerprint, self._identity, precision, trainer.ld_alpha)
+        return replace(cast(PairSteps, steps), reference=precompute(self._cache / key, whole.schedule, ranks, logps))
+
+
+def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:
+    """What kept log-probabilities of `model` depend on: the hash of its `weights`, and its settings."""
+    settings = base_model(model).config.to_dict()
+    said = {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
+    return (
+        f"{weights} {json.dumps(said, sort_keys=True, default=str)} {peft.alpha / peft.r if peft.kind == 'lora' else 1}"
+    )

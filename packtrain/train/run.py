@@ -1,7 +1,7 @@
 """The conductor of a training run in one process: from the resolved config to the trained model, in order (`train_in`).
 
 Only this file sees the whole config: everything below takes its own group of it, and values that
-are decided here once. An objective is a file with a trainer and a class like SFT (sft.py) or DPO (dpo_objective.py): its data, what
+are decided here once. An objective is a file with a trainer and a class like SFT (sft.py) or DPO (dpo.py): its data, what
 it is held to, its attention, its steps, its trainer and its proofs. A new one gets a line in `_objective`.
 """
 
@@ -32,8 +32,8 @@ from packtrain.errors import LostPeers, UserError
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
 from packtrain.model.precision import precision_of
 from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread
+from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
-from packtrain.monitor.inside import beat_to_rank_0
 from packtrain.packing.schedule import make_schedule
 from packtrain.plan.agreement import shared_values
 from packtrain.plan.dpo_reference import reference_of
@@ -44,7 +44,7 @@ from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, results
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
 from packtrain.train.console import Log, quiet_libraries, warnings_to
-from packtrain.train.dpo_objective import DPO
+from packtrain.train.dpo import DPO
 from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepTrainer
@@ -59,8 +59,8 @@ from packtrain.train.sync.checks import (
     connect,
     limit_collectives,
 )
-from packtrain.train.sync.store import Peers, join, preparing_s
-from packtrain.train.verify.report import Subject, verify
+from packtrain.train.sync.store_barrier import Peers, join, preparing_s
+from packtrain.train.verify.measure import Subject, verify
 
 
 @dataclass(slots=True)

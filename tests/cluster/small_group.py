@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 
 from packtrain.errors import LostPeers
+from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import own_heartbeat
-from packtrain.monitor.inside import beat_to_rank_0
 
 _HEAD = struct.Struct("!16sdI")
 _JOIN_S = 30

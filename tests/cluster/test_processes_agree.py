@@ -94,7 +94,7 @@ def run_all(jobs: Sequence[Job], outputs: Path) -> list[tuple[int, str]]:
 
 def _with_other_seed(arguments: tuple[str, ...], env: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:
     from packtrain.train import run
-    from packtrain.train.verify import report as verify
+    from packtrain.train.verify import measure as verify
 
     load = run.load_model
     run.load_model = verify.load_model = lambda *given, seed: load(*given, seed=seed + (os.environ["RANK"] == "1"))

@@ -64,7 +64,7 @@ def test_options_of_the_user_stay_and_names_in_the_hosts_file_are_asked_of_nobod
         made,
         folder,
         "-c",
-        "from packtrain.plan.interfaces import silence_for; print([silence_for('127.0.0.1')])",
+        "from packtrain.plan.network_settings import silence_for; print([silence_for('127.0.0.1')])",
         host=2,
     )
     assert (ran.wait(), ran.text) == (0, "['']\n")

@@ -23,8 +23,8 @@ from packtrain.model.spread import Ranks
 from packtrain.packing.collate import PairRows, collate_pairs
 from packtrain.plan.dpo_reference import DpoReference
 from packtrain.train import console
-from packtrain.train.dpo import _COLUMNS, FIGURES, PackedDPOTrainer
-from packtrain.train.dpo_objective import DPO
+from packtrain.train.dpo import DPO
+from packtrain.train.dpo_trainer import _COLUMNS, FIGURES, PackedDPOTrainer
 from packtrain.train.loader import PairSteps
 from packtrain.train.settings import unread_data
 

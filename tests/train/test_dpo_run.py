@@ -23,7 +23,7 @@ from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError
 from packtrain.model.load import load_model, load_tokenizer
 from packtrain.train import checkpoint
-from packtrain.train.dpo import FIGURES
+from packtrain.train.dpo_trainer import FIGURES
 from tests.train import forked
 
 PAIRS, HELD_OUT, A_STEP, STEPS = 22, 5, 7, 6  # step 4 has one pair, step 5 is of the second epoch

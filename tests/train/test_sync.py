@@ -26,7 +26,7 @@ from packtrain.model.load import weights_hash
 from packtrain.plan.agreement import shared_values
 from packtrain.train.sync import checks
 from packtrain.train.sync.checks import _agree, agree_on_start, connect
-from packtrain.train.sync.store import FIRST_STAGE, Peers, Statement, join, preparing_s
+from packtrain.train.sync.store_barrier import FIRST_STAGE, Peers, Statement, join, preparing_s
 from tests.unit.launch.test_docs_multi_node import ROWS, same
 
 RANKS = 3
@@ -106,7 +106,7 @@ def test_a_rank_that_two_processes_have_is_refused_on_all() -> None:
 def test_a_program_that_has_the_port_and_is_silent_is_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("packtrain.train.sync.store._READ_S", 0)
+    monkeypatch.setattr("packtrain.train.sync.store_barrier._READ_S", 0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         told = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
         for name, value in told.items():

@@ -19,7 +19,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
 from packtrain.config.schema import Batch, Data, Model, Objective, Packing, Peft, RunConfig, Trainer
-from packtrain.data.sources.hub import OFFLINE_ADVICE
+from packtrain.data.sources.offline import OFFLINE_ADVICE
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import load as loading
 from packtrain.model.forward import add_loss_sum
@@ -28,7 +28,7 @@ from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
 from packtrain.train.run import verify_in
-from packtrain.train.verify import report as verifying
+from packtrain.train.verify import measure as verifying
 from packtrain.train.verify.command import show
 from packtrain.train.verify.modes import MODES, Comparison, compare_documents, lengths_for
 from tests.train import forked

@@ -17,7 +17,7 @@ from packtrain.data.dataset import PairDataset, Preference
 from packtrain.model.load import base_model, load_tokenizer
 from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import make_schedule
-from packtrain.train.dpo import PackedDPOTrainer
+from packtrain.train.dpo_trainer import PackedDPOTrainer
 from packtrain.train.loader import PairSteps
 from packtrain.train.settings import LoopSettings, StopRequest
 

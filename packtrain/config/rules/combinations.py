@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 
 from packtrain.config.keys import Fault, keys, near
-from packtrain.config.rules.dpo_rules import dpo_rules
+from packtrain.config.rules.dpo_losses import dpo_rules
 from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
 

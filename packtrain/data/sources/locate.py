@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import pyarrow as pa
 
-from packtrain.config.rules.missing import DATA_SUFFIXES, is_local, nearest
+from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
 from packtrain.config.schema import DataSource
 from packtrain.data.formats.columns import Objective
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, ParsedChunk, RawRow, TableChunk
 from packtrain.data.sources.files import SUFFIXES, read_file, suffix_of
-from packtrain.data.sources.hub import OFFLINE_ADVICE, offline_unless_reachable
+from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:

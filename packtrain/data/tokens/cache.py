@@ -4,7 +4,7 @@
     mask.bin       bool[T]      which of them are trained targets
     lengths.npy    int32[n]     tokens of each document
     trained.npy    int32[n]     trained targets of each document
-    fates.npy      FATES[rows]  what became of each row of the source, in its order (counts.py)
+    fates.npy      FATES[rows]  what became of each row of the source, in its order (row_counts.py)
     manifest.json  sizes of the above, a hash of their content, and the counts of how it came about
 
 Documents are read as numpy views of the mapped files (a microsecond each), so all processes of a machine share the pages. A
@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from packtrain.data.counts import FATES, Fate, RowCounts, count
+from packtrain.data.row_counts import FATES, Fate, RowCounts, count
 from packtrain.data.tokens.encode import Documents
 from packtrain.errors import PeerFailed, UserError
 from packtrain.monitor.heartbeat import progress

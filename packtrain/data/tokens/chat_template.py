@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packtrain.config.rules.missing import as_name, template_names
+from packtrain.config.rules.paths_and_packages import as_name, template_names
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from packtrain.config.schema import Data
-from packtrain.data.counts import Fate
 from packtrain.data.formats.columns import Format, Row, content_of, number_of
 from packtrain.data.formats.conversations import Conversation, PromptCompletion, Text, Tokens, read_row
 from packtrain.data.formats.preferences import PreferenceExample, prompt_of, read_preference
+from packtrain.data.row_counts import Fate
 from packtrain.data.sources.chunks import BadRow, Chunk, NoPair, RawRow
 from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import ChatEncoder

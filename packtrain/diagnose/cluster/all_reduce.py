@@ -19,7 +19,7 @@ from datetime import timedelta
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from packtrain.diagnose.probe import Unanswered, ask_python, first_line
+from packtrain.diagnose.timeouts import Unanswered, ask_python, first_line
 from packtrain.wording import listed
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from packtrain.diagnose.cluster.all_reduce import LIMIT_S as REDUCE_S
 from packtrain.diagnose.cluster.all_reduce import checks_of, summary, take_part
 from packtrain.diagnose.cluster.compare import differences, exit_code_of, folded, own_report, show
 from packtrain.diagnose.env import age_s, gather
-from packtrain.diagnose.probe import Probe, Unanswered, kill_processes
+from packtrain.diagnose.timeouts import Probe, Unanswered, kill_processes
 from packtrain.errors import PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
 from packtrain.launch.srun import spread

@@ -33,10 +33,10 @@ from packtrain.launch.worker import LOG_DIR
 from packtrain.model.load import base_model, weights_hash
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, differences, digest_of, shared_versions
-from packtrain.plan.interfaces import SOCKETS
+from packtrain.plan.network_settings import SOCKETS
 from packtrain.run_folder import environment
 from packtrain.train.library_errors import shortly
-from packtrain.train.sync.store import FIRST_STAGE, GRACE_S, Peers, Statement, in_words
+from packtrain.train.sync.store_barrier import FIRST_STAGE, GRACE_S, Peers, Statement, in_words
 from packtrain.wording import counted, listed, ranks_in_words
 
 _MOST_SHOWN = 8

@@ -25,7 +25,7 @@ from packtrain.model.load import base_model, load_tokenizer
 from packtrain.model.spread import most_of_all
 from packtrain.packing.collate import IGNORE
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
-from packtrain.train.dpo import PackedDPOTrainer
+from packtrain.train.dpo_trainer import PackedDPOTrainer
 from packtrain.train.loader import MicroBatch, PairSteps
 
 Logps = tuple[torch.Tensor, torch.Tensor]

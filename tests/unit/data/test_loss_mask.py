@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from data_tokenizers import MISTRAL, SMOLLM, STYLES, shipped, tokenizer_for, tokenizer_of
 
-from packtrain.config.rules.missing import template_names
+from packtrain.config.rules.paths_and_packages import template_names
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens import chat_template

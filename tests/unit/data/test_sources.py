@@ -23,8 +23,8 @@ import packtrain
 from packtrain.config.schema import Data, DataSource
 from packtrain.config.schema import sources as named
 from packtrain.data.prepare import PreparedData, prepare
-from packtrain.data.sources import hub
 from packtrain.data.sources import locate as sources
+from packtrain.data.sources import offline as hub
 from packtrain.data.tokens.cache import StoreWriter
 from packtrain.errors import UserError
 

@@ -40,7 +40,8 @@ def get_device_name(index): return "NVIDIA H100 80GB HBM3"
 
 PATIENT = """
 import sys
-from packtrain.diagnose import env, probe
+from packtrain.diagnose import env
+from packtrain.diagnose import timeouts as probe
 probe.Probe.__init__.__defaults__ = (100.0,)
 env.BUDGET_S = env.LIMIT_S = 100.0
 from packtrain.cli import main

@@ -25,8 +25,8 @@ from packtrain.diagnose.facts import (
 )
 from packtrain.diagnose.redact import Redactor
 from packtrain.diagnose.software import attention_json
-from packtrain.plan.interfaces import HostNetwork, Interface, NetworkSetting, Port, matching
 from packtrain.plan.memory import Memory
+from packtrain.plan.network_settings import HostNetwork, Interface, NetworkSetting, Port, matching
 from packtrain.plan.surroundings import Surroundings
 
 GIB = 2**30

@@ -14,7 +14,7 @@ import pytest
 from packtrain.diagnose import devices, host, software
 from packtrain.diagnose.devices import MARK, read_torch
 from packtrain.diagnose.facts import Torch, size
-from packtrain.diagnose.probe import Probe, Unanswered, ask_python
+from packtrain.diagnose.timeouts import Probe, Unanswered, ask_python
 
 GIB = 2**30
 

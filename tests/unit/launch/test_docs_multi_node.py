@@ -16,9 +16,9 @@ from packtrain.launch import rendezvous
 from packtrain.launch.exit_status import Outcome, judge
 from packtrain.launch.rendezvous import Place, meet
 from packtrain.launch.run_lock import locked
-from packtrain.plan import interfaces as names
+from packtrain.plan import network_settings as names
 from packtrain.plan.agreement import Member, twice, unlike
-from packtrain.plan.interfaces import HostNetwork, Interface, choose_network
+from packtrain.plan.network_settings import HostNetwork, Interface, choose_network
 from tests.ports import free_port
 from tests.unit.plan.test_agreement import member
 

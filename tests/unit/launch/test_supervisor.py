@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from packtrain.launch import supervisor
+from packtrain.launch.coordinator import Machines, Reporter
 from packtrain.launch.exit_status import Verdict
-from packtrain.launch.machines import Machines, Reporter
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import left
 from packtrain.monitor.heartbeat import TimeLimits

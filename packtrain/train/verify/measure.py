@@ -38,10 +38,10 @@ from packtrain.proof.choice import choose_attention, prove_backend, prove_pairs
 from packtrain.proof.isolation import Proof, check_as_it_comes
 from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
-from packtrain.train.dpo_objective import DPO
+from packtrain.train.dpo import DPO
 from packtrain.train.preflight import why_not_together
 from packtrain.train.sync.checks import agree_on_model
-from packtrain.train.sync.store import Peers
+from packtrain.train.sync.store_barrier import Peers
 from packtrain.train.verify.dpo_start import Start
 from packtrain.train.verify.modes import (
     MODES,

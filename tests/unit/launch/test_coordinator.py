@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from packtrain.launch import machines
+from packtrain.launch import coordinator as machines
+from packtrain.launch.coordinator import Machines, Orders, Report, Reporter
 from packtrain.launch.exit_status import BUG, Outcome, Verdict, judge
-from packtrain.launch.machines import Machines, Orders, Report, Reporter
 from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.processes import ProcessState

@@ -11,8 +11,9 @@ import pytest
 from packtrain.config.schema import Batch, RunConfig, Topology
 from packtrain.errors import CheckFailed
 from packtrain.launch.rendezvous import own_addresses
-from packtrain.plan import interfaces
-from packtrain.plan.interfaces import (
+from packtrain.plan import network_settings as interfaces
+from packtrain.plan.launch_plan import LaunchPlan, plan_launch
+from packtrain.plan.network_settings import (
     HostNetwork,
     Interface,
     Port,
@@ -20,7 +21,6 @@ from packtrain.plan.interfaces import (
     own_address_towards,
     read_network,
 )
-from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import Surroundings
 
 LO = Interface("lo", ("127.0.0.1", "::1"))
