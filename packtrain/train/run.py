@@ -153,7 +153,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
 
 
 def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
-    """The proof of `packtrain verify` in this process; see train/verify/report.py."""
+    """The proof of `packtrain verify` in this process; see train/verify/measure.py."""
     objective = _objective(config)
     dpo = objective if isinstance(objective, DPO) else None
     subject = Subject(config.model, config.peft, config.packing, config.objective, config.trainer, dpo)

@@ -57,7 +57,7 @@ def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
 
 
 def show(report: dict[str, Any], *, as_json: bool) -> None:
-    """The report (train/verify/report.py) on stdout: as one JSON document, or for people."""
+    """The report (train/verify/measure.py) on stdout: as one JSON document, or for people."""
     if as_json:
         print(json.dumps(report, indent=2))
         return
