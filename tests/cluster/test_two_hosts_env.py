@@ -72,6 +72,7 @@ def test_what_differs_and_a_slow_pair_are_named_without_any_secret(hosts: TwoHos
     assert not any(secret in first.text + second.text for secret in ("pl4nted", "0ther0"))
     (pair,) = found["all_reduce"]["pairs"]
     assert pair["status"] == "slow" and 0 < pair["mib_per_s"] < 20, found["all_reduce"]
+    assert all(one["mib_64_ms"] > 0 for one in found["all_reduce"]["nodes"].values()), found["all_reduce"]  # together
     assert any(one["name"] == "all-reduce" and one["nodes"] == ["n1", "n2"] for one in found["checks"])
     assert "n1 shows the comparison" in second.text
 
