@@ -329,7 +329,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary, before: li
     if summary.early:
         trainer.load_best_weights()
     saved = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft)
-    if run.ranks.sharded:
+    if run.ranks.sharded and config.trainer.samples:
         _meet(run, "results")  # the answers take all of them, and the main process has been writing alone
     after = _answers(run)
     _write_summary(run, summary.to_json("done"))
