@@ -22,6 +22,7 @@ from packtrain.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = ".yaml"
+_MOST = 20_000  # keys and entries, aliases written out
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,12 @@ def read_config(path: Path) -> ConfigFile:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise UserError("a config is a mapping of groups, such as `optim: {…}`", where=f"{shown(path)}:1")
-        lines = dict(_lines(root, ""))
+        for path_of_key, line in _lines(root, ""):
+            lines[path_of_key] = line
+            if len(lines) > _MOST:  # OmegaConf would take minutes
+                what = f"more than {_MOST} values: perhaps aliases (*) of anchors (&) that hold aliases"
+                fix = "Write less, or name a file with the data."
+                raise UserError(what, where=f"{shown(path)}:{line}", fix=fix)
         values = OmegaConf.load(io.StringIO(text))
     except UnicodeDecodeError as error:
         what = f"not UTF-8 text: {error.reason} at byte {error.start}"

@@ -240,9 +240,9 @@ def _check_names(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
 def _advice(error: Exception, config: Model, *, online: bool) -> str:
     """What to do where a model cannot be made or read."""
     if config.init == "random":
-        return "see the keys of model.config; not every type is a causal language model (docs/model-types.md)"
+        return "see the keys of model.config; not every type is a causal language model (docs/architectures.md)"
     if "Unrecognized configuration class" in str(error):
-        return "take a causal language model: docs/model-types.md lists what trains"
+        return "take a causal language model: docs/architectures.md lists what trains"
     return "" if online else OFFLINE_ADVICE
 
 

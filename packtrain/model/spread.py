@@ -39,11 +39,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from packtrain.config.schema import SHARDED_WEIGHTS
-from packtrain.errors import UserError
+from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.launcher_settings import STAGES, deepspeed_config
@@ -212,6 +213,31 @@ def most_of_all(number: int, device: torch.device) -> int:
     with waiting("the numbers of all ranks"):
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found.item())
+
+
+def check_active(wanted: str, wrapped: Any, model: nn.Module) -> None:
+    """Raises CheckFailed if what is about to train is not spread by the strategy `wanted`: each process would train by itself.
+
+    `wrapped` is what the trainer calls in training, `model` the one inside, of a run that is ready for step 1.
+    """
+    found = "ddp"  # or one process, which is as good
+    if isinstance(base_model(model), FSDPModule):
+        found = "fsdp2"
+    elif type(wrapped).__name__ == "DeepSpeedEngine":
+        stage = wrapped.zero_optimization_stage()
+        found = f"zero{stage}{'_offload' if stage == 3 and wrapped.zero_offload_param() else ''}"
+    elif (
+        not isinstance(wrapped, nn.parallel.DistributedDataParallel)
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+    ):
+        found = "copies of their own"
+    if wanted != found:
+        raise CheckFailed(
+            f"the run is to train by {wanted}, but it would by {found}",
+            where="strategy.name",
+            fix="start it by packtrain or torchrun; accelerate's or DeepSpeed's own settings have no part in it",
+        )
 
 
 def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:

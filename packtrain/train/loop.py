@@ -27,6 +27,7 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 
 from packtrain.model.load import base_model
+from packtrain.model.spread import check_active
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.checkpoint import CheckpointHooks
 from packtrain.train.loader import MicroBatch, step_loader
@@ -89,9 +90,11 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         return step_loader(self.steps, first=self.settings.first_step, workers=self.settings.loader_workers)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base class, after the last proof."""
+        """As the base class, after the last proof; makes sure that the strategy is what the config says."""
         self.close_proofs()
-        return super()._prepare_for_training(*args, **kwargs)
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        check_active(self.settings.strategy, self.model_wrapped, self.model)
+        return prepared
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """1. The step's micro-batches, as the base class loads them, and their counts."""

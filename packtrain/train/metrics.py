@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
 
@@ -168,11 +169,23 @@ def _step_of(line: str) -> int:
         return 1 << 62
 
 
-class ProgressLines(TrainerCallback):
-    """A line for each logged step and evaluation: on the terminal (main process only), and in every rank's log file."""
+class TerminalProgress(TrainerCallback):
+    """A live bar with the time left on a terminal, plain lines elsewhere (main process only); every rank's log has the lines."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[figures]}")
+        self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=log.console)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        """Shows the bar."""
+        if state.is_world_process_zero and self._log.console.is_terminal:
+            self._bar.add_task("train", total=state.max_steps, completed=state.global_step, figures="")
+            self._bar.start()
+
+    def close(self) -> None:
+        """Stops the bar, however training ended."""
+        self._bar.stop()
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
         """Shows the step's figures."""
@@ -183,10 +196,14 @@ class ProgressLines(TrainerCallback):
                 told = f"  pairs ranked right {logs['eval_rewards/accuracies']:.1%}"
             self._log.say(f"{place}  eval loss {logs['eval_loss']:.4f}{told}")
         elif "loss" in logs:
-            self._log.say(
-                f"{place}  loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
+            figures = (
+                f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
                 f"  padding {logs['padding_fraction']:.1%}  lr {logs['learning_rate']:.2e}"
             )
+            for task in self._bar.task_ids:
+                self._bar.update(task, completed=state.global_step, figures=figures)
+            write = self._log.note if self._bar.task_ids else self._log.say
+            write(f"{place}  {figures}")
 
 
 class EarlyStop(TrainerCallback):

@@ -48,7 +48,7 @@ from packtrain.train.dpo import DPO
 from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepTrainer
-from packtrain.train.metrics import EarlyStop, MetricsFile, ProgressLines
+from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.sft import SFT
 from packtrain.train.sync.checks import (
@@ -74,6 +74,7 @@ class Run:
     folder: RunFolder
     log: Log
     stop: StopRequest
+    progress: TerminalProgress
     model: Any = None
     tokenizer: Any = None
     attention: str = ""
@@ -109,7 +110,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    run, objective = Run(config, ranks, peers, folder, log, StopRequest()), _objective(config)
+    run, objective = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log)), _objective(config)
     checkpoint = _checkpoint_to_resume(run)
     needed = checkpoint is not None or config.trainer.checkpoint_every is not None
     if ranks.world_size > 1 and (remark := check_run_folder(folder.logs, main=ranks.main, needed=needed)):
@@ -139,7 +140,10 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     if checkpoint is not None:
         limit_collectives(config.topology.checkpoint_timeout)  # until the first step: some have read it before others
     run.stop.listen()  # until here a signal ends the process as usual: there is nothing to save
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        run.progress.close()
 
     early = config.trainer.early_stop_patience is not None
     summary = results.Summary(trainer, data, decision, started, early)
@@ -220,7 +224,7 @@ def _build(
         limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, precision, settings)
-    callbacks: list[TrainerCallback] = [run.stop, MetricsFile(run.folder.metrics), ProgressLines(log)]
+    callbacks: list[TrainerCallback] = [run.stop, MetricsFile(run.folder.metrics), run.progress]
     if patience := config.trainer.early_stop_patience:
         callbacks.append(EarlyStop(patience, run.folder.checkpoints, log))
     trainer = objective.trainer(model, arguments, tokenizer, settings=settings, callbacks=callbacks)

@@ -1,4 +1,4 @@
-"""The page docs/model-types.md, from the sweep alone: `python tests/architectures/page.py > docs/model-types.md`.
+"""The page docs/architectures.md, from the sweep alone: `python tests/architectures/page.py > docs/architectures.md`.
 
 It takes a minute. The tests compare every line of it with what they measure.
 """
@@ -15,7 +15,7 @@ import transformers
 from sweep import Outcome, outcome_of, quietly_on_one_thread
 from tiny import model_types
 
-PAGE = Path(__file__).parents[2] / "docs" / "model-types.md"
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 MADE_WITH = f"Measured with transformers {transformers.__version__}"
 _OPTIONAL = ("causal_conv1d", "fla", "mamba_ssm", "timm", "xlstm")
 
@@ -35,7 +35,7 @@ No list of names is behind it: the same proof runs on the loaded model before st
 code too, is treated by what it does.
 
 {made_with} and none of {optional}. This page is generated:
-`python tests/architectures/page.py > docs/model-types.md`.
+`python tests/architectures/page.py > docs/architectures.md`.
 """
 
 

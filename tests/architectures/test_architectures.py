@@ -72,7 +72,7 @@ def test_every_architecture_is_exact_in_every_mode_or_refused(model_type: str) -
 @pytest.mark.slow
 def test_the_page_says_what_was_measured() -> None:
     if not is_comparable():
-        pytest.skip("docs/model-types.md is about another transformers, or other packages")
+        pytest.skip("docs/architectures.md is about another transformers, or other packages")
     assert PAGE.read_text() == page([outcome_of(model_type) for model_type in model_types()])
 
 

@@ -208,6 +208,14 @@ def test_preferences_train_the_same_on_four_processes_of_which_some_have_no_pair
             assert ours[figure] == pytest.approx(theirs[figure], rel=1e-5, abs=1e-5), (ours["step"], figure)
 
 
+def test_a_model_that_is_not_spread_as_asked_for_is_found_out() -> None:
+    model = torch.nn.Linear(2, 2)
+    strategy.check_active("ddp", model, model)
+    for name in ("zero1", "zero2", "zero3", "zero3_offload", "fsdp2"):
+        with pytest.raises(CheckFailed, match=f"is to train by {name}, but it would by ddp"):
+            strategy.check_active(name, model, model)
+
+
 def test_mixed_precision_is_autocast_with_float32_outputs_where_accelerate_does_not_see_to_it() -> None:
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**MODEL_ARGUMENTS))
     ids = torch.arange(7)[None]

@@ -9,6 +9,7 @@ import pytest
 from packtrain.config.compose import load_config
 from packtrain.errors import Problem, UserError
 
+BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
 COMPLETE = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32"]
 
 
@@ -34,6 +35,7 @@ def problems(text: str, *overrides: str) -> list[Problem]:
     [
         ("optim: &x {beta1: *x}\n", "run.yaml", "an alias (*) stands inside its own anchor"),
         ("trainer: {samples: &x [*x]}\n", "run.yaml", "an alias (*) stands inside its own anchor"),
+        (BOMB, "run.yaml:", "perhaps aliases (*) of anchors (&) that hold aliases"),
         ("? [a, b]\n: 2\n", "run.yaml:1", "unhashable key"),
         ("optim: !foo {beta1: 1}\n", "run.yaml:1", "'!foo'"),
         ("optim:\n  null: 2\n", "run.yaml:1", "Incompatible key type"),
