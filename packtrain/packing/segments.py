@@ -29,6 +29,8 @@ class Segments:
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"a row needs documents of at least one token, got lengths {self.lengths}")
+        if self.prefixes and len(self.prefixes) != len(self.lengths):
+            raise ValueError(f"{len(self.lengths)} segments, but {len(self.prefixes)} prefixes")
         for segment, prefix in enumerate(self.prefixes):
             if prefix is not None and not (0 <= prefix < segment and self.prefixes[prefix] is None):
                 raise ValueError(f"segment {segment} needs an earlier segment without a prefix, got {prefix}")
