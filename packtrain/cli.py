@@ -179,10 +179,10 @@ def sbatch(
     """Write a Slurm script for a run or a sweep of runs, or submit it."""
 
     def work() -> int:
-        from packtrain.launch.submit import carry_out
+        from packtrain.launch.submit import hand_over
 
         job = _job(verb, arguments, sweep)
-        return carry_out(job, submit=submit, test=test_only, file=output, as_json=as_json)
+        return hand_over(job, submit=submit, test=test_only, file=output, as_json=as_json)
 
     _end(work)
 

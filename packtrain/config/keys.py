@@ -73,7 +73,8 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One config key: `path` is "optim.learning_rate"; bounds are `>= minimum`, `> above`, `< below` and `<= maximum`."""
+    """One config key: `path` is "optim.learning_rate"; bounds are `>= minimum`, `> above`, `< below` and `<= maximum`;
+    `objective` is the only one that uses it, None where both do."""
 
     path: str
     type: Any
@@ -83,6 +84,7 @@ class Key:
     above: float | None
     below: float | None
     maximum: float
+    objective: str | None
 
 
 @cache

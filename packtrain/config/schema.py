@@ -46,12 +46,14 @@ def key(
     above: float | None = None,
     below: float | None = None,
     maximum: float = 10**9,
+    objective: Literal["sft", "dpo"] | None = None,
 ) -> Any:
-    """A config field: its default, its one-sentence description, and bounds (`>= minimum`, `> above`, `< below`) where it has any.
+    """A config field: default, one-sentence description, bounds (`>= minimum`, `> above`, `< below`), the only `objective` it is for.
 
     A number above `maximum` does not fit some counter, or would never end.
     """
-    metadata = {"doc": doc, "minimum": minimum, "above": above, "below": below, "maximum": maximum}
+    bounds = {"minimum": minimum, "above": above, "below": below, "maximum": maximum}
+    metadata = {"doc": f"{objective}: {doc}" if objective else doc, **bounds, "objective": objective}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -151,7 +153,7 @@ class Packing:
         "packed", "Padded batches, batches flattened into one row, or rows filled to batch.tokens_per_device."
     )
     strategy: Literal["best_fit", "in_order"] = key(
-        "best_fit", "Fill rows by best fit, or with the documents in their order (fuller rows against kept order)."
+        "best_fit", "Fill rows with the longest documents first (fuller rows), or with the documents in their order."
     )
     share_prefix: bool | None = key(
         None, "Preference pairs only: compute the prompt once for both answers; none for where that proves exact."
@@ -165,40 +167,49 @@ class Objective:
     kind: Literal["sft", "dpo"] = key(
         "sft", "Supervised fine-tuning, or direct preference optimisation (packtrain dpo)."
     )
-    loss: Literal["nll", "dft"] = key("nll", "sft: negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629).")
+    loss: Literal["nll", "dft"] = key(
+        "nll", "negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629).", objective="sft"
+    )
     neftune_alpha: float | None = key(
-        None, "sft: scale of NEFTune's noise on the embeddings (arXiv 2310.05914).", above=0
+        None, "scale of NEFTune's noise on the embeddings (arXiv 2310.05914).", above=0, objective="sft"
     )
     router_aux_coef: float | None = key(
         None,
-        "sft: weight of the routers' load-balancing loss over the real tokens of a step, part of loss; none for the model's "
+        "weight of the routers' load-balancing loss over the real tokens of a step, part of loss; none for the model's "
         "own where model.config.output_router_logits is set, else 0. Steps of several micro-batches take one forward pass "
         "more.",
         minimum=0,
+        objective="sft",
     )
-    loss_type: LossType | list[LossType] = key("sigmoid", "dpo: loss by TRL's name, or several that are added up.")
-    loss_weights: list[float] | None = key(None, "dpo: weight of each of several losses; none for 1 each.")
-    beta: float = key(0.1, "dpo: how strongly the model is held to the reference.", above=0)
+    loss_type: LossType | list[LossType] = key(
+        "sigmoid", "loss by TRL's name, or several that are added up.", objective="dpo"
+    )
+    loss_weights: list[float] | None = key(None, "weight of each of several losses; none for 1 each.", objective="dpo")
+    beta: float = key(0.1, "how strongly the model is held to the reference.", above=0, objective="dpo")
     label_smoothing: float = key(
-        0.0, "dpo: share of pairs whose preference is taken to be wrong.", minimum=0, below=0.5
+        0.0, "share of pairs whose preference is taken to be wrong.", minimum=0, below=0.5, objective="dpo"
     )
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = key(
-        "reverse_kl", "dpo: divergence from the reference (arXiv 2309.16240)."
+        "reverse_kl", "divergence from the reference (arXiv 2309.16240).", objective="dpo"
     )
-    f_alpha_divergence_coef: float = key(0.5, "dpo: alpha of the alpha divergence.")
+    f_alpha_divergence_coef: float = key(0.5, "alpha of the alpha divergence.", objective="dpo")
     ld_alpha: float | None = key(
         None,
-        "dpo: weight of tokens beyond the shorter answer's length (LD-DPO, arXiv 2409.06411); none for 1.",
+        "weight of tokens beyond the shorter answer's length (LD-DPO, arXiv 2409.06411); none for 1.",
         minimum=0,
         maximum=1,
+        objective="dpo",
     )
-    use_weighting: bool = key(False, "dpo: weigh pairs by how likely the model finds them (WPO, arXiv 2406.11827).")
-    discopop_tau: float = key(0.05, "dpo: temperature of the discopop loss.", above=0)
+    use_weighting: bool = key(
+        False, "weigh pairs by how likely the model finds them (WPO, arXiv 2406.11827).", objective="dpo"
+    )
+    discopop_tau: float = key(0.05, "temperature of the discopop loss.", above=0, objective="dpo")
     reference: str = key(
         "auto",
-        "dpo: model (a second copy of model.path), adapters_off (LoRA), precomputed (its log-probabilities, once), or the "
+        "model (a second copy of model.path), adapters_off (LoRA), precomputed (its log-probabilities, once), or the "
         "path of another model or of earlier adapters (with LoRA on the same base, no second copy of it); auto is what "
         "training starts from: adapters_off with new adapters, the same ones where model.path names adapters, else model.",
+        objective="dpo",
     )
 
     @property

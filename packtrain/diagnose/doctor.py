@@ -27,7 +27,7 @@ from packtrain.plan.network_settings import LOOPBACK
 from packtrain.run_folder import RunFolder
 from packtrain.wording import ranks_in_words
 
-ANSWER_S = 20
+WATCHDOG_ANSWER_S = 20
 """How long is waited for an answer, in which ranks may have to be asked first."""
 _SILENT_S = 10
 
@@ -81,7 +81,7 @@ def examine(folder: RunFolder, *, ask: bool = False) -> Finding:
         near = channel["host"] == platform.node() or channel["address"] != LOOPBACK
         client = Client(channel["address"] if near else channel["host"], channel["port"], secret=channel["secret"])
         try:
-            return _of_a_live_run(folder, client.call("ranks", {"stacks": ask}, timeout_s=ANSWER_S), ask=ask)
+            return _of_a_live_run(folder, client.call("ranks", {"stacks": ask}, timeout_s=WATCHDOG_ANSWER_S), ask=ask)
         except OSError as error:
             return _of_a_silent_run(folder, channel, error)
     return _of_an_ended_run(folder)
@@ -111,8 +111,8 @@ def _of_a_silent_run(folder: RunFolder, channel: Mapping[str, Any], error: OSErr
     if seen(pid) == "stopped":
         return Finding("stalled", [f"process {pid}, which watches this run, is stopped", f"  → kill -CONT {pid}"])
     if is_locked(folder.root):
-        unheard = Finding("stalled", [f"process {pid}, which watches this run, does not answer: {error}"])
-        return _of_a_start() if seen(pid) == "gone" else unheard
+        is_silent = Finding("stalled", [f"process {pid}, which watches this run, does not answer: {error}"])
+        return _of_a_start() if seen(pid) == "gone" else is_silent
     what = f"the launcher of this run (process {pid}) is gone without a word: it was killed"
     advice = "  → look who did it (dmesg, the scheduler's log), and start the same command again: it goes on from a checkpoint"
     return Finding("failed", [what, advice])

@@ -23,7 +23,7 @@ from packtrain.config.schema import RunConfig
 from packtrain.diagnose import devices, host, network, software
 from packtrain.diagnose.facts import MIB, Check, Facts, Folder, Gpus, Host, RunNeeds, Status, Torch, size
 from packtrain.diagnose.redact import Redactor
-from packtrain.diagnose.timeouts import LIMIT_S, Probe, Unanswered, Value, kill_processes
+from packtrain.diagnose.timeouts import PROBE_LIMIT_S, Probe, Unanswered, Value, kill_processes
 from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
@@ -70,7 +70,7 @@ def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
         "HF_HOME": constants.HF_HOME,
     }
     asked: dict[str, Probe] = {
-        "GPU driver": Probe(lambda: devices.ask_driver(LIMIT_S), LIMIT_S + 0.5),
+        "GPU driver": Probe(lambda: devices.ask_driver(PROBE_LIMIT_S), PROBE_LIMIT_S + 0.5),
         "torch": Probe(lambda: devices.ask_torch(torch_s, dtype), torch_s + 0.3),
         "limits": Probe(host.read_host),
         "network": Probe(lambda: read_network(None)),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-LIMIT_S = 5.0
+PROBE_LIMIT_S = 5.0
 _running: set[subprocess.Popen[bytes]] = set()
 
 Value = TypeVar("Value")
@@ -33,7 +33,7 @@ class Unanswered(Exception):
 class Probe(Generic[Value]):
     """`ask` is called at once, in a thread; `answer` waits for it, at most `limit_s` seconds from the start."""
 
-    def __init__(self, ask: Callable[[], Value], limit_s: float = LIMIT_S) -> None:
+    def __init__(self, ask: Callable[[], Value], limit_s: float = PROBE_LIMIT_S) -> None:
         self._end, self._limit_s = time.monotonic() + limit_s, limit_s
         self._value: list[Value] = []
         self._error: Exception | None = None

@@ -1,1 +1,1 @@
-"""From a config and what is around it to running processes: pure plans, and one place (execute.py) that carries them out."""
+"""Starting the processes of a plan and bringing them to one exit code; execute.py carries a plan out."""

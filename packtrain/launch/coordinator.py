@@ -1,7 +1,7 @@
-"""The launchers of a run while it goes on: each tells machine 0 once a second all that it knows, and is told what to do.
+"""The launchers during a run: each reports the state of its machine to machine 0 once a second, which answers with orders.
 
-Every call has the whole state, and every answer all orders, so that a call that is lost does no harm. Machine 0 decides: who
-asks all to stop, who has failed first, which machine is lost (not heard of for too long), and what the exit code of all is.
+Every call has the whole state, and every answer all orders, so that a lost call does no harm. Machine 0 decides: whether all
+stop for a signal, which machine failed first, which one is lost (silent for too long), and the exit code of all.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from packtrain.wording import listed
 
 BEAT_S = 1.0
 ENDING_S = 30
-"""How long after a failure the others may take to say how their processes ended."""
-_SURELY_S = 10  # of silence, once something has failed
-_REFUSED_S = 5  # for so long nobody of this run has listened at machine 0's port
-_PART_S = 10
+"""Seconds after a failure for the other launchers to report how their processes ended."""
+_SILENCE_AFTER_FAILURE_S = 10  # after which a machine is lost, once something has failed
+_REFUSED_S = 5  # without a server of this run at machine 0's port, after which machine 0 is lost
+_INFORM_S = 10
 _PROGRESS_S = 30
 _LOOK_S = 0.1
-_LONGEST_CALL_S, _LONGEST_LOOK_S = 20, 3  # what lies longer between two, this process was suspended
+_LONGEST_CALL_S, _LONGEST_LOOK_S = 20, 3  # a longer time between two means that this process was suspended
 
 
 @dataclass(slots=True)
 class Report:
-    """What a launcher says of its machine: its `ranks`' processes, their `stacks` where they were asked for, the `signal` that it
-    was sent, what has `failed` in words, and the `outcome` once all its processes have ended."""
+    """A launcher's report of its machine: its `ranks`' processes, their `stacks` if asked for, the `signal` that it received, its
+    first failure in words (`failed`), and the `outcome` once all its processes have ended."""
 
     node: int
     ranks: Mapping[int, ProcessState] = field(default_factory=dict)
@@ -55,8 +55,8 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What a machine is to do: pass on the signal `stop`, `end` its processes for a reason, have the `stacks` of ranks dumped; and
-    the `verdict` on the run, once there is one. `why` is for the terminal."""
+    """What a machine is to do: pass on the signal `stop`, `end` its processes for a reason, dump the `stacks` of ranks; and the
+    `verdict` on the run, once there is one. `why` explains `stop` on the terminal."""
 
     stop: int | None = None
     why: str = ""
@@ -71,8 +71,8 @@ class Orders:
         return cls(**{**values, "stacks": tuple(values["stacks"]), "verdict": verdict and Verdict(**verdict)})
 
 
-class Machines:
-    """Machine 0's record of all machines, itself among them; `hear` may be called by any thread, `look` once a second."""
+class Coordinator:
+    """Machine 0's record of all machines, itself included; `hear` is thread-safe, `look` is called once a second."""
 
     def __init__(self, names: Mapping[int, str], per_node: int, silence_s: float, watchdog: Watchdog) -> None:
         self._names, self._per_node, self._silence_s, self._watchdog = dict(names), per_node, silence_s, watchdog
@@ -81,18 +81,18 @@ class Machines:
         self._looked = time.monotonic()
         self._outcomes: dict[int, Outcome] = {}
         self._stop: tuple[int, int] | None = None  # signal, machine
-        self._end: tuple[str, int] | None = None  # why, and the machine that needs not be told
+        self._end: tuple[str, int] | None = None  # why, and the machine that reported it
         self._ended_at = 0.0
         self._diagnosis: Diagnosis | None = None
         self._verdict: Verdict | None = None
-        self._informed: set[int] = set()  # of the verdict
+        self._informed: set[int] = set()  # machines that got the verdict
 
     def answer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The channel's `machine`."""
+        """The handler of the channel's call `machine`."""
         return asdict(self.hear(Report.from_json(body)))
 
     def hear(self, report: Report) -> Orders:
-        """Takes a report; says what that machine is to do."""
+        """Takes a report; returns the orders for that machine."""
         node = report.node
         self._watchdog.processes(node, report.ranks)
         self._watchdog.stacks(node, report.stacks)
@@ -101,9 +101,9 @@ class Machines:
             if report.signal is not None and self._stop is None:
                 self._stop = report.signal, node
             if report.failed:
-                self._halt(report.failed, node)
+                self._order_end(report.failed, node)
             if report.outcome is not None:
-                self._take(node, report.outcome)
+                self._record(node, report.outcome)
             if self._verdict is not None:
                 self._informed.add(node)
             stop, why, end = None, "", ""
@@ -115,32 +115,32 @@ class Machines:
             return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict)
 
     def look(self) -> None:
-        """Notes machines that are lost, and whether the run stands still."""
+        """Records lost machines, and orders the end of a run that stands still."""
         with self._lock:
             now = time.monotonic()
             passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
-            limit = self._silence_s if self._end is None else min(self._silence_s, _SURELY_S)
+            limit = self._silence_s if self._end is None else min(self._silence_s, _SILENCE_AFTER_FAILURE_S)
             for node in set(self._names) - set(self._outcomes) - {0}:
                 self._silent_s[node] += passed
                 if self._silent_s[node] > limit:
-                    self._take(node, Outcome(lost=f"silent for {self._silent_s[node]:.0f} s"))
+                    self._record(node, Outcome(lost=f"silent for {self._silent_s[node]:.0f} s"))
                 elif self._end is not None and now - self._ended_at > ENDING_S:
-                    self._take(node, Outcome(lost=f"its processes had not ended {ENDING_S} s after the failure"))
+                    self._record(node, Outcome(lost=f"its processes had not ended {ENDING_S} s after the failure"))
             goes_on = self._end is None and self._verdict is None
         if goes_on and (found := self._watchdog.look()):
             with self._lock:
                 if self._end is None:
                     self._diagnosis = found
-                    self._halt(found.what, -1)
+                    self._order_end(found.what, -1)
 
     def waits_for(self) -> str:
-        """The machines whose processes have not ended."""
+        """The machines whose processes have not ended, in words."""
         with self._lock:
             return listed([name for node, name in self._names.items() if node not in self._outcomes] or ["none"])
 
-    def part(self) -> None:
-        """Returns when all that are left have been told the verdict."""
-        end = time.monotonic() + _PART_S
+    def wait_until_all_informed(self) -> None:
+        """Returns when all machines that are not lost have the verdict, or after _INFORM_S."""
+        end = time.monotonic() + _INFORM_S
         while time.monotonic() < end:
             with self._lock:
                 left = [node for node, one in self._outcomes.items() if node and not one.lost]
@@ -151,25 +151,27 @@ class Machines:
     def _ranks(self, node: int) -> range:
         return range(node * self._per_node, (node + 1) * self._per_node)
 
-    def _take(self, node: int, outcome: Outcome) -> None:
-        """How the processes of a machine ended, once; the last one brings the verdict."""
+    def _record(self, node: int, outcome: Outcome) -> None:
+        """Records how the processes of a machine ended, the first report only; the last machine's decides the verdict."""
         if node in self._outcomes:
             return
         self._outcomes[node] = outcome
         if outcome.failed:
             name = self._names[node]
-            self._halt(f"{name} was lost: {outcome.lost}" if outcome.lost else f"the processes on {name} failed", node)
+            self._order_end(
+                f"{name} was lost: {outcome.lost}" if outcome.lost else f"the processes on {name} failed", node
+            )
         if self._verdict is None and set(self._outcomes) == set(self._names):
-            self._settle()
+            self._decide()
 
-    def _halt(self, why: str, but: int) -> None:
+    def _order_end(self, why: str, but: int) -> None:
         if self._end is None:
             self._end, self._ended_at = (why, but), time.monotonic()
 
-    def _settle(self) -> None:
+    def _decide(self) -> None:
         diagnosis = self._diagnosis
         ends = [code for one in self._outcomes.values() for code in one.codes.values()]
-        aborts = -signal.SIGABRT if 1 in ends else 0  # NCCL has ranks abort where another one has raised
+        aborts = -signal.SIGABRT if 1 in ends else 0  # NCCL aborts ranks after another one has raised
         killed = any(code is None or (code < 0 and code != aborts) for code in ends)
         if diagnosis is None and (killed or set(ends) == {0, 4}):
             diagnosis = self._watchdog.aftermath()
@@ -184,12 +186,13 @@ class Machines:
 
 
 class Reporter:
-    """A launcher's end, a context: a thread that hands `report` in once a second, and keeps the last `orders`.
+    """A context with a thread that sends the launcher's `report` to machine 0 once a second, and keeps the last `orders`.
 
-    `to` is machine 0, called `main`: its record on machine 0 itself, elsewhere the channel. `lost` says why it is, where it is.
+    `to` is the Coordinator on machine 0 itself, elsewhere the channel to it; `main` is its name. `lost` is why machine 0 counts
+    as lost, "" while it does not.
     """
 
-    def __init__(self, node: int, main: str, silence_s: float, to: Machines | Client) -> None:
+    def __init__(self, node: int, main: str, silence_s: float, to: Coordinator | Client) -> None:
         self.report, self.orders, self.lost = Report(node), Orders(), ""
         self._main, self._silence_s, self._to = main, silence_s, to
         self._silent_s, self._called = 0.0, time.monotonic()
@@ -201,7 +204,7 @@ class Reporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Without a verdict (an exception, a signal) the others are told, and end their workers."""
+        """After an exception or a signal reports this machine as lost, so that the others end their workers."""
         self._over.set()
         self._news.set()
         self._thread.join(2 * BEAT_S)
@@ -210,40 +213,40 @@ class Reporter:
             self._hand_in()
 
     def tell(self, **facts: Any) -> None:
-        """Puts `facts` into the report that cannot wait for the next second."""
+        """Puts `facts` into the report, and sends it at once."""
         for name, value in facts.items():
             setattr(self.report, name, value)
         self._news.set()
 
     def finish(self, outcome: Outcome, host: str, per_node: int) -> Verdict:
-        """Says how this machine's processes ended, waits for those of the others to end, and returns the verdict on all.
+        """Reports how this machine's processes ended, waits for those of the others, and returns the verdict on all.
 
-        It waits as long as the others are heard of and nothing has failed, and ENDING_S seconds after a failure.
+        It waits without limit while the others report and nothing has failed, and ENDING_S seconds after a failure.
         """
         self.tell(outcome=outcome)
-        begun = told = time.monotonic()
+        begun = printed = time.monotonic()
         while (verdict := self.orders.verdict) is None:
             if self.lost:
                 node = self.report.node
                 return judge({0: Outcome(lost=self.lost), node: outcome}, {0: self._main, node: host}, per_node)
             time.sleep(_LOOK_S)
-            if time.monotonic() - told > _PROGRESS_S:
-                told = time.monotonic()
-                others = self._to.waits_for() if isinstance(self._to, Machines) else "other machines"
-                waits = f"the processes on {host} have ended; waiting {told - begun:.0f} s for those on {others}"
+            if time.monotonic() - printed > _PROGRESS_S:
+                printed = time.monotonic()
+                others = self._to.waits_for() if isinstance(self._to, Coordinator) else "other machines"
+                waits = f"the processes on {host} have ended; waiting {printed - begun:.0f} s for those on {others}"
                 print(waits, file=sys.stderr, flush=True)
         return verdict
 
     def _serve(self) -> None:
         while not self._over.is_set():
             self._hand_in()
-            if isinstance(self._to, Machines):
+            if isinstance(self._to, Coordinator):
                 self._to.look()
             self._news.wait(BEAT_S)
             self._news.clear()
 
     def _hand_in(self) -> None:
-        if isinstance(self._to, Machines):
+        if isinstance(self._to, Coordinator):
             self.orders = self._to.hear(self.report)
             return
         try:

@@ -1,8 +1,8 @@
 """Carrying out a LaunchPlan: files in the run folder, the processes of this machine, and one exit code for all of them.
 
-torchrun ends with 1 whatever happened in its workers, so each worker leaves its exit code in a folder that only this launch
-knows (worker.py). The launchers of several machines meet before they start any worker (rendezvous.py), watch theirs
-(supervisor.py), hear of each other over the control channel (coordinator.py), and end with the same code (exit_status.py).
+torchrun ends with 1 whatever happened in its workers, so each worker writes its exit code to a folder of this launch (worker.py).
+The launchers of several machines find each other before they start any worker (rendezvous.py), watch their own (supervisor.py),
+report to machine 0 over the control channel (coordinator.py), and end with the same code (exit_status.py).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import yaml
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
-from packtrain.launch.coordinator import Machines, Reporter
+from packtrain.launch.coordinator import Coordinator, Reporter
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
 from packtrain.launch.run_lock import check_free, locked
-from packtrain.launch.srun import spread
+from packtrain.launch.srun import run_srun
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, last_words
 from packtrain.monitor import stacks
@@ -42,20 +42,20 @@ from packtrain.run_folder import RunFolder, environment, write_json
 LAUNCHER_LOG = "launcher.log"
 MOST_SILENCE_S = 30
 _OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE")
-"""Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher; without them processes are started by hand."""
+"""Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher; a process without any of them was started by hand."""
 
 
 def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> int:
-    """Carries out the plan to its end and returns the exit code: 0, or the most telling one of the workers.
+    """Carries out the plan to its end and returns the exit code: 0, or the most informative one of the workers.
 
-    A run of one process is `train()` in this one; the others start the plan's commands. Raises UserError where the plan
-    cannot be carried out from here, the run folder cannot be written or another run is going on in it; CheckFailed where
-    the machines are not alike; PeerFailed where one is missing.
+    A run of one process is `train()` in this one; other plans start their commands. Raises UserError if the plan cannot be
+    carried out from here, the run folder cannot be written or another run is going on in it; CheckFailed if the machines
+    differ where they must not; PeerFailed if one is missing.
     """
     if plan.obstacles and not plan.lacks_gpus_alone:
         raise UserError(list(plan.obstacles))
-    if plan.role == "spread":
-        return spread(plan.spread)
+    if plan.role == "srun":
+        return run_srun(plan.srun)
     folder = RunFolder.of(config.trainer)
     with ExitStack() as stack:
         if _is_first(plan):
@@ -72,7 +72,7 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
 
 
 def _member(plan: LaunchPlan, config: RunConfig) -> Member:
-    """What this machine says of itself at the rendezvous."""
+    """The description of this machine for the rendezvous."""
     return Member(
         node=plan.node,
         nodes=plan.nodes,
@@ -102,12 +102,12 @@ def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: C
 
 
 def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group) -> int:
-    """The workers of this machine, to their end and to that of all others."""
+    """Runs the workers of this machine; returns the exit code when those of all machines have ended."""
     log, limits = _launcher_log(plan, folder), _limits(config)
     silence_s = min(MOST_SILENCE_S, limits.step_s / 2)
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
         own = Path(made)
-        main: Machines | Client = group.client or stack.enter_context(
+        main: Coordinator | Client = group.client or stack.enter_context(
             _controlled(plan, folder, group, limits, silence_s)
         )
         argv = _with_files_of_its_own(plan, config, folder, own, group.store_port)
@@ -116,24 +116,24 @@ def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: 
             supervisor = Supervisor(own, log, plan.ranks, plan.host, reporter)
             verdict = supervisor.run([sys.executable, *_torchrun(argv, log)], environment)
             if plan.node == 0 or reporter.lost:
-                for said in verdict.lines:
-                    print(said, file=sys.stderr, flush=True)
-            if isinstance(main, Machines):
-                main.part()
+                for line in verdict.lines:
+                    print(line, file=sys.stderr, flush=True)
+            if isinstance(main, Coordinator):
+                main.wait_until_all_informed()
     return verdict.code
 
 
 @contextmanager
 def _controlled(
     plan: LaunchPlan, folder: RunFolder, group: Group, limits: TimeLimits, silence_s: float
-) -> Iterator[Machines]:
+) -> Iterator[Coordinator]:
     """Machine 0's part of the control channel: the watchdog over all ranks, and the record of all machines."""
     assert group.server is not None
     per_node = plan.gpus_per_node
     ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in sorted(group.names.items())]
     watchdog = Watchdog(ranks, limits, folder.logs)
     watchdog.attach(group.server)
-    machines = Machines(group.names, per_node, silence_s, watchdog)
+    machines = Coordinator(group.names, per_node, silence_s, watchdog)
     group.server.serve("machine", machines.answer)
     try:
         with published(folder.logs, group.server, plan.accelerate["main_process_ip"]):
@@ -149,7 +149,7 @@ def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, l
         **plan.command.env,
         # torchrun kills workers 30 s after a signal to it, but a step and a checkpoint may take longer
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(limits.step_s + limits.checkpoint_s),
-        # or each process says that the others' addresses have no names
+        # hides torch's warning of each process that an address has no host name
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         EXIT_DIR: str(own),
         stacks.FOLDER: str(own),
@@ -162,21 +162,21 @@ def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, l
 
 
 def _is_first(plan: LaunchPlan) -> bool:
-    """Whether this process speaks for the whole run: it has rank 0, is alone (whatever RANK a shell has left), or starts it."""
+    """Whether this process writes the run folder for all: it has rank 0, is alone (whatever RANK is set), or launches them."""
     joins = plan.in_process and plan.num_processes > 1
     rank = plan.command.env.get("RANK", os.environ.get("RANK", "0")) if joins else "0"
     return plan.node == 0 and rank == "0"
 
 
 def _launcher_log(plan: LaunchPlan, folder: RunFolder) -> Path:
-    """Where the launcher's own words go; each machine has a file, also where they share a disk."""
+    """The log of the launcher and torchrun; machines that share a disk have a file each."""
     with _writing():
         folder.logs.mkdir(parents=True, exist_ok=True)
     return folder.logs / (LAUNCHER_LOG if plan.node == 0 else f"launcher-{plan.node:05d}.log")
 
 
 def _open_attempt(plan: LaunchPlan, config: RunConfig, folder: RunFolder, stack: ExitStack) -> None:
-    """Writes what is known before training, touching nothing of an earlier run. Raises UserError where it cannot.
+    """Writes config, plan and environment, touching nothing of an earlier run. Raises UserError if it cannot.
 
     The folder is locked until the `stack` ends.
     """
@@ -194,7 +194,7 @@ def _open_attempt(plan: LaunchPlan, config: RunConfig, folder: RunFolder, stack:
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Inside the block an OSError is that of a run folder which cannot be written."""
+    """Inside the block an OSError becomes the UserError that the run folder cannot be written."""
     try:
         yield
     except OSError as error:
@@ -204,8 +204,8 @@ def _writing() -> Iterator[None]:
 
 
 def _with_files_of_its_own(plan: LaunchPlan, config: RunConfig, folder: RunFolder, own: Path, port: int) -> list[str]:
-    """The plan's `accelerate launch …`, with torch's store at `port`, on copies of the run folder's files in `own`: a machine
-    may not see that folder."""
+    """The plan's `accelerate launch …`, with torch's store at `port`, on copies of the run folder's files in `own`, because a
+    machine may not see that folder."""
     settings: dict[str, Any] = {**plan.accelerate, "main_process_port": port}
     copies = {folder.config: to_yaml(config), folder.accelerate: yaml.safe_dump(settings)}
     if plan.deepspeed is not None:
@@ -219,5 +219,5 @@ def _with_files_of_its_own(plan: LaunchPlan, config: RunConfig, folder: RunFolde
 
 
 def _torchrun(argv: Sequence[str], log: Path) -> list[str]:
-    """`accelerate launch …` by the launcher that writes its own words to `log`."""
+    """The arguments of `accelerate launch …` through torchrun.py, which writes torchrun's messages to `log`."""
     return ["-m", "packtrain.launch.torchrun", str(log), *argv[2:]]

@@ -1,7 +1,7 @@
 """The exit code: of a process, from the error or signal that ended it, and of a run, from how the processes of every machine ended.
 
-A lost peer is mostly what the others see of the first failure; so a wrong config or a failed check wins over a bug, and both
-over a peer that is gone (MOST_TELLING). Ranks that only lost the others (`followers`) are named last.
+One failure makes the other ranks end with "lost a peer"; so a wrong config or a failed check wins over a bug, and both over a
+lost peer (MOST_TELLING). Ranks that ended only because others had (`followers`) are named last.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from packtrain.errors import PacktrainError
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """The signals that ask a process to end."""
 BUG = "This is a bug of packtrain: please report it with the lines above."
-MOST_TELLING = (2, 3, 1, 4)
+MOST_TELLING = (2, 3, 1, 4)  # exit codes, the most informative first
+_PRINTED_BY_RANK_0 = (2, 3, 4)  # its own PacktrainError, on the terminal
 TAIL_LINES = 20
 _LOST = (
     "  likely cause: the machine is down, its link is cut, or its launcher was killed or stopped",
     "  → look whether the machine is up, at its link, at its launcher's terminal or log, and at dmesg there (out of memory, time "
-    "limit); start the same commands again: they go on from the last complete checkpoint",
+    "limit); start the same commands again: they resume from the last complete checkpoint",
 )
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM, where nothing better listens for it: a run that trains does (train/settings.py)."""
+    """SIGINT or SIGTERM outside training, which has a handler of its own (train/settings.py)."""
 
 
 @contextmanager
 def heard_by(listener: Callable[[int], None]) -> Iterator[None]:
-    """Inside the block SIGINT and SIGTERM go to `listener`, by their number, which may raise; afterwards to whoever had them before.
+    """Inside the block SIGINT and SIGTERM call `listener` with their number, which may raise; afterwards the old handlers return.
 
-    In the main thread alone.
+    Only for the main thread.
     """
 
     def pass_on(number: int, _: object) -> None:
@@ -55,8 +56,8 @@ def heard_by(listener: Callable[[int], None]) -> Iterator[None]:
 def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
     """Does `work` and returns its exit code, or that of the error or signal it ended with, which is printed.
 
-    Where this is one of many processes (not `alone`), an exception is not yet called a bug, and a signal is left to the launcher,
-    which knows whether that is all there is to say.
+    If this is one of many processes (not `alone`), an exception is not yet called a bug, and a signal is not reported: the launcher
+    does both, because it knows how the others ended.
     """
     received: list[int] = []
 
@@ -72,7 +73,7 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if not received:
             return _ended_by(error, alone)
-        # whatever came of it: an import that is interrupted may end with an error of its own
+        # whatever the error is: an interrupted import may raise its own
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         if alone:
@@ -104,18 +105,18 @@ def _stopped_by(number: int) -> str:
 
 
 def is_failure(code: int | None) -> bool:
-    """Whether a process that ended so has failed: by an error, a signal, or for no known reason; not where it was stopped in order."""
+    """Whether this is a failure: an error, a signal, or no known code (None); not an orderly stop (128 + signal)."""
     return code is None or code < 0 or 0 < code <= 128
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one machine's processes ended: exit code by rank, negative for a signal, None where neither is known.
+    """How one machine's processes ended: exit code by rank, negative for a signal, None if neither is known.
 
-    Ranks that were ended because others had failed are not in it. `launched` is torchrun's own exit code (0 if it was ended
-    for that reason), `signal` the one that ended the run in order, `tails` are the last lines of ranks that failed, under -1 those
-    of torchrun where no rank has started; `log` is torchrun's own log, beside which are those of the ranks. `followers` are ranks
-    that ended because others had. `lost` says why nothing is known of a machine.
+    `codes` leaves out ranks that the launcher ended because others had failed. `launched` is torchrun's own exit code (0 if the
+    launcher ended it), `signal` the one that stopped the run, `tails` are the last lines of failed ranks, under -1 those of
+    torchrun if no rank has started; `log` is torchrun's own log, beside those of the ranks. `followers` are ranks that ended only
+    because others had. `lost` is why nothing is known of a machine.
     """
 
     codes: Mapping[int, int | None] = field(default_factory=dict)
@@ -128,7 +129,7 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the others need not go on."""
+        """Whether the run has failed, so that the other machines end, too."""
         return (
             any(map(is_failure, self.codes.values())) or bool(self.lost) or (self.launched != 0 and self.signal is None)
         )
@@ -159,8 +160,20 @@ def judge(
 ) -> Verdict:
     """The verdict on a run whose machines, by number, ended like `outcomes`.
 
-    `first` is the machine that failed first, `diagnosis` what the watchdog says of a run that stood still or whose ranks were
-    killed, `waits` what ranks did when machines were lost.
+    `first` is the machine that failed first, `diagnosis` the watchdog's if the run stood still or ranks were killed, `waits` what
+    the ranks did when machines were lost. The first row that applies decides:
+
+    | exit code    | if                                            | printed                                 |
+    |--------------|-----------------------------------------------|-----------------------------------------|
+    | 2, 3         | a rank ended with it                          | that rank                               |
+    | 4            | there is a diagnosis                          | the diagnosis, lost machines            |
+    | 4            | a machine is lost                             | that machine, a rank that raised        |
+    | 0            | all ranks ended with 0                        |                                         |
+    | 128 + signal | a launcher received a signal                  | the signal                              |
+    | 1            | all ranks raised: a bug, not a lost peer      | the first rank, BUG                     |
+    | 4            | a rank or torchrun failed                     | the first rank that did, else torchrun  |
+    | 128 + signal | workers got a signal from elsewhere           | the signal                              |
+    | 0            | workers that are not packtrain's wrote none   |                                         |
     """
     run = _Ended(outcomes, names, per_node, first)
     codes, total = run.codes, len(names) * per_node
@@ -171,25 +184,24 @@ def judge(
         return Verdict(4, [*diagnosis, *run.lost(waits), *run.last_lines()])
     if lost := run.lost(waits):
         return Verdict(4, [*lost, *run.named(1)])
-    if len(codes) == total and not any(codes.values()):  # all at their end, a signal or not
+    if len(codes) == total and not any(codes.values()):
         return Verdict(0)
     received = next((one.signal for one in outcomes.values() if one.signal is not None), None)
     if received is not None:
         in_order = not codes or list(codes.values()) == [128 + received] * total
         late = "" if in_order else f", but not every process could end in order: see {outcomes[min(outcomes)].log}"
         return Verdict(128 + received, [f"{_stopped_by(received)}{late}"])
-    # an exception in one of several is a peer that failed; in all of them, it is a bug
     if list(codes.values()) == [1] * total:
         return Verdict(1, [*run.named(1), BUG])
     if any(one.failed for one in outcomes.values()):
         return Verdict(4, run.named(1) or run.named(*filter(is_failure, codes.values())) or run.unexplained())
-    if signalled := max((code for code in codes.values() if code), default=0):  # someone else signalled all workers
+    if signalled := max((code for code in codes.values() if code), default=0):
         return Verdict(signalled, [_stopped_by(signalled - 128)])
-    return Verdict(0)  # workers that are not packtrain's leave no codes
+    return Verdict(0)
 
 
 class _Ended:
-    """How a run ended, in words: which rank or machine failed, and what its log ends with."""
+    """How a run ended, in words: which rank or machine failed, and the last lines of its log."""
 
     def __init__(self, outcomes: Mapping[int, Outcome], names: Mapping[int, str], per_node: int, first: int) -> None:
         self._outcomes, self._names, self._per_node, self._first = outcomes, names, per_node, first
@@ -197,42 +209,42 @@ class _Ended:
         self._followers = {rank for one in outcomes.values() for rank in one.followers}
 
     def named(self, *among: int | None) -> list[str]:
-        """The first rank that failed with a code `among` these, with its last lines; [] where there is none, or rank 0 has printed
-        its error itself, which of a wrong config or a failed check says it for all."""
+        """The first rank that failed with a code `among` these, with its last lines; [] if there is none, or if rank 0 has already
+        printed the error. Codes 2 and 3 mostly end all ranks alike: rank 0 then is the one to name."""
         failed = [rank for rank, code in self.codes.items() if code in among]
         if not failed:
             return []
         rank = 0 if 0 in failed and among[0] in (2, 3) else min(failed, key=self._order)
         node, code = rank // self._per_node, self.codes[rank]
         outcome, name = self._outcomes[node], f"{self._names[node]}, rank {rank}"
-        everywhere = len(failed) == len(self._names) * self._per_node
-        if rank == 0 and 0 not in outcome.tails and (code in (2, 3, 4) or (code == 1 and everywhere)):
+        raised_everywhere = code == 1 and len(failed) == len(self._names) * self._per_node
+        if rank == 0 and 0 not in outcome.tails and (code in _PRINTED_BY_RANK_0 or raised_everywhere):
             return []
         how = f"exit code {code}" if code is not None else "no exit code"
         log = PurePath(outcome.log).with_name(f"rank-{rank:05d}.log")
         return [f"{name} failed ({how}): see {log}", *self._tail(rank)]
 
     def last_lines(self) -> list[str]:
-        """Those of ranks that ended without an exit code."""
+        """The last lines of ranks that ended without an exit code."""
         gone = [rank for rank, code in sorted(self.codes.items()) if code is None or code < 0]
         return [line for rank in gone for line in self._tail(rank)]
 
     def lost(self, waits: Sequence[str]) -> list[str]:
-        """The machines of which nothing is known, what the ranks of others did, and what to do about it."""
+        """The lost machines, what the ranks of the others did, and what to do about it."""
         heads = [
             f"{self._names[node]} was lost: {one.lost}" for node, one in sorted(self._outcomes.items()) if one.lost
         ]
         return [*heads, *(f"  {one}" for one in waits), *_LOST] if heads else []
 
     def unexplained(self) -> list[str]:
-        """Where no rank has said anything: what torchrun has."""
-        said = []
+        """The last lines of torchrun, for a failure that no rank explains."""
+        lines = []
         for node, one in sorted(self._outcomes.items()):
             name = self._names[node]
             if one.launched:
-                said.append(f"{name}: torchrun ended with exit code {one.launched}: see {one.log}")
-                said += [f"{name}: {line}" for line in one.tails.get(-1, ())]
-        return said
+                lines.append(f"{name}: torchrun ended with exit code {one.launched}: see {one.log}")
+                lines += [f"{name}: {line}" for line in one.tails.get(-1, ())]
+        return lines
 
     def _order(self, rank: int) -> tuple[bool, bool, int]:
         return rank in self._followers, rank // self._per_node != self._first, rank

@@ -1,9 +1,9 @@
-"""The rendezvous: the launchers of all machines meet before a worker is started, and compare what they are about to do.
+"""The rendezvous: the launchers of all machines connect before a worker is started, and compare configs, versions and counts.
 
-Machine 0 serves the control channel on the run's port; the others call `join` again and again, each with a description of its
-machine, and all get the same answer: wait, go, or stop with the reason. What torchrun would wait for in silence, or train
-wrongly, is then an error within seconds that names the machine. The channel stays open for the whole run (supervisor.py);
-the port for torch's own store is another one, which the answer tells.
+Machine 0 serves the control channel on the run's port; the others call `join` repeatedly, each with a description of its machine,
+and all get the same answer: wait, go, or stop with the reason. Faults on which torchrun would hang silently, or train wrongly,
+become errors within seconds that name the machine. The channel stays open for the whole run (coordinator.py); torch's own store
+gets another port, which the answer contains.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from packtrain.wording import listed, ranks_in_words
 
 PROGRESS_S = 10
 CERTAIN_S = 15
-"""How long what looks like a mistake may also be a machine 0 that is about to start, or is busy."""
+"""Seconds that an apparent misconfiguration must last before it is an error: machine 0 may still be starting, or busy."""
 _POLL_S = 0.3
-_GONE_S = 5  # who has not called for so long has left, and is waited for again
-_TELL_S = 5  # so long machine 0 stays to tell why it goes, also to those that come a little later
+_ABSENT_S = 5  # a machine that is silent this long counts as not joined
+_FAREWELL_S = 5  # that machine 0 keeps answering after a failure, so that the others get the reason
 _CALL_OUT_S = 5
-_OTHER_RUN = "the machines of another run meet: its folder is another one"
+_ANOTHER_RUN = "another run, with another trainer.output_dir, uses this port"
 _OF_ONE_LINK = ("169.254.", "fe80:")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Machine 0 listens on `port`, the others reach it at `address` within `timeout_s` seconds of their own start.
+    """Where the machines connect: machine 0 listens on `port`, the others call `address` for up to `timeout_s` seconds.
 
-    `job` is the run's folder, by which its launchers know each other, `names` are host names by number as far as they are known beforehand; `partial`: whoever
-    is missing then is done without.
+    `job` is the run's folder, by which its launchers recognise each other, `names` are host names by number as far as they are
+    known beforehand; `partial`: start without machines that missed the timeout.
     """
 
     address: str
@@ -66,7 +66,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The machines of a run, once they have met: names by number, where the channel is, and the port for torch's store.
+    """The machines of a run after the rendezvous: names by number, the channel's place, and the port for torch's store.
 
     `server` is machine 0's, `client` that of any other.
     """
@@ -82,14 +82,14 @@ class Group:
 
 @contextmanager
 def meet(me: Member, place: Place, prepare: Callable[[], object] = lambda: None) -> Iterator[Group]:
-    """Inside the block every machine is there, they all agree, and machine 0 serves the channel.
+    """Inside the block every machine has joined, they all agree, and machine 0 serves the channel.
 
-    Machine 0 calls `prepare` when all are there and none goes on yet; what it raises is an error for all. Raises CheckFailed,
-    the same on every machine, where they do not fit or cannot meet here; PeerFailed where one is missing after `place.timeout_s`
+    Machine 0 calls `prepare` when all have joined, before they go on; its errors end all machines. Raises CheckFailed, the same
+    on every machine, if they disagree or the address or port is wrong; PeerFailed if one is missing after `place.timeout_s`
     seconds. Prints what it waits for on stderr every PROGRESS_S seconds.
     """
     if me.node:
-        yield _arrive(me, place)
+        yield _join_machine_0(me, place)
         return
     _check_address(me, place)
     server = _serving(place.port)
@@ -100,40 +100,40 @@ def meet(me: Member, place: Place, prepare: Callable[[], object] = lambda: None)
 
 
 def _gather(me: Member, place: Place, server: Server, prepare: Callable[[], object]) -> Group:
-    """Machine 0's part."""
-    hall = _Hall(me, place)
-    server.serve("join", hall.join, open=SECRET not in os.environ)
+    """The rendezvous on machine 0: waits for the others and answers all of them."""
+    joined = _JoinServer(me, place)
+    server.serve("join", joined.join, open=SECRET not in os.environ)
     store_port = _free_port(place.port + 1)
     try:
-        hall.wait()
+        joined.wait()
         prepare()
     except PacktrainError as error:
-        hall.answer({"stop": _to_json(error)})
+        joined.answer({"stop": _to_json(error)})
         raise
     except BaseException:  # a signal
-        hall.answer({"left": "its launcher was stopped"})
+        joined.answer({"left": "its launcher was stopped"})
         raise
-    names = names_of(hall.members())
+    names = names_of(joined.members())
     go = {"names": list(names.items()), "secret": server.secret, "store_port": store_port}
-    hall.answer({"go": go})
+    joined.answer({"go": go})
     return Group(names, "127.0.0.1", place.port, server.secret, store_port, server=server)
 
 
 @dataclass(frozen=True, slots=True)
-class _Guest:
-    """A launcher that has joined: when it called last (time.monotonic()), and whether it has had the answer."""
+class _Joined:
+    """A launcher that has joined: the time of its last call (time.monotonic()), and whether it got the final answer."""
 
     member: Member
     heard: float
     answered: bool
 
 
-class _Hall:
-    """Who has come so far, at machine 0; `join` is called by the channel's threads."""
+class _JoinServer:
+    """Machine 0's record of the launchers that have joined; `join` is called by the channel's threads."""
 
     def __init__(self, me: Member, place: Place) -> None:
         self._me, self._place = me, place
-        self._guests: dict[str, _Guest] = {}  # by their token, which tells two of one number apart
+        self._joined: dict[str, _Joined] = {}  # by token: two launchers may have the same number
         self._answer: dict[str, Any] | None = None
         self._waiting = ""
         self._error: PacktrainError | None = None
@@ -141,8 +141,8 @@ class _Hall:
         self._news = threading.Event()
 
     def members(self) -> list[Member]:
-        """Those that are here, by number."""
-        return sorted([self._me, *(one.member for one in dict(self._guests).values())], key=lambda one: one.node)
+        """The machines that have joined, machine 0 included, by number."""
+        return sorted([self._me, *(one.member for one in dict(self._joined).values())], key=lambda one: one.node)
 
     def join(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Answers a launcher: {"wait": text}, {"go": …}, {"stop": problems}, or {"left": why}."""
@@ -151,31 +151,33 @@ class _Hall:
         except (ValueError, KeyError, TypeError):
             return {"stop": _to_json(_not_for_us(self._place, "machine 0 has another version of packtrain"))}
         if body.get("job") != self._place.job:
-            return {"stop": _to_json(_not_for_us(self._place, _OTHER_RUN))}
+            return {"stop": _to_json(_not_for_us(self._place, _ANOTHER_RUN))}
         with self._lock:
             answer = self._answer
-            if token not in self._guests:
+            if token not in self._joined:
                 if answer is not None and "go" in answer:
-                    return {"stop": _to_json(_not_for_us(self._place, "a run goes on already, with all its machines"))}
+                    return {
+                        "stop": _to_json(_not_for_us(self._place, "a run has already started, with all its machines"))
+                    }
                 others = self.members()
                 same = next((twice(one, member) for one in others if one.node == member.node), None)
                 self._error = self._error or same or unlike_counts([*others, member])
-            self._guests[token] = _Guest(member, time.monotonic(), answer is not None)
+            self._joined[token] = _Joined(member, time.monotonic(), answer is not None)
         self._news.set()
         return answer or {"wait": self._waiting}
 
     def wait(self) -> None:
-        """Until all are here and agree. Raises PacktrainError where they do not, or one is missing."""
-        begun = said = time.monotonic()
+        """Returns when all have joined and agree. Raises PacktrainError if they disagree, or one is missing."""
+        begun = printed = time.monotonic()
         while self._error is None and (missing := self._missing()):
             now = time.monotonic()
             if now - begun >= self._place.timeout_s:
                 if self._place.partial:
                     break
                 raise self._not_here(missing)
-            if now - said >= PROGRESS_S:
-                said = now
-                are = f"{self._here()} {'are' if self._guests else 'is'} here"
+            if now - printed >= PROGRESS_S:
+                printed = now
+                are = f"{self._here()} {'are' if self._joined else 'is'} here"
                 self._waiting = f"waiting {now - begun:.0f} s for {self._words(missing)}: not connected; {are}"
                 print(self._waiting, file=sys.stderr, flush=True)
             self._news.wait(_POLL_S)
@@ -184,12 +186,12 @@ class _Hall:
             raise error
 
     def answer(self, answer: dict[str, Any]) -> None:
-        """Gives all the same answer; where it is not go, returns when all have it, or after _TELL_S."""
+        """Sets the answer for all; if it is not "go", returns when all have it, or after _FAREWELL_S."""
         with self._lock:
             self._answer = answer
-        end = time.monotonic() + _TELL_S
+        end = time.monotonic() + _FAREWELL_S
         while "go" not in answer and time.monotonic() < end:
-            answered = [one.answered for one in dict(self._guests).values()]
+            answered = [one.answered for one in dict(self._joined).values()]
             if len(answered) >= self._me.nodes - 1 and all(answered):
                 return
             time.sleep(_POLL_S / 3)
@@ -198,11 +200,11 @@ class _Hall:
         return listed(list(names_of(self.members()).values()))
 
     def _missing(self) -> list[int]:
-        """Machines that have not joined, or do not call any more."""
-        since = time.monotonic() - _GONE_S
+        """The machines that have not joined, or have stopped calling."""
+        since = time.monotonic() - _ABSENT_S
         with self._lock:
-            self._guests = {token: one for token, one in self._guests.items() if one.heard > since}
-            here = {one.member.node for one in self._guests.values()}
+            self._joined = {token: one for token, one in self._joined.items() if one.heard > since}
+            here = {one.member.node for one in self._joined.values()}
         return [node for node in range(1, self._me.nodes) if node not in here]
 
     def _words(self, nodes: Sequence[int]) -> str:
@@ -219,50 +221,48 @@ class _Hall:
 
 
 class _NotYet(Exception):
-    """An attempt that led to no machine 0; the text says what happened, `mistake` what it is where it goes on for long."""
+    """An attempt that did not reach machine 0, in words; `mistake` is the error that it becomes if it lasts."""
 
     def __init__(self, text: str, mistake: CheckFailed | None = None) -> None:
         super().__init__(text)
         self.mistake = mistake
 
 
-def _arrive(me: Member, place: Place) -> Group:
-    """The part of the other machines: finds machine 0 and waits for its answer.
+def _join_machine_0(me: Member, place: Place) -> Group:
+    """The rendezvous on the other machines: finds machine 0 and waits for its answer.
 
-    Raises what machine 0 says is wrong; CheckFailed where the address or port is certainly not machine 0's; PeerFailed
-    where it could not be reached for `place.timeout_s` seconds, or left.
+    Raises the error that machine 0 answers; CheckFailed if the address or port is certainly not machine 0's; PeerFailed if
+    machine 0 could not be reached for `place.timeout_s` seconds, or left.
     """
     token, begun, joined = new_secret(), time.monotonic(), False
-    said = certain = begun
+    printed = fine_until = begun
     while True:
-        trouble = None
+        waited = f"waiting {time.monotonic() - begun:.0f} s for {place.machine(0)} at {place.address}:{place.port}"
         try:
             answer = _asked(me, place, token, place.timeout_s - (time.monotonic() - begun))
             if isinstance(answer, Group):
                 return answer
-            joined, words = True, answer
-        except _NotYet as error:
-            trouble = error
-            words = f"waiting {time.monotonic() - begun:.0f} s for {place.machine(0)} at {place.address}:{place.port}: {error}"
-        now = time.monotonic()
-        if trouble is None or not (joined or trouble.mistake):
-            certain = now
-        if trouble is not None and now - certain >= CERTAIN_S:
-            raise trouble.mistake if trouble.mistake and not joined else _left(place, str(trouble))
-        if trouble is not None and not joined and now - begun >= place.timeout_s:
-            raise _not_found(place, str(trouble), now - begun)
-        if words and now - said >= PROGRESS_S:
-            said = now
+            joined, words, fine_until = True, answer, time.monotonic()
+        except _NotYet as trouble:
+            words, now = f"{waited}: {trouble}", time.monotonic()
+            if not (joined or trouble.mistake):
+                fine_until = now  # machine 0 may simply not have started
+                if now - begun >= place.timeout_s:
+                    raise _not_found(place, str(trouble), now - begun) from None
+            elif now - fine_until >= CERTAIN_S:
+                raise (trouble.mistake if trouble.mistake and not joined else _left(place, str(trouble))) from None
+        if words and time.monotonic() - printed >= PROGRESS_S:
+            printed = time.monotonic()
             print(words, file=sys.stderr, flush=True)
         time.sleep(_POLL_S)
 
 
 def _asked(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
-    """One attempt: the group, or what it waits for. Raises machine 0's error, or _NotYet."""
+    """One attempt: the group, or the text of "wait". Raises machine 0's error, or _NotYet."""
     limit_s = max(min(CERTAIN_S, limit_s), 1)
     try:
         with socket.create_connection((place.address, place.port), timeout=limit_s) as found:
-            address = str(found.getpeername()[0])  # the name server is not asked again, which may be slow
+            address = str(found.getpeername()[0])  # so that later calls do not ask the name server, which may be slow
     except socket.gaierror as error:
         unknown = _unknown(place, error)
         raise _NotYet(unknown.problems[0].what, None if error.errno == socket.EAI_AGAIN else unknown) from error
@@ -276,8 +276,8 @@ def _asked(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
         raise _NotYet(text, _not_for_us(place, text)) from error
     except Refused as error:
         if error.unknown:
-            raise _NotYet("it has only begun to listen") from error
-        raise _not_for_us(place, _OTHER_RUN) from error
+            raise _NotYet("it is not ready yet") from error
+        raise _not_for_us(place, _ANOTHER_RUN) from error
     return _group_of(answer, client, place)
 
 
@@ -295,15 +295,15 @@ def _group_of(answer: Mapping[str, Any], client: Client, place: Place) -> Group 
 
 
 def _check_address(me: Member, place: Place) -> None:
-    """Whether machine 0 is where the others will look for it. Raises CheckFailed where it is not."""
+    """Raises CheckFailed if topology.main_address, which the others call, is not an address of this machine 0."""
     try:
         found = resolve(place.address, place.port)
     except OSError as error:
         raise _unknown(place, error) from error
     if any(is_own(address) for address in found):
         return
-    with suppress(PeerFailed):  # where the real machine 0 listens, both are told
-        _arrive(me, replace(place, timeout_s=_CALL_OUT_S))
+    with suppress(PeerFailed):  # if the real machine 0 listens, it answers both with the duplicate number
+        _join_machine_0(me, replace(place, timeout_s=_CALL_OUT_S))
     means = f" ({', '.join(found)})" if found != [place.address] else ""
     raise CheckFailed(
         f"this machine ({me.host}) has topology.node_rank=0, but topology.main_address={place.address}{means} "
@@ -314,7 +314,7 @@ def _check_address(me: Member, place: Place) -> None:
 
 
 def _serving(port: int) -> Server:
-    """The channel on the run's port. Raises CheckFailed where it is taken, and says by whom."""
+    """The channel on the run's port. Raises CheckFailed if it is taken, with the process that has it."""
     try:
         return Server(port, secret=os.environ.get(SECRET) or new_secret())
     except OSError as error:
@@ -325,7 +325,7 @@ def _serving(port: int) -> Server:
 
 
 def holder_of(port: int) -> str:
-    """ " by process 4711 (python)", as far as the system says."""
+    """ " by process 4711 (python)"; "" if the system does not tell."""
     with suppress(OSError, psutil.Error):
         for one in psutil.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN and one.laddr[1] == port and one.pid:
@@ -351,13 +351,13 @@ def is_own(address: str) -> bool:
 
 
 def own_addresses() -> tuple[str, ...]:
-    """This machine's addresses that others may know it by; () where they cannot be found out."""
+    """The addresses of this machine that others may use; () if they cannot be found out."""
     found = [one for listed in (addresses_by_interface() or {}).values() for one in listed]
     return tuple(dict.fromkeys(one for one in found if not is_loopback(one) and not one.startswith(_OF_ONE_LINK)))
 
 
 def _free_port(preferred: int) -> int:
-    """`preferred` where nobody has it, else any free one."""
+    """`preferred` if it is free, else any free port."""
     with suppress(OSError), socket.create_server(("", preferred)):
         return preferred
     return free_port()
@@ -376,8 +376,8 @@ def _not_for_us(place: Place, what: str) -> CheckFailed:
     return CheckFailed(
         f"at {place.address}:{place.port} {what}",
         where="trainer.output_dir, topology.main_address, topology.main_port",
-        fix="Give all machines of a run the same packtrain and trainer.output_dir, and another run, or program, another port, "
-        f"e.g. topology.main_port={place.port + 1}. A run that goes on cannot be joined.",
+        fix="Give all machines of a run the same packtrain and trainer.output_dir, and use another port for another run or program, "
+        f"e.g. topology.main_port={place.port + 1}. A run that has started cannot be joined.",
     )
 
 
@@ -388,7 +388,7 @@ def _unknown(place: Place, error: OSError) -> CheckFailed:
 
 
 def _means_itself(place: Place) -> CheckFailed | None:
-    """The mistake where machine 0's address leads to this very machine; None where it does not."""
+    """The error if machine 0's address leads to this very machine; None if it does not."""
     try:
         addresses = resolve(place.address, place.port)
     except OSError:
@@ -397,7 +397,7 @@ def _means_itself(place: Place) -> CheckFailed | None:
         return None
     here = f"{', '.join(addresses)} here, " if addresses != [place.address] else ""
     return CheckFailed(
-        f"{place.address} is {here}an address of this machine itself, and nobody listens there",
+        f"{place.address} is {here}an address of this machine itself, and no process listens there",
         where="topology.main_address",
         fix="Name an address of machine 0 that the other machines can reach; look at /etc/hosts for names that lead "
         "to 127.0.0.1. If this is machine 0, it needs topology.node_rank=0.",

@@ -1,7 +1,7 @@
-"""One run at a time in a run folder: two would resume from each other's checkpoints, and both end well.
+"""One run at a time in a run folder: two would resume from each other's checkpoints, and both report success.
 
-The lock is on a file in logs/, which always is the folder of the run that goes on, and the system lets go of it when its process
-ends, however it ends. Machines that share the disk see it, as far as the file system has locks (NFS, Lustre and local ones do).
+The lock is on a file in logs/, which always belongs to the run that goes on; the system releases it when the process ends, however
+it ends. Machines that share the disk see it if the file system has locks (NFS, Lustre and local ones do).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOCK = "lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Inside the block a run is going on in `folder`, which has its logs/ by now. Raises UserError where one does already."""
+    """Inside the block a run is going on in `folder`, whose logs/ exists. Raises UserError if one is already."""
     lock = FileLock(folder / "logs" / LOCK, mode=0o666)
     try:
         lock.acquire(timeout=0)
@@ -49,7 +49,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def check_free(folder: Path) -> None:
-    """Raises UserError where a run is going on in `folder`."""
+    """Raises UserError if a run is going on in `folder`."""
     if is_locked(folder):
         raise _goes_on(folder)
 

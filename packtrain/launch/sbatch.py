@@ -1,7 +1,7 @@
-"""A config → the text of a Slurm script, made from slurm/run.sbatch.j2. Pure: nothing is asked of Slurm, nothing written.
+"""A config → the text of a Slurm script, made from slurm/run.sbatch.j2. Pure: it neither calls Slurm nor writes a file.
 
-The template says what a script does and why; here is only what it is filled with. Everything that comes from the user is
-quoted, for bash or for sbatch's own reading of `#SBATCH` lines, except topology.setup and topology.sbatch, which are code.
+The template explains what a script does and why; this file computes the values for it. Everything that comes from the user is
+quoted, for bash or for sbatch's parsing of `#SBATCH` lines, except topology.setup and topology.sbatch, which are code.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Job:
 
     @property
     def topology(self) -> Topology:
-        """That of every point."""
+        """The topology, the same for every point."""
         return self.points[0].config.topology
 
     @property
     def logs(self) -> Path:
-        """The folder of Slurm's logs: that of the run folder, or of the folder that all run folders of a sweep are in."""
+        """The folder of Slurm's logs: logs/ of the run folder, or of the folder that contains all run folders of a sweep."""
         return RunFolder(Path(os.path.commonpath([self.run_folder(point).root for point in self.points]))).logs
 
     def run_folder(self, point: Point) -> RunFolder:
@@ -68,9 +68,9 @@ class Job:
 
 
 def plan_job(job: Job) -> LaunchPlan:
-    """What the job's runs will be on its machines: the plan of the first one, after all have been planned.
+    """The plan of the job's first run on its machines, after all runs have been planned, for their errors.
 
-    Raises UserError where the config does not say what to ask Slurm for, or where a run would be impossible.
+    Raises UserError if the config does not say what to request from Slurm, or if a run would be impossible.
     """
     topology = job.topology
     per_node = topology.gpus_per_node or (1 if topology.kind == "single" else gpus_of(topology.gres or ""))
@@ -120,7 +120,7 @@ def script(job: Job, plan: LaunchPlan) -> str:
         "modules": shlex.join(topology.modules),
         "activate": None if inside or topology.venv is None else shlex.quote(f"{_host(topology.venv)}/bin/activate"),
         "command": [*_container(topology), _command(job)],
-        # the number of the array would bring all of its tasks back
+        # the array's number would requeue all of its tasks
         "requeued": "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_sweep else "$SLURM_JOB_ID",
     }
     source = FileSystemLoader(shipped("slurm"))
@@ -129,7 +129,7 @@ def script(job: Job, plan: LaunchPlan) -> str:
 
 
 def summary(job: Job, plan: LaunchPlan) -> str:
-    """What the job is, in one line."""
+    """Machines and processes of the job, in one line."""
     unit = "processes on CPUs" if job.topology.gres == "" else "GPUs"
     machines = f"{counted(plan.nodes, 'machines')} × {plan.gpus_per_node} {unit}"
     words = f"{machines} = {counted(plan.num_processes, 'processes')}"
@@ -137,7 +137,7 @@ def summary(job: Job, plan: LaunchPlan) -> str:
 
 
 def _asked(topology: Topology, plan: LaunchPlan) -> Iterator[str]:
-    """The options that are there only if the config says something."""
+    """The `#SBATCH` options that depend on the config."""
     gpus = f"gpu:{plan.gpus_per_node}" if topology.gres is None else topology.gres
     for option, value in (
         ("gres", gpus or None),
@@ -164,7 +164,7 @@ def _command(job: Job) -> str:
 
 
 def _container(topology: Topology) -> list[str]:
-    """The line before the command that has it in a container, with the folder that the job starts in; [] without one."""
+    """The line before the command that runs it in a container, with the job's start folder mounted; [] without one."""
     if topology.container is None:
         return []
     image, *mounts = (shlex.quote(_host(one)) for one in (topology.container, *topology.container_mounts))
@@ -177,14 +177,17 @@ def _container(topology: Topology) -> list[str]:
 
 
 def _check_folder(job: Job, point: Point) -> None:
-    """Raises UserError where Slurm's options cannot name the run folder, or a container would not see it under its path."""
+    """Raises UserError if Slurm's options cannot contain the run folder's path, or a container does not mount it under that path."""
     root, topology = job.run_folder(point).root, job.topology
     if "\n" in str(root):
         raise UserError(
             f"the path {str(root)!r} has a line break, which Slurm's options cannot have", where="trainer.output_dir"
         )
-    mounts = [(_host(mount).split(":") * 2)[:2] for mount in topology.container_mounts]  # HOST, or HOST:INSIDE
-    seen = [job.folder, *(Path(host) for host, inside in mounts if host == inside and Path(host) != root)]
+    mounts = [
+        _host(mount).split(":") for mount in topology.container_mounts
+    ]  # HOST, HOST:INSIDE or HOST:INSIDE:OPTIONS
+    unmoved = [Path(mount[0]) for mount in mounts if len(mount) == 1 or mount[0] == mount[1]]
+    seen = [job.folder, *(path for path in unmoved if path != root)]
     if topology.container is not None and not any(root.is_relative_to(one) for one in seen):
         what = f"the container does not see {root}, by the path that it has outside"
         fix = f"Add {root.parent} to topology.container_mounts."
@@ -199,5 +202,5 @@ def directive(value: str) -> str:
 
 
 def _host(path: str) -> str:
-    """A path of the machines: ~ stands for the home folder, which quotes would keep bash from seeing."""
+    """A path of the machines, with ~ expanded: bash would not expand it inside quotes."""
     return os.path.expanduser(path)

@@ -1,4 +1,4 @@
-"""Starting packtrain on every machine of a Slurm job, where it was called once: one srun task for each."""
+"""Starting packtrain on every machine of a Slurm job in which it was called once: one srun task for each machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from packtrain.monitor.channel import SECRET, new_secret
 _TIMEOUT_S = 20
 
 
-def spread(argv: Sequence[str]) -> int:
+def run_srun(argv: Sequence[str]) -> int:
     """Runs srun by `argv`; each of its tasks ends with the exit code of the whole run, which this returns.
 
-    srun itself does not lead to its tasks: one SIGINT it only remarks upon, and for SIGTERM it kills them. A second signal is
-    for srun. Raises PeerFailed where srun ends with 1, as it does where it could not start its tasks.
+    srun does not forward signals: at the first SIGINT it only prints a message, at SIGTERM it kills its tasks; so scancel sends
+    the first signal to the tasks. A second one goes to srun. Raises PeerFailed if srun ends with 1: it could not start its tasks.
     """
     step = f"packtrain-{os.getpid()}"
     argv = [argv[0], f"--job-name={step}", *argv[1:]]
@@ -36,8 +36,8 @@ def spread(argv: Sequence[str]) -> int:
         if started:
             pass_on()
 
-    env = {SECRET: new_secret(), **os.environ}  # of all tasks, so that nobody else can join them
-    with heard_by(hear):  # before there is an srun that a signal could leave behind
+    env = {SECRET: new_secret(), **os.environ}  # the same for all tasks, so that no other process can join
+    with heard_by(hear):  # before srun starts, so that a signal cannot leave it behind
         try:
             started.append(subprocess.Popen(argv, env=env, start_new_session=True))
         except FileNotFoundError as error:
@@ -56,7 +56,7 @@ def spread(argv: Sequence[str]) -> int:
 
 
 def _signal_step(name: str, number: int) -> bool:
-    """Has Slurm send a signal to the tasks of the step `name` of this job; False where it cannot."""
+    """Sends a signal through Slurm to the tasks of the step `name` of this job; False if that fails."""
     asked = ["squeue", "--steps", "--noheader", f"--jobs={os.environ.get('SLURM_JOB_ID')}", "--format=%i %j"]
     try:
         listed = subprocess.run(asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout

@@ -1,4 +1,4 @@
-"""Handing a Slurm script over: to the terminal, a file, or sbatch, whose refusal is passed on."""
+"""Writing a Slurm script to the terminal or a file, or submitting it with sbatch, whose errors become ours."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from packtrain.launch.sbatch import Job, plan_job, script, summary
 
 _TIMEOUT_S = 120
 _NAMED = ("account", "partition", "qos", "gres", "memory")
-"""Keys of topology that sbatch calls by the same word where it refuses them."""
+"""Keys of topology whose names appear in sbatch's own error messages."""
 
 
 def this_program() -> tuple[str, ...]:
-    """The command of this very packtrain, by its absolute path: a job may start without the PATH of this shell."""
+    """The command of this installation of packtrain, by absolute path: a job may start without this shell's PATH."""
     beside = Path(sys.executable).with_name("packtrain")
     return (str(beside),) if beside.is_file() else (sys.executable, "-m", "packtrain")
 
 
-def carry_out(job: Job, *, submit: bool, test: bool, file: Path | None, as_json: bool) -> int:
+def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json: bool) -> int:
     """Plans the job, then has sbatch `test` its script, `submit`s it, or writes it (to `file`, else to stdout); returns 0.
 
     Raises UserError where the job is impossible, sbatch is missing or refuses, or a file cannot be written.
@@ -58,7 +58,7 @@ def carry_out(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
 
 
 def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) -> None:
-    _sbatch(["--test-only"], text)  # without this a cluster may take a job that none of its machines can run
+    _sbatch(["--test-only"], text)  # without this a cluster may accept a job that none of its machines can run
     number = _sbatch(["--parsable"], text).partition(";")[0]  # JOB or JOB;CLUSTER
     if file is None:
         file = job.logs / f"slurm-{number}.sbatch"
@@ -97,22 +97,22 @@ def _runs(job: Job, number: str) -> dict[str, object]:
 
 
 def _state(number: str) -> str:
-    """What Slurm says of a job: "RUNNING", "PENDING (Resources)"; "?" where it says nothing."""
+    """The state of a job in Slurm's words: "RUNNING", "PENDING (Resources)"; "?" if squeue does not tell."""
     asked = ["squeue", "--noheader", f"--jobs={number}", "--format=%T (%r)"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False).stdout
+        states = subprocess.run(asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return "?"
-    return next(iter(said.splitlines()), "?").removesuffix(" (None)")
+    return next(iter(states.splitlines()), "?").removesuffix(" (None)")
 
 
 def _sbatch(arguments: list[str], text: str) -> str:
-    """What sbatch answers to the script `text`, on stdout, for a test on stderr. Raises UserError where it refuses."""
+    """sbatch's answer to the script `text`: its stdout, for a test its stderr. Raises UserError if it refuses."""
     command = shutil.which("sbatch")
     if command is None:
         fix = "Run this on a login machine of the cluster; without --submit the script is printed, and can be copied there."
         raise UserError("there is no sbatch on this machine", where="--submit", fix=fix)
-    # inside a job (a shell of salloc), its own variables would be taken for wishes of the new one
+    # in a shell of salloc sbatch would read that job's variables as options of the new one
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     try:
         done = subprocess.run(
@@ -125,14 +125,14 @@ def _sbatch(arguments: list[str], text: str) -> str:
         raise _refusal(done.stderr)
     if not done.stdout:
         return done.stderr.strip()
-    print(done.stderr, end="", file=sys.stderr)  # a cluster may have something to say to whom it admits
+    print(done.stderr, end="", file=sys.stderr)  # a cluster may print notices for submitted jobs
     return done.stdout.strip()
 
 
-def _refusal(said: str) -> UserError:
-    """The error of what sbatch `said`, with the config key where it names that."""
+def _refusal(message: str) -> UserError:
+    """The UserError for sbatch's `message`, with the config key that it names, if any."""
     words = "; ".join(
-        line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.splitlines() if line.strip()
+        line.removeprefix("sbatch: ").removeprefix("error: ") for line in message.splitlines() if line.strip()
     )
     key = next((f"topology.{one}" for one in _NAMED if one in words.lower()), "topology")
     fix = "See what there is: sinfo -o '%P %D %c %m %G %l %f' (partition, machines, cores, MB, GPUs, time limit, features)."

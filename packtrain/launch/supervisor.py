@@ -1,8 +1,9 @@
-"""The processes of one machine: started by torchrun, watched while they run, and ended together, with nothing left behind.
+"""The processes of one machine: started by torchrun, watched while they run, and ended together, with no process left.
 
 torchrun sees a worker's end within a tenth of a second, but gives the others half a minute, and knows nothing of other
-machines. So the launcher watches the workers itself (each leaves its process id, and its exit code at the end): the first
-failure on any machine gives the others GRACE_S to end with words of their own, then SIGTERM, and TERM_S later SIGKILL.
+machines. So the launcher watches the workers itself (each writes its process id, and its exit code at the end): after the first
+failure on any machine the others have SELF_EXIT_S to exit by themselves and print their error, then get SIGTERM, and TERM_S
+later SIGKILL.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from packtrain.monitor.processes import ProcessState, memory_kills, seen
 from packtrain.monitor.stacks import crash_of, dump
 from packtrain.run_folder import in_time
 
-GRACE_S = 2
+SELF_EXIT_S = 2
 TERM_S = 5
-LAST_S = 3
-"""Seconds that torchrun has to say how its workers ended, once they are gone."""
-LINGER_S = 600
-"""Seconds that processes which are at their end may take to be gone: trackers send their last files."""
+TORCHRUN_EXIT_S = 3
+"""Seconds for torchrun to report how its workers ended, once they are gone."""
+EXIT_LIMIT_S = 600
+"""Seconds that finished processes may take to exit: trackers upload their last files."""
 _LOOK_S = 0.1
 _TAIL_BYTES = 2**16
 
@@ -38,20 +39,20 @@ _TAIL_BYTES = 2**16
 class Supervisor:
     """torchrun and its workers, the `ranks` of this machine (`host`).
 
-    Workers leave process ids, exit codes and stacks in the folder `exits`; logs/rank-*.log are beside `log`, torchrun's own.
-    `reporter` leads to machine 0.
+    Workers write process ids, exit codes and stacks to the folder `exits`; logs/rank-*.log are beside `log`, torchrun's own.
+    `reporter` is the connection to machine 0.
     """
 
     def __init__(self, exits: Path, log: Path, ranks: range, host: str, reporter: Reporter) -> None:
         self._exits, self._log, self._ranks, self._host, self._reporter = exits, log, ranks, host, reporter
         self._logs = {rank: log.with_name(f"rank-{rank:05d}.log") for rank in ranks}
         self._before = {file: file.stat().st_size if file.exists() else 0 for file in (log, *self._logs.values())}
-        self._received: int | None = None  # the signal that all are to stop for
+        self._received: int | None = None  # the signal for which all are to stop
         self._ending: float | None = None
         self._terminated = False
-        self._through: float | None = None  # since when all have left an exit code
+        self._all_finished_since: float | None = None  # since when all workers have written exit codes
         self._workers: dict[int, psutil.Process | None] = {}
-        self._family: dict[int, psutil.Process] = {}
+        self._process_tree: dict[int, psutil.Process] = {}
         self._memory_kills = memory_kills()
         self._torchrun: subprocess.Popen[bytes] | None = None
 
@@ -65,39 +66,39 @@ class Supervisor:
                 self._torchrun = subprocess.Popen(argv, env=dict(environment), start_new_session=True)
             self._watch()
             verdict = self._reporter.finish(self._outcome(), self._host, len(self._ranks))
-            self._obey_stop()  # the ranks may have been quicker to tell each other
+            self._follow_stop_order()  # the ranks may have stopped before this order came
             return verdict
 
     @property
-    def _over(self) -> bool:
-        """Whether torchrun does not run, or not any more."""
+    def _torchrun_ended(self) -> bool:
+        """Whether torchrun has ended, or was never started."""
         return self._torchrun is None or self._torchrun.poll() is not None
 
     def _watch(self) -> None:
         """Returns when everything has ended."""
-        while self._torchrun is not None and not self._over:
+        while self._torchrun is not None and not self._torchrun_ended:
             with suppress(subprocess.TimeoutExpired):
                 self._torchrun.wait(_LOOK_S)
-            if self._ending is None:  # once they are being ended nothing new is learned from it
-                self._look()
-            self._obey()
+            if self._ending is None:  # later states only show how the launcher ended them
+                self._update_states()
+            self._follow_orders()
             if self._ending is None and (failed := self._failed()):
                 self._reporter.tell(failed=failed)
                 self._end()
-            elif self._ending is None and self._linger():
-                why = "are at their end, and do not end by themselves: they are ended now"
+            elif self._ending is None and self._fails_to_exit():
+                why = "have finished but did not exit: they are killed now"
                 print(f"the processes on {self._host} {why}", file=sys.stderr, flush=True)
                 self._end()
-            self._press()
+            self._send_due_signals()
         if self._ending is None:
-            self._look()
-        self._note_family()
-        self._kill(self._family.values())
+            self._update_states()
+        self._note_process_tree()
+        self._kill(self._process_tree.values())
 
     def _stop(self, number: int) -> None:
         """Passes a signal on to the workers, and to the other machines where it is the first. Raises Stopped at one that comes
         when the workers have ended for an earlier one, and only the other machines are waited for."""
-        if self._over and self._received is not None:
+        if self._torchrun_ended and self._received is not None:
             raise Stopped
         if self._received is None:
             self._reporter.tell(signal=number)
@@ -105,18 +106,20 @@ class Supervisor:
 
     def _pass_on(self, number: int) -> None:
         self._received = self._received or number
-        if self._torchrun is not None and not self._over:
+        if self._torchrun is not None and not self._torchrun_ended:
             with suppress(ProcessLookupError):
                 os.killpg(self._torchrun.pid, number)
 
-    def _look(self) -> None:
-        """Notes who has started, and how they are."""
+    def _update_states(self) -> None:
+        """Updates the report with the workers that have started, and their states."""
         lives = {
             rank: seen(one.pid) if one is not None and one.is_running() else "gone"
             for rank, one in self._workers.items()
         }
         states: dict[int, ProcessState] = {}
-        for rank, facts in left(self._exits).items():  # read after that, so that who left a code is not silent
+        for rank, facts in left(
+            self._exits
+        ).items():  # read after `lives`, else a rank that exits in between looks crashed
             pid, life = facts["pid"], lives.get(rank, "running")
             if rank not in self._workers:
                 self._workers[rank] = _process(pid)
@@ -128,9 +131,9 @@ class Supervisor:
                 states[rank] = ProcessState(pid, life)
         self._reporter.report.ranks = states
 
-    def _obey(self) -> None:
-        """Carries out machine 0's orders; where that is lost, ends everything."""
-        self._obey_stop()
+    def _follow_orders(self) -> None:
+        """Carries out machine 0's orders; if that is lost, ends everything."""
+        self._follow_stop_order()
         orders = self._reporter.orders
         end = orders.end or (self._reporter.lost and f"machine 0 was lost: {self._reporter.lost}")
         if end and self._ending is None:
@@ -142,14 +145,14 @@ class Supervisor:
                 given[rank] = dump(self._exits, worker.pid)
         self._reporter.report.stacks = given
 
-    def _obey_stop(self) -> None:
+    def _follow_stop_order(self) -> None:
         orders = self._reporter.orders
         if orders.stop is not None and self._received is None:
             print(orders.why, file=sys.stderr, flush=True)
             self._pass_on(orders.stop)
 
     def _failed(self) -> str:
-        """What the first failed worker did, in words, if there is one."""
+        """The failure of the first failed worker, in words; "" if none failed."""
         for rank, one in sorted(self._reporter.report.ranks.items()):
             if one.told and is_failure(one.code):
                 return f"rank {rank} on {self._host} failed (exit code {one.code})"
@@ -157,39 +160,39 @@ class Supervisor:
                 return f"rank {rank} on {self._host} ended without an exit code"
         return ""
 
-    def _linger(self) -> bool:
-        """Whether all workers have long been at their end, and something keeps one of them, or torchrun, from being gone."""
-        told = {rank for rank, one in self._reporter.report.ranks.items() if one.told}
-        if set(self._ranks) - told:
+    def _fails_to_exit(self) -> bool:
+        """Whether all workers finished more than EXIT_LIMIT_S ago, but one of them, or torchrun, still runs."""
+        finished = {rank for rank, one in self._reporter.report.ranks.items() if one.told}
+        if set(self._ranks) - finished:
             return False
-        self._through = self._through or time.monotonic()
-        return time.monotonic() - self._through > LINGER_S
+        self._all_finished_since = self._all_finished_since or time.monotonic()
+        return time.monotonic() - self._all_finished_since > EXIT_LIMIT_S
 
     def _end(self) -> None:
         self._ending = time.monotonic()
-        self._note_family()
+        self._note_process_tree()
 
-    def _press(self) -> None:
-        """What is due by now to make them end: torchrun last, which then knows how they ended."""
+    def _send_due_signals(self) -> None:
+        """Sends the signals that are due by now; torchrun is killed last, so that it can report how the workers ended."""
         if self._ending is None or self._torchrun is None:
             return
         since = time.monotonic() - self._ending
-        if since > GRACE_S and not self._terminated:
+        if since > SELF_EXIT_S and not self._terminated:
             self._terminated = True
             for worker in filter(None, self._workers.values()):
                 with suppress(psutil.Error):
                     worker.terminate()
-        if since > GRACE_S + TERM_S:
-            self._note_family()
-            last = since > GRACE_S + TERM_S + LAST_S or not self._workers
-            self._kill(one for pid, one in self._family.items() if last or pid != self._torchrun.pid)
+        if since > SELF_EXIT_S + TERM_S:
+            self._note_process_tree()
+            last = since > SELF_EXIT_S + TERM_S + TORCHRUN_EXIT_S or not self._workers
+            self._kill(one for pid, one in self._process_tree.items() if last or pid != self._torchrun.pid)
 
-    def _note_family(self) -> None:
-        """Remembers who belongs to us, while their parents are there: of a dead process no children are known."""
-        torchrun = None if self._torchrun is None or self._over else _process(self._torchrun.pid)
+    def _note_process_tree(self) -> None:
+        """Records all descendants while their parents live: the children of a dead process cannot be found."""
+        torchrun = None if self._torchrun is None or self._torchrun_ended else _process(self._torchrun.pid)
         for one in filter(None, (torchrun, *self._workers.values())):
             with suppress(psutil.Error):
-                self._family |= {member.pid: member for member in (one, *one.children(recursive=True))}
+                self._process_tree |= {member.pid: member for member in (one, *one.children(recursive=True))}
 
     def _kill(self, members: Iterable[psutil.Process]) -> None:
         for member in members:
@@ -197,21 +200,23 @@ class Supervisor:
                 member.kill()
 
     def _outcome(self) -> Outcome:
-        """How they ended."""
-        said, states = left(self._exits), dict(self._reporter.report.ranks)
-        codes: dict[int, int | None] = {rank: facts["code"] for rank, facts in said.items() if "code" in facts}
-        if self._ending is not None:  # ended by us: 128 + SIGTERM says nothing
+        """How the processes of this machine ended."""
+        facts_of, states = left(self._exits), dict(self._reporter.report.ranks)
+        codes: dict[int, int | None] = {rank: facts["code"] for rank, facts in facts_of.items() if "code" in facts}
+        if self._ending is not None:  # ended by this launcher: 128 + SIGTERM is no information
             codes = {rank: code for rank, code in codes.items() if code is not None and code <= 128}
         for rank, one in states.items():
             if one.state == "gone" and not one.told and rank not in codes:
-                code = said[rank].get("ended")
+                code = facts_of[rank].get("ended")
                 if text := crash_of(self._exits, one.pid):
                     self._reporter.report.stacks = {**self._reporter.report.stacks, rank: text}
                 states[rank] = replace(one, code=code, oom=memory_kills() > self._memory_kills)
-                codes[rank] = code if code is not None and code < 0 else None  # it has not left the number itself
+                codes[rank] = (
+                    code if code is not None and code < 0 else None
+                )  # a positive code that it did not write itself
         self._reporter.report.ranks = states
         bad = [rank for rank, code in codes.items() if rank and is_failure(code)]
-        lost = {rank: facts["lost"] for rank, facts in said.items() if "lost" in facts}
+        lost = {rank: facts["lost"] for rank, facts in facts_of.items() if "lost" in facts}
         logs = {rank: self._logs[rank] for rank in bad} if codes else {-1: self._log}
         tails = in_time(lambda: {rank: self._tail(log) for rank, log in logs.items() if log.exists()}, {})
         return Outcome(
@@ -224,7 +229,7 @@ class Supervisor:
         )
 
     def _tail(self, log: Path) -> list[str]:
-        """The last lines of what a log has got since the start."""
+        """The last lines that were written to a log since the start."""
         with log.open("rb") as file:
             file.seek(max(log.stat().st_size - _TAIL_BYTES, self._before[log]))
             return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]

@@ -1,5 +1,5 @@
-"""`python -m packtrain.launch.torchrun LOG ARGUMENTS…` is `accelerate launch ARGUMENTS…` with torchrun's own words (among them a
-traceback for every worker that ends with an error, whatever the reason) in LOG. How it saw them end is left for the launcher.
+"""`python -m packtrain.launch.torchrun LOG ARGUMENTS…` is `accelerate launch ARGUMENTS…` with torchrun's messages (among them a
+traceback for every worker that ends with an error, whatever the reason) in LOG. The workers' exit codes are written for the launcher.
 
 Workers inherit the real stdout and stderr, so a terminal stays one.
 """
@@ -16,7 +16,7 @@ from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, leave
 def main(log: str, arguments: list[str]) -> None:
     """`accelerate launch arguments…` in this process; ends it with torchrun's exit code (1 for any failure).
 
-    It ends with the launcher that started it, and its workers with it.
+    The system kills it when the launcher that started it ends, and its workers with it.
     """
     end_with_parent(int(os.environ[PARENT]))
     os.environ[PARENT] = str(os.getpid())

@@ -1,6 +1,6 @@
-"""The life of a process that the launcher started: where its output goes, how it ends, and what it leaves behind.
+"""A worker process of the launcher: where its output goes, how it ends, and which files it writes for the launcher.
 
-Imports nothing heavy: from its first line on, a signal ends a worker with a word and an exit code, not with a traceback.
+Imports nothing heavy, so that from the first line on a signal ends a worker with a message and an exit code, not a traceback.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_worker(work: Callable[[], int]) -> NoReturn:
-    """The whole life of a process that the launcher started: does `work`, and ends with its exit code.
+    """The main function of a worker: does `work`, and ends the process with its exit code.
 
     All but rank 0 write to logs/rank-0000N.log in place of the terminal. Errors are printed, never raised.
     """
@@ -41,7 +41,7 @@ def run_worker(work: Callable[[], int]) -> NoReturn:
 
 @contextmanager
 def last_words(log: Path) -> Iterator[None]:
-    """Inside the block an error is written to `log`, too: what the terminal had is gone when somebody asks later."""
+    """Inside the block an error is written to `log`, too: packtrain doctor reads it after the terminal is gone."""
     try:
         yield
     except Exception as error:
@@ -53,7 +53,7 @@ def last_words(log: Path) -> Iterator[None]:
 
 
 def _beating(work: Callable[[], int]) -> int:
-    """Does `work`, with heartbeats; that it lost the others is left to the launcher, which knows whether there is more to say."""
+    """Does `work`, with heartbeats; a lost peer is reported to the launcher, which prints it if it finds no better cause."""
     from packtrain.monitor.heartbeat import own_heartbeat
 
     heartbeat = own_heartbeat()
@@ -74,10 +74,10 @@ def _beating(work: Callable[[], int]) -> int:
 
 
 def leave(exits: Path, rank: int, **facts: int | str) -> None:
-    """Adds `facts` about a rank to what its launcher finds in the folder `exits`.
+    """Adds `facts` about a rank to its file in the folder `exits`, which its launcher reads.
 
-    The rank leaves its process id (`pid`) as it starts, its exit `code` as it ends, and what it said where it ended only because
-    it `lost` the others; torchrun leaves how it saw the process `ended`: the exit code, negative for a signal.
+    The rank writes its process id (`pid`) as it starts, its exit `code` as it ends, and its message if it ended only because it
+    `lost` the others; torchrun writes how the process `ended`: the exit code, negative for a signal.
     """
     known = left(exits).get(rank, {})
     aside = exits / f".{rank}.json"
@@ -86,7 +86,7 @@ def leave(exits: Path, rank: int, **facts: int | str) -> None:
 
 
 def left(exits: Path) -> dict[int, dict[str, Any]]:
-    """By rank what was left in `exits`."""
+    """The facts in `exits`, by rank."""
     return {int(file.stem): json.loads(file.read_text()) for file in exits.glob("*.json") if file.stem.isdigit()}
 
 
@@ -97,18 +97,18 @@ def end_with_parent(parent: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # gone before
+        if os.getppid() != parent:  # it ended before the call
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _leave(**facts: int | str) -> None:
-    """Leaves `facts` for the launcher; does nothing where no launcher of ours waits."""
+    """Writes `facts` for packtrain's launcher; does nothing without one."""
     if EXIT_DIR in os.environ:
         leave(Path(os.environ[EXIT_DIR]), _rank(), **facts)
 
 
 def redirect_output() -> None:
-    """Sends what a worker prints to logs/rank-0000N.log, unless it is rank 0 or has no launcher of ours."""
+    """Sends what a worker prints to logs/rank-0000N.log, unless it is rank 0 or runs without packtrain's launcher."""
     if LOG_DIR not in os.environ or _rank() == 0:
         return
     sys.stdout.flush()

@@ -1,1 +1,1 @@
-"""What every rank says of itself while it works, and who keeps the others waiting."""
+"""Progress reports of all ranks during a run, and the watchdog that finds which rank keeps the others waiting."""

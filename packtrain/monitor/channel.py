@@ -1,12 +1,12 @@
 """The control channel of a run: JSON over HTTP, served by one process and called by all others, each call with a time limit.
 
-It is served on topology.main_port by the launcher of machine 0, on a free port by rank 0 of a launch that is not ours.
-`POST /NAME` with a JSON object is answered with an object by the handler of that name; any GET with a line for people with curl.
-Who calls must know the run's secret (a header), so that no other program can give orders; names that are `open` to those who do
-not know it yet are for joining. Nothing is pickled, and no call waits for ever: a server that is stopped, or
-another program at that port, is an error after `timeout_s`.
+The launcher of machine 0 serves it on topology.main_port; in a run of another launcher rank 0 serves it on a free port.
+`POST /NAME` with a JSON object is answered with an object by the handler of that name; any GET returns one line of text.
+A caller sends the run's secret in a header, so that no other program can give orders; only handlers marked `open`, which are for
+joining, accept calls without it. Nothing is pickled, and no call blocks for ever: if the server is stopped, or another program
+listens at that port, the call fails after `timeout_s`.
 
-torch's TCPStore would serve too, but a call to one that is stopped has no time limit (and importing it takes a second).
+torch's TCPStore is not used: a call to a stopped store has no time limit, and importing torch takes a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SECRET = "PACKTRAIN_SECRET"
-"""Environment variable with the run's secret, where a launcher or a batch script gives one to all machines."""
+"""Environment variable with the run's secret, if a launcher or a batch script gives one to all machines."""
 ADDRESS = "PACKTRAIN_CHANNEL"
 """Environment variable of a worker: HOST:PORT of the channel."""
 PUBLISHED = "channel.json"
@@ -33,13 +33,13 @@ CALL_S = 5.0
 MOST_BYTES = 16 * 2**20
 _IDLE_S = 30
 _HEADER = "X-Packtrain-Secret"
-_NAME = "packtrain"  # what the server calls itself: how a client tells another program
+_NAME = "packtrain"  # the Server header, by which a client recognises packtrain
 
 Handler = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class NoAnswer(OSError):
-    """There is no server (`refused`), or it has not answered in time."""
+    """Nothing listens there (`refused`), or the server did not answer in time."""
 
     def __init__(self, what: str, *, refused: bool = False) -> None:
         super().__init__(what)
@@ -47,11 +47,11 @@ class NoAnswer(OSError):
 
 
 class NotOurs(NoAnswer):
-    """Another program listens there."""
+    """A program other than packtrain listens there."""
 
 
 class Refused(OSError):
-    """The server is a packtrain's, but not of this run, or does not know what it was asked (`unknown`: not yet, maybe)."""
+    """packtrain answered with an error: the server belongs to another run, or has no such handler (`unknown`; it may get one later)."""
 
     def __init__(self, what: str, *, unknown: bool = False) -> None:
         super().__init__(what)
@@ -59,14 +59,14 @@ class Refused(OSError):
 
 
 def new_secret() -> str:
-    """A secret for a run."""
+    """A new random secret for a run."""
     return secrets.token_urlsafe(24)
 
 
 class Server(ThreadingHTTPServer):
     """Serves the channel from its creation to `close`, in threads of its own.
 
-    `port` 0 takes a free one. Raises OSError (EADDRINUSE, EACCES) where the port cannot be had.
+    `port` 0 takes a free one. Raises OSError (EADDRINUSE, EACCES) if the port cannot be bound.
     """
 
     daemon_threads = True
@@ -76,7 +76,7 @@ class Server(ThreadingHTTPServer):
         self.socket.close()
         dual = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
-        # not by HTTPServer, which asks the name server for the host's full name: it may be silent
+        # HTTPServer's own bind looks up the host's full name, which blocks if the name server does not answer
         self.socket = socket.create_server((host, port), family=family, backlog=1024, dualstack_ipv6=dual)
         self.secret = secret
         self.port: int = self.socket.getsockname()[1]
@@ -84,16 +84,16 @@ class Server(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.1,), name="channel", daemon=True).start()
 
     def serve(self, name: str, handler: Handler, *, open: bool = False) -> None:
-        """Has `POST /name` answered by `handler`, which runs in a thread of its own; `open`: without the secret, too."""
+        """Registers `handler` for `POST /name`; it runs in a thread of its own. `open` handlers need no secret."""
         self._handlers[name] = (handler, open)
 
     def close(self) -> None:
-        """Stops listening; calls that are being answered are."""
+        """Stops listening; calls in progress are still answered."""
         self.shutdown()
         self.server_close()
 
     def answer(self, name: str, secret: str, body: bytes) -> tuple[int, Mapping[str, Any]]:
-        """HTTP's status and what the handler `name` says."""
+        """The HTTP status and the result of the handler `name`."""
         handler, is_open = self._handlers.get(name, (None, False))
         if handler is None:
             return 404, {"error": f"nothing is called {name!r} here"}
@@ -101,11 +101,11 @@ class Server(ThreadingHTTPServer):
             return 403, {"error": "this is the channel of another run"}
         try:
             return 200, handler(dict(json.loads(body)))
-        except Exception as error:  # nobody is left without an answer
+        except Exception as error:  # any error of a handler becomes HTTP 500
             return 500, {"error": f"{type(error).__name__}: {error}"}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who calls may hang up: nothing to say."""
+        """Ignores clients that disconnect."""
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -132,17 +132,17 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Not on stderr."""
+        """Does nothing: the base class would write every request to stderr."""
 
 
 class Client:
-    """Calls the channel at `address`:`port`, never through a proxy; any number of threads may."""
+    """Calls the channel at `address`:`port`, never through a proxy; thread-safe."""
 
     def __init__(self, address: str, port: int, *, secret: str = "") -> None:
         self.address, self.port, self.secret = address, port, secret
 
     def call(self, name: str, body: Mapping[str, Any], *, timeout_s: float = CALL_S) -> dict[str, Any]:
-        """What the handler `name` answers. Raises NoAnswer, NotOurs or Refused."""
+        """The answer of the handler `name`. Raises NoAnswer, NotOurs or Refused."""
         headers = {"Content-Type": "application/json", _HEADER: self.secret}
         connection = http.client.HTTPConnection(self.address, self.port, timeout=timeout_s)
         try:
@@ -158,15 +158,15 @@ class Client:
             connection.close()
         if reply is None or not str(reply.headers.get("Server", "")).startswith(_NAME):
             raise NotOurs(f"another program answers at {self.address}, port {self.port}")
-        said = json.loads(content) if content.startswith(b"{") else {}
+        answer = json.loads(content) if content.startswith(b"{") else {}
         if reply.status != 200:
-            raise Refused(said.get("error", f"HTTP {reply.status}"), unknown=reply.status == 404)
-        return said
+            raise Refused(answer.get("error", f"HTTP {reply.status}"), unknown=reply.status == 404)
+        return answer
 
 
 @contextmanager
 def published(logs: Path, server: Server, address: str) -> Iterator[None]:
-    """Inside the block logs/channel.json says, to the user alone, where `server` is reached; packtrain doctor reads it."""
+    """Inside the block logs/channel.json, readable by the user only, has the address of `server`, for packtrain doctor."""
     file = logs / PUBLISHED
     about = {"address": address, "port": server.port, "secret": server.secret, "host": socket.gethostname()}
     with suppress(OSError):

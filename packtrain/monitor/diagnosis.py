@@ -1,10 +1,10 @@
-"""Why a run stands still: from what is known of every rank to one culprit, its likely cause, and what to do. Pure.
+"""Why a run stands still: from the states of all ranks to the ranks that cause it, the likely cause, and what to do. Pure.
 
-Ranks that train together all stop when one does, so the question is not who stands still but who does not wait for the
-others. Every rank says itself whether it waits; inside a forward or backward pass, where a strategy may wait unseen, its
-progress decides, then torch's flight recorder. In this order: a rank that is dead or stopped; one at its end too early; one
-that does not wait, the least far of those; one without heartbeats; where all wait, those in another collective than the
-others; else what lies between them. What cannot be told apart is told as what is known.
+When one rank stops, all the others soon wait for it, so the culprit is a rank that stands still WITHOUT waiting for others.
+Every rank reports whether it waits; inside a forward or backward pass, where a strategy may wait unreported, its progress
+decides, then torch's flight recorder. Causes are tried in this order: a dead or stopped rank; one that finished too early; one
+that does not wait, the least advanced first; one without heartbeats; if all wait, the ranks in another collective than the
+others; else the network between them. If no cause can be singled out, the facts are reported.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ from packtrain.monitor.stacks import Collective
 from packtrain.wording import ranks_in_words
 
 FRAMES_SHOWN = 10
-UNHEARD_S = 30
-"""Seconds after which a rank counts as one without heartbeats; a busy machine makes beats late."""
+SILENT_S = 30
+"""Seconds without a beat after which a rank counts as silent; less may only be a busy machine."""
 _MOST_GROUPS = 3
 
 Cause = Literal["memory", "died", "stopped", "ended", "data", "storage", "stuck", "collectives", "network"]
 
 CAUSES: Mapping[Cause, tuple[str, str]] = {
     "memory": (
-        "the system killed it for want of memory",
+        "the system killed it because memory ran out",
         "give the job more memory, or take less: fewer trainer.loader_workers, a sharded strategy, another model.dtype",
     ),
     "died": (
         "the process was killed, crashed outside Python, or ended itself (os._exit)",
-        "look who did it: the end of the rank's log, dmesg (out of memory, a GPU's Xid error), and the scheduler's log "
+        "find out what ended it: the end of the rank's log, dmesg (out of memory, a GPU's Xid error), and the scheduler's log "
         "(memory limit, time limit)",
     ),
     "stopped": (
         "the process is stopped (SIGSTOP, or a debugger)",
-        "kill -CONT would have let it go on; see who stops processes there",
+        "kill -CONT would have resumed it; find out what stops processes there",
     ),
     "ended": (
-        "it has come to its end while the others go on: it had fewer steps or batches than they have",
+        "it finished while the others go on: it had fewer steps or batches than they have",
         "every process must see the same data and config; a loop of your own must have as many steps on each rank",
     ),
     "data": (
-        "reading the data does not come back, or its loader processes give it nothing",
+        "reading the data does not return, or its loader processes deliver nothing",
         "its stack shows which: look at the file system that the data and its cache (data.cache_dir) are on; try "
-        "trainer.loader_workers=0; where it is as slow as that, raise topology.step_timeout",
+        "trainer.loader_workers=0; if reading is always this slow, raise topology.step_timeout",
     ),
     "storage": (
-        "slow or stalled storage: the write has not come back",
-        "look at the file system of trainer.output_dir (df, dd, the server's load); complete checkpoints are kept; where the "
-        "storage is as slow as that, raise topology.checkpoint_timeout",
+        "slow or stalled storage: the write has not returned",
+        "look at the file system of trainer.output_dir (df, dd, the server's load); complete checkpoints are kept; if the "
+        "storage is always this slow, raise topology.checkpoint_timeout",
     ),
     "stuck": (
-        "its process is there, and makes no progress",
+        "its process runs, but makes no progress",
         "its stack shows where it is; look at nvidia-smi, at dmesg (Xid errors, disks), and at what else runs on that "
-        "machine; where it takes as long as that, raise topology.step_timeout",
+        "machine; if it always takes this long, raise topology.step_timeout",
     ),
     "collectives": (
-        "different collective operations on different ranks: they will never meet",
-        "a branch that not all ranks take (data, time, rank 0 alone) has led one of them elsewhere: the stacks show where",
+        "different ranks are in different collective operations, which will never complete",
+        "a branch that not all ranks take (data, time, rank 0 alone) has led to another operation: the stacks show where",
     ),
     "network": (
-        "none is behind, yet what they send does not arrive: a link, a network card or a GPU between them is stuck",
+        "no rank is behind, but messages between them do not arrive: a link, a network card or a GPU is stuck",
         "packtrain env CONFIG --cluster measures the links; NCCL_DEBUG=INFO tells which one is used, GLOO_SOCKET_IFNAME sets it",
     ),
 }
@@ -75,11 +75,11 @@ _OF_PHASE: Mapping[Phase, Cause] = {"data": "data", "prepare": "data", "checkpoi
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What is known of a rank. `heard_s` is since its last beat (None: there was none), `still_s` since it last
-    reported progress, `stopped_s` since its process is stopped; `process` is what its launcher knows of that.
+    """What is known of a rank: seconds since its last beat (`heard_s`, None before the first), since it last reported progress
+    (`still_s`) and since its process was stopped (`stopped_s`); `process` is the launcher's view of the process.
 
-    Its `stack` (innermost call first), `pending` collective and the last that it has `finished` are what it answered when it
-    was asked.
+    Its `stack` (innermost call first), its `pending` collective and the last one that it `finished` are the rank's answer to a
+    request for them.
     """
 
     rank: int
@@ -105,7 +105,7 @@ class RankState:
 
     @property
     def dead(self) -> bool:
-        """Gone without having said how."""
+        """Whether its process ended without reporting an exit code."""
         return self.gone and not self.process.told and self.phase != "done"
 
     @property
@@ -114,28 +114,28 @@ class RankState:
         return self.process.told and 0 < (self.process.code or 0) <= 128 and not self.process.lost
 
     @property
-    def at_its_end(self) -> bool:
-        """Through with everything."""
+    def has_finished(self) -> bool:
+        """Whether it finished successfully."""
         return (self.process.told and self.process.code == 0) or (self.phase == "done" and not self.dead)
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether it waits for other ranks, as it says itself or by torch's flight recorder, or has lost them."""
+        """Whether it waits for other ranks, by its own report or torch's flight recorder, or has lost them."""
         return bool(self.waits or self.pending or self.process.lost)
 
     @property
-    def unheard(self) -> bool:
-        """Whether what it said last is too old to count."""
-        return self.heard_s is not None and self.heard_s > UNHEARD_S
+    def is_silent(self) -> bool:
+        """Whether its last beat is too old to count."""
+        return self.heard_s is not None and self.heard_s > SILENT_S
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """Grows as it comes along."""
+        """Progress as a sortable tuple; larger is further."""
         return progress_of(self.phase, self.step, self.micro)
 
     @property
     def place(self) -> str:
-        """In words."""
+        """Phase, step and micro-batch in words."""
         return place_of(self.phase, self.step, self.micro)
 
     @classmethod
@@ -149,7 +149,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why a run stands still; `ranks` are the culprits, () where there are none but what lies between them."""
+    """Why a run stands still; `ranks` are the culprits, () if the network between them is."""
 
     cause: Cause
     ranks: tuple[int, ...]
@@ -159,34 +159,34 @@ class Diagnosis:
 
     @property
     def lines(self) -> list[str]:
-        """For people."""
+        """The diagnosis as printed."""
         why, advice = CAUSES[self.cause]
-        said = [self.what, *(f"  {one}" for one in self.others), f"  likely cause: {why}"]
+        lines = [self.what, *(f"  {one}" for one in self.others), f"  likely cause: {why}"]
         if self.stack:
-            said += ["  its Python stack, innermost call first:", *(f"    {one}" for one in self.stack[:FRAMES_SHOWN])]
-        return [*said, f"  → {advice}"]
+            lines += ["  its Python stack, innermost call first:", *(f"    {one}" for one in self.stack[:FRAMES_SHOWN])]
+        return [*lines, f"  → {advice}"]
 
 
 def live_of(states: Sequence[RankState]) -> list[RankState]:
-    """The ranks that are neither gone nor at their end."""
-    return [one for one in states if not (one.gone or one.at_its_end)]
+    """The ranks that have neither ended nor finished."""
+    return [one for one in states if not (one.gone or one.has_finished)]
 
 
 def diagnose(states: Sequence[RankState]) -> Diagnosis | None:
-    """The one diagnosis of a run that stands still or has lost ranks, from all of them; None where all have come to their end."""
-    return _dead(states) or _stopped(states) or _ended(states) or _free(states) or _all_wait(states)
+    """The one diagnosis of a run that stands still or has lost ranks, from the states of all; None if all have finished."""
+    return _dead(states) or _stopped(states) or _ended(states) or _not_waiting(states) or _all_wait(states)
 
 
 def _dead(states: Sequence[RankState]) -> Diagnosis | None:
     gone = [one for one in states if one.dead]
     if not gone:
         return None
-    # where another one is gone, NCCL has a rank abort, and torchrun ends it
+    # after one death NCCL aborts the other ranks (SIGABRT) and torchrun terminates them (SIGTERM): effects, not causes
     culprits = [one for one in gone if one.process.code not in (-signal.SIGABRT, -signal.SIGTERM)] or gone
     codes = {one.process.code for one in culprits if one.process.code is not None}
     by = f" ({', '.join(_end_in_words(code) for code in sorted(codes, reverse=True))})" if codes else ""
     out_of_memory = codes <= {-signal.SIGKILL} and any(one.process.oom for one in culprits)
-    what = f"ended without a word{by}, in {culprits[0].place}"
+    what = f"ended without an error message{by}, in {culprits[0].place}"
     return _named("memory" if out_of_memory else "died", culprits, what, states)
 
 
@@ -204,53 +204,57 @@ def _stopped(states: Sequence[RankState]) -> Diagnosis | None:
 
 
 def _ended(states: Sequence[RankState]) -> Diagnosis | None:
-    ended = [one for one in states if one.at_its_end]
+    ended = [one for one in states if one.has_finished]
     # the main process alone writes the results
-    waiting = [one for one in states if one.waits_for_others and one.phase != "final" and not one.at_its_end]
+    waiting = [one for one in states if one.waits_for_others and one.phase != "final" and not one.has_finished]
     if not ended or not waiting:
         return None
-    return _named("ended", ended, f"{_verb(ended, 'is at its', 'are at their')} end, the others are not", states)
+    return _named("ended", ended, f"{_verb(ended, 'has', 'have')} finished, the others have not", states)
 
 
-def _free(states: Sequence[RankState]) -> Diagnosis | None:
-    """Ranks that wait for none of the others, the least far of them; else those that nothing is heard of any more."""
+def _not_waiting(states: Sequence[RankState]) -> Diagnosis | None:
+    """The least advanced ranks among those that wait for no other; if all wait, among those without heartbeats."""
     live = live_of(states)
-    free = [one for one in live if not one.waits_for_others] or [one for one in live if one.unheard]
+    free = [one for one in live if not one.waits_for_others] or [one for one in live if one.is_silent]
     if not free:
         return None
     least = min(one.progress for one in free)
     culprits = [one for one in free if one.progress == least]
     first = culprits[0]
-    if all(one.unheard for one in culprits):
-        words = f"{_verb(culprits, 'has', 'have')} not been heard of for {first.heard_s:.0f} s, in {first.place}"
+    if all(one.is_silent for one in culprits):
+        words = f"{_verb(culprits, 'has', 'have')} sent no heartbeat for {first.heard_s:.0f} s, in {first.place}"
         return _named("stuck", culprits, words, states)
-    place = "not come to the first line of packtrain" if first.heard_s is None else f"in {first.place}"
+    place = "not at the first line of packtrain" if first.heard_s is None else f"in {first.place}"
     words = f"{_verb(culprits, 'is', 'are')} behind: for {first.still_s:.0f} s {place}, no progress"
     return _named(_OF_PHASE.get(first.phase, "stuck"), culprits, words, states)
 
 
 def _all_wait(states: Sequence[RankState]) -> Diagnosis | None:
-    """Those of the smallest number of an operation, the fewest, or the least far, where not all wait in the same."""
+    """Ranks are grouped by the collective (or place) in which they wait; the culprits are the group that is least far.
+
+    Numbers of collectives order the groups if all belong to one process group; then the smaller group, then progress.
+    """
     groups: dict[Any, list[RankState]] = defaultdict(list)
     for one in (live := live_of(states)):
         groups[one.pending or one.progress].append(one)
     if not groups:
         return None
-    numbered_alike = len({one.pending.group for one in live if one.pending}) == 1
+    one_group = len({one.pending.group for one in live if one.pending}) == 1
 
-    def how_far(ours: Sequence[RankState]) -> tuple[Any, ...]:
+    def how_far(ours: Sequence[RankState]) -> tuple[int, int, tuple[int, ...]] | tuple[tuple[int, ...], int]:
         number = ours[0].pending.number if ours[0].pending else 0
-        return (number, len(ours), ours[0].progress) if numbered_alike else (ours[0].progress, len(ours))
+        return (number, len(ours), ours[0].progress) if one_group else (ours[0].progress, len(ours))
 
     culprits = min(groups.values(), key=how_far)
-    waits = f"{_verb(culprits, 'waits', 'wait')}{f' in {culprits[0].pending}' if culprits[0].pending else ''}"
+    pending, place = culprits[0].pending, culprits[0].place
+    waits = _verb(culprits, "waits", "wait") + (f" in {pending}" if pending else "")
     others = [one for one in live if one not in culprits]
     if not others:
-        found = _named("network", culprits, f"{waits}, in {culprits[0].place}, and none is behind", states)
-    elif culprits[0].pending and all(one.finished == culprits[0].pending for one in others):
-        found = _named("network", culprits, f"{waits}, which the others have passed, in {culprits[0].place}", states)
+        found = _named("network", culprits, f"{waits}, in {place}, and no rank is behind", states)
+    elif pending and all(one.finished == pending for one in others):
+        found = _named("network", culprits, f"{waits}, which the others have completed, in {place}", states)
     else:
-        return _named("collectives", culprits, f"{waits} where the others do not come, in {culprits[0].place}", states)
+        return _named("collectives", culprits, f"{waits}, which the others do not enter, in {place}", states)
     return replace(found, ranks=())
 
 
@@ -261,10 +265,10 @@ def _named(cause: Cause, culprits: Sequence[RankState], what: str, states: Seque
 
 
 def waiting_words(states: Sequence[RankState]) -> tuple[str, ...]:
-    """What ranks do, those that do the same together."""
+    """What ranks do, in words; ranks that do the same share a line."""
     groups: dict[str, list[RankState]] = defaultdict(list)
     for one in states:
-        if not one.at_its_end and not one.dead:
+        if not one.has_finished and not one.dead:
             what = f"in {one.pending}, " if one.pending else f"for {one.waits}, " if one.waits else ""
             groups[f"{what}in {one.place}"].append(one)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))

@@ -1,9 +1,9 @@
-"""Runs that no launcher of ours watches: those of torchrun, mpirun, srun or DeepSpeed's launcher, and runs of one process.
+"""Runs without packtrain's launcher: those of torchrun, mpirun, srun or DeepSpeed's launcher, and runs of one process.
 
-Rank 0 serves the control channel from threads of its own and is the watchdog of all; the others hear of its port through the
-store at which they meet, and beat to it. A rank ends itself with exit code 4 when rank 0 orders it, when rank 0 is gone
-or silent for too long, and when the launcher that started it is gone. Rank 0 ends what is left on its own machine. A process
-that trains alone is looked at by packtrain doctor in the same way, and ended by nobody.
+Rank 0 serves the control channel from threads of its own and runs the watchdog; the others get its port through torch's store
+and send their heartbeats to it. A rank ends itself with exit code 4 if rank 0 orders it, if rank 0 is gone or silent for too
+long, and if the launcher that started it is gone. Rank 0 kills processes that are left on its own machine. In a run of one
+process the channel only serves packtrain doctor; the watchdog never ends it.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from packtrain.monitor.processes import ProcessState, memory_kills, seen
 from packtrain.monitor.watchdog import LOOK_S, Watchdog
 
 SETTLE_S = 2
-"""Seconds that the others have to end, too, before it is said which rank's death they died of."""
-GRACE_S = 5
-"""Seconds that ranks have to end by themselves where another one has failed in training."""
-GONE_S = 10
+"""Seconds between the first death and the diagnosis, so that ranks which die of it are seen, too."""
+PEER_GRACE_S = 5
+"""Seconds for ranks to end by themselves after another one has failed in training."""
+RANK_0_GONE_S = 10
 """Seconds without a listener at rank 0's port after which it counts as gone."""
-_PARTING_S = 3
+_DELIVERY_S = 3  # for the other ranks to receive an order with their next beat
+_watched_rank: _WatchedRank | None = None  # of this process, inside `watched`
 
 
 @contextmanager
 def watched(logs: Path, limits: TimeLimits, ranks: int, *, by_hand: bool) -> Iterator[None]:
-    """Inside the block this process is watched, one of `ranks`; of several, from `beat_to_rank_0` on.
+    """Inside the block this process, one of `ranks`, is watched; if there are several, from `beat_to_rank_0` on.
 
-    `by_hand`: from a shell, which may be left while it runs.
+    `by_hand`: started from a shell, whose end is no reason to end the run.
     """
-    global _inside
-    _inside = _Inside(logs, limits, ranks, by_hand=by_hand)
+    global _watched_rank
+    _watched_rank = _WatchedRank(logs, limits, ranks, by_hand=by_hand)
     code, lost = 1, None
     try:
         yield
@@ -55,39 +56,39 @@ def watched(logs: Path, limits: TimeLimits, ranks: int, *, by_hand: bool) -> Ite
         raise
     except Exception:
         if ranks > 1:
-            print(f"rank {_inside.rank} on {socket.gethostname()} has failed:", file=sys.stderr, flush=True)
+            print(f"rank {_watched_rank.rank} on {socket.gethostname()} has failed:", file=sys.stderr, flush=True)
         raise
     finally:
-        told = _inside.leave(code, str(lost or ""))
+        reported = _watched_rank.leave(code, str(lost or ""))
         if lost is not None:
-            lost.shown = not told
-        _inside = None
+            lost.shown = not reported
+        _watched_rank = None
 
 
 def beat_to_rank_0(share: Callable[[str], str]) -> None:
-    """Called by all ranks once they have met; does nothing where a launcher of ours watches.
+    """Called by all ranks once torch's store connects them; does nothing if packtrain's launcher watches.
 
     `share` gives the value that rank 0 passes to all ranks; the others pass "".
     """
-    if _inside is not None:
-        _inside.connect(share)
+    if _watched_rank is not None:
+        _watched_rank.connect(share)
 
 
-class _Inside:
-    """A rank's end of it; rank 0 has the watchdog, too."""
+class _WatchedRank:
+    """The monitoring threads of one rank; rank 0 has the watchdog, too."""
 
     def __init__(self, logs: Path, limits: TimeLimits, ranks: int, *, by_hand: bool) -> None:
         self._logs, self._limits, self._ranks, self._by_hand = logs, limits, ranks, by_hand
         self._heartbeat, self._parent, self._over = own_heartbeat(), os.getppid(), threading.Event()
         self.rank = self._heartbeat.rank
         self._first = f"rank 0 on {os.environ.get('MASTER_ADDR', '?')}"
-        self._first_pid = 0  # of rank 0 where it is on this machine
+        self._first_pid = 0  # of rank 0 if it is on this machine
         self._client: Client | None = None
         self._watchdog: Watchdog | None = None
         self._serving = ExitStack()
         self._memory_kills = memory_kills()
         self._asked = False  # whether rank 0's own stacks and collectives are wanted
-        self._ended_at: float | None = None  # when a rank was first seen to have ended otherwise than well
+        self._ended_at: float | None = None  # when the first rank was seen to have failed or died
         self._heartbeat.enter("start")
         if ranks == 1:
             self._serve("127.0.0.1")
@@ -104,7 +105,7 @@ class _Inside:
         return server
 
     def connect(self, share: Callable[[str], str]) -> None:
-        """Serves the channel, or begins to beat to who does."""
+        """Rank 0 serves the channel; the other ranks begin to send beats to it."""
         address = os.environ["MASTER_ADDR"]
         if self.rank == 0:
             server = self._serve(address)
@@ -122,17 +123,17 @@ class _Inside:
         )
 
     def leave(self, code: int, lost: str) -> bool:
-        """Says that this rank ends; returns whether rank 0 has heard it, and says why where it has `lost` others."""
+        """Reports the end of this rank; returns whether another process, rank 0, got the report and prints the cause if ranks were `lost`."""
         if code == 0:
             self._heartbeat.enter("done")
         message = {**self._heartbeat.message(), "ended": code, "lost": lost}
         if self._watchdog is not None:
             self._watchdog.hear(message)
             if lost:
-                self._thread.join(GONE_S)  # which finds why, and ends this process
+                self._thread.join(RANK_0_GONE_S)  # lets the watchdog diagnose; its thread exits this process
             elif self._ranks > 1 and 0 < code <= 128 and self._watchdog.trains():
                 self._watchdog.end = f"{self._first} failed (exit code {code})"
-                time.sleep(_PARTING_S)
+                time.sleep(_DELIVERY_S)
         self._over.set()
         self._heartbeat.close()
         self._serving.close()
@@ -147,7 +148,7 @@ class _Inside:
             return False
 
     def _watch(self) -> None:
-        """The thread of every rank."""
+        """The body of the thread that every rank has."""
         while not self._over.wait(LOOK_S):
             if not self._by_hand and os.getppid() != self._parent:
                 self._end(f"the launcher on {socket.gethostname()} is gone: its processes are ended")
@@ -155,7 +156,7 @@ class _Inside:
                 self._watchdog.end = lines[0]
                 with suppress(OSError):
                     print("\n".join(lines), file=sys.stderr, flush=True)
-                time.sleep(_PARTING_S)  # for the others to hear it; those on this machine that do not are ended
+                time.sleep(_DELIVERY_S)  # then ranks of this machine that still run are killed
                 for one in self._watchdog.states():
                     if one.pid not in (0, os.getpid()) and one.host == socket.gethostname():
                         _kill(one.pid)
@@ -163,7 +164,7 @@ class _Inside:
                 os._exit(PeerFailed.exit_code)  # the main thread may be stuck
 
     def _look(self, watchdog: Watchdog) -> Sequence[str]:
-        """Why all have to be ended; () while they have not."""
+        """Why all ranks have to be ended, in lines; () while they need not."""
         self._asked = watchdog.hear(self._heartbeat.message(asked=self._asked))["ask"]
         if self._ranks == 1:
             return ()
@@ -182,24 +183,24 @@ class _Inside:
             return ()
         if found := watchdog.aftermath():
             return found.lines
-        # before training they may all be about to end for the same reason, each by itself
-        if now - self._ended_at < (GRACE_S if watchdog.trains() else self._limits.join_s):
+        # before training all ranks may be about to end with the same error
+        if now - self._ended_at < (PEER_GRACE_S if watchdog.trains() else self._limits.join_s):
             return ()
         if failed := next((one for one in ended if one.failed), None):
             return (f"rank {failed.rank} on {failed.host} failed",)
-        silent = [one for one in states if not one.gone and (one.heard_s or 0) > _PARTING_S]
+        silent = [one for one in states if not one.gone and (one.heard_s or 0) > _DELIVERY_S]
         names = ", ".join(f"rank {one.rank} on {one.host} (last in {one.place})" for one in silent)
-        return (f"nothing is heard any more of {names}" if silent else ended[0].process.lost,)
+        return (f"no heartbeats any more from {names}" if silent else ended[0].process.lost,)
 
     def _miss(self, silent_s: float, error: NoAnswer) -> None:
-        """Rank 0 does not answer."""
+        """Called when rank 0 does not answer: ends this rank if that lasts too long."""
         if error.refused:
-            if silent_s > GONE_S:
-                self._end(f"{self._first} is gone: nobody listens at its port any more")
+            if silent_s > RANK_0_GONE_S:
+                self._end(f"{self._first} is gone: no process listens at its port any more")
         elif silent_s > self._limits.deadline_s(self._heartbeat.phase):
             if self._first_pid:
                 _kill(self._first_pid)
-            why = "it is stopped, something in C holds Python's lock there, or its machine is lost"
+            why = "it is stopped, C code holds Python's lock (GIL) there, or its machine is lost"
             self._end(f"{self._first} has not answered for {silent_s:.0f} s: {why}")
 
     def _end(self, why: str) -> NoReturn:
@@ -211,6 +212,3 @@ class _Inside:
 def _kill(pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
-
-
-_inside: _Inside | None = None

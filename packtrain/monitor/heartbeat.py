@@ -1,8 +1,8 @@
 """What every rank reports while it works: its phase, step and micro-batch, and whether it waits for the others.
 
-`enter` says where the rank is, `waiting` stands around everything that waits for other ranks (collectives, barriers, the
-store, joining), `progress` says that something long goes on. Each is an assignment of a few values; a small thread sends them
-to the watchdog once a second (`connect`), and answers with stacks and pending collectives when it is asked to.
+`enter` sets the phase, `waiting` encloses everything that waits for other ranks (collectives, barriers, the store, joining),
+`progress` reports that a long operation advances. Each only assigns a few values; a thread sends them to the watchdog once a
+second (`connect`), with stacks and pending collectives if the watchdog asks for them.
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ IN_WORDS: Mapping[Phase, str] = {
     "final": "writing the results",
     "done": "its end",
 }
-"""All phases, in the order in which a rank comes through them; those from `data` to `eval` once a step."""
+"""All phases, in the order in which a rank passes them; those from `data` to `eval` in every step."""
 PHASES = tuple(IN_WORDS)
 BEFORE_TRAINING = PHASES[: PHASES.index("data")]
 LONG = ("prepare", "load", "proof", "final")
-"""Phases that may take hours, in which no collective waits for a rank: they have no limit while they make progress."""
-_COMPUTES = 0.05  # of a core
+"""Phases that may take hours, in which no rank waits in a collective: they have no limit while they make progress."""
+_LEAST_CPU = 0.05  # of a core: a process that uses this much is computing
 _BEATS_A_SECOND = 200  # of all ranks together
-_TO_ASK_S = 5
+_ASK_AHEAD_S = 5
 
 
 @dataclass(frozen=True, slots=True)
 class TimeLimits:
-    """Seconds that a collective operation of a step may take, and one of a checkpoint; and that all wait for each other at
-    the start. By them each phase has a deadline: how long a rank may be in it without progress."""
+    """Seconds that a collective operation of a step or of a checkpoint may take, and that ranks wait for each other at the
+    start. They give each phase its deadline: how long a rank may be in it without progress."""
 
     step_s: float = 600
     checkpoint_s: float = 1800
     join_s: float = 300
 
     def of(self, phase: Phase) -> float:
-        """That of a collective operation which begins in `phase`."""
+        """The limit of a collective operation which begins in `phase`."""
         return self.checkpoint_s if phase in ("checkpoint", "final") else self.step_s
 
     def deadline_s(self, phase: Phase) -> float:
         """How long a rank may stand still in `phase`."""
-        if phase in ("start", "join"):  # who waits there gives up by itself, and has better words
+        if phase in ("start", "join"):  # joining has its own, shorter timeout and a clearer error
             return 2 * self.join_s + 60
         limit_s = max(self.step_s, self.checkpoint_s) if phase in LONG else self.of(phase)
-        # a little less than the collectives of the others have, so that the reason is told before they end
-        return min(0.9 * limit_s, max(limit_s - _TO_ASK_S, limit_s / 2))
+        # a little less than the timeout of collectives, so that the diagnosis comes before the waiting ranks fail
+        return min(0.9 * limit_s, max(limit_s - _ASK_AHEAD_S, limit_s / 2))
 
 
 def progress_of(phase: Phase, step: int, micro: int) -> tuple[int, ...]:
-    """Grows as a rank comes along: the one whose is least has kept the others waiting."""
+    """Progress as a sortable tuple; the rank with the smallest one keeps the others waiting."""
     order = PHASES.index(phase)
     if phase in BEFORE_TRAINING:
         return (0, order)
@@ -100,28 +100,28 @@ class _State(NamedTuple):
 
 
 class Heartbeat:
-    """That of a rank. Its methods may be called by any thread of it."""
+    """One rank's heartbeat; thread-safe."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank, self.usual_s = rank, 0.0
-        """`usual_s`: seconds of a step that is nothing special, 0 where that is not known yet."""
+        """`usual_s`: seconds of an ordinary step, 0 while that is not known."""
         self._state = _State("start", 0, 0, "", 0)
         self._worked, self._looked = 0, (time.monotonic(), time.process_time())
         self._over = threading.Event()
 
     @property
     def phase(self) -> Phase:
-        """That in which the rank is."""
+        """The current phase."""
         return self._state.phase
 
     def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> float:
-        """Now in `phase`, of the step before unless told; returns time.monotonic()."""
+        """Enters `phase` of `step` (None: the current step); returns time.monotonic()."""
         state = self._state
         self._state = _State(phase, state.step if step is None else step, micro, state.waits, state.changes + 1)
         return time.monotonic()
 
     def progress(self) -> None:
-        """Still in the same phase, and at work: how long it has stood still counts anew."""
+        """Reports progress within the phase: the time without progress starts again at 0."""
         self._state = self._state._replace(changes=self._state.changes + 1)
 
     @contextmanager
@@ -135,13 +135,13 @@ class Heartbeat:
             self._state = self._state._replace(waits=before, changes=self._state.changes + 1)
 
     def message(self, *, asked: bool = False) -> dict[str, Any]:
-        """The body of a beat; with stacks and collectives where they are `asked` for.
+        """The body of a beat, with stacks and collectives if `asked`.
 
-        `changes` grows with all that the rank reports; where it does not, the rank stands still.
+        `changes` grows with every report of the rank; while it does not, the rank stands still.
         """
         state = self._state
         self._note_work(state)
-        said = {
+        body = {
             "rank": self.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -150,17 +150,17 @@ class Heartbeat:
             "usual_s": round(self.usual_s, 3),
         }
         if asked:
-            said["stacks"], said["collectives"] = "", {}
-            with suppress(Exception):  # nothing that is only told may end a run
-                said["stacks"] = stacks.own()
-                said["collectives"] = stacks.own_collectives()
-        return said
+            body["stacks"], body["collectives"] = "", {}
+            with suppress(Exception):  # a failed diagnostic must not end the run
+                body["stacks"] = stacks.own()
+                body["collectives"] = stacks.own_collectives()
+        return body
 
     def _note_work(self, state: _State) -> None:
-        """In a LONG phase computing counts as progress: not everything there is a loop of ours that could say so."""
+        """In a LONG phase CPU time counts as progress: libraries that work there cannot call `progress`."""
         (before, used), self._looked = self._looked, (time.monotonic(), time.process_time())
         now, seconds = self._looked
-        if state.phase in LONG and not state.waits and seconds - used >= _COMPUTES * (now - before) > 0:
+        if state.phase in LONG and not state.waits and seconds - used >= _LEAST_CPU * (now - before) > 0:
             self._worked += 1
 
     def connect(
@@ -171,10 +171,10 @@ class Heartbeat:
         on_end: Callable[[str], None] = lambda reason: None,
         on_silence: Callable[[float, NoAnswer], None] = lambda silent_s, error: None,
     ) -> None:
-        """Sends beats to the watchdog from now on, so often that those of `ranks` are no load for it.
+        """Sends beats to the watchdog from now on, more seldom the more `ranks` there are, to bound its load.
 
-        `on_end` is called where it orders the rank to end, with the reason; `on_silence` where it does not answer, with the
-        seconds since it last did.
+        `on_end` is called with the reason when the watchdog orders the rank to end; `on_silence` when it does not answer, with
+        the seconds since its last answer.
         """
 
         def send() -> None:
@@ -189,20 +189,20 @@ class Heartbeat:
                         on_end(answer["end"])
                 except OSError as error:
                     asked = False
-                    if isinstance(error, NoAnswer):  # else refused: it is about to end
+                    if isinstance(error, NoAnswer):  # else refused: the watchdog is shutting down
                         on_silence(time.monotonic() - answered, error)
 
         interval_s = max(1.0, ranks / _BEATS_A_SECOND)
         threading.Thread(target=send, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """No more beats."""
+        """Stops sending beats."""
         self._over.set()
 
 
 @functools.cache
 def own_heartbeat() -> Heartbeat:
-    """The heartbeat of this process; make it before anything heavy is imported. It beats where our launcher has set a channel."""
+    """The heartbeat of this process; call it before heavy imports. It sends beats if packtrain's launcher has set a channel."""
     heartbeat = Heartbeat(int(os.environ.get("RANK", "0")))
     stacks.listen()
     if ADDRESS in os.environ:
@@ -213,10 +213,10 @@ def own_heartbeat() -> Heartbeat:
 
 
 def waiting(what: str) -> AbstractContextManager[None]:
-    """`with waiting("…")` around whatever waits for other ranks: this rank then is not the one that keeps them waiting."""
+    """`with waiting("…")` around code that waits for other ranks: the watchdog then does not blame this rank."""
     return own_heartbeat().waiting(what)
 
 
 def progress() -> None:
-    """Called now and again in what takes long, so that it does not count as standing still."""
+    """Call it regularly in long operations, so that they do not count as standing still."""
     own_heartbeat().progress()

@@ -1,4 +1,4 @@
-"""Ranks as the operating system of their machine sees them: there, stopped or gone; and whether memory has run out there."""
+"""The processes of ranks as the operating system sees them: running, stopped or gone; and whether memory ran out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """A rank's process as its launcher knows it.
+    """A rank's process as its launcher sees it.
 
-    `code` is its exit code, negative for a signal, None where it is not known; `told`: the worker has told it itself, before it
-    ended. `lost` are its words where it ended only because others were gone, `oom` that the system has killed a process of that
-    machine for want of memory.
+    `code` is its exit code, negative for a signal, None if not known; `told`: the worker reported it before it ended. `lost` is
+    the worker's message if it ended only because others were gone, `oom` whether the kernel's out-of-memory killer has killed a
+    process on that machine.
     """
 
     pid: int = 0
@@ -31,12 +31,12 @@ UNKNOWN = ProcessState()
 
 
 def seen(pid: int) -> Literal["running", "stopped", "gone"]:
-    """How the process is now."""
+    """The current state of the process."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return "gone"
-    except psutil.Error:  # it is there, and not ours to look at
+    except psutil.Error:  # it exists, but belongs to another user
         return "running"
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
         return "gone"
@@ -44,7 +44,7 @@ def seen(pid: int) -> Literal["running", "stopped", "gone"]:
 
 
 def memory_kills() -> int:
-    """How many processes the system of this machine has killed for want of memory, in all cgroups; 0 where it is not Linux."""
+    """How many processes the kernel's out-of-memory killer has killed on this machine, in all cgroups; 0 except on Linux."""
     with suppress(OSError):
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
         return int(counters.get("oom_kill", 0))

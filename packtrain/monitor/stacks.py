@@ -1,8 +1,8 @@
 """What a rank is doing right now: the Python stacks of its threads, and its pending collective operations.
 
-The rank's own heartbeat thread answers (`own`), also while the main thread waits in a collective, which lets go of Python's
-lock. Where something in C holds that lock, the rank's launcher sends SIGUSR2, on which faulthandler writes the stacks in the
-signal handler itself (`listen`, `dump`). Collectives come from torch's flight recorder, which gloo and NCCL keep anyway.
+The rank's own heartbeat thread answers (`own`), also while the main thread waits in a collective, which releases Python's
+lock (the GIL). If C code holds the lock, the rank's launcher sends SIGUSR2, on which faulthandler writes the stacks in the
+signal handler itself (`listen`, `dump`). Collectives come from torch's flight recorder, which gloo and NCCL always keep.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 FOLDER = "PACKTRAIN_STACKS"
-"""Environment variable of a rank: the folder, of its launch and machine, that stacks are written into."""
+"""Environment variable of a rank: the folder that stacks are written into, one per launch and machine."""
 DUMP_S = 1.0
 
 
@@ -42,7 +42,7 @@ class Collective:
 
 
 def listen() -> None:
-    """From now on SIGUSR2 has this process, a rank or a loader process of one, write its stacks into FOLDER, as has a crash. Does
+    """From now on this process, a rank or a loader process of one, writes its stacks into FOLDER on SIGUSR2 and on a crash. Does
     nothing without FOLDER."""
     if FOLDER in os.environ:
         path = Path(os.environ[FOLDER], f"{os.getpid()}.stacks")
@@ -51,7 +51,7 @@ def listen() -> None:
             file = aside.open("a")
             faulthandler.enable(file)
             faulthandler.register(signal.SIGUSR2, file, all_threads=True, chain=False)
-            # only now it may be asked: the signal would end a process that does not listen yet
+            # the final name only now: the signal would kill a process that has not registered for it yet
             aside.rename(path)
 
 
@@ -62,12 +62,12 @@ def own() -> str:
         file.seek(0)
         text = file.read()
     folder = Path(os.environ.get(FOLDER, os.devnull))
-    loaders = [said for child in psutil.Process().children() if (said := dump(folder, child.pid))]
+    loaders = [stack for child in psutil.Process().children() if (stack := dump(folder, child.pid))]
     return "\n".join([*(f"-- a loader process\n{one}" for one in loaders), text])
 
 
 def dump(folder: Path, pid: int) -> str:
-    """The stacks of process `pid`; "" where it does not listen, or none came within DUMP_S: it is stopped or gone."""
+    """The stacks of process `pid`; "" if it has not called `listen`, or wrote none within DUMP_S (it is stopped or gone)."""
     file = folder / f"{pid}.stacks"
     if not file.exists():
         return ""
@@ -83,7 +83,7 @@ def dump(folder: Path, pid: int) -> str:
 
 
 def crash_of(folder: Path, pid: int) -> str:
-    """The stacks that a crash of process `pid` has left; "" where it did not crash, or did not listen."""
+    """The stacks that a crash of process `pid` left; "" if it did not crash, or had not called `listen`."""
     with suppress(OSError):
         text = (folder / f"{pid}.stacks").read_text(errors="replace")
         return "".join(text.partition("Fatal Python error")[1:])
@@ -91,7 +91,7 @@ def crash_of(folder: Path, pid: int) -> str:
 
 
 def main_stack(text: str) -> tuple[str, ...]:
-    """The main thread's calls in a dump of faulthandler, innermost first; it comes last, as the oldest thread."""
+    """The main thread's calls in a dump of faulthandler, innermost first; faulthandler writes the main thread last."""
     calls: list[str] = []
     for line in text.splitlines():
         if line.endswith("(most recent call first):"):
@@ -117,8 +117,8 @@ def own_collectives() -> dict[str, Any]:
 
 
 def last_collectives(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Of one flight recorder's dump, as fields of Collective or None: `pending`, the first operation that was begun and has not
-    ended, and `finished`, the last that has. What goes from one rank to another is numbered apart, and left out."""
+    """From one flight recorder's dump, as fields of Collective or None: `pending`, the first operation that was begun and has
+    not ended, and `finished`, the last that has. Point-to-point operations are left out: they have numbers of their own."""
     last: dict[str, Any] = {"pending": None, "finished": None}
     for entry in recorded.get("entries", ()):
         status = recorded.get("pg_status", {}).get(str(entry["pg_id"]), {})

@@ -32,7 +32,7 @@ class NodeCommand:
 class LaunchPlan:
     """The processes of a run and why; what this process does for it is its `role` (topology.py).
 
-    `spread` is the srun command that starts packtrain on every machine of a Slurm job, empty elsewhere; `commands` are
+    `srun` is the command that starts packtrain on every machine of a Slurm job, empty elsewhere; `commands` are
     what it comes to on each. This machine is number `node`, is called `host` and shows `gpus`; `network` are the
     network settings of its processes, with reasons. `obstacles` are why the plan cannot be carried out from here.
     """
@@ -49,7 +49,7 @@ class LaunchPlan:
     host: str
     gpus: int
     hosts: tuple[str, ...]
-    spread: tuple[str, ...]
+    srun: tuple[str, ...]
     network: tuple[NetworkSetting, ...]
     obstacles: tuple[Problem, ...]
     reason: str
@@ -133,7 +133,7 @@ def plan_launch(
         host=surroundings.host,
         gpus=surroundings.gpus,
         hosts=processes.hosts,
-        spread=_spread(processes, surroundings, verb, arguments) if processes.spread else (),
+        srun=_srun(processes, surroundings, verb, arguments) if processes.needs_srun else (),
         network=network,
         obstacles=processes.obstacles,
         reason=processes.reason,
@@ -151,7 +151,7 @@ def _with_asked_gpus(topology: Topology, surroundings: Surroundings) -> Surround
     return replace(surroundings, gpus=gpus, env={**surroundings.env, _VISIBLE: asked})
 
 
-def _spread(processes: Processes, surroundings: Surroundings, verb: str, arguments: Sequence[str]) -> tuple[str, ...]:
+def _srun(processes: Processes, surroundings: Surroundings, verb: str, arguments: Sequence[str]) -> tuple[str, ...]:
     """One task on each machine, which starts the machine's processes; it has all cores that the job has there.
 
     A task that fails does not end the others: they are told, and end in order.
@@ -168,7 +168,7 @@ def _network(topology: Topology, processes: Processes, surroundings: Surrounding
 
     Raises CheckFailed where the user's own settings name what is not there.
     """
-    if surroundings.network is None or processes.nodes == 1 or processes.obstacles or processes.spread:
+    if surroundings.network is None or processes.nodes == 1 or processes.obstacles or processes.needs_srun:
         return ()
     main = {**surroundings.env, **processes.env}.get("MASTER_ADDR") if processes.joins else processes.main_address
     here, gpus = surroundings.network(main), surroundings.gpus > 0

@@ -78,21 +78,21 @@ def launch_config(
     """
     alone = processes.total == 1 or processes.joins
     if alone:
-        spread: dict[str, Any] = {"distributed_type": "NO"}
+        kind_settings: dict[str, Any] = {"distributed_type": "NO"}
     elif strategy in STAGES:
         settings = {
             "deepspeed_config_file": deepspeed_file,
             "deepspeed_multinode_launcher": "standard",
             "zero3_init_flag": False,  # proofs and adapters come before the weights are spread
         }
-        spread = {"distributed_type": "DEEPSPEED", "deepspeed_config": settings}
+        kind_settings = {"distributed_type": "DEEPSPEED", "deepspeed_config": settings}
     elif strategy == "fsdp2":
-        spread = {"distributed_type": "FSDP", "fsdp_config": dict(_FSDP2)}
+        kind_settings = {"distributed_type": "FSDP", "fsdp_config": dict(_FSDP2)}
     else:
-        spread = {"distributed_type": "MULTI_GPU"}
+        kind_settings = {"distributed_type": "MULTI_GPU"}
     config = {
         "compute_environment": "LOCAL_MACHINE",
-        **spread,
+        **kind_settings,
         "num_machines": 1 if alone else processes.nodes,
         "num_processes": 1 if alone else processes.total,  # of all machines: never those of one
         "machine_rank": node,

@@ -23,7 +23,7 @@ from packtrain.errors import CheckFailed, Problem
 
 SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
-LIMIT_S = 1.0
+LOOK_UP_S = 1.0
 """Seconds within which any name server of use has answered."""
 FIX = "mend the servers in /etc/resolv.conf, or give the addresses names in /etc/hosts as torch asks for them: ::ffff:10.0.0.1 n1"
 _SHORT = "timeout:1 attempts:1"
@@ -237,7 +237,7 @@ def silence_for(address: str) -> str:
     """
     thread = threading.Thread(target=_look_up, args=(address,), name="look-up", daemon=True)
     thread.start()
-    thread.join(LIMIT_S)
+    thread.join(LOOK_UP_S)
     return f"the name server does not answer for {address}" if thread.is_alive() else ""
 
 

@@ -30,7 +30,7 @@ from packtrain.plan.surroundings import (
 )
 from packtrain.wording import counted
 
-Role = Literal["train", "launch", "spread"]
+Role = Literal["train", "launch", "srun"]
 GPUS_PER_NODE = "topology.gpus_per_node"
 
 
@@ -38,7 +38,7 @@ GPUS_PER_NODE = "topology.gpus_per_node"
 class Processes:
     """`per_node` processes on each of `nodes` machines, of which this is number `node`; and why.
 
-    `spread` where packtrain is still to be started on all machines of a Slurm job; `joins` where another launcher has started
+    `needs_srun` where packtrain is still to be started on all machines of a Slurm job; `joins` where another launcher has started
     all processes; `env` is what torch has to be told of it. `hosts` are the machines' names where they are known. `obstacles`
     keep the plan from being carried out from here.
     """
@@ -47,7 +47,7 @@ class Processes:
     per_node: int
     reason: str
     node: int = 0
-    spread: bool = False
+    needs_srun: bool = False
     joins: bool = False
     hosts: tuple[str, ...] = ()
     main_address: str | None = None
@@ -63,7 +63,7 @@ class Processes:
     @property
     def role(self) -> Role:
         """What this process has to do: train, start those of its machine, or start packtrain on all machines."""
-        return "spread" if self.spread else "train" if self.joins or self.total == 1 else "launch"
+        return "srun" if self.needs_srun else "train" if self.joins or self.total == 1 else "launch"
 
 
 def choose_processes(topology: Topology, surroundings: Surroundings) -> Processes:
@@ -169,7 +169,7 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
     return Processes(
         nodes=nodes,
         per_node=per_node,
-        spread=allocation.place == "outside" or (allocation.place == "machine" and nodes > 1),
+        needs_srun=allocation.place == "outside" or (allocation.place == "machine" and nodes > 1),
         reason=f"{job}: {_machines(nodes, per_node)}",
         node=allocation.node if allocation.place == "task" else 0,
         hosts=allocation.hosts,

@@ -59,8 +59,8 @@ def _lines(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence
         ("folder", str(RunFolder.of(config.trainer).root)),
         *_run(config, launch, verb, arguments),
     ]
-    if launch.spread:
-        lines.append(("starts", shlex.join(launch.spread)))
+    if launch.srun:
+        lines.append(("starts", shlex.join(launch.srun)))
     if not launch.in_process:  # the others' commands are in --json
         settings = [f"{name}={value}" for name, value in launch.command.env.items()]
         where = f"on machine {launch.node}, " if launch.nodes > 1 else ""

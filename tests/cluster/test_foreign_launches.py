@@ -81,7 +81,7 @@ class Case:
 
 DATA = ("rank 1 on ", "is behind: for ", "loading data of step 4", "in read_documents", "rank 0 on ")
 STOPPED = ("rank 0 on ", "has not answered for ", "it is stopped")
-DIED = "ended without a word, in loading data of step 4"
+DIED = "ended without an error message, in loading data of step 4"
 KILLED = 128 + signal.SIGKILL
 CASES = (
     Case("torchrun", "data", DATA, 1),
@@ -90,7 +90,7 @@ CASES = (
     Case("mpirun", "data", DATA, 4),
     Case("mpirun", "1 is killed", ("rank 1 on ", DIED), KILLED),
     Case("srun", "stopped", STOPPED, KILLED),
-    Case("srun", "0 is killed", ("rank 0 on ", "is gone: nobody listens at its port any more"), KILLED),
+    Case("srun", "0 is killed", ("rank 0 on ", "is gone: no process listens at its port any more"), KILLED),
     Case("srun", "raises", ("row 7 is broken",), 4),
     Case("mpirun", "has a bug", ("rank 1 on ", " has failed:", "ValueError: shapes do not fit"), 4),
     Case("srun", "none"),

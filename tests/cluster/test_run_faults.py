@@ -76,8 +76,12 @@ WORKER = WORKER.replace("SLOW_S", str(SLOW_S)).replace("SLOW_BATCH_S", str(SLOW_
 SAID = {
     "storage": ["rank 1 on n2 ", "in the checkpoint after step 2", "slow or stalled storage", "in stalled_write"],
     "loader": ["rank 1 on n2 ", "in loading data of step 4", "loader processes give it nothing"],
-    "ended": ["rank 1 on n2 ", "where the others do not come, in logging after step 3", "rank 0 on n1 waits in "],
-    "memory": ["rank 1 on n2 ", "ended without a word (SIGKILL), in ", "the system killed it for want of memory"],
+    "ended": ["rank 1 on n2 ", "which the others do not enter, in logging after step 3", "rank 0 on n1 waits in "],
+    "memory": [
+        "rank 1 on n2 ",
+        "ended without an error message (SIGKILL), in ",
+        "the system killed it because memory ran out",
+    ],
     "raises": ["n2, rank 1 failed (exit code 1): see ", "n2, rank 1: ValueError: shapes do not fit"],
     "data": ["data.train: rank 1 on n2 has 22 documents with fingerprint ", "; rank 0 on n1 has 22 "],
     "interface": [

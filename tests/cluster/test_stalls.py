@@ -272,7 +272,9 @@ def test_a_killed_rank_is_named_with_its_signal_and_place_and_the_others_losses_
     first, *rest = stderr.splitlines()
     assert code == 4, stderr
     # nor has it always the time to write down the signal
-    died = rf"rank 1 on \S+ \(process {pid}\) ended without a word( \(SIGKILL\))?, in the forward pass of step 4"
+    died = (
+        rf"rank 1 on \S+ \(process {pid}\) ended without an error message( \(SIGKILL\))?, in the forward pass of step 4"
+    )
     assert re.fullmatch(died, first)
     assert [line.strip()[:10] for line in rest] == ["rank 0 on ", "likely cau", "→ look who"]
 
@@ -306,13 +308,13 @@ def test_a_rank_that_ends_itself_without_a_word_is_named_with_its_exit_code(tmp_
         code, stderr = launch(folder, body, step_timeout=600)
         assert code == 4, stderr
         by = " (exit code 7)" if number else ""  # launchers note no end with 0
-        assert f"ended without a word{by}, in the forward pass of step 4" in stderr.splitlines()[0]
+        assert f"ended without an error message{by}, in the forward pass of step 4" in stderr.splitlines()[0]
 
 
 def test_a_rank_that_aborts_because_another_was_killed_is_not_the_one_that_is_named(tmp_path: Path) -> None:
     code, stderr = launch(tmp_path, ABORTS, step_timeout=600)
     assert code == 4, stderr
-    died = r"rank 1 on \S+ \(process \d+\) ended without a word( \(SIGKILL\))?, in the forward pass of step 4"
+    died = r"rank 1 on \S+ \(process \d+\) ended without an error message( \(SIGKILL\))?, in the forward pass of step 4"
     assert re.fullmatch(died, stderr.splitlines()[0]), stderr
     assert stderr.count("likely cause") == 1
 
@@ -320,7 +322,9 @@ def test_a_rank_that_aborts_because_another_was_killed_is_not_the_one_that_is_na
 def test_a_crash_is_named_with_the_stack_at_which_it_was(tmp_path: Path) -> None:
     code, stderr = launch(tmp_path, CRASHES, step_timeout=600)
     assert code == 4, stderr
-    assert re.search(r"ended without a word( \(SIGSEGV\))?, in the forward pass of step 4", stderr.splitlines()[0])
+    assert re.search(
+        r"ended without an error message( \(SIGSEGV\))?, in the forward pass of step 4", stderr.splitlines()[0]
+    )
     assert stderr.count("in in_a_kernel") == 1
     assert "Fatal Python error" in (tmp_path / "out/logs/stacks-rank-00001.txt").read_text()
 
@@ -332,8 +336,10 @@ def test_a_rank_that_the_system_kills_for_want_of_memory_is_told_from_others(
     code, stderr = launch(tmp_path, EATS, step_timeout=600)
     assert code == 4, stderr
     # the signal is not always written down in time, see above
-    assert re.match(r"rank 1 on .* ended without a word( \(SIGKILL\))?, in the forward pass of step 4", stderr), stderr
-    assert "the system killed it for want of memory" in stderr
+    assert re.match(
+        r"rank 1 on .* ended without an error message( \(SIGKILL\))?, in the forward pass of step 4", stderr
+    ), stderr
+    assert "the system killed it because memory ran out" in stderr
 
 
 LEAVES = """
@@ -347,7 +353,7 @@ LEAVES = """
 def test_a_rank_that_has_come_to_its_end_too_early_is_named(tmp_path: Path) -> None:
     code, stderr = launch(tmp_path, LEAVES, step_timeout=600)
     assert code == 4, stderr
-    assert stderr.startswith("rank 1 on ") and "is at its end, the others are not" in stderr
+    assert stderr.startswith("rank 1 on ") and "has finished, the others have not" in stderr
     assert ", in exchanging the counts of step 4" in stderr and "fewer steps" in stderr
 
 

@@ -202,7 +202,7 @@ def test_a_taken_port_is_named_with_its_holder_on_both_machines(waits: dict[str,
 def test_a_main_name_that_means_this_machine_itself_is_a_clear_error(waits: dict[str, Running]) -> None:
     run = waits["name is loopback"]
     assert (run.wait(), run.took() < START_S) == (3, True)
-    assert "n1 is 127.0.0.1 here, an address of this machine itself, and nobody listens there" in run.text
+    assert "n1 is 127.0.0.1 here, an address of this machine itself, and no process listens there" in run.text
     assert "topology.main_address" in run.text
     assert "/etc/hosts" in run.text
 
@@ -319,7 +319,7 @@ def test_a_killed_process_is_named_and_the_others_end_at_once(hosts: TwoHosts, f
     killed = time.monotonic()
     assert both(runs) == [4, 4]
     assert time.monotonic() - killed < ENDED_S
-    assert re.search(r"(rank 1 on n2 .*|n2, rank 1) ended without a word", runs[0].text)
+    assert re.search(r"(rank 1 on n2 .*|n2, rank 1) ended without an error message", runs[0].text)
 
 
 def test_a_killed_launcher_leaves_nothing_behind_and_is_named(hosts: TwoHosts, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Combinations of keys that cannot work, though each key alone is fine. Pure: no files, no devices, no environment.
 
-Only what is certain is refused here; what depends on the data (a document longer than a row) is found where the data is.
+Only what is certainly wrong is refused here; what depends on the data (a document longer than a row) is checked as it is read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-# Our names for the columns of rows, in every format.
+# packtrain's names for the columns of rows, in every format.
 COLUMNS = (
     *("messages", "prompt", "completion", "text", "chosen", "rejected", "conversations", "instruction", "output"),
     *("answers", "scores", "ranks"),
@@ -174,7 +174,7 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     objective = config.objective
     other = "dpo" if objective.kind == "sft" else "sft"
     for path, key in keys().items():
-        if path in given and key.doc.startswith(f"{other}:"):
+        if path in given and key.objective == other:
             fix = f"Take it away, or use packtrain {other} (objective.kind={other})."
             yield Fault((path,), f"it is a key of packtrain {other}", fix)
     if objective.kind == "sft":

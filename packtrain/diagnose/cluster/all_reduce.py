@@ -31,7 +31,7 @@ PAIRS_S = 30.0
 """After which no pair begins."""
 LATE_S = 20.0
 """For both ends of a pair: gloo tries five times as long to connect as an operation may take."""
-LIMIT_S = TOGETHER_S + PAIRS_S + 2 * LATE_S
+PROGRAM_LIMIT_S = TOGETHER_S + PAIRS_S + 2 * LATE_S
 """For everything."""
 _PAIR_S, _ALL_S = 3.0, 10.0  # for one operation
 _MIB = 2**20
@@ -56,7 +56,9 @@ def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any
     blocking = {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # what takes too long is then an error, and not the process' end
     env, failed = {**quiet, **blocking, **env}, {}
     try:
-        output = ask_python("packtrain.diagnose.cluster.all_reduce", json.dumps(order), limit_s=LIMIT_S, env=env)
+        output = ask_python(
+            "packtrain.diagnose.cluster.all_reduce", json.dumps(order), limit_s=PROGRAM_LIMIT_S, env=env
+        )
     except Unanswered as refusal:
         output, failed = refusal.output, {"error": str(refusal)}
     said = [line for line in output.splitlines() if line.endswith("}")] or ['{"error": "its process said nothing"}']

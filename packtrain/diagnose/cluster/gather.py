@@ -15,21 +15,21 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from packtrain.config.schema import RunConfig
-from packtrain.diagnose.cluster.all_reduce import LIMIT_S as REDUCE_S
+from packtrain.diagnose.cluster.all_reduce import PROGRAM_LIMIT_S as REDUCE_S
 from packtrain.diagnose.cluster.all_reduce import checks_of, summary, take_part
 from packtrain.diagnose.cluster.compare import differences, exit_code_of, folded, own_report, show
 from packtrain.diagnose.env import age_s, gather
 from packtrain.diagnose.timeouts import Probe, Unanswered, kill_processes
 from packtrain.errors import PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
-from packtrain.launch.srun import spread
+from packtrain.launch.srun import run_srun
 from packtrain.monitor.channel import Refused, Server
 from packtrain.plan.agreement import Member
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.surroundings import DEFAULT_PORT, look_around
 from packtrain.plan.topology import GPUS_PER_NODE, Processes, choose_processes
 
-LIMIT_S = 20.0
+GATHER_S = 20.0
 """How long a machine is waited for from the start of this process; topology.join_timeout may shorten it."""
 REPORT_S = 15.0
 _LEAST_S = 3.0
@@ -49,10 +49,10 @@ def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str],
     around = replace(look_around([]), driver=False)
     processes = choose_processes(config.topology, around)
     _check(processes)
-    if processes.role == "spread":
-        return spread(plan_launch(config, around, "env", arguments).spread)
+    if processes.role == "srun":
+        return run_srun(plan_launch(config, around, "env", arguments).srun)
     making = Probe(lambda: own_report(*gather(lambda: config), asdict(config)), REPORT_S)
-    limit_s = max(min(LIMIT_S, config.topology.join_timeout) - age_s(), _LEAST_S)
+    limit_s = max(min(GATHER_S, config.topology.join_timeout) - age_s(), _LEAST_S)
     address, port = processes.main_address or "", processes.main_port or DEFAULT_PORT
     place = Place(address, port, limit_s, _JOB, processes.hosts, partial=True)
     # only the number of machines has to be the same at the rendezvous: the rest is compared later

@@ -37,7 +37,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
     monkeypatch.setattr(gather, "gather", lambda load: (load().topology.node_rank, None))
     monkeypatch.setattr(gather, "own_report", lambda node, needs, values: own_report(node, values))
     monkeypatch.setattr(gather, "age_s", lambda: 0.0)
-    monkeypatch.setattr(gather, "LIMIT_S", LONG_S)
+    monkeypatch.setattr(gather, "GATHER_S", LONG_S)
     return replace(CONFIG, topology=replace(CONFIG.topology, main_port=free_port()))
 
 
@@ -95,13 +95,13 @@ def test_the_figures_of_the_all_reduce_are_shown_of_each_pair(
 
 
 def test_a_missing_machine_is_waited_for_no_longer_than_promised() -> None:
-    assert gather.LIMIT_S <= 20  # without a join_timeout of the config
+    assert gather.GATHER_S <= 20  # without a join_timeout of the config
 
 
 def test_a_missing_machine_is_listed_and_the_others_are_compared(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gather, "LIMIT_S", 5)
+    monkeypatch.setattr(gather, "GATHER_S", 5)
     assert together(config, 0, 1, as_json=False) == [4, 4]
     said = capsys.readouterr()
     assert "machine 2: did not connect to" in said.out and "2 of 3 machines" in said.out
@@ -127,7 +127,7 @@ def test_a_machine_that_falls_silent_is_named_and_the_others_are_compared(
 
 
 def test_each_machine_says_that_machine_0_is_missing(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "LIMIT_S", SHORT_S)
+    monkeypatch.setattr(gather, "GATHER_S", SHORT_S)
     monkeypatch.setattr(rendezvous, "is_own", lambda address: False)  # 127.0.0.1 is not
     for end in together(config, 1, 2):
         assert isinstance(end, PeerFailed) and "machine 0 could not be reached" in str(end), end

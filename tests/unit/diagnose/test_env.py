@@ -43,7 +43,7 @@ import sys
 from packtrain.diagnose import env
 from packtrain.diagnose import timeouts as probe
 probe.Probe.__init__.__defaults__ = (100.0,)
-env.BUDGET_S = env.LIMIT_S = 100.0
+env.BUDGET_S = env.PROBE_LIMIT_S = 100.0
 from packtrain.cli import main
 sys.argv[0] = "packtrain"
 main()

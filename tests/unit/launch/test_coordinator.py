@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from packtrain.launch import coordinator as machines
-from packtrain.launch.coordinator import Machines, Orders, Report, Reporter
+from packtrain.launch.coordinator import Coordinator, Orders, Report, Reporter
 from packtrain.launch.exit_status import BUG, Outcome, Verdict, judge
 from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.heartbeat import TimeLimits
@@ -32,10 +32,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def control(number: int, logs: Path, silence_s: float = 30) -> Iterator[tuple[Machines, Server]]:
+def control(number: int, logs: Path, silence_s: float = 30) -> Iterator[tuple[Coordinator, Server]]:
     names = {node: f"n{node + 1}" for node in range(number)}
     watchdog = Watchdog([(name, range(2 * node, 2 * node + 2)) for node, name in names.items()], TimeLimits(), logs)
-    main, server = Machines(names, 2, silence_s, watchdog), Server(secret="s", host="127.0.0.1")
+    main, server = Coordinator(names, 2, silence_s, watchdog), Server(secret="s", host="127.0.0.1")
     server.serve("machine", main.answer)
     try:
         yield main, server
@@ -54,7 +54,7 @@ def together(works: list[Work], logs: Path, silence_s: float = 30) -> list[Any]:
                 with Reporter(node, "n1", silence_s, to) as reporter:
                     ends[node] = works[node](reporter)
                     if not node:
-                        main.part()
+                        main.wait_until_all_informed()
             except RuntimeError as error:
                 ends[node] = error
 
@@ -155,15 +155,15 @@ def test_a_launcher_that_falls_silent_is_lost_in_time(
 ) -> None:
     told, monkey = threading.Event(), monkeypatch.setattr
     monkey(machines, "CALL_S", 0.2)
-    hear = Machines.hear
+    hear = Coordinator.hear
 
-    def no_answer(main: Machines, report: Report) -> Orders:
+    def no_answer(main: Coordinator, report: Report) -> Orders:
         if report.node:
             told.wait(LONG_S)
         return hear(main, report)
 
     if silent == 0:
-        monkey(Machines, "hear", no_answer)
+        monkey(Coordinator, "hear", no_answer)
 
     def falls_silent(reporter: Reporter) -> Verdict:
         if silent:
@@ -187,7 +187,7 @@ def test_a_machine_whose_processes_do_not_end_after_a_failure_is_not_waited_for_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machines, "ENDING_S", 0.3)
-    monkeypatch.setattr(machines, "_PART_S", 0.3)
+    monkeypatch.setattr(machines, "_INFORM_S", 0.3)
     over = threading.Event()
 
     def fails(reporter: Reporter) -> Verdict:
@@ -243,7 +243,7 @@ def test_a_rank_that_died_is_named_where_another_machine_was_quicker_to_lose_it(
 
     ends = together([loses, died], tmp_path)
     assert [one.code for one in ends] == [4, 4]
-    assert re.match(r"rank 3 on n2 .*ended without a word \(SIGKILL\)", ends[0].lines[0])
+    assert re.match(r"rank 3 on n2 .*ended without an error message \(SIGKILL\)", ends[0].lines[0])
     assert ends[0].lines[-1] == "n2, rank 3: munmap failed"
     assert (tmp_path / "diagnosis.txt").read_text().splitlines() == list(ends[0].lines)
 

@@ -48,8 +48,8 @@ def raised(work: Callable[[], object]) -> PacktrainError:
 
 
 def missing() -> PacktrainError:
-    hall = rendezvous._Hall(member(0, per_node=8), PLACE)
-    return hall._not_here(hall._missing())
+    joined = rendezvous._JoinServer(member(0, per_node=8), PLACE)
+    return joined._not_here(joined._missing())
 
 
 def unequal(**changes: object) -> PacktrainError:
@@ -122,7 +122,7 @@ ERRORS: dict[str, Callable[[], PacktrainError]] = {
     "port taken": port_taken,
     "no interface": no_interface,
     "other program": other_program,
-    "other run": lambda: rendezvous._not_for_us(PLACE, rendezvous._OTHER_RUN),
+    "other run": lambda: rendezvous._not_for_us(PLACE, rendezvous._ANOTHER_RUN),
     "nodes": lambda: unequal(nodes=3),
     "GPUs": lambda: unequal(per_node=7, gpus=7),
     "fewer GPUs": lambda: unequal(gpus=7),
@@ -157,7 +157,7 @@ def test_the_page_has_what_is_said_of_a_silent_name_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(names, "_look_up", lambda address: time.sleep(1))
-    monkeypatch.setattr(names, "LIMIT_S", 0.01)
+    monkeypatch.setattr(names, "LOOK_UP_S", 0.01)
     monkeypatch.delenv("RES_OPTIONS", raising=False)
     names.short_waits("n1")
     what, fix = capsys.readouterr().err.strip().split("\n    → ")

@@ -167,8 +167,8 @@ def test_an_address_of_the_machine_itself_is_an_error_before_the_time_is_over(
     by_name, error = (together(replace(place, address=one), member(1))[0] for one in ("localhost", "127.0.0.1"))
     assert time.monotonic() - begun < place.timeout_s / 2
     assert isinstance(by_name, CheckFailed) and isinstance(error, CheckFailed)
-    assert "127.0.0.1 here, an address of this machine itself, and nobody listens there" in str(by_name)
-    assert "127.0.0.1 is an address of this machine itself, and nobody listens there" in str(error)
+    assert "127.0.0.1 here, an address of this machine itself, and no process listens there" in str(by_name)
+    assert "127.0.0.1 is an address of this machine itself, and no process listens there" in str(error)
     assert "topology.main_address" in str(error)
 
 
@@ -261,7 +261,7 @@ def test_who_has_not_the_secret_that_all_were_given_cannot_join(place: Place, mo
 def test_a_machine_that_left_is_waited_for_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     launchers = Launchers()
     launchers.start(member(0, 3), place)
-    monkeypatch.setattr(rendezvous, "_GONE_S", 3)  # ten times what lies between two calls of one that is there
+    monkeypatch.setattr(rendezvous, "_ABSENT_S", 3)  # ten times what lies between two calls of one that is there
     assert "wait" in join(place, member(1, 3))
     time.sleep(3.5)
     launchers.start(member(1, 3), place)
@@ -285,7 +285,7 @@ def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_t
     begun.start(member(1), place)
     while len(begun.ends) < 2:
         time.sleep(0.01)
-    assert "goes on already" in json.dumps(join(place, member(1)))
+    assert "already started" in json.dumps(join(place, member(1)))
     begun.join()
 
 

@@ -15,8 +15,8 @@ import pytest
 PROGRAM = """
 import sys
 from packtrain.launch.exit_status import exit_code_of
-from packtrain.launch.srun import spread
-sys.exit(exit_code_of(lambda: spread(("srun", "--nodes", "2", "task"))))
+from packtrain.launch.srun import run_srun
+sys.exit(exit_code_of(lambda: run_srun(("srun", "--nodes", "2", "task"))))
 """
 FAKES = {
     "srun": 'trap "exit 99" TERM INT; echo "$1" > name; echo begun >&2; while [ ! -s told ]; do sleep 0.05; done; exit $(cat told)',

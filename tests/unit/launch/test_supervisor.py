@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from packtrain.launch import supervisor
-from packtrain.launch.coordinator import Machines, Reporter
+from packtrain.launch.coordinator import Coordinator, Reporter
 from packtrain.launch.exit_status import Verdict
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import left
@@ -51,7 +51,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"LINGER_S": 0.5, "GRACE_S": 0.2, "TERM_S": 0.2, "LAST_S": 0.2}.items():
+    for name, seconds in {"EXIT_LIMIT_S": 0.5, "SELF_EXIT_S": 0.2, "TERM_S": 0.2, "TORCHRUN_EXIT_S": 0.2}.items():
         monkeypatch.setattr(supervisor, name, seconds)
 
 
@@ -59,7 +59,7 @@ def run(folder: Path, code: str, ranks: int = 1) -> Verdict:
     """What becomes of `ranks` on n1, whose torchrun is the Python program `code`."""
     (folder / "exits").mkdir()
     watchdog = Watchdog([("n1", range(ranks))], TimeLimits(), folder)
-    with Reporter(0, "n1", 30, Machines({0: "n1"}, ranks, 30, watchdog)) as reporter:
+    with Reporter(0, "n1", 30, Coordinator({0: "n1"}, ranks, 30, watchdog)) as reporter:
         one = Supervisor(folder / "exits", folder / "launcher.log", range(ranks), "n1", reporter)
         return one.run([sys.executable, "-c", code, str(folder / "exits")], {**os.environ})
 
@@ -69,7 +69,7 @@ def test_what_does_not_end_when_all_are_at_their_end_is_ended_and_the_run_is_don
     code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, code).code == 0
-    assert "n1 are at their end, and do not end by themselves: they are ended now" in capsys.readouterr().err
+    assert "n1 have finished but did not exit: they are killed now" in capsys.readouterr().err
     limit = time.monotonic() + 60
     while psutil.pid_exists(left(tmp_path / "exits")[0]["pid"]) and time.monotonic() < limit:
         time.sleep(0.05)
@@ -86,4 +86,4 @@ def test_a_rank_that_raises_is_shown_with_its_last_lines_and_not_the_one_that_lo
 def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
     verdict = run(tmp_path, DIES, ranks=2)
     assert verdict.code == 4
-    assert re.match(r"rank 1 on n1 .*ended without a word \(SIGKILL\), in starting", verdict.lines[0])
+    assert re.match(r"rank 1 on n1 .*ended without an error message \(SIGKILL\), in starting", verdict.lines[0])

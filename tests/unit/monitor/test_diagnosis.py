@@ -104,7 +104,7 @@ def test_where_all_wait_in_the_same_operation_nobody_is_named_but_what_lies_betw
     found = named([waits(one, "backward") for one in range(4)])
     assert (found.cause, found.ranks) == ("network", ())
     assert found.what == (
-        "ranks 0 to 3 on n0 wait in gloo:all_reduce number 37 (Float 4), in the backward pass of step 8, and none is behind"
+        "ranks 0 to 3 on n0 wait in gloo:all_reduce number 37 (Float 4), in the backward pass of step 8, and no rank is behind"
     )
 
 

@@ -110,7 +110,7 @@ def test_the_rank_that_does_not_wait_is_named_at_the_deadline_of_its_phase_and_s
     assert (ranks.logs / DIAGNOSIS).read_text() == said + "\n"
     assert "in train" in stacks_of(ranks.logs, 2).read_text()
     notice = capsys.readouterr().err
-    assert notice.count("\n") == 1 and f"the run ends for it at {after_s} s" in notice
+    assert notice.count("\n") == 1 and f"the run is ended for it at {after_s} s" in notice
     assert "rank 2 on n2 (process 72) is behind: for 6" in notice
 
 
@@ -135,7 +135,7 @@ def test_a_rank_whose_beats_are_late_has_the_whole_deadline_from_the_last_on(ran
     assert ranks.until(300)[0] is None
     ranks.silent.add(2)
     found, after = ranks.until(600)
-    assert found is not None and "has not been heard of" in found.what and 535 <= after <= 550
+    assert found is not None and "has sent no heartbeat" in found.what and 535 <= after <= 550
 
 
 def test_a_rank_that_nothing_is_heard_of_is_named_though_it_waited_when_it_was_last_heard(ranks: Ranks) -> None:

@@ -93,11 +93,11 @@ def test_every_machine_is_told_the_total_and_only_its_own_number_differs(nodes: 
 @pytest.mark.parametrize(
     ("env", "role", "node", "processes"),
     [
-        (BATCH_SCRIPT, "spread", 0, (24, 3, 8)),
+        (BATCH_SCRIPT, "srun", 0, (24, 3, 8)),
         (TASK, "launch", 2, (24, 3, 8)),
-        (JOB, "spread", 0, (3, 3, 1)),  # the shell that salloc leaves on the login machine
-        ({**JOB, "SLURM_GPUS_PER_NODE": "a100:8"}, "spread", 0, (24, 3, 8)),
-        ({**JOB, "SLURM_STEP_ID": "4294967290", "SLURM_NODEID": "0"}, "spread", 0, (3, 3, 1)),  # salloc's own step
+        (JOB, "srun", 0, (3, 3, 1)),  # the shell that salloc leaves on the login machine
+        ({**JOB, "SLURM_GPUS_PER_NODE": "a100:8"}, "srun", 0, (24, 3, 8)),
+        ({**JOB, "SLURM_STEP_ID": "4294967290", "SLURM_NODEID": "0"}, "srun", 0, (3, 3, 1)),  # salloc's own step
         ({**BATCH_SCRIPT, "SLURM_JOB_NODELIST": "n1"}, "launch", 0, (8, 1, 8)),
         ({**BATCH_SCRIPT, "SLURM_JOB_NODELIST": "n1", "SLURM_GPUS_ON_NODE": "1"}, "train", 0, (1, 1, 1)),
         ({**TASK, "SLURM_STEP_NODELIST": "n[2-3]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1"}, "launch", 1, (16, 2, 8)),
@@ -116,7 +116,7 @@ def test_in_a_slurm_job_its_machines_train(
 
 def test_the_batch_script_starts_one_task_on_each_machine_which_has_all_its_cores() -> None:
     made = plan(env=BATCH_SCRIPT, python="python3")
-    assert " ".join(made.spread) == (
+    assert " ".join(made.srun) == (
         "srun --nodes 3 --ntasks 3 --ntasks-per-node 1 --cpus-per-task 64 --kill-on-bad-exit=0 --wait=0 "
         "python3 -m packtrain sft config.yaml trainer.seed=1"
     )
@@ -124,7 +124,7 @@ def test_the_batch_script_starts_one_task_on_each_machine_which_has_all_its_core
     assert tasks[0].commands == tasks[1].commands == tasks[2].commands
     assert [task.node for task in tasks] == [0, 1, 2]
     assert said_by(tasks[0].command, "--main_process_ip") == "n1"
-    assert not any(task.spread for task in tasks)
+    assert not any(task.srun for task in tasks)
 
 
 def test_steps_and_jobs_use_different_ports_and_every_task_of_a_step_the_same() -> None:
@@ -395,5 +395,5 @@ def test_no_job_is_no_allocation() -> None:
 
 def test_a_job_of_one_machine_and_one_gpu_can_be_planned_from_the_shell_of_salloc() -> None:
     made = plan({"gpus_per_node": 1}, {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1"})
-    assert (made.role, made.num_processes) == ("spread", 1)
+    assert (made.role, made.num_processes) == ("srun", 1)
     assert made.commands[0].argv[1:4] == ("-m", "packtrain", "worker")
