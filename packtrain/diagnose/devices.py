@@ -114,7 +114,9 @@ def _say_torch() -> None:
         return
     say(version=torch.__version__, cuda=torch.version.cuda)
     with suppress(Exception):  # builds without NCCL fail in several ways
-        say(nccl=".".join(map(str, torch.cuda.nccl.version())))
+        from torch.cuda import nccl
+
+        say(nccl=".".join(map(str, nccl.version())))
     say(accelerate=accelerate_config())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -328,7 +328,7 @@ def holder_of(port: int) -> str:
     """ " by process 4711 (python)"; "" if the system does not tell."""
     with suppress(OSError, psutil.Error):
         for one in psutil.net_connections("tcp"):
-            if one.status == psutil.CONN_LISTEN and one.laddr[1] == port and one.pid:
+            if one.status == psutil.CONN_LISTEN and getattr(one.laddr, "port", None) == port and one.pid:
                 return f" by process {one.pid} ({psutil.Process(one.pid).name()})"
     return ""
 

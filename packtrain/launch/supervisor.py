@@ -22,7 +22,7 @@ import psutil
 from packtrain.launch.coordinator import Reporter
 from packtrain.launch.exit_status import TAIL_LINES, Outcome, Stopped, Verdict, heard_by, is_failure
 from packtrain.launch.worker import left
-from packtrain.monitor.processes import ProcessState, memory_kills, seen
+from packtrain.monitor.processes import Life, ProcessState, memory_kills, seen
 from packtrain.monitor.stacks import crash_of, dump
 from packtrain.run_folder import in_time
 
@@ -112,14 +112,10 @@ class Supervisor:
 
     def _update_states(self) -> None:
         """Updates the report with the workers that have started, and their states."""
-        lives = {
-            rank: seen(one.pid) if one is not None and one.is_running() else "gone"
-            for rank, one in self._workers.items()
-        }
-        states: dict[int, ProcessState] = {}
-        for rank, facts in left(
-            self._exits
-        ).items():  # read after `lives`, else a rank that exits in between looks crashed
+        workers, states = self._workers.items(), dict[int, ProcessState]()
+        lives: dict[int, Life] = {rank: seen(one.pid) if one and one.is_running() else "gone" for rank, one in workers}
+        # Files are read after `lives`, else a rank that exits in between looks crashed.
+        for rank, facts in left(self._exits).items():
             pid, life = facts["pid"], lives.get(rank, "running")
             if rank not in self._workers:
                 self._workers[rank] = _process(pid)

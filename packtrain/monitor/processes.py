@@ -9,6 +9,8 @@ from typing import Literal
 
 import psutil
 
+Life = Literal["running", "stopped", "gone"]
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
@@ -20,7 +22,7 @@ class ProcessState:
     """
 
     pid: int = 0
-    state: Literal["running", "stopped", "gone"] = "running"
+    state: Life = "running"
     code: int | None = None
     told: bool = False
     lost: str = ""
@@ -30,7 +32,7 @@ class ProcessState:
 UNKNOWN = ProcessState()
 
 
-def seen(pid: int) -> Literal["running", "stopped", "gone"]:
+def seen(pid: int) -> Life:
     """The current state of the process."""
     try:
         status = psutil.Process(pid).status()

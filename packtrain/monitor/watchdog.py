@@ -163,7 +163,9 @@ class Watchdog:
             return [self._state(rank, one, self._now()) for rank, one in sorted(self._ranks.items())]
 
     def _state(self, rank: int, one: _Rank, now: float) -> RankState:
-        reported = {name: one.message[name] for name in _BEAT_FIELDS} if one.message else {"pid": one.process.pid}
+        reported: dict[str, Any] = (
+            {name: one.message[name] for name in _BEAT_FIELDS} if one.message else {"pid": one.process.pid}
+        )
         heard_s = None if one.heard is None else round(max(now - one.heard, 0.0), 1)
         still_s = heard_s if heard_s and heard_s > _LATE_BEAT_S else max(now - one.since, 0.0)
         return RankState(
