@@ -230,12 +230,12 @@ def main() -> None:
 
 
 def _end(work: Callable[[], int]) -> NoReturn:
-    """Does `work` where click cannot see its exceptions (it would turn Ctrl-C into exit code 1), and ends with its code."""
+    """Does `work` and exits with its code, outside click, which would turn Ctrl-C into exit code 1."""
     raise typer.Exit(exit_code_of(work))
 
 
 def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tuple[RunConfig, LaunchPlan]:
-    """The config that the arguments name, and its plan; without `verb`, of the one that the config is for."""
+    """The config that the arguments name, and its plan; without `verb`, the plan of the verb that the config is for."""
     from packtrain.config.compose import load_config
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import look_around
@@ -268,19 +268,19 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
 
 
 def _said_by(verb: str | None) -> list[str]:
-    """What a verb says of the config: under `packtrain dpo` objective.kind need not be written."""
+    """The overrides that a verb implies: under `packtrain dpo` objective.kind need not be written."""
     return ["objective.kind=dpo"] if verb == "dpo" else []
 
 
 def _check_verb(verb: str | None, run: RunConfig) -> None:
-    """Raises UserError where a config is for another verb; under `packtrain sft` a config for dpo is a mistake."""
+    """Raises UserError if a config is for another verb, such as a config for dpo under `packtrain sft`."""
     if verb is not None and verb != run.objective.kind:
         what = f"this config is for packtrain {run.objective.kind}, not {verb}"
         raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.")
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """The config's path, which comes first if it is there at all, and the overrides.
+    """The config's path (the first argument, if it is given), and the overrides.
 
     Raises UserError where nothing is given.
     """

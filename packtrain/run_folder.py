@@ -1,8 +1,8 @@
 """The run folder: what is in it, under which name, and how it is written (whole or not at all).
 
-A run begins in two steps, because most runs that fail do so before their first step, on data or model, and must not cost
-an earlier run that lies here. `open_attempt` makes only logs/, with config.yaml, plan.json and so on in logs/attempt/;
-`begin`, when training can start, moves an earlier run away and these files to their places.
+A run begins in two steps, because most failing runs fail before their first step, on data or model, and must not replace an
+earlier run in the folder. `open_attempt` makes only logs/, with config.yaml, plan.json and so on in logs/attempt/; `begin`,
+when training can start, moves an earlier run away and these files to their places.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REPORTED = (
 
 
 class _Entry:
-    """A file or folder of a run folder, by its name; `doc` says what it holds."""
+    """A file or folder of a run folder, by its name: a descriptor, so that each path has a docstring (`doc`)."""
 
     def __init__(self, name: str, doc: str) -> None:
         self.name, self.__doc__ = name, doc
@@ -67,12 +67,12 @@ class RunFolder:
 
     @property
     def attempt(self) -> RunFolder:
-        """Where config.yaml, plan.json, env.json and so on of a run are that has not begun to train."""
+        """The folder of config.yaml, plan.json, env.json and so on of a run that has not begun to train."""
         return RunFolder(self.logs / "attempt")
 
     @property
     def _earlier_logs(self) -> Path:
-        """The logs of the run in this folder, while logs/ is that of one which will move it."""
+        """The logs of an earlier run, while logs/ belongs to a new run that will move the earlier one away."""
         return self.root / "logs-before"
 
     def log(self, rank: int) -> Path:
@@ -87,7 +87,7 @@ class RunFolder:
             return None
 
     def gives_way(self, resume: str) -> bool:
-        """Whether an earlier run is here that the coming one does not go on from; `resume` is trainer.resume.
+        """Whether the new run will move an earlier one away instead of resuming it; `resume` is trainer.resume.
 
         A finished run gives way, an unfinished one only to `never`; a folder that `resume` lies in stays.
         """
@@ -97,7 +97,7 @@ class RunFolder:
         return ran and (resume != "auto" or self.status() == "done")
 
     def open_attempt(self, resume: str) -> None:
-        """Makes logs/ and logs/attempt/; all else stays as it is. Raises OSError also where `begin` would later."""
+        """Makes logs/ and logs/attempt/, nothing else. Raises OSError also if `begin` would later."""
         needed = [self.root] if self.root.exists() else []
         if self.gives_way(resume):
             needed.append(self.root.absolute().parent)
@@ -151,10 +151,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def in_time(work: Callable[[], _Found], otherwise: _Found) -> _Found:
-    """What `work` returns; `otherwise` where it raises OSError or takes longer than DISK_S, or something before it still does.
+    """What `work` returns; `otherwise` if it raises OSError or takes longer than DISK_S, or an earlier call is still stuck.
 
-    For those who say why a run stands still: the run folder's disk may be why. A thread that a file system does not let go of
-    cannot be ended; it is left behind, and what comes after it is done when it is over, if ever.
+    For diagnoses of a run that stands still: its disk may be the cause. A thread that is stuck in a file system cannot be ended;
+    it is left behind, and later calls do their work after it, if it ever ends.
     """
     found: list[_Found] = []
     earlier = [one for one in threading.enumerate() if one.name == _STALLED]
@@ -174,7 +174,7 @@ def in_time(work: Callable[[], _Found], otherwise: _Found) -> _Found:
 
 
 def environment() -> dict[str, Any]:
-    """Versions of what the result depends on; no host name, no path, no variable."""
+    """Versions of the packages that results depend on; no host name, path or environment variable."""
     versions = {}
     for name in _REPORTED:
         try:

@@ -110,7 +110,8 @@ class _Composition:
         """The place of `key`: of the key itself, else of what it is in or holds, else of the user's file as a whole."""
         cuts = [at for at, letter in enumerate(key) if letter in ".["]
         inner = [one for one in self._places if one.startswith(f"{key}.")]
-        for one in (key, *inner[-1:], *(key[:at] for at in reversed(cuts))):
+        outer = [key[:at] for at in reversed(cuts)]
+        for one in [key, *inner[-1:], *outer]:
             if one in self._places:
                 return f"{self._places[one]}, {key}"
         return f"{shown(self._file)}, {key}" if self._file else key

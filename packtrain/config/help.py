@@ -124,12 +124,14 @@ def _word(incomplete: str) -> str:
     if words is None or not at.isdigit():
         return incomplete
     try:
-        before = shlex.split(words)[: int(at)]
+        split = shlex.split(words)
     except ValueError:  # a quote that is still open
         return incomplete
-    if shlex.split(words)[int(at) :][:1] == ["="]:
+    before, cursor = split[: int(at)], split[int(at) :][:1]
+    if cursor == ["="]:  # the cursor is at the `=` of `key=`
         return f"{before[-1]}="
-    return f"{before[-2]}={incomplete}" if before[-1:] == ["="] and len(before) > 1 else incomplete
+    after_equals = len(before) > 1 and before[-1] == "="
+    return f"{before[-2]}={incomplete}" if after_equals else incomplete
 
 
 def _keys(start: str, *, taken_away: bool) -> Iterator[tuple[str, str]]:

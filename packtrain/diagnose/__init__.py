@@ -1,1 +1,1 @@
-"""What is wrong with a machine or a run, said in words: facts, checks of them, and how they are shown."""
+"""`packtrain env` and `packtrain doctor`: facts about a machine or a run, checks of them, and reports."""

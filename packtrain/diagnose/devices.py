@@ -37,7 +37,7 @@ def ask_driver(limit_s: float) -> Gpus:
 
 
 def ask_torch(limit_s: float, dtype: str) -> Torch:
-    """What torch had said by the time limit; its kernels are tried on a usual layer that computes in `dtype`."""
+    """torch's answers up to the time limit; its kernels are tried on a usual layer that computes in `dtype`."""
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
     try:
         return read_torch(ask_python(__name__, "torch", dtype, limit_s=limit_s, env=quiet))
@@ -46,7 +46,7 @@ def ask_torch(limit_s: float, dtype: str) -> Torch:
 
 
 def read_torch(output: str, error: str = "") -> Torch:
-    """What torch's process said; `error` is why it said no more."""
+    """The output of torch's process; `error` is why it is incomplete."""
     found: dict[str, Any] = {"error": error}
     for line in output.splitlines():
         if line.startswith(MARK) and line.endswith("}"):
@@ -68,7 +68,7 @@ def _driver(nvml: Any) -> dict[str, Any]:
     """As `Gpus` has it."""
 
     def ask(name: str, *args: Any) -> Any:
-        """None where this driver or this GPU does not know."""
+        """The driver's value; None if this driver or GPU does not support it."""
         try:
             return getattr(nvml, name)(*args)
         except Exception:  # old drivers lack functions, and some values are not UTF-8

@@ -1,8 +1,7 @@
 """`packtrain doctor RUN_DIR`: where the ranks of a run are, and why it stands still or has failed, during or after it.
 
-While a run goes on, logs/channel.json says where its control channel is, and the watchdog there answers for all machines; its
-diagnosis comes sooner than by itself, for whoever asks has a reason to. Afterwards logs/ has what was concluded, and where the
-ranks were last.
+While a run goes on, logs/channel.json has the address of its control channel, and the watchdog there answers for all machines; it
+reports a stall sooner than on the terminal. Afterwards logs/ has the diagnosis and the last states of the ranks.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from packtrain.run_folder import RunFolder
 from packtrain.wording import ranks_in_words
 
 WATCHDOG_ANSWER_S = 20
-"""How long is waited for an answer, in which ranks may have to be asked first."""
+"""Seconds to wait for the watchdog, which may have to ask the ranks for stacks first."""
 _SILENT_S = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`status`: running, stalled, done, stopped or failed; `lines` say so to people.
+    """`status`: running, stalled, done, stopped or failed; `lines` are the text for the terminal.
 
-    `ranks` are those that something is known of, `silent` the machines (host, ranks) that nothing is heard of.
+    `ranks` are the known states, `silent` the machines (host, ranks) whose launchers do not report.
     """
 
     status: str
@@ -51,7 +50,7 @@ class Finding:
         return PeerFailed.exit_code if self.status in ("stalled", "failed") else 0
 
     def to_json(self) -> dict[str, Any]:
-        """For --json."""
+        """The document of --json."""
         return {
             "status": self.status,
             "lines": list(self.lines),
@@ -62,7 +61,7 @@ class Finding:
 
 
 def show_run(place: str, *, ask: bool, as_json: bool) -> int:
-    """Prints what is found out about the run folder `place` and returns the exit code; `ask` its live ranks for stacks."""
+    """Prints the state of the run in the folder `place`, returns the exit code; `ask`: request stacks of its live ranks."""
     found = examine(RunFolder(Path(place).expanduser()), ask=ask)
     print(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines))
     return found.exit_code
@@ -88,7 +87,7 @@ def examine(folder: RunFolder, *, ask: bool = False) -> Finding:
 
 
 def _of_a_live_run(folder: RunFolder, said: Mapping[str, Any], *, ask: bool) -> Finding:
-    """By what the watchdog said of it."""
+    """The finding from the watchdog's answer."""
     ranks = [RankState.from_json(one) for one in said["ranks"]]
     silent = [one for one in said["machines"] if (one["heard_s"] or 0) > _SILENT_S]
     lines = [*map(_line, ranks), *(_stacks(folder, ranks) if ask else [])]
@@ -103,7 +102,7 @@ def _of_a_live_run(folder: RunFolder, said: Mapping[str, Any], *, ask: bool) -> 
 
 
 def _of_a_silent_run(folder: RunFolder, channel: Mapping[str, Any], error: OSError) -> Finding:
-    """Who should answer does not."""
+    """The finding for a channel that does not answer."""
     host, pid = channel["host"], channel["pid"]
     if host != platform.node():
         what = f"{host} (process {pid}), which watches this run, does not answer: {error}"
@@ -114,7 +113,7 @@ def _of_a_silent_run(folder: RunFolder, channel: Mapping[str, Any], error: OSErr
         is_silent = Finding("stalled", [f"process {pid}, which watches this run, does not answer: {error}"])
         return _of_a_start() if seen(pid) == "gone" else is_silent
     what = f"the launcher of this run (process {pid}) is gone without a word: it was killed"
-    advice = "  → look who did it (dmesg, the scheduler's log), and start the same command again: it goes on from a checkpoint"
+    advice = "  → find out what ended it (dmesg, the scheduler's log), and start the same command again: it goes on from a checkpoint"
     return Finding("failed", [what, advice])
 
 
@@ -143,7 +142,7 @@ def _stacks(folder: RunFolder, states: Sequence[RankState]) -> list[str]:
 
 
 def _of_an_ended_run(folder: RunFolder) -> Finding:
-    """By its diagnosis, else by the exit codes of its ranks, else by its status."""
+    """The finding for a run that is over: by its diagnosis, else by its ranks' exit codes, else by its status."""
     if is_locked(folder.root):
         return _of_a_start()
     ranks = [RankState.from_json(one) for one in _read_json(folder.logs / RANKS).get("ranks", ())]
@@ -179,7 +178,7 @@ def _written(file: Path) -> float:
 
 
 def _text(file: Path) -> str:
-    """What a file says, "" where there is none."""
+    """The text of a file, "" if there is none."""
     with suppress(OSError):
         return file.read_text(errors="replace")
     return ""

@@ -31,9 +31,9 @@ from packtrain.plan.network_settings import LOOPBACK, HostNetwork, read_network,
 from packtrain.plan.surroundings import Surroundings, look_around
 
 BUDGET_S = 8.5
-"""From the start of this process to the last answer."""
+"""Seconds from the start of this process to the last answer."""
 NAME_S = 2.0
-"""For a name server."""
+"""Seconds to wait for a name server."""
 _LEAST_FOR_TORCH_S = 3.0
 _COLOURS: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -51,7 +51,7 @@ def show_environment(load: Callable[[], RunConfig | None], *, as_json: bool) -> 
 
 
 def check_all(facts: Facts, needs: RunNeeds) -> list[Check]:
-    """What every check says of a machine and a run."""
+    """The results of all checks of a machine and a run."""
     checks = (*host.CHECKS, *software.CHECKS, *devices.CHECKS, *network.CHECKS)
     return [check for one in checks for check in one(facts, needs)]
 
@@ -99,7 +99,7 @@ def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
 
 
 def _surroundings(gpus: Gpus) -> Surroundings:
-    """As for a launch, without asking for GPUs again, and without waiting for a silent name server."""
+    """The surroundings as for a launch, but GPUs are not queried again, and a silent name server is not waited for."""
 
     def read(main: str | None) -> HostNetwork:
         try:

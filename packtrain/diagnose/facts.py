@@ -74,7 +74,7 @@ class Gpus:
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Where a run writes, by the key or variable that names it; what is said of one that is not there yet is its parent's."""
+    """A folder that a run writes to, by the key or variable that names it; if it does not exist, the facts are its parent's."""
 
     setting: str
     path: str
@@ -100,7 +100,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One machine; `silence` is what the name server does not answer, `lacks` a line for each question without an answer."""
+    """One machine; `silence` is the message of a silent name server, `lacks` a line for each question without an answer."""
 
     software: Software = Software()
     torch: Torch = Torch()
@@ -136,7 +136,7 @@ class RunNeeds:
 
     @property
     def between(self) -> Status:
-        """What trouble between machines means: without a config it may matter."""
+        """The status of a problem between machines: it fails a run on several, and is a warning for any other."""
         return "fail" if self.nodes > 1 else "warn"
 
     def variables(self, facts: Facts) -> dict[str, str]:

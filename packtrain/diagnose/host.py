@@ -60,7 +60,7 @@ def _memory_limit(root: Path) -> int | None:
 
 
 def read_folder(setting: str, path: str) -> Folder:
-    """What the disk under `path` says; waits as long as the disk does."""
+    """The facts of the folder `path`; blocks as long as its disk does."""
     wanted = Path(path).expanduser().absolute()
     there = next(folder for folder in (wanted, *wanted.parents) if os.path.lexists(folder))
     if not stat.S_ISDIR(there.stat().st_mode):

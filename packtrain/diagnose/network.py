@@ -12,7 +12,7 @@ from packtrain.plan.network_settings import FIX, SOCKETS, matching
 
 
 def check_name_server(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
-    """Whether names are looked up at once."""
+    """Whether the name server answers quickly."""
     if facts.silence:
         yield Check("name-server", "warn", f"{facts.silence}, and torch asks it at each connection, for 10 s", FIX)
 
@@ -55,7 +55,7 @@ def check_infiniband(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
 
 
 def _outward(facts: Facts) -> str:
-    """The interface that other machines are most likely reached by."""
+    """The interface that most likely leads to other machines."""
     there = facts.network.interfaces
     ways = [one for one in there if one.default_route] or [one for one in there if one.usable]
     return ways[0].name if ways else "INTERFACE"

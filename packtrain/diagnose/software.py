@@ -40,7 +40,7 @@ def version_of(package: str) -> str | None:
 
 
 def conflicts() -> Iterator[tuple[str, str]]:
-    """What packtrain needs and is not installed in a version that will do, with the version that is."""
+    """Requirements of packtrain that are not installed in a suitable version, with the installed version."""
     from packaging.requirements import Requirement
 
     for wanted in map(Requirement, metadata.requires("packtrain") or []):

@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 
 
 class Unanswered(Exception):
-    """There is no usable answer; the text says why, `output` is what a process had said by then."""
+    """There is no usable answer; the text says why, `output` is what a process had printed by then."""
 
     def __init__(self, why: str, output: str = "") -> None:
         super().__init__(why)
@@ -41,7 +41,7 @@ class Probe(Generic[Value]):
         self._thread.start()
 
     def answer(self) -> Value:
-        """What was found. Raises Unanswered."""
+        """The answer. Raises Unanswered if there is none in time."""
         self._thread.join(max(0.0, self._end - time.monotonic()))
         if self._value:
             return self._value[0]
@@ -95,12 +95,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_processes() -> None:
-    """Whatever still runs."""
+    """Kills all processes that still run."""
     for process in list(_running):
         _kill(process)
 
 
 def first_line(text: str) -> str:
-    """The first line that says something, not longer than 200 letters."""
+    """The first line that is not blank, cut to 200 characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return "".join(letter for letter in line if letter.isprintable())[:200]

@@ -1,1 +1,1 @@
-"""From a config and what is around it to what will be started, as values: nothing here starts or writes anything."""
+"""The plan of a run: its processes, batch, network and memory, computed from the config and what is known of the machine."""

@@ -1,5 +1,5 @@
-"""What machines and ranks say of themselves, and what must be the same on all of them: one comparison, used before a run by the
-launchers (launch/rendezvous.py) and in it by the ranks (train/sync). Pure.
+"""Comparison of facts that must be the same on all machines and ranks: used before a run by the launchers
+(launch/rendezvous.py), and in it by the ranks (train/sync). Pure.
 
 Values are compared as text. Those that may be secret (environment variables, tokens, addresses with a password) are replaced by
 a short digest, enough to see that two differ.
@@ -22,14 +22,14 @@ from packtrain.wording import by_value, listed
 SAME_CONFIG = "start every process with the same config file and the same KEY=VALUE arguments"
 SAME_VERSIONS = "install the same versions everywhere, e.g. from one lock file or container image"
 _MOST_SHOWN = 8
-# A machine's own business: its number, the name it has for the main one, its folder for caches, its devices.
+# Keys that may differ between machines: number, name of the main machine, cache folder, devices.
 _OWN = re.compile(
     r"topology\.(node_rank|main_address)|data\.cache_dir|topology\.environment\..*(_IFNAME|_HCA|VISIBLE_DEVICES)"
 )
 _FEWER_GPUS = "Set topology.gpus_per_node={} on every machine, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
 _VARIABLES = "topology.environment."  # anything may be in them
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
-_Who = TypeVar("_Who")
+_Member = TypeVar("_Member")
 
 
 def shared_values(config: Mapping[str, Any]) -> dict[str, str]:
@@ -46,25 +46,27 @@ def shared_versions(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def digest_of(text: str) -> str:
-    """A few letters by which two secrets can be told apart."""
+    """A short digest that shows whether two secrets differ."""
     return hashlib.blake2b(text.encode(), digest_size=3).hexdigest()
 
 
 def differences(
-    said: Mapping[_Who, Mapping[str, str]], fixes: Mapping[str, str], in_words: Callable[[Sequence[_Who]], str]
+    facts_of: Mapping[_Member, Mapping[str, str]],
+    fixes: Mapping[str, str],
+    in_words: Callable[[Sequence[_Member]], str],
 ) -> list[Problem]:
-    """One problem for each fact that is not the same for all of `said`: "rank 2 has 4; ranks 0 and 1 have 3", the few first.
+    """One problem for each fact that is not the same for all: "rank 2 has 4; ranks 0 and 1 have 3", the smaller group first.
 
-    `said` is who → fact → value in words, `in_words` names several of them, `fixes` is fact → what to do about it. Of many
-    problems only the first have their values.
+    `facts_of` is machine or rank → fact → value in words, `in_words` names several machines or ranks, `fixes` is fact → what to
+    do about it. Of many problems only the first are shown with their values.
     """
-    names = list(dict.fromkeys(name for facts in said.values() for name in facts))
-    everyone, problems = list(said), list[Problem]()
+    names = list(dict.fromkeys(name for facts in facts_of.values() for name in facts))
+    everyone, problems = list(facts_of), list[Problem]()
     for name in names:
-        groups: dict[str, list[_Who]] = defaultdict(list)
-        for who, facts in said.items():
-            groups[facts.get(name, "no such thing")].append(who)
-        # the few before the many; of equally many those of the first last
+        groups: dict[str, list[_Member]] = defaultdict(list)
+        for member, facts in facts_of.items():
+            groups[facts.get(name, "no such thing")].append(member)
+        # small groups first; of equal ones that with the first machine or rank last
         ordered = sorted(groups.items(), key=lambda item: (len(item[1]), -everyone.index(item[1][0])))
         has = [f"{in_words(ours)} {'have' if len(ours) > 1 else 'has'} {value}" for value, ours in ordered]
         if len(has) > 1:
@@ -94,7 +96,7 @@ class Member:
 
     @classmethod
     def from_json(cls, values: Any) -> Member:
-        """The member whose `asdict` came as JSON. Raises ValueError for that of another version of packtrain."""
+        """The member whose `asdict` came as JSON. Raises ValueError if another version of packtrain sent it."""
         if not isinstance(values, dict) or set(values) != {one.name for one in fields(cls)}:
             raise ValueError("not a member")
         return cls(**{**values, "addresses": tuple(values["addresses"])})
@@ -110,17 +112,17 @@ def names_of(members: Sequence[Member]) -> dict[int, str]:
 
 
 def twice(one: Member, other: Member) -> CheckFailed:
-    """Two machines with the same number."""
+    """The error that two machines have the same number."""
     places = " and ".join(f"{member.host} ({', '.join(member.addresses) or '?'})" for member in (one, other))
     return CheckFailed(
-        f"two machines say that they are number {one.node}: {places}",
+        f"two machines are number {one.node}: {places}",
         where="topology.node_rank",
         fix=f"Give each machine its own, from 0 (topology.main_address) to {max(one.nodes - 1, 1)}.",
     )
 
 
 def unlike_counts(members: Sequence[Member]) -> CheckFailed | None:
-    """Whether the machines mean to start different numbers of processes, or cannot have as many as they mean to."""
+    """The error if the machines would start different numbers of processes, or have too few GPUs for them; else None."""
     names, first = names_of(members), members[0]
 
     def counts(name: str) -> dict[str, str]:
@@ -137,7 +139,7 @@ def unlike_counts(members: Sequence[Member]) -> CheckFailed | None:
         return CheckFailed(what, where="topology.gpus_per_node", fix=fix)
     if short := [one for one in members if 0 < one.gpus < one.per_node]:
         few = _each({names[one.node]: str(one.gpus) for one in short})
-        what = f"{first.per_node} GPUs on each machine are wanted, and some have fewer ({few})"
+        what = f"{first.per_node} GPUs on each machine are needed, but some have fewer ({few})"
         fix = _FEWER_GPUS.format(min(one.gpus for one in short))
         return CheckFailed(what, where="topology.gpus_per_node", fix=fix)
     if len({one.gpus > 0 for one in members}) > 1:
@@ -151,14 +153,14 @@ def _each(numbers: Mapping[str, str]) -> str:
 
 
 def unlike(members: Sequence[Member]) -> PacktrainError | None:
-    """Everything that is not the same on all machines and must be, as one error; None where they agree."""
+    """Everything that must be the same on all machines and is not, as one error; None if they agree."""
     if counts := unlike_counts(members):
         return counts
     names = names_of(members)
-    said = {one.node: {**one.config, **one.versions} for one in members}
+    facts_of = {one.node: {**one.config, **one.versions} for one in members}
     fixes = dict.fromkeys((key for one in members for key in one.config), SAME_CONFIG)
     fixes |= dict.fromkeys((key for one in members for key in one.versions), SAME_VERSIONS)
-    problems = differences(said, fixes, lambda nodes: listed([names[node] for node in nodes]))
+    problems = differences(facts_of, fixes, lambda nodes: listed([names[node] for node in nodes]))
     return CheckFailed(problems) if problems else None
 
 

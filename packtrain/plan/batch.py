@@ -1,4 +1,4 @@
-"""The arithmetic of a batch: how one optimizer step of the whole run falls on processes and micro-batches. Pure."""
+"""The arithmetic of a batch: how one optimizer step is divided among processes and micro-batches. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class BatchPlan:
     """One optimizer step: examples (`unit`: documents or pairs) or tokens over all devices, and what each device does.
 
     `rows_per_step` (rows of `tokens_per_device` over all devices) and `micro_batches_per_device` (the accumulation) are
-    None where they depend on the lengths of the step's examples. `steps` of the run, with the `examples` or `tokens` in
-    them at the most, are None where the number of steps hangs on the data.
+    None if they depend on the lengths of the step's examples. `steps` of the run, and the most `examples` or `tokens` in
+    them, are None if the number of steps depends on the data.
     """
 
     mode: str
@@ -34,16 +34,16 @@ class BatchPlan:
 
     @property
     def examples(self) -> int | None:
-        """Examples that the run trains on, each as often as it is seen; fewer where an epoch's last step is not full."""
+        """Examples of all steps, repeats counted; the run has fewer if an epoch's last step is not full."""
         return self.steps * self.examples_per_step if self.steps and self.examples_per_step else None
 
     @property
     def tokens(self) -> int | None:
-        """Tokens that the run trains on at the most: rows are almost full."""
+        """The most tokens that the run can train on; rows are almost full."""
         return self.steps * self.tokens_per_step if self.steps and self.tokens_per_step else None
 
     def sentence(self) -> str:
-        """The arithmetic in words: the global step, what falls on each process, and its micro-batches."""
+        """The arithmetic in words: the global step, the share of each process, and its micro-batches."""
         whole, processes = self.rows_per_step or self.examples_per_step or 0, self.processes
         unit = "rows" if self.rows_per_step else self.unit
         step = counted(whole, unit)
@@ -55,11 +55,11 @@ class BatchPlan:
         number = "as many micro-batches as it takes," if times is None else counted(times, "micro-batches")
         limits = [counted(self.examples_per_device, self.unit)] if self.examples_per_device else []
         limits += [f"{self.tokens_per_device} tokens"] if self.tokens_per_device else []
-        said = f"a step is {step}: {where} {number} of at most {' and '.join(limits)}"
+        sentence = f"a step is {step}: {where} {number} of at most {' and '.join(limits)}"
         if self.steps is None:
-            return said
+            return sentence
         of = counted(self.examples, self.unit) if self.examples else f"{self.tokens:,} tokens"
-        return f"{said}; the run is {counted(self.steps, 'steps')}, {of} at most"
+        return f"{sentence}; the run is {counted(self.steps, 'steps')}, {of} at most"
 
     def to_json(self) -> dict[str, Any]:
         """The figures, and the sentence as `summary`."""
@@ -69,8 +69,8 @@ class BatchPlan:
 def plan_batch(batch: Batch, mode: str, objective: Objective, trainer: Trainer, processes: int) -> BatchPlan:
     """The batch arithmetic of a run in packing.mode `mode` on `processes` devices.
 
-    Raises UserError where the rows of batch.tokens_per_step cannot be shared out evenly, or a step would be split that a
-    loss has to see as a whole.
+    Raises UserError if the rows of batch.tokens_per_step do not divide evenly, or if a step would be split though the loss
+    needs all its pairs together.
     """
     examples, tokens = batch.limits(mode)
     rows = micro_batches = None
@@ -99,7 +99,7 @@ def plan_batch(batch: Batch, mode: str, objective: Objective, trainer: Trainer, 
 
 
 def _check_whole(objective: Objective, batch: Batch, processes: int, micro_batches: int | None) -> None:
-    """Raises UserError where a step is certain to be split, and a loss sorts its pairs; micro-batches by tokens are for later."""
+    """Raises UserError if a loss sorts the pairs of a step, and the step is certainly split; training checks micro-batches by tokens."""
     sorting = objective.sorting_losses
     if not sorting or (processes == 1 and (micro_batches or 1) == 1):
         return

@@ -1,7 +1,7 @@
-"""Which reference DPO holds the model to, and folders of adapters in the place of a model: known before anything is loaded.
+"""Which reference model DPO uses, and folders of adapters as model.path: decided before anything is loaded.
 
-A folder of adapters (what a LoRA run leaves in final/) names its base model. The memory of a run hangs on this (memory.py), and
-training makes what is decided here (model/reference.py, model/adapters.py).
+A folder of adapters (final/ of a LoRA run) names its base model. The memory estimate depends on this choice (memory.py), and
+training makes the reference accordingly (model/reference.py, model/adapters.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class DpoReference:
-    """What the model is held to: `kind` says how it is made.
+    """The reference of DPO; `kind` says how it is made.
 
-    `adapters` is the folder of its adapters, where there are any; `at_start` whether the model is its own reference before
-    step 1.
+    `adapters` is the folder of its adapters, "" for none; `at_start` whether the model equals its reference before step 1.
     """
 
     kind: Kind
@@ -32,7 +31,7 @@ class DpoReference:
 
 
 def base_of(path: str | None) -> str | None:
-    """The base model of the adapters in the folder `path`; None where it is no such folder. Raises UserError where none is named."""
+    """The base model of the adapters in the folder `path`; None if it is no folder of adapters. Raises UserError if none is named."""
     found = Path(path or "").expanduser() / _CONFIG
     if path is None or not found.is_file():
         return None
@@ -58,7 +57,7 @@ def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strat
     else:
         bases = [base_of(adapters), base_of(model.path) or model.path]
         same = None not in bases and len({Path(base or "").expanduser().resolve() for base in bases}) == 1
-        beside = lora and same and strategy.name not in SHARDED_WEIGHTS  # spread weights take no adapters afterwards
+        beside = lora and same and strategy.name not in SHARDED_WEIGHTS  # adapters cannot be added to sharded weights
         kind = "adapters" if beside else "model" if wanted == "auto" else "path"
     if kind == "adapters":
         return DpoReference(kind, adapters, wanted == "auto")

@@ -21,7 +21,7 @@ _MANY = 1024  # GPUs of a machine
 
 @dataclass(frozen=True, slots=True)
 class NodeCommand:
-    """What starts the processes of one machine; `env` holds only what is set in addition."""
+    """The command that starts the processes of one machine; `env` has only the variables that are added."""
 
     node: int
     argv: tuple[str, ...]
@@ -30,10 +30,10 @@ class NodeCommand:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """The processes of a run and why; what this process does for it is its `role` (topology.py).
+    """The processes of a run and the reason for them; `role` is the part of this process in it (topology.py).
 
     `srun` is the command that starts packtrain on every machine of a Slurm job, empty elsewhere; `commands` are
-    what it comes to on each. This machine is number `node`, is called `host` and shows `gpus`; `network` are the
+    those that packtrain then runs on each. This machine is number `node`, is called `host` and shows `gpus`; `network` are the
     network settings of its processes, with reasons. `obstacles` are why the plan cannot be carried out from here.
     """
 
@@ -57,24 +57,24 @@ class LaunchPlan:
 
     @property
     def in_process(self) -> bool:
-        """Whether the calling process itself is the one that trains."""
+        """Whether the calling process itself trains."""
         return self.role == "train"
 
     @property
     def lacks_gpus_alone(self) -> bool:
-        """Whether all that is in the way is that this machine has fewer GPUs than each of several should: when the machines
-        meet, all of them are told."""
+        """Whether the only obstacle is that this machine, one of several, has too few GPUs: the rendezvous reports that on all
+        machines."""
         lacking = self.nodes > 1 and 0 < self.gpus < self.gpus_per_node
         return lacking and all(one.where == GPUS_PER_NODE for one in self.obstacles)
 
     @property
     def ranks(self) -> range:
-        """Those of this machine."""
+        """The ranks of this machine."""
         return range(self.node * self.gpus_per_node, (self.node + 1) * self.gpus_per_node)
 
     @property
     def command(self) -> NodeCommand:
-        """That of this machine."""
+        """The command of this machine."""
         return self.commands[self.node if len(self.commands) > 1 else 0]
 
     def to_json(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def plan_launch(
 ) -> LaunchPlan:
     """The plan of `packtrain verb arguments…`, whose config is `config`.
 
-    Raises UserError or CheckFailed where it is impossible, or where two sources contradict each other.
+    Raises UserError or CheckFailed if it is impossible, or if two sources contradict each other.
     """
     topology, strategy, folder = config.topology, config.strategy.name, RunFolder.of(config.trainer)
     surroundings = _with_asked_gpus(topology, surroundings)
@@ -121,7 +121,7 @@ def plan_launch(
         num_processes=processes.total,
         nodes=processes.nodes,
         gpus_per_node=processes.per_node,
-        commands=tuple(  # the other machines look at their own network
+        commands=tuple(  # network settings of the other machines are not known here
             NodeCommand(node, argv(one), own_env if node == processes.node else env)
             for node, one in enumerate(settings)
         ),
@@ -142,31 +142,31 @@ def plan_launch(
 
 
 def _with_asked_gpus(topology: Topology, surroundings: Surroundings) -> Surroundings:
-    """The surroundings as the processes will see them, where topology.environment shows them other GPUs."""
+    """The surroundings with the GPUs that topology.environment makes visible to the processes."""
     asked = topology.variables.get(_VISIBLE)
     if asked is None:
         return surroundings
-    hidden = _VISIBLE in surroundings.env and surroundings.driver  # how many there are is not known
+    hidden = _VISIBLE in surroundings.env and surroundings.driver  # the machine's number of GPUs is not known
     gpus = visible_gpus(_MANY if hidden else surroundings.gpus, asked)
     return replace(surroundings, gpus=gpus, env={**surroundings.env, _VISIBLE: asked})
 
 
 def _srun(processes: Processes, surroundings: Surroundings, verb: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """One task on each machine, which starts the machine's processes; it has all cores that the job has there.
+    """The srun command: one task on each machine, with all cores of the job there, which starts the machine's processes.
 
-    A task that fails does not end the others: they are told, and end in order.
+    A failed task does not make srun kill the others: machine 0 ends them in order.
     """
     flags = ["--nodes", str(processes.nodes), "--ntasks", str(processes.nodes), "--ntasks-per-node", "1"]
     if cpus := surroundings.env.get("SLURM_CPUS_ON_NODE"):  # srun does not take this from the job
         flags += ["--cpus-per-task", cpus]
-    flags += ["--kill-on-bad-exit=0", "--wait=0"]  # whatever the cluster's own limits for the others are
+    flags += ["--kill-on-bad-exit=0", "--wait=0"]  # override the cluster's defaults
     return ("srun", *flags, surroundings.python, "-m", "packtrain", verb, *arguments)
 
 
 def _network(topology: Topology, processes: Processes, surroundings: Surroundings) -> tuple[NetworkSetting, ...]:
-    """Network settings for the processes of this machine, where it is one of several and about to start them.
+    """Network settings for the processes of this machine, if it is one of several and about to start them.
 
-    Raises CheckFailed where the user's own settings name what is not there.
+    Raises CheckFailed if the user's own settings name an interface that is not there.
     """
     if surroundings.network is None or processes.nodes == 1 or processes.obstacles or processes.needs_srun:
         return ()
@@ -177,10 +177,10 @@ def _network(topology: Topology, processes: Processes, surroundings: Surrounding
 
 
 def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -> dict[str, str]:
-    """What the processes need to be told: their share of the cores, and one GPU where one process has several.
+    """Variables of the processes: their share of the cores, and one GPU if one process sees several.
 
-    Threads that spin while they wait for one another are many times slower where other work holds a core; asleep they are
-    not, and the sums stay the same, which another number of threads would change.
+    On a busy machine OpenMP threads that spin while they wait are many times slower than threads that sleep (`passive`); fewer
+    threads would help, too, but change the order of sums and so the results.
     """
     asked = topology.variables
     if processes.joins:

@@ -1,8 +1,8 @@
 """Settings of accelerate's launcher and of DeepSpeed for a run: one source for `packtrain plan`, for the launch and for training.
 
-Every choice of the launcher is on its command line AND in its YAML: without --config_file, accelerate mixes in whatever the
-user once answered to `accelerate config`. It only starts processes; what is active in them comes from the run's config
-(model/spread.py), which drops what the launcher leaves in their environment.
+Every setting of the launcher is on its command line AND in its YAML: without --config_file, accelerate mixes in the user's
+answers to `accelerate config`. It only starts processes; the strategy active in them comes from the run's config
+(model/spread.py), which drops the settings that the launcher leaves in their environment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from packtrain.plan.topology import Processes
 WORKER = ("packtrain", "worker")  # python -m …
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "zero3_offload": 3}
 """DeepSpeed's strategies, and their ZeRO stages."""
-_NOT_KNOWN_YET = "MAIN_ADDRESS"  # in plans for machines whose names are still to come
+_NOT_KNOWN_YET = "MAIN_ADDRESS"  # in plans for machines whose names are not known yet
 BUCKET = 50_000_000  # numbers that are reduced or gathered at once: 200 MB in float32
 _FSDP2 = {
     "fsdp_version": 2,
@@ -29,7 +29,7 @@ _FSDP2 = {
 
 
 def deepspeed_config(strategy: str, *, dtype: str, max_grad_norm: float) -> dict[str, Any] | None:
-    """The DeepSpeed JSON as a dict; None where `strategy` is not DeepSpeed's.
+    """The DeepSpeed JSON as a dict; None if `strategy` is not DeepSpeed's.
 
     Batches are left at one, as for transformers: a loader item is a whole optimizer step, and the trainer tells the engine
     which of its micro-batches is the last. Optimizer and schedule are transformers'. bf16 says that the WEIGHTS are bfloat16
@@ -51,7 +51,7 @@ def deepspeed_config(strategy: str, *, dtype: str, max_grad_norm: float) -> dict
         zero |= {
             "stage3_prefetch_bucket_size": BUCKET,
             "stage3_param_persistence_threshold": 10_000,  # numbers: norms and biases stay whole
-            "stage3_gather_16bit_weights_on_model_save": True,  # in the weights' own format, whatever its name says
+            "stage3_gather_16bit_weights_on_model_save": True,  # despite its name, in the weights' own format
         }
     if strategy == "zero3_offload":
         zero |= {name: {"device": "cpu", "pin_memory": True} for name in ("offload_optimizer", "offload_param")}
@@ -62,7 +62,7 @@ def deepspeed_config(strategy: str, *, dtype: str, max_grad_norm: float) -> dict
         "bf16": {"enabled": "auto" if dtype == "auto" else dtype == "bfloat16"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # transformers' fused AdamW is not on its list
-        "steps_per_print": 10**9,  # its own lines on the terminal
+        "steps_per_print": 10**9,  # in effect never: DeepSpeed's own lines on the terminal
         "wall_clock_breakdown": False,
     }
 
@@ -72,9 +72,9 @@ def launch_config(
 ) -> dict[str, Any]:
     """accelerate's YAML for machine `node`; `deepspeed_file` is where the DeepSpeed JSON will be.
 
-    MULTI_GPU also on CPUs: accelerate's `cpu` takes another path, which ignores the number of processes. `standard` is a must
-    on several machines: DeepSpeed's own launcher (pdsh) starts independent trainings where there is no hostfile, with exit
-    code 0, and writes the whole environment to ~/.deepspeed_env.
+    MULTI_GPU also on CPUs: accelerate's `cpu` takes another path, which ignores the number of processes. `standard` is needed
+    on several machines: without a hostfile DeepSpeed's own launcher (pdsh) starts independent trainings, with exit code 0,
+    and it writes the whole environment to ~/.deepspeed_env.
     """
     alone = processes.total == 1 or processes.joins
     if alone:
@@ -83,7 +83,7 @@ def launch_config(
         settings = {
             "deepspeed_config_file": deepspeed_file,
             "deepspeed_multinode_launcher": "standard",
-            "zero3_init_flag": False,  # proofs and adapters come before the weights are spread
+            "zero3_init_flag": False,  # proofs and adapters come before the weights are sharded
         }
         kind_settings = {"distributed_type": "DEEPSPEED", "deepspeed_config": settings}
     elif strategy == "fsdp2":
@@ -94,7 +94,7 @@ def launch_config(
         "compute_environment": "LOCAL_MACHINE",
         **kind_settings,
         "num_machines": 1 if alone else processes.nodes,
-        "num_processes": 1 if alone else processes.total,  # of all machines: never those of one
+        "num_processes": 1 if alone else processes.total,  # over all machines, as accelerate counts them
         "machine_rank": node,
         "mixed_precision": "no",  # trainer.mixed_precision is set where the model is made
         "use_cpu": not gpus and alone,

@@ -1,13 +1,13 @@
-"""What a run takes on each device, by part, from the shapes of the weights alone: no torch, no hub.
+"""The memory of a run on each device, by part, from the shapes of the weights alone: no torch, no hub.
 
-Every strategy is counted as its framework keeps things (docs/planning.md has the tables and their sources): DDP a second copy of
-the gradients in its buckets; DeepSpeed float32 copies of the trained weights whatever their format; ZeRO-3 and FSDP2 what
-they gather at a time. Parts add up to the fullest moment of a step. What lies outside torch's allocator (CUDA's context,
-kernels, NCCL) is taken off the device before anything is said to fit; fragmentation is not foreseen.
+Every strategy is counted with the copies that its framework keeps (docs/planning.md has the tables and their sources): DDP a second
+copy of the gradients in its buckets; DeepSpeed float32 copies of the trained weights whatever their format; ZeRO-3 and FSDP2 the
+weights that they gather at a time. Parts add up to the peak of a step. Memory outside torch's allocator (CUDA's context, kernels,
+NCCL) is subtracted from the device before a run counts as fitting; fragmentation is not estimated.
 
-Activations are counted for llama and models like it as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), applied to what
-transformers' layers keep: RMS norms in float32, three tensors of the MLP's inner width and their product, attention without its
-s² term, no dropout. Where there is a mask (padded batches, model.attention=sdpa_mask), a layer keeps one of token × longest
+Activations are counted for llama and models like it as in Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), applied to the
+tensors that transformers' layers keep: RMS norms in float32, three tensors of the MLP's inner width and their product, attention
+without its s² term, no dropout. If there is a mask (padded batches, model.attention=sdpa_mask), a layer keeps one of token × longest
 document or row, and keys and values for every head. With gradient checkpointing a layer keeps its input, and one layer at a time
 is computed again. Logits never exist as a whole: TRL's head works in tiles.
 """
@@ -32,7 +32,7 @@ GIB = 2**30
 OUTSIDE = int(1.5 * GIB)  # CUDA's context, kernels and NCCL's buffers on a GPU
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ADAPTER_BYTES = 4  # peft keeps adapters in float32
-SHARDED = {  # what a strategy spreads over the processes
+SHARDED = {  # what a strategy shards over the processes
     "ddp": (),
     "zero1": ("optimizer",),
     "zero2": ("gradients", "optimizer"),
@@ -41,7 +41,7 @@ SHARDED = {  # what a strategy spreads over the processes
     "zero3_offload": ("weights", "gradients", "optimizer", "reference"),
 }
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
-_LIVE = 10**9  # numbers of gathered weights that ZeRO-3 keeps for use again (stage3_max_live_parameters)
+_LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
 
 
@@ -49,9 +49,9 @@ _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activati
 class Memory:
     """Bytes on each device, by part; `parameters` of the model, `trained` ones (adapters included).
 
-    `reference` is that of a DPO run that keeps a model (or adapters) for it, taken to be as large as the trained one;
-    `buffers` what strategies and autocast hold beside, for the fullest moment. `activations` is None where they are not
-    known, `unknown` says why. `host` is for each process, `device` that of a GPU where it is known.
+    `reference` is the reference model (or adapters) of a DPO run, taken to be as large as the trained one; `buffers` are those
+    of strategies and autocast at the peak. `activations` is None if they are not known, for the reason `unknown`. `host` is
+    for each process, `device` the memory of a GPU if it is known.
     """
 
     parameters: int
@@ -69,12 +69,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All parts that are known."""
+        """The sum of all known parts."""
         return sum(getattr(self, name) or 0 for name in _PARTS)
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits the device; None where the device is not known, or what is known fits and the rest is not known."""
+        """Whether it fits the device; None if the device is not known, or if the known parts fit and others are not known."""
         if self.device is None:
             return None
         fits = self.total + OUTSIDE <= self.device
@@ -103,10 +103,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A model in numbers, measured once for all that is tried.
+    """A model in numbers, computed once for all configs that are tried.
 
-    `width` is that of a weight in bytes. How many weights there are in `all`, in the `linear` layers of its blocks, in the
-    largest `block`, and outside of blocks (the `rest`); how many are `trained`. `sizes` are what is known of its own config.
+    `width` is the bytes of a weight. The numbers of weights: `all`, in the `linear` layers of its blocks, in the largest
+    `block`, outside of blocks (`rest`), and `trained`. `sizes` are the known values of its own config.
     """
 
     width: int
@@ -119,9 +119,9 @@ class _Model:
 
 
 def estimate(config: RunConfig, processes: int, device_bytes: int | None = None) -> Memory | str:
-    """The memory of a run on `processes` devices of `device_bytes` each, or a sentence on what is missing to know it.
+    """The memory of a run on `processes` devices of `device_bytes` each, or a sentence on what is missing to estimate it.
 
-    topology.gpu_memory (GiB) wins over `device_bytes`. Where it exceeds the device, `advice` says what to try.
+    topology.gpu_memory (GiB) overrides `device_bytes`. If the run exceeds the device, `advice` says what to try.
     """
     if config.topology.gpu_memory is not None:
         device_bytes = int(config.topology.gpu_memory * GIB)
@@ -167,7 +167,9 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
         "reference": _reference(config, model),
     }
     split = {one: math.ceil(size / processes) if one in SHARDED[name] else size for one, size in parts.items()}
-    host = model.all * model.width if "weights" in SHARDED[name] else 0  # each process loads all before it is spread
+    host = (
+        model.all * model.width if "weights" in SHARDED[name] else 0
+    )  # each process loads all weights before they are sharded
     if name == "zero3_offload":
         split["gradients"] += math.ceil(4 * model.trained / processes)  # in float32 too, for the optimizer
         host = max(host, sum(split.values()))
@@ -177,7 +179,7 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
     stepped = math.ceil(model.trained / (processes if "optimizer" in SHARDED[name] else 1))
     # the optimizer's step: DeepSpeed's float32 gradients, AdamW's temporary list of tensors
     stepping = (4 if rounded else 0) + (trained_width if config.optim.name == "adamw_torch" else 0)
-    after = 0 if name == "zero3_offload" else stepped * stepping - (activations or 0)  # which are gone by then
+    after = 0 if name == "zero3_offload" else stepped * stepping - (activations or 0)  # activations are freed by then
     return Memory(
         **{**split, "buffers": max(buffers, after), "activations": activations},
         parameters=model.all,
@@ -242,7 +244,7 @@ def _reference(config: RunConfig, model: _Model) -> int:
 
 
 def _advice(config: RunConfig, processes: int) -> str:
-    """What to try, by what it costs; nothing that changes what is computed or would be refused here."""
+    """What to try, the cheapest first; nothing that changes the training or would be refused with this config."""
     now, offload = config.strategy.name, "zero3_offload"
     sharded = "zero3" if now in STAGES else "fsdp2"  # FSDP2 keeps no float32 copies of bfloat16 weights
     kinds = {name: replace(config, strategy=replace(config.strategy, name=name)) for name in (sharded, offload)}
@@ -264,9 +266,9 @@ def _gib(size: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FullestBatch:
-    """The fullest micro-batch of a device: its token slots, and how many keys the mask of a query spans where there is one.
+    """The fullest micro-batch of a device: its token slots, and the keys per query of its mask (None: no mask).
 
-    `weight` and `compute` are bytes of a number: of a stored weight, and of what layers compute in (less under autocast).
+    `weight` and `compute` are the bytes of a stored weight and of a number in the layers' computation (2 under autocast).
     """
 
     tokens: int
@@ -276,7 +278,7 @@ class FullestBatch:
 
 
 def _fullest(config: RunConfig, width: int) -> FullestBatch | None:
-    """The fullest micro-batch that `config` allows; None where neither its tokens nor its documents' lengths have a limit."""
+    """The fullest micro-batch that `config` allows; None if neither its tokens nor its documents' lengths have a limit."""
     each = 1 if config.objective.kind == "sft" else 2
     examples, tokens = config.batch.limits(config.packing.mode)
     longest = config.data.max_length
@@ -296,7 +298,7 @@ def _fullest(config: RunConfig, width: int) -> FullestBatch | None:
 def of_the_layers(config: RunConfig, of: Layers, batch: FullestBatch) -> tuple[int, int]:
     """(bytes that all layers keep between the passes, bytes that the last one needs in its backward pass)."""
     layer = batch.tokens * _of_a_layer(config, of, batch)
-    gradients = batch.tokens * 2 * of.inner * batch.compute  # those inside the MLP
+    gradients = batch.tokens * 2 * of.inner * batch.compute  # of the tensors inside the MLP
     last_norm = batch.tokens * of.hidden * (4 + batch.weight)
     if config.trainer.gradient_checkpointing:
         return of.number * batch.tokens * of.hidden * batch.weight + last_norm, layer + gradients
@@ -304,7 +306,7 @@ def of_the_layers(config: RunConfig, of: Layers, batch: FullestBatch) -> tuple[i
 
 
 def _of_a_layer(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
-    """Bytes that a layer keeps of a token."""
+    """Bytes per token that a layer keeps for its backward pass."""
     full, compute = config.peft.kind == "none", batch.compute
     norms = 2 * of.hidden * (4 + (batch.weight if full else 0)) + 8
     if of.kind == "qwen3":
@@ -315,10 +317,10 @@ def _of_a_layer(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
 
 
 def _of_inputs(config: RunConfig, of: Layers, batch: FullestBatch) -> int:
-    """Bytes per token that the linear layers of one layer keep of their inputs, where their weights or adapters are trained.
+    """Bytes per token that the linear layers of one layer keep of their inputs, if their weights or adapters are trained.
 
-    Layers that read the same tensor share it, unless each makes its own copy: in the format that autocast wants, or in the
-    adapters' float32. What o_proj reads attention has kept already, down_proj's input is always new.
+    Layers that read the same tensor share it, unless each makes its own copy: in autocast's format, or in the adapters' float32.
+    o_proj's input is already kept by attention, down_proj's is always new.
     """
     full, autocast = config.peft.kind == "none", config.trainer.mixed_precision == "bf16"
 

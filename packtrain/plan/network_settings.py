@@ -1,8 +1,8 @@
 """The network of a machine, and the settings of NCCL and gloo that it needs: one interface for both, towards the first machine.
 
-gloo by itself takes the address that the machine's own name resolves to, often 127.0.0.1, which no other machine can reach.
-NCCL takes an interface called ib*, else the first that the system lists, wherever it leads, and all RDMA ports that are
-active, slow ones and those of storage among them. What a user has set is checked and left alone.
+By default gloo takes the address to which the machine's own name resolves, often 127.0.0.1, which no other machine can reach.
+NCCL takes an interface called ib*, else the first that the system lists, whether or not it leads to the other machines, and
+all active RDMA ports, including slow ones and those of storage. The user's own settings are checked and left unchanged.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from packtrain.errors import CheckFailed, Problem
 SOCKETS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 LOOPBACK = "127.0.0.1"
 LOOK_UP_S = 1.0
-"""Seconds within which any name server of use has answered."""
+"""Seconds after which a name server counts as silent."""
 FIX = "mend the servers in /etc/resolv.conf, or give the addresses names in /etc/hosts as torch asks for them: ::ffff:10.0.0.1 n1"
 _SHORT = "timeout:1 attempts:1"
 _RATE = re.compile(r"([\d.]+)\s*Gb/sec")
-_FAR_AWAY = "203.0.113.1", "2001:db8::1"  # addresses that nobody has: the way to them is the default route
+_FAR_AWAY = "203.0.113.1", "2001:db8::1"  # reserved addresses, which only the default route leads to
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class HostNetwork:
-    """What this machine has. `own_address` is the one that it has towards the first machine, None where no way is known."""
+    """Interfaces and RDMA ports of this machine, and its address towards the first machine (None: no route is known)."""
 
     interfaces: tuple[Interface, ...] = ()
     ports: tuple[Port, ...] = ()
@@ -73,7 +73,7 @@ class HostNetwork:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSetting:
-    """An environment variable and why it is set to `value`, or, where that is None, is left as it is."""
+    """An environment variable and the reason why it is set to `value`, or left unchanged (None)."""
 
     name: str
     value: str | None
@@ -83,7 +83,7 @@ class NetworkSetting:
 def read_network(main_address: str | None, *, root: Path = Path("/")) -> HostNetwork:
     """The network of this machine, and its own address towards `main_address`.
 
-    Takes a few milliseconds, and the name server's time. `root` is where the kernel's files are.
+    Takes a few milliseconds and a name look-up. `root` contains the kernel's files (sys/).
     """
     found, down = addresses_by_interface(), _down()
     outward = [own_address_towards(one) for one in _FAR_AWAY]
@@ -98,7 +98,7 @@ def read_network(main_address: str | None, *, root: Path = Path("/")) -> HostNet
 
 
 def own_address_towards(main_address: str) -> str | None:
-    """The address that packets to `main_address` leave from; nothing is sent. None where the name or the way is unknown."""
+    """The source address of packets to `main_address`; sends nothing. None if the name or the route is unknown."""
     with suppress(OSError, UnicodeError):
         for family, kind, protocol, _, place in socket.getaddrinfo(main_address, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -108,7 +108,7 @@ def own_address_towards(main_address: str) -> str | None:
 
 
 def addresses_by_interface() -> dict[str, tuple[str, ...]]:
-    """This machine's IP addresses; {} where the system does not tell, as in some sandboxes."""
+    """This machine's IP addresses by interface; {} if the system does not tell, as in some sandboxes."""
     families = (socket.AF_INET, socket.AF_INET6)
     with suppress(OSError, RuntimeError, psutil.Error):
         return {
@@ -126,7 +126,7 @@ def _down() -> set[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach the address, or the name stands for such a one."""
+    """Whether the address or name leads only to this machine itself."""
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
@@ -142,7 +142,7 @@ def _port(folder: Path) -> Port:
 
 
 def kernel_text(path: Path) -> str:
-    """A short file of the kernel's, "" where it cannot be read."""
+    """The text of a small kernel file, "" if it cannot be read."""
     with suppress(OSError):
         return path.read_text(errors="replace").strip()
     return ""
@@ -157,10 +157,10 @@ def choose_network(
     asked: Mapping[str, str] | None = None,
     gpus: bool = True,
 ) -> list[NetworkSetting]:
-    """The network settings of this machine's processes, one of `nodes`; none where it is the only one.
+    """The network settings of this machine's processes, one of `nodes`; none if it is the only one.
 
-    `env` is what the user has exported, `asked` (topology.environment) wins over it; without `gpus` NCCL is not told
-    anything. Raises CheckFailed where one of theirs names what this machine does not have.
+    `env` is the user's environment, which `asked` (topology.environment) overrides; without `gpus` NCCL gets no settings.
+    Raises CheckFailed if a setting of the user names an interface that this machine does not have.
     """
     if nodes == 1:
         return []
@@ -174,13 +174,13 @@ def choose_network(
         if value and network.interfaces and not matching(value, list(up), exact=not nccl):
             there = ", ".join(f"{one} ({address})" for one, address in up.items()) or "none"
             what = f"{value} is not there, or down: this machine has {there}"
-            fix = "take it away, and packtrain chooses; or name one of these"
+            fix = "remove it, and packtrain chooses; or name one of these"
             problems.append(Problem(what, _where(name, asked), fix))
         elif value:
             settings.append(NetworkSetting(name, None, f"{value}, by {_where(name, asked)}"))
         elif interface is None:
             settings.append(NetworkSetting(name, None, reason))
-        else:  # = is NCCL's word for exactly this one
+        else:  # in NCCL's syntax = means exactly this name
             settings.append(NetworkSetting(name, f"={interface}" if nccl else interface, reason))
     if problems:
         raise CheckFailed(problems)
@@ -188,22 +188,22 @@ def choose_network(
 
 
 def _way(network: HostNetwork, main_address: str | None) -> tuple[str | None, str]:
-    """The interface on the way to the first machine, and the reason in words; or None, and why none is chosen."""
+    """The interface that leads to the first machine, and the reason; or None, and why none is chosen."""
     own = network.own_address
     if main_address is None or own is None:
-        return None, "no way to the first machine is known here"
+        return None, "no route to the first machine is known here"
     if is_loopback(main_address):
         return None, f"{main_address} is every machine's own address: all processes are taken to be on this one"
     leading = [one for one in network.interfaces if own in one.addresses]
     reason = f"leads to {main_address}, with the address {own}"
-    if is_loopback(own):  # the machine's name for itself
+    if is_loopback(own):  # the name leads each machine to itself
         leading = [one for one in network.interfaces if one.usable and one.default_route]
         reason = f"has the default route ({main_address} is {own} here, which no other machine reaches)"
     return (leading[0].name, reason) if leading else (None, f"no interface leads from {own} to {main_address}")
 
 
 def _rdma(ports: Sequence[Port], given: Mapping[str, str], asked: Mapping[str, str]) -> list[NetworkSetting]:
-    """NCCL_IB_HCA where there is InfiniBand; among ports of RoCE NCCL chooses by what is near a GPU."""
+    """NCCL_IB_HCA for InfiniBand; RoCE ports are left to NCCL, which chooses those near a GPU."""
     fabric = [one for one in ports if one.active and one.layer == "InfiniBand"]
     if not fabric or given.get("NCCL_IB_DISABLE") == "1":
         return []
@@ -215,9 +215,9 @@ def _rdma(ports: Sequence[Port], given: Mapping[str, str], asked: Mapping[str, s
 
 
 def matching(wanted: str, names: Sequence[str], *, exact: bool = False) -> list[str]:
-    """Of `names` those that NCCL's form of a list means: prefixes, exact names after =, all others after ^.
+    """The `names` that a list in NCCL's syntax selects: by prefix, after = by exact name, after ^ all others.
 
-    With `exact` they are gloo's: names and nothing else.
+    `exact`: the list is gloo's, plain names.
     """
     parts = [part.strip() for part in (wanted if exact else wanted.lstrip("^=")).split(",")]
     exact = exact or wanted.removeprefix("^").startswith("=")
@@ -230,10 +230,10 @@ def _where(name: str, asked: Mapping[str, str]) -> str:
 
 
 def silence_for(address: str) -> str:
-    """That no name server answers for `address` (or a name of it), in words; "" where it is looked up in no time.
+    """The message that no name server answers for `address`; "" if one does within LOOK_UP_S.
 
-    torch's store, gloo and torchrun look up the name of each address that they connect to, only to show it in their logs, but
-    they wait for it: with the usual settings of glibc a start takes 20 s longer, in silence.
+    torch's store, gloo and torchrun look up the name of each address that they connect to, only for their logs, but they wait
+    for it: with the usual settings of glibc a start silently takes 20 s longer.
     """
     thread = threading.Thread(target=_look_up, args=(address,), name="look-up", daemon=True)
     thread.start()
@@ -242,8 +242,8 @@ def silence_for(address: str) -> str:
 
 
 def short_waits(address: str) -> dict[str, str]:
-    """Variables with which processes that connect to `address` wait for a silent name server 1 s instead of 10; {} where none
-    is silent. Prints that one is; the user's own RES_OPTIONS stay."""
+    """Variables that reduce the wait for a silent name server from 10 s to 1 s in processes that connect to `address`; {} if it
+    answers. Prints a warning if it does not; the user's own RES_OPTIONS are kept."""
     silent = silence_for(address)
     if not silent:
         return {}
@@ -254,7 +254,7 @@ def short_waits(address: str) -> dict[str, str]:
 
 
 def _look_up(address: str) -> None:
-    with suppress(OSError):  # no such name: that is known at once, and told elsewhere
+    with suppress(OSError):  # an unknown name is an answer, and reported elsewhere
         found = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
         mapped = found if ":" in found else f"::ffff:{found}"  # torch's sockets speak IPv6
         socket.gethostbyaddr(mapped)  # not getnameinfo, which holds all threads up in Python 3.11.2

@@ -1,8 +1,8 @@
 """The shapes of a model's weights, and the sizes in its config, before it is loaded: no torch, no hub.
 
 They come from the headers of safetensors files in a local folder or in the hub's cache; for a model that is not there, from
-the sizes in its config (or in model.config), where the layers of its type are known: those of llama and models like it. Where neither
-is at hand the answer says what is missing, and nothing is guessed.
+the sizes in its config (or in model.config), for llama and models like it, whose layers are known. If neither is available, the
+error says what is missing; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """`shapes` by name, the bytes of a `stored` number, and what is known of the model's own config as `sizes`."""
+    """`shapes` by name, the bytes of a `stored` number, and the known values of the model's own config (`sizes`)."""
 
     shapes: Shapes
     stored: int
@@ -113,7 +113,7 @@ def is_adapted(layer: str, targets: str | list[str]) -> bool:
 
 
 def _folder(model: Model) -> Path | None:
-    """The local folder of the model: its path, else what the hub's cache holds of it."""
+    """The local folder of the model: its path, else its snapshot in the hub's cache; None if there is none."""
     if model.path is None:
         return None
     path = Path(model.path).expanduser()

@@ -1,9 +1,9 @@
-"""What this machine offers, and what Slurm and other launchers have told this process in its environment; as values.
+"""GPUs, cores and other facts of this machine, and the environment variables of Slurm and other launchers, as values.
 
-Every decision of plan/ and launch/ can then be tested on any machine. `look_around` asks the machine once, before the plan; only
-its network is read later, when the plan knows the address of the first machine. Other launchers start one process for each
-device (torchrun, accelerate launch, mpirun, a Slurm step with several tasks on a machine), which then trains, or one for each
-machine (Kubernetes' training operator), which then starts those of its devices. Slurm itself is not asked.
+So every decision of plan/ and launch/ can be tested on any machine. `look_around` reads them once, before the plan; only the
+network is read later, when the plan knows the address of the first machine. Other launchers start one process for each device
+(torchrun, accelerate launch, mpirun, a Slurm step with several tasks on a machine), which trains, or one for each machine
+(Kubernetes' training operator), which starts the processes of its devices. Of Slurm only the variables are read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from packtrain.config.schema import Topology
 from packtrain.errors import UserError
 from packtrain.plan.network_settings import HostNetwork, read_network
 
-TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun gives each process
+TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # which torchrun sets for each process
 DEFAULT_PORT = 29500
 # Rank, size, rank on the machine, size of the machine: Open MPI's, and those of MPICH, Intel MPI and others of the Hydra family.
 _MPI = (
@@ -36,17 +36,17 @@ _MPI = (
 _SMI_TIMEOUT_S = 20
 _LEAST_PORT, _PORTS, _ATTEMPTS = 20_000, 10_000, 50
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # numbers from here on are Slurm's own steps: batch, interactive, extern
-_SLURM_PORTS = 15000, 10000  # first, and how many: below those that Linux gives to outgoing connections
+_SLURM_PORTS = 15000, 10000  # first, and how many: below Linux's range for outgoing connections
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a plan depends on beside the config: its environment variables, visible GPUs, CPU cores, paths, a free port.
+    """What a plan depends on beside the config: environment variables, visible GPUs, CPU cores, paths, a free port.
 
-    `gpu_memory` is that of the smallest GPU in bytes (None: not known, or none is visible), `driver` whether the machine has
-    an NVIDIA driver at all, `load` the mean number of processes that wanted a core in the last minute. `network` tells the
-    machine's network by the address of the first machine, which the plan finds out; None where it is not to be looked at.
+    `gpu_memory` is the smallest GPU's in bytes (None: not known, or none is visible), `driver` whether the machine has an
+    NVIDIA driver at all, `load` the load average of the last minute. `network` reads the machine's network, given the address
+    of the first machine; None if it must not be read.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Surroundings:
 def look_around(gpus_of_machine: Sequence[int] | None = None) -> Surroundings:
     """The surroundings of this process. Takes a few milliseconds without GPUs, nvidia-smi's time with them.
 
-    `gpus_of_machine` are bytes of memory of each GPU, 0 where not known, for a caller that has asked already.
+    `gpus_of_machine` are the bytes of memory of each GPU, 0 if not known, if the caller has them already.
     """
     beside = Path(sys.executable).with_name("accelerate")
     memory = _gpus_of_machine() if gpus_of_machine is None else gpus_of_machine
@@ -86,7 +86,7 @@ def look_around(gpus_of_machine: Sequence[int] | None = None) -> Surroundings:
 
 
 def visible_gpus(machine: int, cuda_visible_devices: str | None) -> int:
-    """How many of the machine's GPUs CUDA shows; a list ends, as in CUDA, at its first invalid entry."""
+    """How many of the machine's GPUs are visible to CUDA, which reads the list up to its first invalid entry."""
     if cuda_visible_devices is None:
         return machine
     visible = 0
@@ -99,7 +99,7 @@ def visible_gpus(machine: int, cuda_visible_devices: str | None) -> int:
 
 
 def _gpus_of_machine() -> list[int]:
-    """Bytes of memory of each GPU; 0 where it is not known."""
+    """Bytes of memory of each GPU; 0 if not known."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return [0 for _ in Path("/dev").glob("nvidia[0-9]*")]
@@ -112,7 +112,7 @@ def _gpus_of_machine() -> list[int]:
 
 
 def free_port() -> int:
-    """A free port, below the range that the system gives out by itself, so that it is still free when it is used."""
+    """A free port, below the range of outgoing connections, so that it is most likely still free when it is used."""
     for port in (*(_LEAST_PORT + secrets.randbelow(_PORTS) for _ in range(_ATTEMPTS)), 0):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -122,11 +122,11 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The machines of a Slurm job (of its step, inside one) and where this process stands in it.
+    """The machines of a Slurm job, or inside a step those of the step, and the place of this process in it.
 
-    `place` is a `task` of a step, a `machine` of the job (its batch script, or a shell there), or `outside` (the shell that
-    salloc leaves one in on the login machine). `tasks` are those of the step on each machine. `gpus` is what each has of
-    the job, None where Slurm does not say. `port` is the same for all tasks of a step, and another for the next.
+    `place` is a `task` of a step, a `machine` of the job (its batch script, or a shell there), or `outside` (salloc's shell on
+    the login machine). `tasks` are the step's tasks on each machine. `gpus` is the job's number on each machine, None if Slurm
+    does not say. `port` is the same for all tasks of a step, and differs between steps.
     """
 
     job: str
@@ -139,7 +139,7 @@ class Allocation:
 
 
 def allocation_of(env: Mapping[str, str]) -> Allocation | None:
-    """The job that this process is in, None outside one. Raises UserError where its variables cannot be read."""
+    """The job that this process is in, None outside one. Raises UserError if its variables cannot be read."""
     job, hosts = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
     if not job or not hosts:
         return None
@@ -147,7 +147,7 @@ def allocation_of(env: Mapping[str, str]) -> Allocation | None:
     in_step = step < _FIRST_SPECIAL_STEP
     gpus = int_of(env, "SLURM_GPUS_ON_NODE", 0)
     place = "task" if in_step else "machine" if "SLURM_NODEID" in env else "outside"
-    if place == "outside":  # `8`, `a100:8`: all that is known there
+    if place == "outside":  # there only this is set: `8`, `a100:8`
         asked = env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
         gpus = int(asked) if asked.isdigit() else gpus
     number = int(re.sub(r"\D", "", job) or 0) * 131 + (step if in_step else 0) * 17
@@ -163,12 +163,13 @@ def allocation_of(env: Mapping[str, str]) -> Allocation | None:
 
 
 def expand(hosts: str) -> tuple[str, ...]:
-    """The names that a list of Slurm's means: `n[1-3,07],login` → n1, n2, n3, n07, login. Raises UserError."""
+    """The names in a Slurm host list: `n[1-3,07],login` → n1, n2, n3, n07, login. Raises UserError."""
     names: list[str] = []
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
-        parts = enumerate(re.split(r"\[(.*?)\]", name))  # those at odd places are ranges
+        texts = re.split(r"\[(.*?)\]", name)  # `n[1-3]x` → "n", "1-3", "x": every second text is a range
         try:
-            names += map("".join, itertools.product(*(_numbers(part) if at % 2 else [part] for at, part in parts)))
+            choices = [list(_numbers(text)) if at % 2 else [text] for at, text in enumerate(texts)]
+            names += ["".join(parts) for parts in itertools.product(*choices)]
         except ValueError as error:
             what = f"cannot read {hosts!r} as a list of hosts"
             raise UserError(what, where="environment variable SLURM_JOB_NODELIST") from error
@@ -189,7 +190,7 @@ def repeated(counts: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedMachine:
-    """This process stands for machine `node` of `nodes`; `per_node` where the launcher says how many processes it has."""
+    """Machine `node` of `nodes`, for which another launcher started this process; `per_node`: its processes, None if not said."""
 
     node: int
     nodes: int
@@ -202,15 +203,15 @@ class LaunchedMachine:
 def process_of(
     topology: Topology, env: Mapping[str, str], allocation: Allocation | None
 ) -> tuple[str, Mapping[str, str]] | None:
-    """Which launcher has started one process per device, and what torch still has to be told; None where none has.
+    """The launcher that has started one process per device, and the variables that torch still needs; None if none has.
 
-    Raises UserError where it has said only half of what is needed.
+    Raises UserError if the launcher set only some of the variables needed.
     """
     if all(env.get(name) for name in TORCH):
         return "RANK, WORLD_SIZE and MASTER_ADDR are set", {}
     task = allocation is not None and allocation.place == "task"
     for names in _MPI:
-        if int_of(env, names[1], 1) > 1 and not (task and names[2] not in env):  # srun, too, may set PMI_SIZE
+        if int_of(env, names[1], 1) > 1 and not (task and names[2] not in env):  # srun may set PMI_SIZE as well
             return _of_mpi(topology, env, names)
     if allocation is not None and sum(allocation.tasks) > len(allocation.tasks):
         return _of_slurm(topology, env, allocation)
@@ -220,7 +221,7 @@ def process_of(
 
 
 def machine_of(env: Mapping[str, str]) -> LaunchedMachine | None:
-    """The machine that Kubernetes' training operator has started this process for: by torchrun's PET_ variables, or a pod's."""
+    """The machine for which Kubernetes' training operator started this process, by torchrun's PET_ variables or the pod's."""
     if "LOCAL_RANK" in env:  # torchrun has started this process itself
         return None
     if env.get("PET_NNODES", "1") != "1" or "PET_NODE_RANK" in env:
@@ -242,7 +243,7 @@ def machine_of(env: Mapping[str, str]) -> LaunchedMachine | None:
 
 
 def require(env: Mapping[str, str], names: Sequence[str]) -> None:
-    """Raises UserError where a launch has not set all of the variables that say which part of it this process is."""
+    """Raises UserError if a launch has not set all `names`, the variables that number this process."""
     if missing := [name for name in names if not env.get(name)]:
         raise UserError(
             f"to join a running launch, {', '.join(missing)} must be set too",
@@ -252,7 +253,7 @@ def require(env: Mapping[str, str], names: Sequence[str]) -> None:
 
 
 def int_of(env: Mapping[str, str], name: str, otherwise: int) -> int:
-    """A variable as a whole number. Raises UserError where it is none."""
+    """A variable as a whole number, `otherwise` if it is not set. Raises UserError if it is not a number."""
     value = env.get(name) or str(otherwise)
     if not value.isdigit():
         raise UserError(f"found {value!r}, a whole number is needed", where=f"environment variable {name}")
@@ -264,7 +265,7 @@ def _of_mpi(topology: Topology, env: Mapping[str, str], names: tuple[str, ...]) 
     rank, total, local, per_node = (int_of(env, name, 0) for name in names)
     address = topology.main_address or env.get("MASTER_ADDR") or ("127.0.0.1" if per_node == total else None)
     if address is None:
-        what = f"mpirun has started {total} processes on several machines, and none of them knows the first one's name"
+        what = f"mpirun has started {total} processes on several machines, and the first one's name is not known"
         raise UserError(what, where="topology.main_address", fix="Set it, or MASTER_ADDR (mpirun -x MASTER_ADDR=HOST).")
     port = topology.main_port or int_of(env, "MASTER_PORT", DEFAULT_PORT)
     return f"mpirun has started it ({names[0]})", _torch_variables(rank, total, local, per_node, address, port)

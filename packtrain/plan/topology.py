@@ -1,8 +1,8 @@
-"""Which processes train, on which machines, and what this process has to do for it. Pure.
+"""Which processes train, on which machines, and the role of this process. Pure.
 
-What the config says, what Slurm or another launcher says and what the machine shows must agree: a contradiction is an
-error that names both. What is only missing to carry the plan out from here (a plan for 64 machines made on a laptop) is
-an obstacle: the plan is shown all the same.
+The config, Slurm's or another launcher's variables and the machine itself must agree: a contradiction is an error that names
+both sources. If the plan only cannot be carried out from here (a plan for 64 machines made on a laptop), that is an obstacle,
+and the plan is shown all the same.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ GPUS_PER_NODE = "topology.gpus_per_node"
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """`per_node` processes on each of `nodes` machines, of which this is number `node`; and why.
+    """`per_node` processes on each of `nodes` machines, of which this is number `node`; and the reason.
 
-    `needs_srun` where packtrain is still to be started on all machines of a Slurm job; `joins` where another launcher has started
-    all processes; `env` is what torch has to be told of it. `hosts` are the machines' names where they are known. `obstacles`
+    `needs_srun`: packtrain is not yet started on all machines of a Slurm job; `joins`: another launcher has started all
+    processes, and `env` are the variables that torch needs then. `hosts` are the machines' names if they are known. `obstacles`
     keep the plan from being carried out from here.
     """
 
@@ -62,12 +62,12 @@ class Processes:
 
     @property
     def role(self) -> Role:
-        """What this process has to do: train, start those of its machine, or start packtrain on all machines."""
+        """The task of this process: train, launch the processes of its machine, or start packtrain on all machines by srun."""
         return "srun" if self.needs_srun else "train" if self.joins or self.total == 1 else "launch"
 
 
 def choose_processes(topology: Topology, surroundings: Surroundings) -> Processes:
-    """The processes that `topology` means here. Raises UserError or CheckFailed where two sources contradict each other."""
+    """The processes of a run with this `topology`, here. Raises UserError or CheckFailed if two sources contradict each other."""
     kind, env = topology.kind, surroundings.env
     allocation = allocation_of(env)
     process, machine = process_of(topology, env, allocation), machine_of(env)
@@ -90,9 +90,9 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
 
 
 def _refuse_own_run(kind: str, processes: int, machine: LaunchedMachine | None, allocation: Allocation | None) -> None:
-    """Raises UserError where this is one of several that a launcher has started, and each would start its own run."""
+    """Raises UserError if a launcher has started several such processes, each of which would start its own run."""
     several = [(processes, "a running launch")]
-    if kind != "manual":  # by which machines that others have started can be numbered
+    if kind != "manual":  # there the user numbers machines, however they were started
         several += [(machine.nodes, machine.by)] if machine else []
         several += [(len(allocation.tasks), f"a step of Slurm job {allocation.job}")] if allocation else []
     for number, launch in several:
@@ -109,12 +109,12 @@ def _join(topology: Topology, by: str, told: Mapping[str, str], surroundings: Su
     rank, total = int_of(env, "RANK", 0), int_of(env, "WORLD_SIZE", 1)
     if rank >= total:
         raise UserError(f"rank {rank} of {total} processes", where="environment variable RANK", fix="It starts at 0.")
-    # DeepSpeed's launcher has another name for it
+    # LOCAL_SIZE: DeepSpeed's launcher
     per_node = max(int_of(env, "LOCAL_WORLD_SIZE", int_of(env, "LOCAL_SIZE", total)), 1)
     nodes = max(total // per_node, 1)
     if total != nodes * per_node:
         raise CheckFailed(
-            f"{total} processes in all, {per_node} of them on this machine: the others have another number",
+            f"{total} processes in all, {per_node} of them on this machine: the other machines have a different number",
             where=f"the launch ({by})",
             fix="start the same number of processes on every machine",
         )
@@ -125,9 +125,9 @@ def _join(topology: Topology, by: str, told: Mapping[str, str], surroundings: Su
             where="topology",
             fix="the number of processes that accelerate launch wants is the total over all machines; torchrun's is that of each",
         )
-    checked = "OMPI_COMM_WORLD_RANK" in env  # DeepSpeed holds LOCAL_RANK to Open MPI's
+    checked = "OMPI_COMM_WORLD_RANK" in env  # DeepSpeed requires Open MPI's LOCAL_RANK
     if surroundings.gpus == 1 and told and not checked:
-        told = {**told, "LOCAL_RANK": "0"}  # each task has a GPU to itself (--gpus-per-task): the first that it sees
+        told = {**told, "LOCAL_RANK": "0"}  # each task sees one GPU (--gpus-per-task), as number 0
     _agree_on_address(topology, env["MASTER_ADDR"], f"MASTER_ADDR ({by})")
     _agree("topology.main_port", topology.main_port, int_of(env, "MASTER_PORT", 0), f"MASTER_PORT ({by})")
     reason = f"joins a running launch as rank {rank} of {total} ({by})"
@@ -179,7 +179,7 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
 
 
 def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) -> Processes:
-    """Machines that are started one by one `by_hand`, each with its number; or machines of which this may be none."""
+    """Machines that are started one by one `by_hand`, each with its number; else machines that may not include this one."""
     nodes, node = topology.nodes or 1, topology.node_rank
     per_node = topology.gpus_per_node or surroundings.gpus or int(by_hand)
     if not per_node:
@@ -220,7 +220,7 @@ def _on_this_machine(topology: Topology, surroundings: Surroundings) -> Processe
         found = f"{counted(gpus, 'GPUs')} of {surroundings.host}"
     else:
         found = f"no GPU is visible on {surroundings.host}"
-        if surroundings.driver and "CUDA_VISIBLE_DEVICES" not in surroundings.env:  # they are not hidden on purpose
+        if surroundings.driver and "CUDA_VISIBLE_DEVICES" not in surroundings.env:  # not hidden on purpose
             found += " (it has an NVIDIA driver: see whether nvidia-smi works)"
     return Processes(
         nodes=1,
@@ -238,7 +238,7 @@ def _agree(key: str, wanted: int | None, found: int | None, source: str) -> None
 
 
 def _agree_on_address(topology: Topology, found: str, source: str) -> None:
-    """Raises UserError where two host names differ; of addresses, and of a machine's names for itself, nothing is known."""
+    """Raises UserError if two host names differ; IP addresses and loopback names cannot be compared."""
     wanted = topology.main_address
     if not wanted or not found or is_loopback(found) or _is_address(wanted) or _is_address(found):
         return
@@ -254,7 +254,7 @@ def _is_address(name: str) -> bool:
 
 
 def _check_gpus(per_node: int, surroundings: Surroundings, source: str) -> None:
-    """Raises CheckFailed where this machine shows fewer GPUs than were promised; one without a driver runs on its CPUs."""
+    """Raises CheckFailed if this machine shows fewer GPUs than promised; one without a driver runs on its CPUs."""
     if per_node > surroundings.gpus and surroundings.driver:
         what = f"{surroundings.host} shows {surroundings.gpus} GPUs, {per_node} were promised ({source})"
         fix = "look at nvidia-smi and CUDA_VISIBLE_DEVICES there, and leave the machine out if a GPU is lost"

@@ -1,4 +1,4 @@
-"""A plan as a person reads it: the config that made it so, then what will happen."""
+"""A plan as `packtrain plan` prints it: the resolved config, then processes, batch, memory and commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from packtrain.run_folder import RunFolder
 def print_plan(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str]) -> None:
     """The resolved config and the launcher's settings, then processes, batch, memory and commands.
 
-    What was asked for is last, where a terminal shows it. `arguments` are those that named the config.
+    The plan itself comes last, where a terminal shows it. `arguments` are those that named the config.
     """
     console = Console(highlight=False, soft_wrap=True)
     accelerate = "" if launch.in_process else yaml.safe_dump(dict(launch.accelerate))
@@ -38,7 +38,7 @@ def print_plan(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequ
 
 
 def plan_json(config: RunConfig, launch: LaunchPlan) -> dict[str, Any]:
-    """The plan's own document, why its processes and network are so, memory (null where not known), the config."""
+    """The plan's own document, the reasons for processes and network, memory (null if not known), the config."""
     memory = estimate(config, launch.num_processes, launch.gpu_memory)
     return {
         **launch.to_json(),
@@ -70,13 +70,13 @@ def _lines(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence
 
 
 def _run(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """What to type, ready to paste; and what is still in the way of it."""
+    """The command to paste, after the obstacles that must be removed first."""
     topology = config.topology
     typed = [verb, *(one for one in arguments if not one.startswith(("topology.node_rank=", "topology=auto")))]
     lines = [("first", f"{one.where}: {one.what}. {one.fix}".strip()) for one in launch.obstacles]
-    # another launcher, Slurm or a pod tells each machine its number: the same command everywhere
-    told = launch.hosts or launch.in_process or (topology.node_rank is None and not launch.obstacles)
-    by_hand = launch.nodes > 1 and not told and topology.kind != "slurm"
+    # each machine gets its number from another launcher, Slurm or a pod: the command is the same everywhere
+    numbered = launch.hosts or launch.in_process or (topology.node_rank is None and not launch.obstacles)
+    by_hand = launch.nodes > 1 and not numbered and topology.kind != "slurm"
     if launch.obstacles and (topology.kind == "slurm" or (by_hand and topology.kind == "auto")):
         lines.append(("run", f"in Slurm: {shlex.join([*_program(), 'sbatch', *typed])} --submit"))
     if by_hand:
@@ -91,7 +91,7 @@ def _run(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence[s
 
 
 def _program() -> list[str]:
-    """How this packtrain was called, so that a printed command can be pasted."""
+    """The command by which packtrain was called, so that a printed command can be pasted."""
     called = sys.argv[0]
     if os.path.basename(called) != "packtrain":
         return [sys.executable, "-m", "packtrain"]

@@ -210,7 +210,7 @@ def test_a_main_name_that_means_this_machine_itself_is_a_clear_error(waits: dict
 def test_two_machines_with_number_0_are_both_told_at_once(hosts: TwoHosts, folder: Path) -> None:
     runs = [sft(hosts, host, folder, AT_ONCE, node=0) for host in (1, 2)]
     assert both(runs) == [3, 3], runs[1].text
-    assert f"two machines say that they are number 0: n1 ({ADDRESSES[0]}) and n2 ({ADDRESSES[1]})" in runs[0].text
+    assert f"two machines are number 0: n1 ({ADDRESSES[0]}) and n2 ({ADDRESSES[1]})" in runs[0].text
     assert "topology.node_rank" in runs[1].text
 
 
@@ -272,7 +272,7 @@ def test_machines_with_another_number_of_gpus_are_told_at_once(hosts: TwoHosts, 
     ]
     assert both(runs) == [3] * 4, runs[0].text
     assert all("do not have the same number of GPUs (n1: 2, n2: 1)" in run.text for run in runs[:2])
-    assert all("2 GPUs on each machine are wanted, and some have fewer (n2: 1)" in run.text for run in runs[2:])
+    assert all("2 GPUs on each machine are needed, but some have fewer (n2: 1)" in run.text for run in runs[2:])
     assert all("Set topology.gpus_per_node=1 on every machine" in run.text for run in runs)
 
 

@@ -136,7 +136,7 @@ def test_each_machine_says_that_machine_0_is_missing(config: RunConfig, monkeypa
 def test_two_machines_of_one_number_are_named_on_all(config: RunConfig) -> None:
     ends = together(config, 0, 1, 1)
     assert all(isinstance(one, CheckFailed) for one in ends), ends
-    assert all("two machines say that they are number 1" in str(one) for one in ends)
+    assert all("two machines are number 1" in str(one) for one in ends)
 
 
 def test_a_machine_of_a_run_that_is_its_own_is_refused_with_the_reason(config: RunConfig) -> None:

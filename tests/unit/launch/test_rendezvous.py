@@ -104,7 +104,7 @@ def test_all_machines_meet_and_share_names_a_secret_and_a_port_for_torch(number:
         ({"versions": {"torch": "2.12.0"}}, "torch: n2 has 2.12.0; n1 has 2.13.0"),
         ({"per_node": 3, "gpus": 3}, "same number of processes (n1: 2, n2: 3)"),
         ({"nodes": 3}, "how many they are: 2 on n1, 3 on n2"),
-        ({"node": 0}, "two machines say that they are number 0: n1 (10.0.0.1) and n2 (10.0.0.2)"),
+        ({"node": 0}, "two machines are number 0: n1 (10.0.0.1) and n2 (10.0.0.2)"),
     ],
     ids=["config", "versions", "per-node", "nodes", "twice"],
 )

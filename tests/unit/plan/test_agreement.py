@@ -20,7 +20,7 @@ def member(node: int, nodes: int = 2, **changes: Any) -> Member:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"gpus": 1}, "2 GPUs on each machine are wanted, and some have fewer (n2: 1)"),
+        ({"gpus": 1}, "2 GPUs on each machine are needed, but some have fewer (n2: 1)"),
         ({"gpus": 8}, "some machines have GPUs and others none (0 on n1, 8 on n2)"),
     ],
 )
