@@ -93,6 +93,7 @@ def gather(load: Callable[[], RunConfig | None]) -> tuple[Facts, RunNeeds]:
         silent = [Folder(name, path, lack="no answer within 5 s") for name, path in folders.items()]
         machine = replace(answer("limits", Host()), folders=tuple(answer(one.setting, one) for one in silent))
         links, torch = answer("network", HostNetwork()), answer("torch", Torch(error="no answer"))
+        lacks += [f"torch: {torch.error}"] if torch.error and torch.version else []
         return Facts(software.read_software(), torch, gpus, links, silence, machine, tuple(lacks)), needs
     finally:
         kill_processes()

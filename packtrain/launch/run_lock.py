@@ -54,11 +54,11 @@ def check_free(folder: Path) -> None:
         raise _goes_on(folder)
 
 
-def _goes_on(folder: Path) -> UserError:
+def _goes_on(folder: Path | str) -> UserError:
     what, host = "a run", ""
     with suppress(OSError, ValueError, KeyError):
-        host = json.loads((folder / "logs" / PUBLISHED).read_text())["host"]
+        host = json.loads(Path(folder, "logs", PUBLISHED).read_text())["host"]
     if host and host != socket.gethostname():
-        what, host = "a run of another machine", f" ({host})"
+        what, folder = "a run of another machine", f"{folder} ({host})"
     fix = "Wait for its end, or name another folder."
-    return UserError(f"{what} is going on in {folder}{host}", where="trainer.output_dir", fix=fix)
+    return UserError(f"{what} is going on in {folder}", where="trainer.output_dir", fix=fix)

@@ -35,6 +35,7 @@ _MPI = (
 )
 _SMI_TIMEOUT_S = 20
 _LEAST_PORT, _PORTS, _ATTEMPTS = 20_000, 10_000, 50
+SLURM_COUNTS = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_NUM_NODES")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # numbers from here on are Slurm's own steps: batch, interactive, extern
 _SLURM_PORTS = 15000, 10000  # first, and how many: below Linux's range for outgoing connections
 _MIB = 2**20
@@ -165,14 +166,16 @@ def allocation_of(env: Mapping[str, str]) -> Allocation | None:
 def expand(hosts: str) -> tuple[str, ...]:
     """The names in a Slurm host list: `n[1-3,07],login` → n1, n2, n3, n07, login. Raises UserError."""
     names: list[str] = []
-    for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
-        texts = re.split(r"\[(.*?)\]", name)  # `n[1-3]x` → "n", "1-3", "x": every second text is a range
-        try:
+    try:
+        if hosts.count("[") != hosts.count("]"):
+            raise ValueError(hosts)
+        for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
+            texts = re.split(r"\[(.*?)\]", name)  # `n[1-3]x` → "n", "1-3", "x": every second text is a range
             choices = [list(_numbers(text)) if at % 2 else [text] for at, text in enumerate(texts)]
             names += ["".join(parts) for parts in itertools.product(*choices)]
-        except ValueError as error:
-            what = f"cannot read {hosts!r} as a list of hosts"
-            raise UserError(what, where="environment variable SLURM_JOB_NODELIST") from error
+    except ValueError as error:
+        what = f"cannot read {hosts!r} as a list of hosts"
+        raise UserError(what, where="environment variable SLURM_JOB_NODELIST") from error
     return tuple(names)
 
 

@@ -381,6 +381,19 @@ def test_slurm_s_lists_of_hosts(listed: str, hosts: list[str]) -> None:
     assert list(expand(listed)) == hosts
 
 
+@pytest.mark.parametrize("listed", ["n[1-", "n[b]", "n1-3]"])
+def test_a_list_of_hosts_that_cannot_be_read_is_refused(listed: str) -> None:
+    with pytest.raises(UserError, match="cannot read"):
+        expand(listed)
+
+
+def test_a_task_of_several_that_lacks_some_of_slurm_s_variables_does_not_train_alone() -> None:
+    env = {"SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    with pytest.raises(UserError, match="SLURM_JOB_NODELIST must be set too"):
+        plan(env=env)
+    assert plan({"kind": "local"}, env).num_processes == 1
+
+
 def test_slurm_s_lists_of_numbers() -> None:
     assert repeated("4(x2),3") == (4, 4, 3)
 
