@@ -230,10 +230,8 @@ def _not_waiting(states: Sequence[RankState]) -> Diagnosis | None:
 
 
 def _all_wait(states: Sequence[RankState]) -> Diagnosis | None:
-    """Ranks are grouped by the collective (or place) in which they wait; the culprits are the group that is least far.
-
-    Numbers of collectives order the groups if all belong to one process group; then the smaller group, then progress.
-    """
+    """Groups ranks by the collective (or place) in which they wait; the culprits are the least advanced group, by the number of
+    the collective if all are of one process group; of equal groups the smaller one."""
     groups: dict[Any, list[RankState]] = defaultdict(list)
     for one in (live := live_of(states)):
         groups[one.pending or one.progress].append(one)

@@ -29,7 +29,7 @@ _OWN = re.compile(
 _FEWER_GPUS = "Set topology.gpus_per_node={} on every machine, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
 _VARIABLES = "topology.environment."  # anything may be in them
 _URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
-_Member = TypeVar("_Member")
+_Peer = TypeVar("_Peer")
 
 
 def shared_values(config: Mapping[str, Any]) -> dict[str, str]:
@@ -51,9 +51,7 @@ def digest_of(text: str) -> str:
 
 
 def differences(
-    facts_of: Mapping[_Member, Mapping[str, str]],
-    fixes: Mapping[str, str],
-    in_words: Callable[[Sequence[_Member]], str],
+    facts_of: Mapping[_Peer, Mapping[str, str]], fixes: Mapping[str, str], in_words: Callable[[Sequence[_Peer]], str]
 ) -> list[Problem]:
     """One problem for each fact that is not the same for all: "rank 2 has 4; ranks 0 and 1 have 3", the smaller group first.
 
@@ -63,7 +61,7 @@ def differences(
     names = list(dict.fromkeys(name for facts in facts_of.values() for name in facts))
     everyone, problems = list(facts_of), list[Problem]()
     for name in names:
-        groups: dict[str, list[_Member]] = defaultdict(list)
+        groups: dict[str, list[_Peer]] = defaultdict(list)
         for member, facts in facts_of.items():
             groups[facts.get(name, "no such thing")].append(member)
         # small groups first; of equal ones that with the first machine or rank last

@@ -1,4 +1,4 @@
-"""All-reduces between the machines of a run, over the backend that it would use, and what their times say of the network.
+"""All-reduces between the machines of a run, over the backend that it would use, and what their times show about the network.
 
 One process on each machine (`python -m packtrain.diagnose.cluster.all_reduce`) reduces in pairs, one after another, so that no
 figure is of two streams; and at last with all, unless a pair has failed. Each pair is a process group of its own: one that
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 TOGETHER_S = 40.0
-"""Until all have imported torch: a busy machine takes half of it."""
+"""Seconds for all machines to import torch; a busy one takes half of them."""
 PAIRS_S = 30.0
-"""After which no pair begins."""
+"""Seconds after which no further pair begins."""
 LATE_S = 20.0
-"""For both ends of a pair: gloo tries five times as long to connect as an operation may take."""
-PROGRAM_LIMIT_S = TOGETHER_S + PAIRS_S + 2 * LATE_S
-"""For everything."""
+"""Seconds for both ends of a pair: gloo tries five times as long to connect as an operation may take."""
+PROCESS_S = TOGETHER_S + PAIRS_S + 2 * LATE_S
+"""Seconds for the whole process."""
 _PAIR_S, _ALL_S = 3.0, 10.0  # for one operation
 _MIB = 2**20
 _PAIR_MIB = {"nccl": 16, "gloo": 4}
@@ -53,12 +53,10 @@ def pairs_of(machines: int) -> list[tuple[int, int]]:
 def take_part(order: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
     """This machine's process, to its end: milliseconds by size (rank 0: `pairs` before), or `error` where it could not."""
     quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-    blocking = {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # what takes too long is then an error, and not the process' end
+    blocking = {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # a timeout then raises an error instead of ending the process
     env, failed = {**quiet, **blocking, **env}, {}
     try:
-        output = ask_python(
-            "packtrain.diagnose.cluster.all_reduce", json.dumps(order), limit_s=PROGRAM_LIMIT_S, env=env
-        )
+        output = ask_python("packtrain.diagnose.cluster.all_reduce", json.dumps(order), limit_s=PROCESS_S, env=env)
     except Unanswered as refusal:
         output, failed = refusal.output, {"error": str(refusal)}
     said = [line for line in output.splitlines() if line.endswith("}")] or ['{"error": "its process said nothing"}']
@@ -112,9 +110,10 @@ def in_words(pair: Mapping[str, Any]) -> str:
 
 
 def checks_of(reduced: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """That it failed, and which pairs are slow."""
+    """The checks: a failed all-reduce, and slow pairs."""
     by_status = {status: [one for one in reduced["pairs"] if one["status"] == status] for status in ("dead", "slow")}
-    ends = {key: list(dict.fromkeys(one[at] for one in of for at in ("from", "to"))) for key, of in by_status.items()}
+    both = {status: [pair[end] for pair in pairs for end in ("from", "to")] for status, pairs in by_status.items()}
+    ends = {status: list(dict.fromkeys(names)) for status, names in both.items()}
     found = []
     if reduced["status"] == "failed":
         nodes = ends["dead"] or [name for name, one in reduced["nodes"].items() if "error" in one]
@@ -126,7 +125,7 @@ def checks_of(reduced: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _measure(order: Mapping[str, Any], say: Callable[..., None]) -> None:
-    """Says what there is to know. Raises whatever torch does where this machine cannot take part.
+    """Prints the results. Raises torch's error if this machine cannot take part.
 
     Rank 0 has the store, gives the word for each pair to begin, and collects what both ends found.
     """
@@ -156,14 +155,14 @@ def _measure(order: Mapping[str, Any], say: Callable[..., None]) -> None:
 
 
 def _begins(store: dist.Store, what: str, rank: int, wanted: bool) -> bool:
-    """Whether this is `wanted` by rank 0: all begin it, or none."""
+    """Rank 0's value of `wanted`, on all ranks: all begin the operation, or none."""
     if rank == 0:
         store.set(f"begin {what}", str(wanted))
     return store.get(f"begin {what}") == b"True"
 
 
 def _said(store: dist.Store, what: str) -> dict[str, Any]:
-    """What a rank has told the store, within LATE_S."""
+    """The value that a rank puts into the store within LATE_S."""
     import torch.distributed as dist
 
     try:
@@ -206,7 +205,7 @@ def _group(backend: str, store: dist.Store, rank: int, world: int, limit_s: floa
 
 
 def _milliseconds(backend: str, size: int, times: int) -> float:
-    """Of an all-reduce of `size` bytes: the median of `times` after the first one, which also connects."""
+    """The figures of an all-reduce of `size` bytes: the median of `times` without the first, which also connects."""
     import torch
     import torch.distributed as dist
 

@@ -26,7 +26,7 @@ from packtrain.run_folder import environment
 from packtrain.wording import grouped, listed
 
 CLOCK_S = 2.0
-"""Clocks that are closer are alike: what is measured over a network on busy machines is no better."""
+"""Seconds by which clocks may differ: measured over a network on busy machines, less is not significant."""
 NOTHING = "nothing"
 _OWN = re.compile(r"_IFNAME$|_HCA$|VISIBLE_DEVICES$|^TMPDIR$|^MASTER_ADDR$")
 _FIXES: dict[Status, str] = {
@@ -36,26 +36,27 @@ _FIXES: dict[Status, str] = {
 }
 
 Traits = Mapping[Status, Mapping[str, str]]
-"""What is compared of a machine, by what a difference means: value in words by name, "" where it is not known."""
+"""The compared facts of a machine, by what a difference means: name → value in words, "" if it is not known."""
 
 
 def own_report(facts: Facts, needs: RunNeeds, config: Mapping[str, Any]) -> dict[str, Any]:
     """This machine's report as `env --json` has it, with what is compared, and what NCCL and gloo are told, under `own`;
     `config` as plain containers."""
     redactor = Redactor(os.environ, needs.environment)
-    same, variables = (
-        {name: shown(name, value, redactor) for name, value in of.items()}
-        for of in ({**shared_versions(environment()), **shared_values(config)}, told(os.environ))
-    )
+
+    def hidden(values: Mapping[str, str]) -> dict[str, str]:
+        return {name: shown(name, value, redactor) for name, value in values.items()}
+
+    same, variables = hidden({**shared_versions(environment()), **shared_values(config)}), hidden(told(os.environ))
     network = {one.name: one.value for one in needs.network if one.value is not None}
     own = {"network": network, "traits": traits_of(facts, same, variables)}
     return {**report_json(facts, needs, check_all(facts, needs), redactor), "own": own}
 
 
 def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str]) -> Traits:
-    """What is compared of a machine: `same` are versions and config values, which a run compares, too."""
+    """The compared facts of a machine; `same` are versions and config values, which a run compares, too."""
     torch, cards, host, net = facts.torch, facts.gpus.gpus, facts.host, facts.network
-    # a torch that does not answer is a check of its own
+    # a torch that does not answer has a check of its own
     build = {name: (getattr(torch, name) or NOTHING) if torch.version else "" for name in ("cuda", "nccl")}
     must = {**same, **{f"{name} of torch": value for name, value in build.items()}, "number of GPUs": str(len(cards))}
     links = (f"{one.layer} {one.rate} Gb/s {'up' if one.active else 'down'}" for one in net.ports)
@@ -77,7 +78,7 @@ def traits_of(facts: Facts, same: Mapping[str, str], variables: Mapping[str, str
 
 
 def differences(traits: Mapping[str, Traits], offsets: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Everything that is not the same on all machines, what must be first, with who has which value, that of most first;
+    """The facts that differ between machines, those that must not first, with the machines of each value, the most common first;
     `offsets` are their clocks' in seconds."""
     found = []
 
@@ -111,7 +112,7 @@ def folded(reports: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def exit_code_of(document: Mapping[str, Any]) -> int:
-    """4 where a machine is missing, 3 where something failed or must not differ, else 0."""
+    """4 if a machine is missing, 3 if a check failed or facts differ that must not, else 0."""
     failed = any(one["status"] == "fail" for one in (*document["differences"], *document["checks"]))
     return PeerFailed.exit_code if document["missing"] else CheckFailed.exit_code if failed else 0
 
@@ -127,7 +128,7 @@ def _rounded(number: int | None) -> str:
 
 
 def shown(name: str, value: str, redactor: Redactor) -> str:
-    """The value of a variable or a key; of one with a secret in it a digest, too, by which two can be told apart."""
+    """The value of a variable or a key; a secret is hidden behind a digest, which shows whether two differ."""
     plain = redactor.plain({name: value})[name]
     return plain if plain == value else f"{plain} ({digest_of(value)})"
 

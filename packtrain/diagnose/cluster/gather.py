@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from packtrain.config.schema import RunConfig
-from packtrain.diagnose.cluster.all_reduce import PROGRAM_LIMIT_S as REDUCE_S
+from packtrain.diagnose.cluster.all_reduce import PROCESS_S as REDUCE_S
 from packtrain.diagnose.cluster.all_reduce import checks_of, summary, take_part
 from packtrain.diagnose.cluster.compare import differences, exit_code_of, folded, own_report, show
 from packtrain.diagnose.env import age_s, gather
@@ -30,7 +30,7 @@ from packtrain.plan.surroundings import DEFAULT_PORT, look_around
 from packtrain.plan.topology import GPUS_PER_NODE, Processes, choose_processes
 
 GATHER_S = 20.0
-"""How long a machine is waited for from the start of this process; topology.join_timeout may shorten it."""
+"""Seconds to wait for the machines, from the start of this process; topology.join_timeout may shorten them."""
 REPORT_S = 15.0
 _LEAST_S = 3.0
 _JOB = "packtrain env"
@@ -45,7 +45,7 @@ def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str],
     config = load()
     if config is None:
         raise UserError("no config", where="--cluster", fix="Name the config whose machines are to be compared.")
-    # without asking for GPUs: a machine that has lost one is to be compared, too
+    # without querying GPUs: a machine that has lost one must be compared, too
     around = replace(look_around([]), driver=False)
     processes = choose_processes(config.topology, around)
     _check(processes)
@@ -75,7 +75,7 @@ def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str],
 
 
 def _check(processes: Processes) -> None:
-    """Raises UserError where this process cannot be one machine of several."""
+    """Raises UserError if this process cannot be one machine of several."""
     if obstacles := [one for one in processes.obstacles if one.where != GPUS_PER_NODE]:
         raise UserError(obstacles)
     if processes.nodes == 1:
@@ -97,7 +97,7 @@ def _reduced(group: Group, own: Mapping[str, Any], address: str, variables: Mapp
     if "error" in report:
         return {"skipped": f"{group.names[own['node']]} could not make its report"}
     torch = report["facts"]["torch"]
-    if torch["error"] and not torch["error"].startswith("no answer"):  # slow is not broken
+    if torch["error"] and not torch["error"].startswith("no answer"):  # a slow torch may still work
         return {"skipped": f"torch cannot be imported on {group.names[own['node']]} ({torch['error']})"}
     if len(nodes) < 2:
         return {"skipped": "no other machine is here"}
@@ -107,7 +107,7 @@ def _reduced(group: Group, own: Mapping[str, Any], address: str, variables: Mapp
 
 
 def _bring(group: Group, own: Mapping[str, Any]) -> int:
-    """Machine 0's exit code. Raises PeerFailed where it leaves."""
+    """Machine 0's exit code. Raises PeerFailed if machine 0 ends first."""
     assert group.client is not None
     print(f"{group.names[0]} shows the comparison", file=sys.stderr, flush=True)
     limit_s = REPORT_S + 2 * REDUCE_S
@@ -116,14 +116,16 @@ def _bring(group: Group, own: Mapping[str, Any]) -> int:
             said = {**own, "clock": time.time()}
             return int(group.client.call("report", said, timeout_s=limit_s)["code"])
         except OSError as error:
-            if not (isinstance(error, Refused) and error.unknown):  # it serves the channel, and this in a moment
+            if not (
+                isinstance(error, Refused) and error.unknown
+            ):  # not ready yet: machine 0 registers this handler soon
                 what = f"machine 0 left before the comparison was done: {error}"
                 raise PeerFailed(what, where="--cluster", fix="Its terminal or log says why.") from error
             time.sleep(0.1)
 
 
 class _Brought:
-    """What the machines bring to machine 0, by number; all are answered at once."""
+    """What the machines send to machine 0, by number; all get their answers together."""
 
     def __init__(self, server: Server) -> None:
         self._said: dict[int, dict[str, Any]] = {}
@@ -139,14 +141,14 @@ class _Brought:
             return self._answer
 
     def collect(self, own: dict[str, Any], machines: int) -> dict[int, dict[str, Any]]:
-        """What so many machines have brought, machine 0's `own` included; one that hangs is waited for as long as all may take."""
+        """What `machines` machines sent, machine 0's `own` included; a machine that hangs is waited for until the common limit."""
         with self._changed:
             self._said[0] = {**own, "offset_s": 0.0}
             self._changed.wait_for(lambda: len(self._said) == machines, REPORT_S + REDUCE_S)
             return dict(sorted(self._said.items()))
 
     def answer(self, answer: dict[str, Any]) -> None:
-        """Answers those that have brought theirs."""
+        """Answers the machines that have sent theirs."""
         with self._changed:
             self._answer = answer
             self._changed.notify_all()
@@ -155,7 +157,7 @@ class _Brought:
 def _document(
     said: Mapping[int, Mapping[str, Any]], group: Group, place: Place, processes: Processes
 ) -> dict[str, Any]:
-    """What was found out, as plain containers; the keys are a promise to users."""
+    """The results as plain containers; the keys are a promise to users."""
     hosts = {**{node: f"machine {node}" for node in range(processes.nodes)}, **dict(enumerate(processes.hosts))}
     names = {**hosts, **group.names}
     reports = {names[node]: one["report"] for node, one in said.items() if "error" not in one["report"]}

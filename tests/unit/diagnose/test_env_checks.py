@@ -236,7 +236,7 @@ def test_the_attention_that_auto_comes_to_is_named_with_what_better_kernels_lack
 
 
 def test_what_speaks_against_the_plan_is_a_failed_check_and_not_the_end_of_the_report() -> None:
-    config = RunConfig(topology=Topology(kind="local"), strategy=Strategy(name="zero3"))
+    config = RunConfig(topology=Topology(kind="slurm"), strategy=Strategy(name="zero3"))
     needs = needs_of(config, Surroundings(host="n1"))
     (check,) = named(machine(), needs, "run")
     assert (check.status, needs.strategy) == ("fail", "zero3") and "topology.gpus_per_node" in check.found
