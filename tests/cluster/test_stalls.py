@@ -276,7 +276,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_place_and_the_others_losses_
         rf"rank 1 on \S+ \(process {pid}\) ended without an error message( \(SIGKILL\))?, in the forward pass of step 4"
     )
     assert re.fullmatch(died, first)
-    assert [line.strip()[:10] for line in rest] == ["rank 0 on ", "likely cau", "→ look who"]
+    assert [line.strip()[:10] for line in rest] == ["rank 0 on ", "likely cau", "→ find out"]
 
 
 ABORTS = """
