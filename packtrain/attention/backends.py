@@ -1,4 +1,4 @@
-"""The backends that attend by Segments, and how one is put in place on a model.
+"""The attention backends for packed rows, and how one is installed on a model.
 
 | name | rows | how | price |
 |---|---|---|---|
@@ -7,8 +7,8 @@
 | per_document | taken apart | the model once per document, whatever its layers do | kernels on fewer tokens |
 | sdpa_mask | flattened | one dense mask | O(T²): the plain reference, for tests and small rows |
 
-Padded batches keep the attention that the model came with under per_document, and under segmented where the module runs
-per segment; an attention function that was replaced takes flattened rows only: see `attention_of`.
+Padded batches keep the model's own attention under per_document, and under segmented if it runs whole modules; a replaced
+attention function takes flattened rows only: see `attention_of`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IMPLEMENTATIONS = {"flash": flash.NAME, SEGMENTED: segmented.NAME, "sdpa_mask": 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`name` as in model.attention, and `why` it was taken."""
+    """`name` as in model.attention, and `why` it was chosen."""
 
     name: str
     why: str
@@ -50,7 +50,7 @@ def own_attention(model: PreTrainedModel) -> str:
 
 
 def attend_by(model: PreTrainedModel, name: str) -> Callable[[], None]:
-    """Has flattened rows of `model` served by the backend `name` from now on; returns a function that takes it back.
+    """Has flattened rows of `model` served by the backend `name` from now on; returns the undo function.
 
     Raises CheckFailed where the backend cannot serve this model.
     """
@@ -107,7 +107,7 @@ def dense_mask_attention(
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """`sdpa_mask`: one flattened row under the mask `Segments.visible`, which is the definition of what may be seen.
+    """`sdpa_mask`: one flattened row under the mask `Segments.visible`, the reference for which keys a query may see.
 
     transformers' signature; shapes and errors as `segmented_attention`.
     """

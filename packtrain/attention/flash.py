@@ -50,7 +50,7 @@ def flash_attention(
     segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
     if dropout:
         raise CheckFailed(f"{type(module).__name__}: {_DROPS}", fix=_OTHER)
-    # layer norms and rotary embeddings hand down float32 under autocast and with PEFT
+    # layer norms and rotary embeddings return float32 under autocast and with PEFT
     dtype = get_target_dtype(query, module) or query.dtype
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     layer = LayerFeatures(
@@ -72,11 +72,11 @@ def flash_attention(
 def available(
     model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None
 ) -> tuple[KernelChoice | None, str]:
-    """The kernel for a plain layer of `model` on `device` where there is one, and a line for people.
+    """The kernel for a plain layer of `model` on `device` (None if there is none), and one line for the log.
 
     `dtype` is what the layers compute in: autocast's, by default that of the weights. The line names the kernel and what
-    better ones lack, or why there is none. What single layers need beyond (windows, sinks) shows when they run; dropout
-    does not, since proofs run without it, and is looked up in the config.
+    better ones lack, or why there is none. Special needs of single layers (windows, sinks) are checked when they run;
+    dropout is read from the config, since proofs run without it.
     """
     dtype = dtype or model.dtype
     if device.type != "cuda":
@@ -93,7 +93,7 @@ def available(
 
 
 def _plain_features(config: Any, dtype: torch.dtype) -> LayerFeatures:
-    """What an attention layer needs by the model's config, without windows, soft-cap and sinks."""
+    """The features of an attention layer by the model's config, without windows, soft-cap and sinks."""
     heads = getattr(config, "num_attention_heads", None) or 1
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 64 * heads) // heads

@@ -1,11 +1,10 @@
 """`per_document`: the row is taken apart and the model runs once per document, for models that cannot be flattened exactly.
 
-State-space layers, linear attention, convolutions along the row and unknown code keep a state that does
-not stop at a document's border. Planner, collator and loss still see packed rows; only the forward pass is over documents,
-neighbours or not, of equal length together, so there is no padding. It is exact by construction, whatever the model does;
-what it costs is kernels on fewer tokens at a time.
+State-space layers, linear attention, convolutions along the row and unknown code carry state across a document's border.
+Planner, collator and loss still see packed rows; only the forward pass runs per document, documents of equal length in one
+batch, so there is no padding. It is exact by construction for any model; the price is kernels on fewer tokens at a time.
 
-A segment with a prefix runs with its own copy of it: nothing is shared, and the outputs are those of the shared row.
+A segment with a prefix runs with its own copy of the prefix, with the outputs of the shared row.
 """
 
 from __future__ import annotations
@@ -23,11 +22,19 @@ from packtrain.packing.collate import IGNORE
 from packtrain.packing.segments import Segments
 
 _PER_TOKEN = ("input_ids", "shift_labels", "labels")
-_OF_THE_ROW = ("segments", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_ROW_ARGUMENTS = (
+    "segments",
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
 
 
 def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
-    """From now on a call of `model` with `segments` runs per document; returns a function that takes it back.
+    """From now on a call of `model` with `segments` runs per document; returns the undo function.
 
     The result is as for a flattened row: per-token outputs [1, T, …] in the order of the row, and sums of scalars. Calls
     without `segments` are left as they are.
@@ -72,15 +79,15 @@ def _tokens(segments: Segments, number: int) -> torch.Tensor:
 def _batch(group: _Group, row: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a row for one group: [count, before + length] tokens, nothing padded, all of them visible."""
     tokens = group.tokens.to(row["input_ids"].device)
-    batch = {name: value for name, value in row.items() if name not in _OF_THE_ROW}
+    batch = {name: value for name, value in row.items() if name not in _ROW_ARGUMENTS}
     batch |= {name: row[name][0][tokens] for name in _PER_TOKEN if row.get(name) is not None}
     if group.before and "shift_labels" in batch:
-        batch["shift_labels"][:, : group.before] = IGNORE  # trained with the segment that it is
+        batch["shift_labels"][:, : group.before] = IGNORE  # the prefix's labels are trained in its own segment
     return batch | {"attention_mask": torch.ones_like(tokens)}
 
 
 def _joined(groups: list[_Group], outputs: list[Any], segments: Segments) -> Any:
-    """One output in place of those of the groups."""
+    """The output of the row, from those of the groups."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         return _joined_tensor(groups, outputs, segments)

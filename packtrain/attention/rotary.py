@@ -1,9 +1,9 @@
 """Rotary embeddings whose frequencies depend on how long the document is, computed for each document of a row by itself.
 
-"longrope" (phi3 and others) turns by other frequencies where the longest position goes beyond the original context. In a
-flattened row one long document would change them for all others: nothing passes between their tokens, and yet none comes
-out as alone. The proof cannot see it, since its own documents are short. A call costs some small operations per document
-and one wait for the device, once per forward pass, and only in models that have such embeddings.
+"longrope" (phi3 and others) uses other frequencies once the longest position exceeds the original context. In a flattened
+row one long document would change them for all others: no token attends to another document, and yet the outputs differ from
+those of each document alone. The proof cannot detect this, since its documents are short. A call costs some small operations
+per document and one wait for the device, once per forward pass, and only in models with such embeddings.
 
 "dynamic" frequencies change beyond `max_position_embeddings` only, where documents are refused.
 """
@@ -29,9 +29,9 @@ def rotates_by_length(model: PreTrainedModel) -> bool:
 
 
 def rotate_by_document(model: PreTrainedModel) -> Callable[[], None]:
-    """From now on such embeddings of a flattened row are each document's own; returns a function that takes it back.
+    """From now on such embeddings of a flattened row are each document's own; returns the undo function.
 
-    The call raises CheckFailed where a document has a shared prefix, whose keys would need other frequencies for each.
+    A call raises CheckFailed if a document has a shared prefix, whose keys would need different frequencies per document.
     """
     undo = ExitStack()
     for module in filter(_by_length, model.modules()):
@@ -40,7 +40,7 @@ def rotate_by_document(model: PreTrainedModel) -> Callable[[], None]:
 
 
 def _by_length(module: nn.Module) -> bool:
-    kinds = getattr(module, "rope_type", None)  # by kind of layer where these differ
+    kinds = getattr(module, "rope_type", None)  # a dict if kinds of layers differ
     return "longrope" in (kinds.values() if isinstance(kinds, dict) else [kinds])
 
 
@@ -57,7 +57,7 @@ def _by_document(module: nn.Module) -> Callable[..., Any]:
             return inner(x, position_ids, *args, **kwargs)
         if position_ids[0, borders].any():
             raise CheckFailed(
-                f"{type(self).__name__} turns by the length of a document, which cannot share a prefix",
+                f"the rotary embeddings of {type(self).__name__} depend on a document's length, which cannot share a prefix",
                 fix="set model.attention=per_document",
             )
         parts = [inner(x, one, *args, **kwargs) for one in documents]

@@ -8,9 +8,9 @@ The algorithm, for a row of T tokens:
 4. the attention function runs on each batch under a causal mask, and the outputs are put back in the order of the row.
 
 No T×T mask is built and nothing is computed between documents: O(Σ l²) in place of O(T²). The price is one call per
-different length, so many different short lengths keep a GPU less busy than one varlen kernel would (`flash`). The
-function is one of transformers' own: sdpa where it can express the layer, else the model's eager function (soft-cap,
-attention sinks). Both serve grouped queries and sliding windows.
+different length, so many different short lengths use a GPU less well than one varlen kernel (`flash`). The function is one
+of transformers' own: sdpa if it supports the layer, else the model's eager function (soft-cap, attention sinks). Both
+support grouped queries and sliding windows.
 
 It is registered under NAME in `AttentionInterface` only: for a name that `AttentionMaskInterface` does not have,
 transformers builds no mask at all. So the model's own mask, whose builder may ignore `position_ids`, is not used. The
@@ -34,7 +34,7 @@ from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
 NAME = "packtrain_segmented"
-_EAGER_ONLY = ("softcap", "s_aux")  # what a layer may ask for that sdpa has not
+_EAGER_ONLY = ("softcap", "s_aux")  # features that sdpa lacks
 
 
 def segmented_attention(
@@ -51,7 +51,7 @@ def segmented_attention(
     """Attention of one flattened row, with transformers' signature.
 
     Shapes: `query` [1, heads, T, d], `key` and `value` [1, kv_heads, T, d], result [1, T, heads, d]; T is
-    `segments.tokens`. Raises CheckFailed where the layer does not get the segments of its row, or its reach is not known.
+    `segments.tokens`. Raises CheckFailed where the layer does not get the segments of its row, or its window is unknown.
     """
     segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
     attend = attention_function(module, kwargs)
@@ -91,9 +91,8 @@ def row_of(
 ) -> tuple[Segments, int | None]:
     """The segments of the row that `query` [1, heads, T, d] is, as this layer sees them, and its window.
 
-    Raises CheckFailed where the layer does not get them, where its reach is not known, where its keys are not those of the
-    row's tokens (deepseek_v4 compresses them), or where it brings a mask or a bias of its own (doge learns one), which was
-    made for the whole row.
+    Raises CheckFailed if the layer does not get the segments, if its window is unknown, if its keys are not those of the row's
+    tokens (deepseek_v4 compresses them), or if it has a mask or bias of its own (doge learns one), made for the whole row.
     """
     name = type(module).__name__
     if segments is None or segments.tokens != query.shape[2] or query.shape[0] != 1:
@@ -110,7 +109,7 @@ def row_of(
 
 
 def attention_function(module: torch.nn.Module, kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """The function that this layer's scores go through: sdpa, or the model's own eager one."""
+    """The attention function of this layer: sdpa, or the model's own eager one."""
     if all(kwargs.get(name) is None for name in _EAGER_ONLY):
         return sdpa_attention_forward
     return sys.modules[type(module).__module__].eager_attention_forward

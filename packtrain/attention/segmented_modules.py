@@ -1,14 +1,13 @@
 """`segmented` for models whose attention is code of their own: the whole attention module runs once per segment.
 
-bloom, mpt, falcon, gptj and others (remote code too) do not look their attention function up in transformers'
-`AttentionInterface`, so there is none to replace. What can be replaced is the forward of the attention module: it is called
-once per segment with its arguments cut to the segment, segments of equal length in one call, and the outputs are put
-together again. Scores, biases and probabilities then exist per document only; all other layers run on the flattened
-row.
+bloom, mpt, falcon, gptj and others (remote code too) do not look up their attention function in transformers'
+`AttentionInterface`, so there is none to replace. Instead the forward of the attention module is replaced: it is called once
+per segment with its arguments cut to the segment, segments of equal length in one call, and the outputs are concatenated.
+Scores, biases and probabilities then exist per document only; all other layers run on the flattened row.
 
-An argument is cut by its role, which follows from its name and its number of dimensions, never from a size that happens
-to be T: so what the isolation proof shows at one length holds at all, also where T equals the width of the model. An
-argument without a known role is refused, and so is a shared prefix.
+How an argument is cut follows from its name and its number of dimensions, never from a size that happens to be T: so the
+isolation proof at one length holds for all lengths, even if T equals the width of the model. An argument that fits no rule
+is refused, and so is a shared prefix.
 
 The price: such a model still builds the mask of the whole row, T×T once per forward pass (falcon with ALiBi: one per head),
 and the projections inside the module run on one segment at a time. Where weights are gathered from other processes module by
@@ -36,7 +35,7 @@ from packtrain.packing.segments import Segments
 _FIX = "set model.attention=per_document"
 _FOR_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _BY_POSITION: dict[str, Literal["first", "whole"]] = {
-    # bloom and falcon, [heads, 1, T]: alone, a document has the first l; later ones differ by a constant that 16 bits round
+    # bloom and falcon, [heads, 1, T]: a document alone has the first l; later values differ by a constant, which 16 bits round
     "alibi": "first",
     # roformer, [1, 1, T, d]: counts over the row, not by the position ids
     "sinusoidal_pos": "first",
@@ -51,10 +50,10 @@ def uses_attention_interface(model: PreTrainedModel) -> bool:
 
 
 def run_attention_once_per_segment(model: PreTrainedModel) -> Callable[[], None]:
-    """From now on a call of `model` with `segments` keeps them apart in every attention module; returns what takes it back.
+    """From now on a call of `model` with `segments` keeps them apart in every attention module; returns the undo function.
 
     Calls without `segments` are left as they are. Raises CheckFailed where the model has no attention module; the call
-    raises it for segments with prefixes and for arguments of a module that cannot be cut.
+    raises it for segments with prefixes and for arguments that cannot be cut.
     """
     modules = _attention_modules(model)
     if not modules:
@@ -74,7 +73,7 @@ class _Current:
     row: Segments | Literal["unknown"] | None = "unknown"
 
     @contextmanager
-    def being(self, row: Segments | None) -> Iterator[None]:
+    def set_to(self, row: Segments | None) -> Iterator[None]:
         before, self.row = self.row, row
         try:
             yield
@@ -94,7 +93,7 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Has calls of `module` go to `forward(module, ...)`; returns a function that takes it back."""
+    """Has calls of `module` go to `forward(module, ...)`; returns the undo function."""
     own = module.__dict__.get("forward")
 
     def undo() -> None:
@@ -122,23 +121,23 @@ def _forward_of_model(model: PreTrainedModel, current: _Current) -> Callable[...
             kwargs = {name: value for name, value in kwargs.items() if name not in _FOR_KERNELS}
             if "position_ids" not in takes:
                 kwargs.pop("position_ids", None)
-            # no token is padding, whatever its id; and restarting positions are not taken for borders by the model itself
+            # an explicit mask: models may guess padding from token ids, or borders from restarting positions
             kwargs["attention_mask"] = torch.ones(1, segments.tokens, dtype=torch.int64, device=self.device)
-        with current.being(segments), _known_when_recomputed(model, current, segments):
+        with current.set_to(segments), _kept_for_recomputation(model, current, segments):
             return inner(*args, **kwargs)
 
     return forward
 
 
 @contextmanager
-def _known_when_recomputed(model: PreTrainedModel, current: _Current, row: Segments | None) -> Iterator[None]:
+def _kept_for_recomputation(model: PreTrainedModel, current: _Current, row: Segments | None) -> Iterator[None]:
     """Inside the block, layers under gradient checkpointing remember `row` for their second forward, in the backward pass.
 
-    By then another row may have run, so it goes into what is checkpointed.
+    By then another row may have run, so `row` is bound to the checkpointed function.
     """
 
     def with_row(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(current.being(row)(function), *args, **kwargs)
+        return checkpoint(current.set_to(row)(function), *args, **kwargs)
 
     layers: list[Any] = [module for module in model.modules() if "_gradient_checkpointing_func" in module.__dict__]
     own = [(module, module._gradient_checkpointing_func) for module in layers]
@@ -211,7 +210,7 @@ def _cut(name: str, value: Any, batches: tuple[_Batch, ...], module: str) -> lis
     if value is None or isinstance(value, (bool, int, float, str)):
         return [value] * len(batches)
     if isinstance(value, Cache) and value.get_seq_length() == 0:
-        return [None] * len(batches)  # nothing is generated from such a row, and a cache would join its documents again
+        return [None] * len(batches)  # training generates nothing, and a cache would mix the documents
     if isinstance(value, dict):
         return _cut_all(value, batches, module)
     if isinstance(value, (tuple, list)):
@@ -228,7 +227,7 @@ def _cut(name: str, value: Any, batches: tuple[_Batch, ...], module: str) -> lis
 
 
 def _cut_tensor(name: str, value: torch.Tensor, batches: tuple[_Batch, ...]) -> list[torch.Tensor] | None:
-    """The parts of `value` for each batch, or None where it has no known role."""
+    """The parts of `value` for each batch, or None if no rule fits its name and shape."""
     tokens = sum(batch.length * batch.count for batch in batches)
     shape, rank = value.shape, value.dim()
     role = _BY_POSITION.get(name)
@@ -257,8 +256,8 @@ def _cut_tensor(name: str, value: torch.Tensor, batches: tuple[_Batch, ...]) -> 
 def _blocks(mask: torch.Tensor, batches: tuple[_Batch, ...]) -> list[torch.Tensor]:
     """The blocks [count, …, length or 1, length] on the diagonal of a mask [1, …, T or 1, T].
 
-    A mask with a plane for each head has a bias by position added to it (falcon's ALiBi): there the first block is the one
-    that a document has alone, to the last bit.
+    A mask with one plane per head contains a position bias (falcon's ALiBi): there every document gets the first block, which
+    is bit for bit the bias of a document alone.
     """
     first = mask.dim() == 4 and mask.shape[1] > 1
 
@@ -275,7 +274,7 @@ def _blocks(mask: torch.Tensor, batches: tuple[_Batch, ...]) -> list[torch.Tenso
 
 
 def _joined(outputs: list[Any], batches: tuple[_Batch, ...], module: str) -> Any:
-    """The output for the row [1, T, …]; of several the first, and of the others (attention weights) what all share."""
+    """The output for the row [1, T, …]; of a tuple, its first item is joined, and others (attention weights) are kept if equal."""
     if isinstance(outputs[0], (tuple, list)):
         first, *others = zip(*outputs, strict=True)
         shared = [other[0] if all(one is other[0] for one in other) else None for other in others]

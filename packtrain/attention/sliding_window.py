@@ -1,8 +1,8 @@
-"""How far back a layer sees within a document: what it gives its attention function, else what the model's config has.
+"""How far back a layer attends within a document: the window that it passes on, else the one of the model's config.
 
-Most local layers pass `sliding_window` to their attention function. Some leave their window or chunk to the mask that the
-model builds, and flattened rows have none: the window of their config is then applied here, and where that is ambiguous the
-layer is refused, also when all documents of this row are shorter than the window, as those of the isolation proof are.
+Most local layers pass `sliding_window` to their attention function. Others rely on the mask that the model builds, which
+flattened rows do not have: the window of their config is then applied here. If the config is ambiguous the layer is refused,
+even when all documents of the row are shorter than the window (as those of the isolation proof are).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def local_segments(
 ) -> tuple[Segments, int | None]:
     """The segments of the row as this layer sees them, and its window in tokens (itself included) or None.
 
-    Chunked attention is plain attention over smaller segments. Raises CheckFailed where the layer's reach is not known.
+    Chunked attention is plain attention over smaller segments. Raises CheckFailed if the layer's window is unknown.
     """
     if sliding_window is not None:
         return segments, sliding_window
@@ -56,5 +56,5 @@ def _positive(config: Any, name: str) -> int | None:
 
 @lru_cache(maxsize=64)
 def chunks(segments: Segments, size: int) -> Segments:
-    """The row cut where positions pass a multiple of `size`: what chunked attention keeps apart. It has no prefixes."""
+    """The row cut where positions pass a multiple of `size`: the chunks of chunked attention. The row has no prefixes."""
     return Segments(tuple(min(size, length - start) for length in segments.lengths for start in range(0, length, size)))

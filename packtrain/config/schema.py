@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
+PackingMode = Literal["padding", "padding_free", "packed"]
+ObjectiveKind = Literal["sft", "dpo"]
+TokenLoss = Literal["nll", "dft"]
+Split = Literal["train", "eval"]
+Format = Literal["messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "tokenised"]
 LossType = Literal[
     "sigmoid",
     "hinge",
@@ -107,9 +112,7 @@ class Data:
     eval: float | str | DataSource | list[str | DataSource] | None = key(
         None, "Held-out documents: sources, or the fraction of data.train to hold out (0 to 1)."
     )
-    format: Literal[
-        "auto", "messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "tokenised"
-    ] = key(
+    format: Literal["auto", Format] = key(
         "auto",
         "Shape of a row; auto recognises it from the columns. Of ranked lists of answers, the best makes a pair with the worst.",
     )
@@ -134,7 +137,7 @@ class Data:
     cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
 
 
-def sources(value: object, role: Literal["train", "eval"] = "train") -> list[DataSource]:
+def sources(value: object, role: Split = "train") -> list[DataSource]:
     """A value of data.train or data.eval as a list of sources; [] for none and for a fraction.
 
     The text `quickstart` stands for its split of that role.
@@ -149,7 +152,7 @@ def sources(value: object, role: Literal["train", "eval"] = "train") -> list[Dat
 class Packing:
     """How documents are laid out in rows; never what is trained."""
 
-    mode: Literal["padding", "padding_free", "packed"] = key(
+    mode: PackingMode = key(
         "packed", "Padded batches, batches flattened into one row, or rows filled to batch.tokens_per_device."
     )
     strategy: Literal["best_fit", "in_order"] = key(
@@ -164,12 +167,8 @@ class Packing:
 class Objective:
     """The loss."""
 
-    kind: Literal["sft", "dpo"] = key(
-        "sft", "Supervised fine-tuning, or direct preference optimisation (packtrain dpo)."
-    )
-    loss: Literal["nll", "dft"] = key(
-        "nll", "negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629).", objective="sft"
-    )
+    kind: ObjectiveKind = key("sft", "Supervised fine-tuning, or direct preference optimisation (packtrain dpo).")
+    loss: TokenLoss = key("nll", "negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629).", objective="sft")
     neftune_alpha: float | None = key(
         None, "scale of NEFTune's noise on the embeddings (arXiv 2310.05914).", above=0, objective="sft"
     )

@@ -1,8 +1,8 @@
-"""What training sees of the data: documents by number, or preference pairs, out of one or more tokenised sources.
+"""The data sets that training reads: documents or preference pairs by index, from one or more tokenised sources.
 
-A TokenDataset is stores plus a list of row numbers. Weights, held-out fractions and mixtures only change the list; no
-token is ever copied. A PairDataset is a TokenDataset read two documents at a time. The prompt of a pair is not stored
-beside them: it is what comes before the first target of either document.
+A TokenDataset is a list of stores and a list of row numbers. Weights, held-out fractions and mixtures only change the row
+numbers; no token is copied. A PairDataset is a TokenDataset read two documents at a time. A pair's prompt is not stored
+separately: it is everything before the first trained target of either document.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
 
 LEAST_PROMPT = 2
-"""Tokens of a prompt that can be computed once: the last one predicts the answer and runs in front of each."""
+"""Tokens of a the shortest prompt worth computing once: its last token predicts the answer, so it runs in front of each answer."""
 
 
 class TokenDataset:
@@ -108,9 +108,9 @@ class Tokenised:
 def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
     """For each part, which rows of its source bool[its rows] are held out: `fraction` of the different rows.
 
-    They are those with the lowest hashes of their content, which is as good as drawn by lot. So equal rows, the parts of
-    a row that was split and preference pairs with the same prompt fall on the same side, and the same rows are held out
-    with any template, tokenizer, data.max_length and seed. At least one document is held out and one is left, else
+    The rows with the lowest content hashes are held out, which is as good as a random draw. So equal rows, all parts of a
+    split row and preference pairs with the same prompt fall on the same side, whatever the template, tokenizer,
+    data.max_length and seed. At least one document is held out and one is left, else
     UserError.
     """
     content = np.concatenate([part.store.fates["content"] for part in parts])
@@ -135,8 +135,8 @@ def mixed(
 ) -> TokenDataset:
     """All parts, each as often as its weight (once, unless they `weigh`), with the report of what they hold.
 
-    `key` of the config names them. So many neighbours stay `together`: 2 for the documents of preference pairs. `kept`
-    are, for each part, the rows of its source bool[its rows] that are taken; all where it is None.
+    `key` is the config key that errors name. `together` consecutive documents are drawn as one (2 for preference pairs).
+    `kept` selects rows, a bool[rows] for each part; None takes all of them.
     """
     rows, first, left_out = [], 0, 0
     for number, part in enumerate(parts):

@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from packtrain.config.schema import Data, DataSource, sources
+from packtrain.config.schema import Data, DataSource, Format, ObjectiveKind, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, hold_out, mixed
-from packtrain.data.formats.columns import Format, Objective, detect_format
+from packtrain.data.formats.columns import detect_format
 from packtrain.data.sources.chunks import BadRow, Chunk
-from packtrain.data.sources.locate import Role, Source, locate
+from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
 from packtrain.data.tokens.encode import MOST_PROBLEMS, EncodedChunk, Encoder, PairEncoder
@@ -83,13 +83,13 @@ def prepare(
 def prepare_pairs(
     data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool = False
 ) -> PreparedData[PairDataset]:
-    """The same for preference pairs; raises UserError for other rows, too."""
+    """As `prepare`, for preference pairs; also raises UserError for rows that are no pairs."""
     made = _prepared(data, tokenizer, seed, progress, "dpo")
     return PreparedData(PairDataset(made.train), None if made.eval is None else PairDataset(made.eval))
 
 
 def _prepared(
-    data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool, objective: Objective
+    data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool, objective: ObjectiveKind
 ) -> PreparedData[TokenDataset]:
     if data.train is None:
         raise UserError("there is nothing to train on", where="data.train", fix="Give a file, a folder or a hub id.")
@@ -113,16 +113,16 @@ def _prepared(
 
 @dataclass
 class _Tokeniser:
-    """Makes the store of a source, or finds it."""
+    """Builds the store of a source, or finds it in the cache."""
 
     workers: _Workers
     data: Data
-    objective: Objective
+    objective: ObjectiveKind
     folder: Path
     seed: int
     console: Console
 
-    def tokenised(self, given: DataSource, role: Role) -> Tokenised:
+    def tokenised(self, given: DataSource, role: Split) -> Tokenised:
         try:
             source = locate(given, role, self.seed, self.objective)
             identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
@@ -194,7 +194,7 @@ def _bad_rows(problems: list[Problem]) -> UserError:
 
 @dataclass
 class _Workers:
-    """Encodes chunks in order: few of them here, many in processes that live until the stack is closed."""
+    """Encodes chunks in order: a few in this process, many in worker processes that live until the stack is closed."""
 
     encoder: Encoder
     number: int
@@ -226,7 +226,7 @@ class _Workers:
             yield chunk, future.result()
 
     def _started(self) -> ProcessPoolExecutor:
-        # By file: of arguments beyond what a pipe holds, Python waits for ever for a worker that died unread.
+        # Sent by file: Python hangs if a worker dies before it has read arguments larger than a pipe's buffer.
         encoder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="packtrain-")), "encoder")
         encoder.write_bytes(pickle.dumps(self.encoder))
         context = multiprocessing.get_context("spawn")

@@ -1,7 +1,7 @@
-"""What became of every row: a row is kept or dropped under a named reason, and nothing is lost between the two.
+"""What became of every row: each row is either kept or dropped for a named reason.
 
-The fate of each row is kept, 32 bytes a row, so that any part of the rows (a held-out one) has counts of its own.
-`rows == kept + sum(dropped.values())` holds for every report; the tests lean on it.
+The fate of each row is stored (32 bytes a row), so that a subset of the rows, such as the held-out one, can be counted too.
+`rows == kept + sum(dropped.values())` holds for every report; the tests rely on it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ FATES = np.dtype(  # the fields of Fate
 
 
 class Fate(NamedTuple):
-    """What became of one row: `documents` of them, or `dropped` for a reason; see RowCounts for the rest.
+    """What became of one row: it gave `documents` documents, or was `dropped` for a reason; see RowCounts for the rest.
 
-    `content` is a hash of the row's own words (formats/columns.py), whatever template, tokenizer and length make of them.
+    `content` is a hash of the row itself (formats/columns.py), independent of template, tokenizer and data.max_length.
     """
 
     content: int
@@ -46,11 +46,10 @@ class Fate(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowCounts:
-    """RowCounts of one pass over rows. `kept` rows gave at least one document; `cut_tokens` were lost to data.max_length.
+    """What one pass over the rows counted. `kept` rows gave at least one document; `cut_tokens` were lost to data.max_length.
 
     `dropped` counts rows by reason; `dropped_chunks` counts parts of split documents that hold no trained token.
-    `pairs_apart` are prompts of kept rows whose own tokens are not those that they have before their completion (see
-    tokens/encode.py).
+    `pairs_apart` counts kept rows whose prompt tokenises differently once its completion follows (see tokens/encode.py).
     """
 
     rows: int = 0
@@ -93,8 +92,8 @@ def add(counts: Iterable[RowCounts]) -> RowCounts:
 class PairFigures:
     """What preference pairs are made of.
 
-    `prompt_share` is the prompts' part of all tokens, where a prompt counts in both documents of its pair: half of it is
-    what computing prompts once saves. It can be done for `shareable` of the `pairs`, whose prompts have two tokens.
+    `prompt_share` is the prompts' share of all tokens, each prompt counted in both documents of its pair; computing prompts
+    once saves half of it. That is possible for `shareable` of the `pairs`: those with a prompt of at least two tokens.
     """
 
     pairs: int
@@ -106,10 +105,10 @@ class PairFigures:
 class DataReport(RowCounts):
     """What a data set is made of.
 
-    The RowCounts are those of reading its rows: all of the sources', or the part that a fraction of data.train left on this
-    side. `documents`, `tokens` and `trained_tokens` describe one epoch, with weights; `held_out` documents are on the
-    other side. `seconds` is the time that tokenising took (0 when it all came from the cache). Preference pairs, two
-    documents each, are described by `pairs`.
+    The inherited counts cover all rows of its sources or, where data.eval is a fraction of data.train, the rows on this side
+    of the split. `documents`, `tokens` and `trained_tokens` describe one epoch, with weights; `held_out` documents are on the
+    other side. `seconds` is the time that tokenising took (0 when it all came from the cache). `pairs` describes preference
+    pairs, two documents each.
     """
 
     documents: int

@@ -1,8 +1,8 @@
-"""Adapters: new ones on a model, and a folder of them (what a LoRA run leaves in final/) in the place of a model.
+"""Adapters: new ones on a model, or a folder of saved ones (final/ of a LoRA run) given instead of a model.
 
-Such a folder names its base model. As model.path with peft=lora its adapters are trained on, with peft=none they are merged
-first. As objective.reference it is a second, frozen set of adapters on the same base in memory (model/reference.py), or a
-merged model of its own where that cannot be.
+Such a folder names its base model. As model.path with peft=lora its adapters are trained further, with peft=none they are
+merged first. As objective.reference it becomes a second, frozen set of adapters on the same base (model/reference.py), or a
+separate merged model if the bases differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packtrain.errors import Problem, UserError
 
 
 def add_adapters(model: PreTrainedModel, peft: Peft, seed: int) -> PreTrainedModel:
-    """`model` with new adapters, which depend on `seed` alone. Raises UserError where they do not fit."""
+    """`model` with new adapters, which depend on `seed` alone. Raises UserError if they do not fit."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
@@ -40,7 +40,7 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int) -> PreTrainedMod
 def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft) -> PreTrainedModel:
     """`model` with the adapters of `folder`: to be trained on with peft=lora, else merged into it.
 
-    Raises UserError where they are not what `peft` says, or do not fit.
+    Raises UserError if their settings differ from `peft`, or they do not fit.
     """
     from peft import PeftModel
 
@@ -68,11 +68,15 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft) -> PreTra
 
 
 def add_reference(model: Any, folder: str) -> None:
-    """Adds the adapters of `folder` to the adapted `model` as its reference: frozen, off but where TRL turns them on, not saved."""
+    """Adds the adapters of `folder` to the adapted `model` as its reference: frozen, inactive except where TRL turns them on, not saved."""
     model.load_adapter(str(Path(folder).expanduser()), adapter_name="ref", is_trainable=False)
     model.set_adapter("default")
     save = model.save_pretrained
-    model.save_pretrained = lambda *args, **kwargs: save(*args, **{**kwargs, "selected_adapters": ["default"]})
+
+    def save_trained_adapters(*args: Any, **kwargs: Any) -> None:
+        save(*args, **{**kwargs, "selected_adapters": ["default"]})
+
+    model.save_pretrained = save_trained_adapters
 
 
 def _head_is_free(adapted: Any, model: PreTrainedModel) -> PreTrainedModel:

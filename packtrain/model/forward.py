@@ -1,15 +1,15 @@
-"""What packtrain puts around `model.forward`, all of it here and in order (`patch_forward`): documents and pairs.
+"""All wrappers that packtrain puts around `model.forward`, in order (`patch_forward`): for documents and for pairs.
 
 `model(**batch, loss_sum=True)` gives the Σ of the trained tokens' losses of documents, with `token_losses=True` one by one.
 `model(**padded, layout=…, labels=…, fused_lm_head=True)`, the call of all of TRL's trainers, gives per-token outputs of
-shape [rows, L - 1] where the model ran on the flattened row: they are put back where the padded call would have had
-them, zero where nothing is labelled, which is also what TRL's head gives there. So its loss code runs unmodified.
+shape [rows, L - 1] although the model runs on the flattened row: they are put back to their places in the padded batch,
+zero where there is no label, as by TRL's head. So TRL's loss code runs unmodified.
 
-Both sit on TRL's fused LM head (no full logits), which scores every position and recomputes the logits in the backward pass
-where there is no Triton. On a CPU in float32 the loss of documents therefore goes through torch's own
+Both use TRL's fused LM head (no full logits), which scores every position and, without Triton, recomputes the logits in the
+backward pass. On a CPU in float32 the loss of documents therefore goes through torch's own
 `linear_cross_entropy`, over the trained positions only, with its gradients made in the forward pass: 1.1 s in place of 2.9 s
-for 1,024 tokens of SmolLM2's vocabulary on 2 cores. Both are compared with the full logits before step 1, which take their
-place in models whose head they do not fit. For pairs, TRL's head is given the labelled positions only.
+for 1,024 tokens of SmolLM2's vocabulary on 2 cores. Both are compared with the full logits before step 1, and replaced by
+them in models whose head they do not fit. For pairs, TRL's head is given the labelled positions only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,15 +30,15 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from packtrain.attention.backends import attend_by
-from packtrain.config.schema import Objective
+from packtrain.config.schema import Objective, TokenLoss
 from packtrain.errors import CheckFailed
 from packtrain.model.precision import compute_in
 from packtrain.packing.collate import IGNORE, PairLayout, on_device, row_arguments
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 
 _HEAD_CHUNK = 512  # tokens whose logits exist at once
-_BY_TOKEN = 20  # times the difference of a sum that its terms may have: errors of many tokens cancel in it
-_OF_THE_PADDED_CALL = ("input_ids", "attention_mask", "labels", "fused_lm_head")
+_BY_TOKEN = 20  # tolerance of single tokens over that of their sum, in which errors cancel
+_PADDED_ARGUMENTS = ("input_ids", "attention_mask", "labels", "fused_lm_head")
 _HEAD_EXTRAS = (
     "final_logit_softcapping",
     "logit_scale",
@@ -50,9 +50,9 @@ _HEAD_EXTRAS = (
 
 @dataclass(slots=True)
 class Head:
-    """How the output head of a model is run: `fused`, never making all logits, or as the model's own code does it."""
+    """How the output head runs: `fused` (never all logits at once), or by the model's own code."""
 
-    loss: Literal["nll", "dft"]
+    loss: TokenLoss
     fused: bool = True
 
 
@@ -68,8 +68,8 @@ def patch_forward(
 
     1. TRL's fused LM head: there already, TRL's trainers add it (with the per-token outputs named by `pairs`)
     2. the objective's own call: `loss_sum=True` for `documents`, `layout=` for `pairs`
-    3. `autocast`, where the trainer's own would not be used (DeepSpeed)
-    4. attention by segments, by the `backend` that was decided on (attention/backends.py); None leaves it as it is
+    3. `autocast`, if the trainer does not apply it (DeepSpeed)
+    4. attention by segments, by the chosen `backend` (attention/backends.py); None keeps the model's attention
 
     Routers (model/routers.py) are watched by hooks around single calls. Returns the output head of documents.
     """
@@ -90,16 +90,14 @@ def _name_backbone(model: PreTrainedModel) -> None:
         model.base_model_prefix = "model"
 
 
-def add_loss_sum(
-    model: PreTrainedModel, *, loss: Literal["nll", "dft"] = "nll", neftune_alpha: float | None = None
-) -> Head:
-    """Adds `loss_sum=True` to the forward of `model`, which TRL's `add_fused_lm_head` has been given before.
+def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alpha: float | None = None) -> Head:
+    """Adds `loss_sum=True` to the forward of `model`, to which TRL's `add_fused_lm_head` was applied before.
 
     With it the forward takes a collated batch with `shift_labels` and returns a scalar: the sum (not the mean) of the
     losses of all positions whose label is not IGNORE, connected to every parameter even where there is none.
     `neftune_alpha` adds NEFTune's noise while training, scaled by the length of each token's own document (the paper's
-    formula on unpadded sequences), so that its strength does not depend on the packing. What is returned says which head
-    is run, and may be changed.
+    formula on unpadded sequences), so that its strength does not depend on the packing. The returned Head says which head
+    runs, and may be changed.
 
     With `token_losses=True` the forward returns these losses [rows, T], 0 where the label is IGNORE, for proofs.
     """
@@ -122,7 +120,7 @@ def add_loss_sum(
                 linear_nll = _linear_nll if token_losses else _linear_nll_sum
                 return linear_nll(hidden, labels, self.get_output_embeddings())
             if getattr(self.config.get_text_config(), "output_router_logits", False):
-                kwargs["output_router_logits"] = False  # a loss would be made of them that is not used
+                kwargs["output_router_logits"] = False  # skips the model's own router loss, which is not used
             if head.fused:
                 log_probs = inner_forward(**kwargs, fused_lm_head=True).log_probs
             else:
@@ -154,12 +152,12 @@ def choose_head(
     autocast: torch.dtype | None = None,
     tolerance: float | None = None,
 ) -> float:
-    """Compares `loss_sum` on one collated micro-batch with the model's own full logits, and runs those where they differ.
+    """Compares `loss_sum` on one collated micro-batch with the model's own full logits, and uses those if they differ.
 
-    They do where the head is of a kind that the fused one does not know (a transform before it, a cap of another name). The
-    sums could be near each other by chance, so the tokens' losses are compared too, whose rounding errors do not cancel.
-    Returns the relative difference of the fused head, infinite where it does not fit at all; `tolerance` is by itself that
-    of the format which is computed in. Raises CheckFailed where the model cannot run the batch.
+    They differ if the fused head does not support the model's head (a transform before it, a cap under another name). Sums
+    could agree by chance, so the tokens' losses are compared too, whose rounding errors do not cancel. Returns the relative
+    difference of the fused head, infinite if it cannot run; the default `tolerance` is that of the computing format. Raises
+    CheckFailed if the model cannot run the batch.
     """
     name, labels = type(model).__name__, batch["shift_labels"]
     plain = {name: value for name, value in batch.items() if name != "shift_labels"}
@@ -178,7 +176,7 @@ def choose_head(
 
 
 def _is_linear(model: PreTrainedModel) -> bool:
-    """Whether the logits are nothing but a linear map of the last hidden state."""
+    """Whether the logits are a plain linear map of the last hidden state."""
     config = model.config.get_text_config()
     return type(model.get_output_embeddings()) is nn.Linear and all(
         getattr(config, name, None) in (None, 1, 1.0) for name in _HEAD_EXTRAS
@@ -256,19 +254,20 @@ def add_pair_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
         if layout is None:
             return inner(*args, **kwargs)
         row, shape = _row(kwargs["input_ids"], kwargs["labels"], layout)
-        rest = {name: value for name, value in kwargs.items() if name not in _OF_THE_PADDED_CALL}
-        # by the attribute, so that a backend that takes rows apart does it around this one
+        rest = {name: value for name, value in kwargs.items() if name not in _PADDED_ARGUMENTS}
+        # through the attribute: a backend that splits rows wraps this forward
         return _put_back(self.forward(**row, **rest, scored=True), layout, shape)
 
     model.forward = types.MethodType(forward, model)
 
 
 class _PairHead:
-    """TRL's fused output head of `model`, given hidden states in place of a backbone to run."""
+    """TRL's fused output head of `model`, applied to given hidden states instead of a backbone's."""
 
     def __init__(self, model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
         self.config, self._model = model.config, model
-        add_fused_lm_head(cast(Any, self), outputs=outputs)  # it looks at these four members only
+        # stands in for a model: TRL replaces `forward`, which uses config, base_model and get_output_embeddings only
+        add_fused_lm_head(cast(Any, self), outputs=outputs)
 
     def base_model(self, hidden: torch.Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(last_hidden_state=hidden)
@@ -277,7 +276,7 @@ class _PairHead:
         return self._model.get_output_embeddings()
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Where TRL's head goes."""
+        """Replaced by TRL's head."""
 
     def score(self, backbone: torch.nn.Module, arguments: dict[str, Any]) -> FusedCausalLMOutput:
         """The per-token figures [rows, T] of one call of the backbone, computed where `shift_labels` has a label."""
@@ -285,7 +284,7 @@ class _PairHead:
         arguments.pop("use_cache", None)
         backbone_output = backbone(**arguments, use_cache=False)
         hidden, labelled = backbone_output.last_hidden_state, labels != IGNORE
-        said = self.forward(
+        scored = self.forward(
             hidden[labelled][None],
             shift_labels=labels[labelled][None],
             fused_lm_head=True,
@@ -293,11 +292,11 @@ class _PairHead:
         )
         figures = {
             name: value.new_zeros(labels.shape).masked_scatter(labelled, value)
-            for name, value in said.items()
+            for name, value in scored.items()
             if value.dim() > 0
         }
-        # connected to every parameter also where nothing is labelled, as DDP's reducer needs
-        figures["log_probs"] = figures["log_probs"] + (hidden.sum() + said.log_probs.sum()) * 0.0
+        # connected to every parameter even without labels, as DDP's reducer needs
+        figures["log_probs"] = figures["log_probs"] + (hidden.sum() + scored.log_probs.sum()) * 0.0
         return FusedCausalLMOutput(**figures)
 
 
@@ -306,17 +305,17 @@ def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: PairLayout) -> t
     device = input_ids.device
     places = layout.rows.to(device), layout.columns.to(device)
     following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    told = on_device(row_arguments(layout.segments), device)
-    row = {"input_ids": input_ids[places][None], "shift_labels": following[places][None], **told}
+    arguments = on_device(row_arguments(layout.segments), device)
+    row = {"input_ids": input_ids[places][None], "shift_labels": following[places][None], **arguments}
     return row, labels[:, 1:].shape
 
 
-def _put_back(said: FusedCausalLMOutput, layout: PairLayout, shape: torch.Size) -> FusedCausalLMOutput:
-    """Per-token figures [1, T] of the row where a padded call has them."""
+def _put_back(scores: FusedCausalLMOutput, layout: PairLayout, shape: torch.Size) -> FusedCausalLMOutput:
+    """The per-token figures [1, T] of the row, at their places in the padded batch."""
     inside = layout.columns < shape[1]  # the last token of the longest document predicts nothing
-    device = next(iter(said.values())).device
+    device = next(iter(scores.values())).device
     places = tuple(index[inside].to(device) for index in (layout.rows, layout.columns))
     kept = inside.to(device)
     return FusedCausalLMOutput(
-        **{name: value.new_zeros(shape).index_put(places, value[0, kept]) for name, value in said.items()}
+        **{name: value.new_zeros(shape).index_put(places, value[0, kept]) for name, value in scores.items()}
     )

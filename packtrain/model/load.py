@@ -28,7 +28,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer`, else of `model.path`. Raises UserError where there is none to load."""
+    """The tokenizer of `model.tokenizer`, else of `model.path`. Raises UserError if none can be loaded."""
     source = config.tokenizer or config.path
     if source == QUICKSTART:
         from packtrain.data.sources.quickstart import tokenizer
@@ -40,7 +40,7 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     with _hub(source) as online:
         try:
             loaded = AutoTokenizer.from_pretrained(**_location(source, config))
-        except Exception as error:  # a wrong path, a damaged file: no list of types is complete
+        except Exception as error:  # libraries raise exceptions of every type here
             what = f"cannot load a tokenizer from {source}: {_first_line(error)}"
             raise UserError(what, where=where, fix="" if online else OFFLINE_ADVICE) from error
     if loaded.pad_token_id is None:
@@ -52,7 +52,7 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
     """The model to train, on the CPU, in `model.dtype`, with adapters where asked for.
 
     `model.path` may be a folder of adapters, see adapters.py. New weights (random model, adapters) depend on `seed` alone.
-    Raises UserError for what cannot be loaded, and where the tokenizer has ids that the model has no embedding for.
+    Raises UserError if it cannot be loaded, or if the tokenizer has ids beyond the model's embeddings.
     """
     torch.manual_seed(seed)
     adapters = config.path if config.init == "pretrained" else None
@@ -70,7 +70,7 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
                 model = _load_pretrained(config)
         except UserError:
             raise
-        except Exception as error:  # the same, or an impossible model.config
+        except Exception as error:  # as above, or an invalid model.config
             made = "make a model of model.config" if config.init == "random" else f"load the model {config.path}"
             what = f"cannot {made}: {_first_line(error)}"
             where = "model.config" if config.init == "random" else "model.path"
@@ -111,7 +111,7 @@ def weights_hash(model: torch.nn.Module) -> str:
 
 
 def check_trainable(model: PreTrainedModel) -> None:
-    """Raises UserError where float16 weights would be trained: their updates are lost or overflow, and the loss soon is NaN."""
+    """Raises UserError if float16 weights would be trained: updates underflow or overflow, and the loss becomes NaN."""
     if any(weight.requires_grad and weight.dtype == torch.float16 for weight in model.parameters()):
         raise UserError(
             "the weights of this model are float16, which cannot be trained",
@@ -121,18 +121,18 @@ def check_trainable(model: PreTrainedModel) -> None:
 
 
 def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> None:
-    """Raises UserError where a document of `longest` tokens goes beyond the positions that the model was made for.
+    """Raises UserError if a document of `longest` tokens exceeds the model's positions.
 
-    With learned positions that would be a crash in the middle of training, with rotary ones a silently worse model. And
-    where rotary embeddings turn by the longest document of a `padded` batch (longrope), the others would not be as alone.
+    With learned positions training would crash in the middle, with rotary ones the model gets silently worse. Also raises if
+    rotary frequencies depend on the longest document of a `padded` batch (longrope): the others would not be exact.
     """
     config: Any = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
     if padded and isinstance(original, int) and original < longest and rotates_by_length(base_model(model)):
         raise UserError(
-            f"the longest document has {longest} tokens: beyond {original} this model turns all positions of a padded batch "
-            "otherwise",
+            f"the longest document has {longest} tokens: beyond {original} this model uses other rotary frequencies for all "
+            "documents of a padded batch",
             where="packing.mode",
             fix=f"set it to packed, or data.max_length to {original}",
         )
@@ -147,7 +147,7 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
 
 
 def _hub(source: str | None) -> AbstractContextManager[bool]:
-    """Within, a model named by a hub id is looked for without waiting for a hub that does not answer; gives if it does."""
+    """Inside the block, hub ids are loaded offline if the hub does not answer; yields whether it does."""
     local = source is None or Path(source).expanduser().exists()
     return nullcontext(True) if local else offline_unless_reachable()
 
@@ -175,7 +175,7 @@ def _load_pretrained(config: Model) -> PreTrainedModel:
             setattr(model_config, name, value)
         return _all_weights(**location, dtype=dtype, config=model_config)
     loaded = _all_weights(**location, dtype=torch.float32 if dtype == "auto" else dtype)
-    # A model from GGUF refuses save_pretrained; its weights in a plain model of the same config do not.
+    # A model from GGUF refuses save_pretrained; a plain model of the same config with its weights does not.
     plain = loaded.config.to_dict()
     plain.pop("quantization_config", None)
     _check_names(overrides, loaded.config)
@@ -188,7 +188,7 @@ def _load_pretrained(config: Model) -> PreTrainedModel:
 
 
 def _all_weights(**arguments: Any) -> PreTrainedModel:
-    """`from_pretrained`, but a weight that the files lack, or have in another shape, is an error and not a random one."""
+    """`from_pretrained`, but a weight that is missing or misshapen in the files is an error, not initialised at random."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         **arguments, ignore_mismatched_sizes=True, output_loading_info=True
     )
@@ -238,7 +238,7 @@ def _check_names(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
 
 
 def _advice(error: Exception, config: Model, *, online: bool) -> str:
-    """What to do where a model cannot be made or read."""
+    """The fix to suggest if a model cannot be made or read."""
     if config.init == "random":
         return "see the keys of model.config; not every type is a causal language model (docs/architectures.md)"
     if "Unrecognized configuration class" in str(error):
@@ -247,6 +247,6 @@ def _advice(error: Exception, config: Model, *, online: bool) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line; all of them where only the next ones say which field is wrong, or which package is missing."""
+    """The first line; all lines of errors that name the wrong field or missing package only further down."""
     said = str(error).strip()
     return " ".join(said.split()) if isinstance(error, StrictDataclassError | ImportError) else said.split("\n")[0]

@@ -1,4 +1,4 @@
-"""In which number formats a run keeps its weights and computes: decided once, when the model is loaded."""
+"""The number formats of a run's weights and computation: decided once, when the model is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from packtrain.model.load import base_model
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """`weights` is the format of the loaded weights, `autocast` what mixed precision computes in (None: no such thing)."""
+    """`weights` is the format of the loaded weights, `autocast` the one that mixed precision computes in (None: no mixed precision)."""
 
     weights: torch.dtype
     autocast: torch.dtype | None = None

@@ -1,9 +1,9 @@
-"""The reference that DPO holds the model to: a model of its own, or log-probabilities that were computed once.
+"""The reference of DPO: a separate model, or log-probabilities that were precomputed.
 
-(Where it is the model without its adapters, or with earlier ones, nothing has to be loaded; plan/dpo_reference.py decides.)
-Precomputed log-probabilities lie beside the data cache, named by all that they depend on: the pairs, the weights, the
-precision, the model's settings, LD-DPO's alpha. Each process computes its share, the first one writes all of them down;
-afterwards no reference model is in memory.
+(If it is the model without its adapters, or with earlier ones, nothing is loaded; plan/dpo_reference.py decides.)
+Precomputed log-probabilities are kept beside the data cache, named by a hash of everything they depend on: pairs, weights,
+precision, model settings, LD-DPO's alpha. Each process computes its share and rank 0 writes the file; no reference model
+stays in memory.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from packtrain.plan.dpo_reference import DpoReference
 def load_reference(
     reference: DpoReference, named: str, model: Model, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, *, seed: int
 ) -> tuple[PreTrainedModel | None, str]:
-    """The model that is the reference, frozen, on its device or spread as the strategy wants, and the hash of its weights;
-    None and "" where it is none of its own. `named` is objective.reference, `model` and `seed` are those
-    of the model that is trained.
+    """The reference model and the hash of its weights; None and "" if the reference is no separate model.
 
-    Raises UserError where it cannot be loaded.
+    It is frozen, and on its device or sharded by the strategy. `named` is objective.reference; `model` and `seed` are those
+    of the trained model. Raises UserError if it cannot be loaded.
     """
     if reference.kind not in ("model", "path"):
         return None, ""
@@ -70,20 +69,20 @@ def precompute(
     values = torch.zeros((len(schedule.lengths), 2), device=ranks.device)
     for step in range(schedule.total_steps):
         for numbers in schedule.micro_batches(step, ranks.rank, ranks.world_size):
-            if len(numbers) or ranks.sharded:  # where weights are spread as often as the others
-                said = logps(numbers)
-                values[numbers] = said.float()[: len(numbers)]
+            if len(numbers) or ranks.sharded:  # with sharded weights every rank makes the same number of calls
+                computed = logps(numbers)
+                values[numbers] = computed.float()[: len(numbers)]
     with waiting("all ranks to compute their part of the reference"):
-        computed = cast(torch.Tensor, reduce(values, "sum")).cpu().numpy()
+        reduced = cast(torch.Tensor, reduce(values, "sum")).cpu().numpy()
     if ranks.main:
         done.parent.mkdir(parents=True, exist_ok=True)
         aside = done.with_suffix(f".{os.getpid()}.tmp")
         with aside.open("wb") as file:
-            np.save(file, computed)
+            np.save(file, reduced)
         aside.replace(done)
-    return computed
+    return reduced
 
 
 def cache_key(*depends_on: object) -> str:
-    """The name of precomputed log-probabilities, by all that they depend on."""
+    """The file name of precomputed log-probabilities: a hash of everything they depend on."""
     return hashlib.blake2b(repr(depends_on).encode(), digest_size=16).hexdigest()

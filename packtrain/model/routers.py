@@ -2,8 +2,8 @@
 
 transformers computes N · Σ_e f_e · P_e over one forward call: f_e is how often expert e is chosen by a (token, layer) pair, P_e the
 mean probability that it is given. That is not linear in tokens, so computed per micro-batch it depends on how documents are
-laid out. Here f and P are those of the step, whatever its micro-batches and ranks: the value of transformers when all of its
-documents go through in one padded batch. f has no gradient and P is a mean, so once f is known the loss is a sum over
+laid out. Here f and P are those of the whole step, independent of micro-batches and ranks: the value that transformers gives
+for all documents in one padded batch. f has no gradient and P is a mean, so once f is known the loss is a sum over
 tokens again. To know it, a step of several micro-batches or ranks runs its model once more, without gradients and without
 the output head, on the same random numbers: about a quarter more time. A step of one micro-batch on one process needs
 no such pass.
@@ -31,13 +31,13 @@ from packtrain.packing.collate import IGNORE
 from packtrain.proof.isolation import evaluating, refusals_of_a_model, tolerance_of
 
 KEY = "objective.router_aux_coef"
-_ITS_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+_EXPECTED_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the routers did: `chosen` [experts] times that each was chosen, `probability` [experts] added up over `routings`
-    pairs of a token and a layer. float64, all of it a plain sum over tokens; only `probability` has a gradient."""
+    """The routing of some tokens: `chosen` [experts] counts how often each expert was chosen, `probability` [experts] is summed
+    over `routings` (token, layer) pairs. All float64 sums over tokens; only `probability` has a gradient."""
 
     chosen: torch.Tensor
     probability: torch.Tensor
@@ -56,7 +56,7 @@ def balance(part: Load, whole: Load) -> torch.Tensor:
 def router_loss(model: PreTrainedModel, weight: float | None) -> RouterLoss | None:
     """The loss for `objective.router_aux_coef=weight`; None where it is 0, or not set and not switched on in the model.
 
-    Raises UserError where `model` has no such loss in transformers, or another one.
+    Raises UserError if transformers has no such loss for `model`, or a different one.
     """
     if weight is None and not getattr(model.config.get_text_config(), "output_router_logits", False):
         return None
@@ -64,7 +64,7 @@ def router_loss(model: PreTrainedModel, weight: float | None) -> RouterLoss | No
         return None
     its_own: Any = vars(sys.modules[type(model).__module__]).get("load_balancing_loss_func")
     top_k = getattr(model, "num_experts_per_tok", None)
-    if its_own is None or list(inspect.signature(its_own).parameters) != _ITS_ARGUMENTS or top_k is None:
+    if its_own is None or list(inspect.signature(its_own).parameters) != _EXPECTED_ARGUMENTS or top_k is None:
         kind = "no" if its_own is None else "another"
         raise UserError(
             f"{type(model).__name__} has {kind} load-balancing loss over the logits of its routers",
@@ -88,7 +88,7 @@ class RouterLoss:
     def open_step(self, batches: Sequence[Any], run: Callable[[Any], Any], accelerator: Accelerator) -> None:
         """Counts the load of the step over all its micro-batches and ranks; `run` is the forward pass of one.
 
-        A batch has `examples`, the number of its documents: 0 of a filler.
+        `batch.examples` is its number of documents, 0 for a filler.
         """
         self._step = None
         if len(batches) == 1 and accelerator.num_processes == 1:
@@ -110,10 +110,10 @@ class RouterLoss:
 
     @contextmanager
     def watching(self, *, real: bool = True) -> Iterator[list[Load]]:
-        """While it is open, every call of the model's backbone adds its Load; padding, and all where not `real`, is left out.
+        """Inside the block every call of the model's backbone appends its Load, without padding; an empty one unless `real`.
 
-        Through the backbone and not through hooks on routers: transformers knows where each model's logits are, and does
-        not take those that gradient checkpointing computes a second time.
+        Hooks on the backbone, not on routers: transformers knows where each model's logits are, and ignores those that
+        gradient checkpointing recomputes.
         """
         loads: list[Load] = []
 
@@ -134,7 +134,7 @@ class RouterLoss:
                 hook.remove()
 
     def part(self, loads: Sequence[Load]) -> torch.Tensor:
-        """The weighted loss's part of one micro-batch, whose calls gave `loads`: these parts add up to it over the step."""
+        """This micro-batch's part of the weighted loss, from the `loads` of its calls; the parts of a step add up to its loss."""
         load = _sum(loads)
         if not load.probability.requires_grad:
             raise CheckFailed("no gradient reaches the routers", where=KEY, fix=f"set {KEY} to 0")
@@ -150,7 +150,7 @@ class RouterLoss:
         return torch.stack(values).mean().item()
 
     def check(self, model: PreTrainedModel, batch: dict[str, Any], *, autocast: torch.dtype | None = None) -> None:
-        """Compares the loss over one collated micro-batch with the model's own, computed in `autocast` as the run is.
+        """Compares the loss over one collated micro-batch with the model's own, computed in `autocast` like the run.
 
         Raises CheckFailed where they differ by more than rounding, UserError where no layer has a router.
         """
@@ -176,7 +176,7 @@ class RouterLoss:
             raise UserError("no layer of this model has a router", where=KEY, fix=f"set {KEY} to 0")
         rows = [logits.flatten(0, -2).float() for logits in layers]
         counted = torch.ones(len(rows[0]), device=rows[0].device) if mask is None else mask.flatten().float()
-        counted = counted if real else counted * 0  # of a filler: as no token at all, but connected
+        counted = counted if real else counted * 0  # a filler counts no token, but stays connected to the graph
         probability, chosen = 0.0, torch.zeros(rows[0].shape[-1], dtype=torch.float64, device=rows[0].device)
         for logits in rows:
             shares = logits.softmax(dim=-1)
@@ -187,7 +187,7 @@ class RouterLoss:
 
 
 def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
-    """`batch` with nothing to train: its forward pass leaves the output head out where it can."""
+    """`batch` without labels, so that its forward pass can skip the output head."""
     return {**batch, "shift_labels": torch.full_like(batch["shift_labels"], IGNORE)}
 
 

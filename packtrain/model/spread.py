@@ -1,19 +1,19 @@
-"""How weights, gradients and optimizer states are spread over the processes of a run: what `strategy.name` means in them.
+"""How weights, gradients and optimizer states are spread over the processes of a run, by `strategy.name`.
 
 Under DDP, ZeRO-1 and ZeRO-2 every process has the whole model. Under ZeRO-3 and FSDP2 none has: it is spread right after
 loading (each process loads it on the CPU, so a machine holds as many copies in its memory as it has processes, and a device
-never more than a layer beside its share). Whatever calls the model from then on, proofs included, runs on the spread model,
-on all processes together: one that called it once more than the others would wait for ever.
+never more than a layer beside its share). From then on every call of the model, proofs included, is a call of the sharded
+model on all processes together: a process that calls it once more than the others hangs.
 
-FSDP2 is applied here, a group for each layer and one for all the rest, which is whole during a forward pass: the loss reads
-the output head's weights without calling it. transformers' trainer then takes the model for one that was sharded while it
-was loaded, and leaves it as it is (train/loop.py). So it runs on CPUs too, where accelerate would silently give DDP.
+FSDP2 is applied here, one group for each layer and one for all the rest, which stays gathered during a forward pass, since
+the loss reads the output head's weights without calling it. transformers' trainer is told that the model was sharded while
+loading, and leaves it alone (train/loop.py). So FSDP2 runs on CPUs too, where accelerate would silently use DDP.
 
-ZeRO-3 is DeepSpeed's. Until there is an optimizer an inference engine of it serves the proofs; a layer is gathered as a
-whole (a "leaf"), since within one the calls may differ by process, as those of experts do.
+ZeRO-3 is DeepSpeed's. Until there is an optimizer, its inference engine runs the proofs. A layer is gathered as a whole (a
+"leaf"), since calls within a layer may differ by process (experts).
 
-On disk FSDP2 leaves torch's distributed checkpoints of weights and optimizer, which another number of processes loads as
-well; transformers' trainer would refuse to resume such a model. DeepSpeed's engine has files of its own.
+FSDP2 checkpoints are torch's distributed checkpoints of weights and optimizer, which any number of processes can load;
+transformers' trainer would refuse to resume such a model. DeepSpeed's engine writes its own files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from packtrain.plan.launcher_settings import STAGES, deepspeed_config
 SHARDS = "shards"
 """The folder of a checkpoint with FSDP2's weights and optimizer states."""
 _OPTIONS = StateDictOptions(ignore_frozen_params=True)
-_OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_")
+_LAUNCHER_VARIABLES = ("ACCELERATE_", "FSDP_")
 _ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -60,7 +60,7 @@ _ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_
 class Ranks:
     """The ranks of a run, and which one this process is: decided once, when they have joined.
 
-    `strategy` is strategy.name: what each of them keeps.
+    `strategy` is strategy.name.
     """
 
     rank: int
@@ -85,18 +85,20 @@ class Ranks:
 
 
 def open_strategy(strategy: str) -> None:
-    """Called before the processes join: the strategy is that of the config, not what a launcher left in the environment.
+    """Called before the processes join: removes strategy settings that a launcher left in the environment.
 
-    One process alone becomes a group of its own where the strategy needs one. Raises UserError where DeepSpeed is missing.
+    A single process becomes a group of one if the strategy needs a group. Raises UserError if DeepSpeed is missing.
     """
-    for name in [name for name in os.environ if name.startswith(_OF_A_LAUNCHER)]:
+    for name in [name for name in os.environ if name.startswith(_LAUNCHER_VARIABLES)]:
         del os.environ[name]
     if strategy == "ddp":
         return
     if strategy in STAGES and importlib.util.find_spec("deepspeed") is None:
         fix = "pip install 'packtrain[deepspeed]', or use strategy=fsdp2"
         raise UserError("DeepSpeed is not installed", where=f"strategy.name ({strategy})", fix=fix)
-    if strategy == "zero3_offload":  # DeepSpeed compiles its optimizer by a ninja that may lie beside this Python only
+    if (
+        strategy == "zero3_offload"
+    ):  # DeepSpeed compiles its optimizer with ninja, which may be installed only beside this Python
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     if "RANK" not in os.environ:
         os.environ.update({**_ONE_PROCESS, "MASTER_PORT": "0"})
@@ -107,7 +109,7 @@ def spread(model: PreTrainedModel, ranks: Ranks) -> None:
     if ranks.strategy in STAGES:
         import deepspeed.ops
 
-        # shared memory for inference on CPUs, which it would compile here for a minute
+        # CPU inference by shared memory, whose compilation takes a minute
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if ranks.gathers_by_engine:
         _partition(model, ranks)
@@ -120,7 +122,7 @@ def spread(model: PreTrainedModel, ranks: Ranks) -> None:
 def open_proofs(model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:
     """Makes a model that was `spread` ready to be called before there is an optimizer.
 
-    Returns what has to be called before one is made: ZeRO-3's weights stay spread, but its engine for proofs ends.
+    Returns the function to call before an optimizer is made: it ends ZeRO-3's engine for proofs; weights stay sharded.
     """
     if not ranks.gathers_by_engine:
         return lambda: None
@@ -130,7 +132,7 @@ def open_proofs(model: PreTrainedModel, ranks: Ranks) -> Callable[[], None]:
 
     def end() -> None:
         engine.destroy()
-        for module in model.modules():  # they would go on calling this engine in the backward pass
+        for module in model.modules():  # else they still call this engine in the backward pass
             for name in ("pre_bwd_fn", "post_bwd_fn"):
                 module.__dict__.pop(name, None)
 
@@ -146,7 +148,7 @@ def _without_optimizer(model: PreTrainedModel, ranks: Ranks) -> dict[str, Any]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a transformers model: what it says must not be split over devices."""
+    """The layers of a transformers model: the modules that it lists in `_no_split_modules`."""
     base = base_model(model)
     names = set(getattr(base, "_no_split_modules", None) or ())
     return [module for module in base.modules() if type(module).__name__ in names]
@@ -160,9 +162,9 @@ def _fully_shard(model: PreTrainedModel, device: torch.device) -> None:
     base: Any = base_model(model)
     for part in (*reversed(layers_of(model)), base):  # inner ones first
         own = type(part)
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)  # by itself torch leaves the last group whole
-        type(part).__name__, type(part).__module__ = own.__name__, own.__module__  # what others know it by
-    base._is_fsdp_managed_module = True  # so transformers generates on all processes together
+        fully_shard(part, mesh=mesh, reshard_after_forward=True)  # torch's default keeps the last group gathered
+        type(part).__name__, type(part).__module__ = own.__name__, own.__module__  # libraries look classes up by name
+    base._is_fsdp_managed_module = True  # makes transformers generate on all processes together
     if base is not model:
         # peft calls its model's forward by name, past the hooks that gather the weights
         cast(Any, model).base_model.forward = lambda *args, **kwargs: base(*args, **kwargs)
@@ -178,7 +180,9 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
     if base is not model:  # a layer whose input has no gradient would lose its weights before its backward pass
         base.enable_input_require_grads()
     dtype = base.dtype
-    for weight in model.parameters():  # adapters on bfloat16 are float32; DeepSpeed's optimizer keeps such copies
+    for (
+        weight
+    ) in model.parameters():  # adapters on bfloat16 are float32; DeepSpeed's optimizer keeps float32 copies itself
         weight.data = weight.data.to(dtype)
     # one weight after the other: the engine would put the whole model on the device first
     remote = "cpu" if ranks.strategy == "zero3_offload" else None
@@ -191,7 +195,7 @@ def _partition(model: PreTrainedModel, ranks: Ranks) -> None:
 
 @contextmanager
 def loading_whole() -> Iterator[None]:
-    """Inside the block models are loaded whole: once there is a trainer under ZeRO-3, transformers would spread each one."""
+    """Inside the block models are loaded whole: with a ZeRO-3 trainer, transformers would shard each one."""
     known = hf_deepspeed._hf_deepspeed_config_weak_ref
     hf_deepspeed.unset_hf_deepspeed_config()
     try:
@@ -201,7 +205,7 @@ def loading_whole() -> Iterator[None]:
 
 
 def elements(parameter: torch.Tensor) -> int:
-    """Numbers of a whole parameter, of which this process may have a part or nothing."""
+    """Number of elements of the whole parameter, of which this process may hold only a part."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
@@ -265,21 +269,20 @@ def load_weights(model: nn.Module, checkpoint: Path) -> None:
 
 
 def whole_weights(model: nn.Module, *, trained_only: bool) -> dict[str, Any]:
-    """The state dict of a model under FSDP2, gathered from all processes, on the CPU of the main one; {} elsewhere. Called by
-    all ranks."""
+    """The state dict of a model under FSDP2, gathered on the CPU of the main process; {} elsewhere. Called by all ranks."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
     whole = get_model_state_dict(model, options=options)
     first: dict[int, str] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(weight), name) != name and name in whole:
-            whole[name] = whole[first[id(weight)]]  # tied: the same tensor, by which it is known to be
+            whole[name] = whole[first[id(weight)]]  # tied: must be the same tensor object
     return whole
 
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Inside the block what failed on a process (a full disk) is raised on all: torch's own error for it is no Exception, and
-    would end them without a word."""
+    """Inside the block an error on one process (a full disk) is raised on all: torch's CheckpointException is no Exception,
+    and would end them without a message."""
     try:
         yield
     except CheckpointException as error:

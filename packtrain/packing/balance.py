@@ -1,7 +1,7 @@
 """The documents of one optimizer step over ranks and micro-batches, each doing about the same work.
 
-All ranks wait for the slowest one: at the end of a step, and under ZeRO-3 and FSDP in every micro-batch. The work of a
-document of l tokens is `l + attention_cost · l²` (linear layers, and attention inside the document). So we
+All ranks wait for the slowest one: at the end of a step, and under ZeRO-3 and FSDP in every micro-batch. A document of l
+tokens costs `l + attention_cost · l²` (linear layers, and attention within the document). So we
 
 1. take the smallest number M of micro-batches per rank that holds the documents within the limits of a device,
 2. spread the documents over `world_size · M` parts of similar cost,
@@ -13,9 +13,9 @@ Timing Anomalies": at most 4/3 of the best), or, where rows are so full that thi
 wants similar lengths together, and kept order consecutive documents: these are cut into consecutive parts whose largest
 cost is as small as possible.
 
-The trade-off: every process does this for every step (a millisecond for a thousand documents), so no search follows;
-and one document that costs more than an average micro-batch is waited for, not made up for by lighter micro-batches of
-its rank, which ZeRO-3 and FSDP would gain nothing from.
+The trade-off: every process does this for every step (a millisecond for a thousand documents), so there is no search for a
+better layout; and all ranks wait for a document that costs more than an average micro-batch. Giving its rank lighter other
+micro-batches would not help ZeRO-3 and FSDP, which wait in each.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
-from typing import Literal
 
 import numpy as np
 
+from packtrain.config.schema import PackingMode
 from packtrain.packing.bins import best_fit
 
-Mode = Literal["padding", "padding_free", "packed"]
 Layout = list[list[np.ndarray]]  # [rank][micro-batch]: int64[documents]
 TOLERANCE = 0.01  # how far above the smallest possible the largest cost of consecutive parts may be, relative
 
@@ -51,7 +50,7 @@ def costs(lengths: np.ndarray, attention_cost: float) -> np.ndarray:
 def lay_out(
     lengths: np.ndarray,
     *,
-    mode: Mode,
+    mode: PackingMode,
     world_size: int,
     limits: MicroBatchLimits,
     attention_cost: float,
@@ -73,7 +72,7 @@ def lay_out(
     if keep_order or mode == "padding":
         parts = _consecutive(lengths, mode == "padding", keep_order, world_size, limits, attention_cost)
     else:
-        parts = _spread(lengths, world_size, limits, attention_cost)
+        parts = _parts_of_similar_cost(lengths, world_size, limits, attention_cost)
     return deal(parts, loads(parts, lengths, mode, attention_cost), world_size, keep_order)
 
 
@@ -98,7 +97,7 @@ def deal(parts: list[np.ndarray], cost: np.ndarray, world_size: int, keep_order:
     return layout
 
 
-def imbalance(layout: Layout, lengths: np.ndarray, attention_cost: float, mode: Mode = "packed") -> float:
+def imbalance(layout: Layout, lengths: np.ndarray, attention_cost: float, mode: PackingMode = "packed") -> float:
     """How much longer than the average rank the busiest one works: largest cost of a rank / mean cost - 1.
 
     In mode padding a document costs as much as the longest of its micro-batch.
@@ -109,7 +108,7 @@ def imbalance(layout: Layout, lengths: np.ndarray, attention_cost: float, mode: 
     return float(max(ranks) / mean - 1) if mean else 0.0
 
 
-def loads(parts: list[np.ndarray], lengths: np.ndarray, mode: Mode, attention_cost: float) -> np.ndarray:
+def loads(parts: list[np.ndarray], lengths: np.ndarray, mode: PackingMode, attention_cost: float) -> np.ndarray:
     """The cost of each part, padding included: float64[parts]."""
     if mode == "padding":
         longest = np.array([lengths[part].max(initial=0) for part in parts])
@@ -117,13 +116,15 @@ def loads(parts: list[np.ndarray], lengths: np.ndarray, mode: Mode, attention_co
     return np.array([costs(lengths[part], attention_cost).sum() for part in parts])
 
 
-def _spread(lengths: np.ndarray, world_size: int, limits: MicroBatchLimits, attention_cost: float) -> list[np.ndarray]:
+def _parts_of_similar_cost(
+    lengths: np.ndarray, world_size: int, limits: MicroBatchLimits, attention_cost: float
+) -> list[np.ndarray]:
     """Parts of similar cost within `limits`, as many as the fewest micro-batches for `world_size` ranks have room for."""
     order, sizes = np.argsort(-lengths, kind="stable").tolist(), lengths.tolist()
     cost = costs(lengths, attention_cost).tolist()
     fewest = max(min(1, len(sizes)), math.ceil(sum(sizes) / limits.tokens), math.ceil(len(sizes) / limits.examples))
     slots = _rounded_up(fewest, world_size)
-    while (parts := _longest_first(order, sizes, cost, slots, limits)) is None:
+    while (parts := _fill_cheapest_first(order, sizes, cost, slots, limits)) is None:
         if limits.examples == math.inf:
             rows = best_fit(lengths, int(limits.tokens), np.random.default_rng(0))
             if len(rows) <= slots:
@@ -136,7 +137,7 @@ def _rounded_up(parts: int, world_size: int) -> int:
     return -(-parts // world_size) * world_size
 
 
-def _longest_first(
+def _fill_cheapest_first(
     order: list[int], lengths: list[int], cost: list[float], slots: int, limits: MicroBatchLimits
 ) -> list[list[int]] | None:
     """Each document of `order` (longest first) into the cheapest of `slots` parts with room; None if one finds none.
@@ -204,16 +205,17 @@ def _cut(
 ) -> list[int] | None:
     """Ends of the fewest consecutive parts within `limits` that cost at most `most`; None if these are above `slots`."""
     ends: list[int] = []
-    start, size, work = 0, 0, 0.0  # in padding those of the longest document, otherwise of all together
-    for index, (length, one) in enumerate(zip(lengths, cost, strict=True)):
+    start, longest, costliest = 0, 0, 0.0  # of the documents of the current part
+    tokens, work = 0, 0.0  # of the whole part; padded documents all count as its longest
+    for index, (length, document_cost) in enumerate(zip(lengths, cost, strict=True)):
         count = index - start + 1
-        if padded:
-            size, work, copies = max(size, length), max(work, one), count
-        else:
-            size, work, copies = size + length, work + one, 1
-        if count > 1 and (count > limits.examples or size * copies > limits.tokens or work * copies > most):
+        longest, costliest = max(longest, length), max(costliest, document_cost)
+        tokens = count * longest if padded else tokens + length
+        work = count * costliest if padded else work + document_cost
+        if count > 1 and (count > limits.examples or tokens > limits.tokens or work > most):
             ends.append(index)
             if len(ends) == slots:
                 return None
-            start, size, work = index, length, one
+            start, longest, costliest = index, length, document_cost
+            tokens, work = length, document_cost
     return [*ends, len(lengths)]

@@ -2,13 +2,13 @@
 
 Labels are shifted here, document by document, so no label crosses a border and the model's own shift is not used:
 `shift_labels[t]` is the token that position t has to predict, or IGNORE. A flattened row needs no padding token and no
-attention mask; it carries what every kind of kernel asks for (Segments, position ids, cu_seqlens, seq_idx).
+attention mask; it carries the arguments of every kind of kernel (Segments, position ids, cu_seqlens, seq_idx).
 
-Pairs always come as the padded batch that TRL's losses read, all chosen answers first, then all rejected ones. Padded
-integers are cheap; the model must not see them. So a PairLayout says where each token of a flattened row is in that batch:
-the model runs on the row, and what it returns per token is put back (model/forward.py). Where prompts are shared, a
-pair is three segments: the prompt without its last token, and twice that last token with an answer, which see the first
-segment. (The last token predicts the first token of both answers, so it is there twice.)
+Pairs always come as the padded batch that TRL's losses read, all chosen answers first, then all rejected ones. The padding
+costs little, since the model does not run on it: a PairLayout maps each token of a flattened row to its place in that batch,
+the model runs on the row, and its per-token outputs are put back (model/forward.py). With shared prompts a pair is three
+segments: the prompt without its last token, and for each answer that last token and the answer, which see the first segment.
+(The last prompt token predicts the first token of both answers, so it is in the row twice.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PairRows = Literal["padding", "flat", "shared"]
 IGNORE = -100
 FILLER = Document(input_ids=np.zeros(2, dtype=np.int32), loss_mask=np.zeros(2, dtype=bool))
 FILLER_PAIR = Preference(chosen=FILLER, rejected=FILLER, prompt=0)
-"""Stand in for an empty micro-batch (a step with fewer documents than ranks): they are run, and train nothing."""
+"""The fillers of an empty micro-batch (a step with fewer documents than ranks): forward passes that train nothing."""
 
 
 def shifted_labels(document: Document) -> torch.Tensor:
@@ -70,7 +70,7 @@ def collate_flat(documents: Sequence[Document]) -> dict[str, Any]:
 def row_arguments(segments: Segments) -> dict[str, Any]:
     """What a model needs of a flattened row beside its tokens: `segments`, `position_ids`, and the kernels' arguments.
 
-    Those kernels have no shared prefixes: a row with one goes without them.
+    Those kernels cannot share prefixes: a row with a prefix has no arguments for them.
     """
     arguments = {"position_ids": segments.position_ids(), "segments": segments}
     if any(segments.prefix_lengths):

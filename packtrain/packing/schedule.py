@@ -1,8 +1,8 @@
 """Which documents each optimizer step trains on, and where: a pure function of (lengths, settings, seed, step).
 
-Nothing is repacked and nothing is remembered: an epoch is a list of indices made from (seed, epoch), a step is a slice
-of it, and a rank takes its part of the step. So any process computes any step of any epoch alone, a resumed run only
-needs the number of the next step, and another number of processes gets the same steps.
+There is no state: an epoch is a list of indices made from (seed, epoch), a step is a slice of it, and a rank takes its part
+of the step. So any process can compute any step of any epoch by itself, a resumed run only needs the number of the next
+step, and another number of processes gets the same steps.
 
 **The documents of a step depend neither on the packing mode nor on the number of ranks.** With `examples_per_step` an
 epoch is a permutation cut into equal steps. With `tokens_per_step` its documents are packed into rows of
@@ -149,7 +149,7 @@ class Schedule:
         return self.examples_per_step is None and self.packing.strategy == "in_order" and self.shuffle
 
     def _rows_of(self, step: int) -> tuple[Rows, int, int]:
-        """The plan that a step is in, and its first and end row there."""
+        """The plan of the step's epoch, and the step's first and end row in it."""
         if not 0 <= step < self.total_steps:
             raise IndexError(f"step {step} of {self.total_steps}")
         epoch, within = self._locate(step)
@@ -208,8 +208,7 @@ def make_schedule(
 
     `max_steps` counts before `epochs`; 1.5 epochs are all steps of epoch 0 and half of those of epoch 1, rounded up.
     Without `shuffle` every epoch is the same: in the order of the data, except for best_fit over an epoch. A document of
-    l tokens costs l + attention_cost · l². UserError where a
-    document is longer than a row.
+    l tokens costs l + attention_cost · l². Raises UserError if a document is longer than a row.
     """
     lengths = np.asarray(lengths)
     limits = MicroBatchLimits(*(math.inf if most is None else most for most in batch.limits(packing.mode)))

@@ -1,9 +1,8 @@
 """Segments: the one value that describes a flattened row of several documents.
 
 Collators make it, attention backends consume it, the isolation proof perturbs it. A segment is a document (or a piece of
-one) whose tokens attend causally to themselves and, where it has a prefix, to all of one earlier segment: a prompt that two
-answers share is there once. The lengths are plain Python integers, so that no backend has to wait for the device to learn
-where a document ends.
+one) whose tokens attend causally to themselves and, if it has a prefix, to all of one earlier segment: so a prompt shared by
+two answers is in the row once. The lengths are plain Python integers, so that no backend waits for the device to read them.
 """
 
 from __future__ import annotations

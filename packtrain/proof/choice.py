@@ -1,7 +1,7 @@
-"""Which backend serves the packed rows of a model: chosen once, by measuring, and carried as a value.
+"""Chooses the backend for the packed rows of a model, once, by measuring.
 
-`auto` takes the first of flash, segmented and per_document that is available and proves exact on the loaded model, and keeps
-why each better one was rejected. A backend that is asked for by name is never replaced: it is exact, or the run ends.
+`auto` takes the first of flash, segmented and per_document that is available and proves exact on the loaded model, and notes
+why each better one was rejected. A backend set by name is never replaced: if it is not exact, the run ends.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ AUTO = ("flash", "segmented", PER_DOCUMENT)
 class AttentionChoice:
     """The backend, its proof (None where it was not asked for), and why each better candidate was `rejected`, best first.
 
-    `unshared` is why it cannot compute the prompt of a preference pair once for both answers, "" where it can, None where
-    that was not tried.
+    `unshared`: None if sharing the prompt of a preference pair was not tried, "" if it proved exact, else why it cannot.
     """
 
     backend: Backend
@@ -46,8 +45,8 @@ def choose_attention(
 ) -> AttentionChoice:
     """The backend for packed rows of `model` on `device`; `wanted` is model.attention, `autocast` what training computes in.
 
-    With `pairs` it is also tried whether preference pairs can share their prompt: a row of pairs, which has a document in it,
-    proves both at once. `auto` always proves, since that is how it chooses; without `prove` a named backend is taken as it
+    With `pairs` it also tries to share the prompts of preference pairs: a row of pairs, which has a document in it, proves
+    both at once. `auto` always proves, since that is how it chooses; without `prove` a named backend is taken as it
     is. Raises UserError where a named backend is not available, CheckFailed where it is not exact or nothing is.
     """
     rejected: list[tuple[str, str]] = []
@@ -60,7 +59,8 @@ def choose_attention(
             return AttentionChoice(Backend(name, "asked for"), None)
         if pairs and not why_not:
             unshared, proof = prove_pairs(name, model, autocast)
-        if unshared != "" and not why_not:
+        proved_with_pairs = unshared == ""  # the row of pairs has a document in it
+        if not why_not and not proved_with_pairs:
             why_not, proof = prove_backend(name, model, autocast)
         if not why_not:
             why = "; ".join(f"no {other}: {lack}" for other, lack in rejected)
@@ -81,7 +81,7 @@ def prove_backend(name: str, model: PreTrainedModel, autocast: torch.dtype | Non
         proof = prove_isolation(model, name, autocast=_precision(name, autocast))
     except CheckFailed as refusal:
         return refusal.problems[0].what, None
-    # documents that run apart are exact by construction, also in a model whose outputs show too little
+    # per_document is exact by construction, even if the positive control is too weak
     exact = proof.verdict == "exact" or (name == PER_DOCUMENT and proof.verdict != "leaks")
     return ("" if exact else _what_is_wrong(model, proof)), proof
 
@@ -99,18 +99,18 @@ def prove_pairs(name: str, model: PreTrainedModel, autocast: torch.dtype | None)
 
 
 def _why_unavailable(name: str, model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None) -> str:
-    """Why the backend cannot run here at all; "" where it can."""
+    """Why the backend cannot run here at all; "" if it can."""
     kernel, line = flash.available(model, device, autocast) if name == "flash" else (name, "")
     return "" if kernel else line
 
 
 def _precision(name: str, autocast: torch.dtype | None) -> torch.dtype | None:
-    """What the proof computes in: float32 where it can, see isolation.py."""
+    """The autocast format of the proof: none if the kernel takes float32, see isolation.py."""
     return autocast if name == "flash" else None
 
 
 def _instead_of_rows(model: PreTrainedModel, autocast: torch.dtype | None) -> str:
-    """What to do where nothing runs packed rows: padding, unless that is not exact either."""
+    """The fix if nothing runs packed rows: padding, unless that is not exact either."""
     try:
         check_as_it_comes(model, padding=True, autocast=autocast)
     except CheckFailed as refusal:
@@ -119,7 +119,7 @@ def _instead_of_rows(model: PreTrainedModel, autocast: torch.dtype | None) -> st
 
 
 def _what_is_wrong(model: PreTrainedModel, proof: Proof) -> str:
-    """How far off, and where, in words."""
+    """One sentence: how far the proof is off, and in which module."""
     name, tolerance = type(model).__name__, f"(tolerance {proof.tolerance:.1g})"
     if proof.verdict == "unsupported":
         return f"isolation cannot be shown: without it {name} moves by {proof.control:.2g} only {tolerance}"

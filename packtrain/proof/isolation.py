@@ -1,13 +1,13 @@
 """The proof that documents in a packed row cannot see each other, measured on the loaded model.
 
 A row is exact when every document in it has the outputs that it has alone. Three documents share a row:
-(1) Isolation: each is replaced by other tokens in turn, and the outputs of the others must not move; in training mode, since
-some layers run other code there, with the same random numbers each time.
+(1) Isolation: each is replaced by other tokens in turn, and the outputs of the others must not move. This runs in training
+mode, where some layers run different code, with the same random numbers each time.
 (2) Equality: the outputs of each document must be those of the document alone under the model's own attention, in training
 mode, or in eval mode where a model draws noise.
-(3) A positive control: the same row declared as ONE document, its positions still counted per document (else learned
-positions alone would show), must differ from the documents alone by many times the tolerance. So the proof cannot pass
-because it sees nothing.
+(3) A positive control: the same row declared as ONE document, with positions still restarting per document (else a
+difference could come from learned positions), must differ from the documents alone by many times the tolerance. So the
+proof cannot pass because it is blind to leaks.
 
 Preference pairs with a shared prompt are proved in the same way: an answer must not move with the other one. A document
 stands between two pairs, so that one proof serves pairs and documents. Weights in float32 are proved in float32 also where
@@ -95,7 +95,7 @@ def prove_isolation(
     """
     tolerance = tolerance_of(autocast or model.dtype)
     ids = random_ids(model, segments)
-    pieces = [np.split(row, segments.starts[1:]) for row in ids]
+    own, other = (np.split(row, segments.starts[1:]) for row in ids)
     with evaluating(model, autocast):
         alone = _alone(model, ids[0], segments)
         with attending_by(model, backend):
@@ -104,21 +104,25 @@ def prove_isolation(
             unchanged = logits_in_row(model, ids[0], segments)
             before, after = 0.0, 0.0
             for replaced in _replacements(segments):
-                row = np.concatenate([pieces[i in replaced][i] for i in range(len(segments.lengths))])
+                row = np.concatenate([other[i] if i in replaced else own[i] for i in range(len(own))])
                 outputs = logits_in_row(model, row, segments)
-                # what continues a replaced segment has to move with it
+                # segments that continue a replaced one move with it
                 still = [i for i, prefix in enumerate(segments.shared) if not replaced & {i, prefix}]
                 moved = {i: _difference([outputs[i]], [unchanged[i]]) for i in still}
                 before = max([before, *(value for i, value in moved.items() if i < max(replaced))])
                 after = max([after, *(value for i, value in moved.items() if i > min(replaced))])
-            # in 16 bits a router may choose another expert for a token here and there: that is no leak
+            # in 16 bits a router may choose another expert for single tokens: that is no leak
             typical = (autocast or model.dtype).itemsize < 4
             equality = _difference(unchanged, alone, typical=typical)
-            if not equality <= tolerance:  # what is drawn in training mode is no leak either
+            if not equality <= tolerance:  # noise of training mode is no leak either
                 model.eval()
                 equality = _difference(logits_in_row(model, ids[0], segments), alone, typical=typical)
-    exact, seeing = max(before, after, equality) <= tolerance, control >= CONTROL_FACTOR * tolerance
-    verdict = "exact" if exact and seeing else "leaks" if not exact else "unsupported"
+    if not max(before, after, equality) <= tolerance:
+        verdict = "leaks"
+    elif not control >= CONTROL_FACTOR * tolerance:
+        verdict = "unsupported"
+    else:
+        verdict = "exact"
     return Proof(verdict, backend, before, after, equality, control, tolerance)
 
 
@@ -126,8 +130,8 @@ def prove_isolation(
 def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.dtype | None = None) -> None:
     """Raises CheckFailed where `model` is not causal, or, if `padding`, gives other outputs beside padding than alone.
 
-    Training would be nonsense in the first case (a token sees what it has to predict; BERT and its kin without is_decoder),
-    inexact in the second. Call it with the model's own attention in place; with the documents of the proof.
+    In the first case a token sees the one it must predict (BERT-like models without is_decoder); in the second, training is
+    inexact. Call it with the model's own attention in place; with the documents of the proof.
     """
     ids = random_ids(model, DOCUMENTS)
     tolerance, name = tolerance_of(autocast or model.dtype), type(model).__name__
@@ -164,10 +168,11 @@ def random_ids(model: PreTrainedModel, segments: Segments) -> np.ndarray:
 
 
 def _replacements(segments: Segments) -> list[set[int]]:
-    """Segments to be replaced together, so that each is replaced once while any other stays that must not move with it.
+    """Sets of segments to replace together: each segment is replaced once while every one independent of it stays.
 
-    Every document; or every prefix with all that continues it, then the first that continues each prefix, and so on. A
-    document beside such families is replaced with each of the latter.
+    Without prefixes, each document by itself. Else each prefix with all its continuations; then the first continuation of
+    every prefix, the second of every prefix, and so on, together with the documents beside these families. Raises
+    ValueError unless every prefix has the same number of continuations.
     """
     families: dict[int, list[int]] = {}
     for number, prefix in enumerate(segments.shared):
@@ -176,14 +181,16 @@ def _replacements(segments: Segments) -> list[set[int]]:
     lone = [number for number, prefix in enumerate(segments.shared) if prefix is None and number not in families]
     if not families:
         return [{number} for number in lone]
-    whole = [{prefix, *family} for prefix, family in families.items()]
-    return [*whole, *({*column, *lone} for column in zip(*families.values(), strict=True))]
+    replacements = [{prefix, *family} for prefix, family in families.items()]
+    for continuations in zip(*families.values(), strict=True):
+        replacements.append({*continuations, *lone})
+    return replacements
 
 
 def _alone(model: PreTrainedModel, ids: np.ndarray, segments: Segments) -> list[torch.Tensor]:
     """float32 [length, vocabulary] of each segment; each document runs by itself, by the model's own attention.
 
-    A document is a segment behind its prefix; the outputs of a prefix are those in front of the first that continues it.
+    A segment with a prefix runs as prefix + segment; the prefix's outputs come from the first segment that continues it.
     """
     pieces = np.split(ids, segments.starts[1:])
     alone: dict[int, torch.Tensor] = {}
@@ -206,15 +213,15 @@ def _whole(model: PreTrainedModel, ids: np.ndarray) -> torch.Tensor:
 def logits_in_row(
     model: PreTrainedModel, ids: np.ndarray, segments: Segments, *, separated: bool = True
 ) -> list[torch.Tensor]:
-    """float32 [length, vocabulary] of each segment in the row; not `separated`: with no border but the positions' restart."""
+    """float32 [length, vocabulary] of each segment in the row; not `separated`: only the positions restart."""
     arguments = row_arguments(segments if separated else Segments((segments.tokens,)))
     batch = {"input_ids": torch.from_numpy(ids)[None], **arguments, "position_ids": segments.position_ids()}
-    torch.manual_seed(0)  # of what is drawn in training mode
+    torch.manual_seed(0)  # for the noise of training mode
     return list(logits_of(model, batch)[0].split(segments.lengths))
 
 
 def train_without_dropout(model: PreTrainedModel) -> None:
-    """Training mode, but for dropout modules: one in front of an expert draws as many numbers as tokens are routed there."""
+    """Training mode, except dropout modules: in an expert they draw one number per routed token, so the draws would differ."""
     model.train()
     for module in model.modules():
         if isinstance(module, _DropoutNd):
@@ -244,7 +251,7 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 
 def positions_of(model: PreTrainedModel) -> int | None:
-    """Tokens of the longest document that `model` was made for; None where it has no limit, or does not say."""
+    """The longest document that `model` supports, in tokens; None if it has no limit, or its config does not name one."""
     config = model.config.get_text_config()
     names = ("max_position_embeddings", "max_seq_len")  # the second one is MPT's
     said = (getattr(config, name, None) for name in names)
@@ -263,10 +270,10 @@ def logits_of(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:
 
 @contextmanager
 def refusals_of_a_model(what: str, *, fix: str) -> Iterator[None]:
-    """Turns whatever a model's own code raises inside the block into CheckFailed: `what`, and the first line of it.
+    """Turns any exception of a model's own code inside the block into CheckFailed: `what`, and the first line of the exception.
 
-    An architecture refuses what it cannot do (packed rows without some kernel, arguments it does not take) with errors
-    of every type, so no list of types is complete. Running out of memory is no refusal.
+    Models refuse unsupported calls (packed rows without some kernel, unknown arguments) with exceptions of every type, so no
+    list of types is complete. Running out of memory is not a refusal.
     """
     try:
         yield
@@ -280,7 +287,7 @@ def refusals_of_a_model(what: str, *, fix: str) -> Iterator[None]:
 def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor], *, typical: bool = False) -> float:
     """Largest |a - b| over all tokens (or, `typical`, the mean over tokens of a token's largest) / the largest |b|.
 
-    Infinite where that is no number.
+    Infinite instead of NaN.
     """
     a, b = torch.cat(ours), torch.cat(theirs)
     of_tokens = (a - b).abs().amax(dim=-1)

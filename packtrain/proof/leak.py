@@ -1,7 +1,7 @@
-"""Where a leak is: the innermost module whose output moves with another document while its input does not.
+"""Finds a leak: the innermost module whose output depends on another document although its input does not.
 
-The row of the proof runs twice, the second time with other tokens in its first and last document; what every module takes
-and gives for the middle document is compared by two sums, so that nothing large is kept.
+The row of the proof runs twice, the second time with other tokens in its first and last document. The inputs and outputs of
+every module for the middle document are compared by two sums each, so that no large tensor is kept.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class Leak:
 
 @torch.no_grad()
 def find_leak(model: PreTrainedModel, backend: str) -> Leak | None:
-    """The first place where documents of a row meet under `backend`, or None where nothing passes between them."""
+    """The first module that mixes documents of a row under `backend`; None if none does."""
     rows = random_ids(model, DOCUMENTS)
     rows[1, _MIDDLE] = rows[0, _MIDDLE]
     with evaluating(model), attending_by(model, backend):
         train_without_dropout(model)  # as the proof does
-        first, second = (_watched(model, row) for row in rows)
+        first, second = (_sums_by_module(model, row) for row in rows)
     tolerance = tolerance_of(model.dtype)
-    for name, (taken, given) in first.items():  # in the order in which the modules ended: the innermost first
+    for name, (taken, given) in first.items():  # in the order in which their calls returned: innermost first
         taken_then, given_then = second.get(name, (taken, given))
         if not _moved(taken, taken_then, tolerance) and _moved(given, given_then, tolerance):
             return Leak(name or type(model).__name__, _kind(model.get_submodule(name)))
     return None
 
 
-def _watched(model: PreTrainedModel, row: np.ndarray) -> dict[str, tuple[list[float], list[float]]]:
-    """For each module, in the order in which they end, sums over the middle document of what it takes and gives."""
+def _sums_by_module(model: PreTrainedModel, row: np.ndarray) -> dict[str, tuple[list[float], list[float]]]:
+    """For each module, in the order in which their calls return: `_sums` of its inputs and of its outputs."""
     sums: dict[str, tuple[list[float], list[float]]] = {}
     taken: dict[str, list[float]] = {}
     handles = []
@@ -83,7 +83,10 @@ def _watched(model: PreTrainedModel, row: np.ndarray) -> dict[str, tuple[list[fl
 
 
 def _sums(value: Any) -> list[float]:
-    """Σ and Σ|·| over the middle document's part of every floating-point tensor in `value` that runs along the row."""
+    """Σ|x| and Σ x·sin(1, 2, …) over the middle document, for every floating-point tensor in `value` that runs along the row.
+
+    The second sum depends on the order of the values too.
+    """
     if isinstance(value, torch.Tensor):
         along = _along_the_row(value.shape)
         if not value.is_floating_point() or not along:
@@ -115,7 +118,7 @@ def _moved(first: list[float], second: list[float], tolerance: float) -> bool:
 
 
 def _kind(module: nn.Module) -> str:
-    """What mixes tokens in `module`, as far as its type tells."""
+    """How `module` mixes tokens, guessed from its type."""
     if isinstance(module, (nn.Conv1d, nn.Conv2d)):
         return "causal convolution across the row"
     name = type(module).__name__.lower()

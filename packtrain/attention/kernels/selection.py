@@ -1,9 +1,9 @@
-"""Which varlen kernel serves a layer: the fastest that is RIGHT on this device, found out by running it.
+"""Chooses the varlen kernel of a layer: the fastest one that is CORRECT on this device, checked by running it.
 
-An import says little: a package may lack code for this GPU, the backward pass, or soft-cap together with a window, and some
-versions were simply wrong in a corner. So each candidate, the fastest first, runs forward and backward on a small row
-with exactly what the layer needs, and is compared with a dense float64 reference of the same inputs. The first that agrees
-is taken; of every better one it is kept what it lacked. It costs a few milliseconds a kernel (some compile themselves at
+A successful import proves little: a package may lack code for this GPU, the backward pass, or soft-cap together with a
+window, and some versions were wrong in corner cases. So each candidate, the fastest first, runs forward and backward on a small row
+with exactly the features of the layer, and is compared with a dense float64 reference of the same inputs. The first that
+agrees is taken, with a note of what each faster one lacks. It costs a few milliseconds a kernel (some compile
 first: seconds, which the training would spend anyway), once per kind of layer and process.
 """
 
@@ -26,7 +26,7 @@ _KV_HEADS = 2
 
 @dataclass(frozen=True, slots=True)
 class LayerFeatures:
-    """What a layer asks of a kernel. `group`: query heads per key head; `softcap`: its value, kernels compile it in."""
+    """The features that a layer needs of a kernel. `group`: query heads per key head; `softcap`: its value, kernels compile it in."""
 
     dtype: torch.dtype
     group: int
@@ -45,7 +45,7 @@ class KernelChoice:
     lacks: tuple[tuple[str, str], ...]
 
     def why_not(self) -> str:
-        """One line: what each candidate that was passed over lacks, those with the same lack together."""
+        """One line: what each rejected candidate lacks, grouped by reason."""
         names: dict[str, list[str]] = {}
         for name, reason in self.lacks:
             names.setdefault(reason, []).append(name)
@@ -76,7 +76,7 @@ def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
 
 
 def _tried(name: str, load, layer: LayerFeatures, device: torch.device) -> tuple[Kernel | None, str]:
-    """The kernel if it is right for `layer`, else None and what it lacks."""
+    """The kernel and "" if it is right for `layer`, else None and the reason."""
     try:
         attend: Attend = load()
     except Lacks as error:
@@ -92,8 +92,7 @@ def _tried(name: str, load, layer: LayerFeatures, device: torch.device) -> tuple
 
 
 def _lack_of(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> str:
-    """ "" where `kernel` is right, else why it is not. What a kernel raises is of every type; running out of memory is
-    no lack."""
+    """Why `kernel` is not right, "" if it is. Kernels raise exceptions of every type; running out of memory is raised on."""
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             error = kernel_error(kernel, layer, device)
@@ -126,7 +125,7 @@ def probe_row(
 ) -> tuple[Segments, Scoring, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """The small row that kernels are tried on: its segments, scoring, and query, key, value [T, heads, d] and sinks."""
     segments = Segments(_LENGTHS, _PREFIXES)
-    scale = layer.head_dim**-0.5 * max(1.0, (layer.softcap or 0.0) / 6)  # scores that feel the cap
+    scale = layer.head_dim**-0.5 * max(1.0, (layer.softcap or 0.0) / 6)  # scores large enough to be capped
     scoring = Scoring(scale, _WINDOW if layer.window else None, layer.softcap)
     random = torch.Generator().manual_seed(0)
     heads = layer.group * _KV_HEADS

@@ -3,7 +3,7 @@
 A sink is a logit s per head that takes part in the softmax and has no value. If a kernel returns its output O and the
 log-sum L = log Σ exp(scores), the softmax with the sink has the log-sum L' = log(exp L + exp s), and the output is
 O' = O · exp(L - L'). The backward of such kernels rebuilds the probabilities as exp(scores - L) and needs Σ dO·O per query:
-given L' and O' in place of L and O it computes the gradients of the softmax with the sink, with nothing else to change.
+given L' and O' instead of L and O it computes the gradients of the softmax with the sink, without further changes.
 The sink's own gradient is -Σ exp(s - L') · (dO'·O') over the queries. Source: the derivation is that of FlashAttention's
 backward with one more column whose value is zero.
 """
@@ -48,6 +48,6 @@ class _Sinks(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         query, key, value, sinks, output, with_sink = ctx.saved_tensors
         passed = ctx.backward_pass(gradient, query, key, value, output, with_sink)
-        taken = torch.exp(sinks.to(with_sink.dtype)[:, None] - with_sink)  # [heads, T], the share that the sink takes
+        taken = torch.exp(sinks.to(with_sink.dtype)[:, None] - with_sink)  # [heads, T], the sink's probability
         product = (gradient.to(with_sink.dtype) * output.to(with_sink.dtype)).sum(-1).T
         return (*passed, -(taken * product).sum(1).to(sinks.dtype), None, None)

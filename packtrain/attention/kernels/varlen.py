@@ -2,9 +2,8 @@
 
 All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
 causality at the bottom right: a segment may have more keys than queries, which is how a shared prefix is served. Its keys
-and values are gathered in front of the segment's own; the backward of the gather sums the gradients. What a kernel has
-beyond that (soft-cap, sinks) is read from its signature; whether it is right is found out by running it
-(selection.py).
+and values are gathered in front of the segment's own; the backward of the gather sums the gradients. Whether a kernel has
+more (soft-cap, sinks) is read from its signature; whether it is correct is checked by running it (selection.py).
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _ALIGNMENT = 8  # head dimensions that kernels take are multiples of 16 bytes
 
 
 class Lacks(Exception):
-    """A kernel is not there, or does not have what a layer needs, by the message."""
+    """A kernel is not installed, or lacks a feature that a layer needs; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
     """How a layer weighs its keys: `scale` of the dot products, `window` in tokens (the query's own included), and the
-    `softcap` that scores are squashed to. No kernel drops scores: a draw could be compared with nothing."""
+    `softcap` that limits scores. There is no dropout: its random draws could not be compared with a reference."""
 
     scale: float
     window: int | None = None
@@ -73,7 +72,7 @@ class Kernel:
 def borders_of(segments: Segments, device: torch.device) -> Borders:
     """The borders of a row on `device`, without waiting for the device."""
     lengths = [own + before for own, before in zip(segments.lengths, segments.prefix_lengths, strict=True)]
-    with torch.inference_mode(False):  # what an evaluation makes here is used again by a training step
+    with torch.inference_mode(False):  # an evaluation's cached tensors are used again in training
         queries = _on(device, segments.cumulative_lengths())
         if not any(segments.prefix_lengths):
             return Borders(queries, queries, max(segments.lengths), max(segments.lengths), None)
@@ -91,7 +90,7 @@ def _gathered(segments: Segments) -> torch.Tensor:
 
 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` on `device`; copied from pinned memory, so that nothing waits for the work queued there."""
+    """`tensor` on `device`; copied from pinned memory, so that it does not wait for the queued work."""
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -138,7 +137,7 @@ def from_package(module: str) -> Attend:
 
 
 def from_hub(repository: str) -> Attend:
-    """`flash_attn_varlen_func` of a kernel of the Hugging Face hub, if it was downloaded: a training fetches no code.
+    """`flash_attn_varlen_func` of a kernel of the Hugging Face hub, if it was downloaded before: training downloads no code.
 
     Raises Lacks where it is not there, and whatever loading it raises.
     """
@@ -198,7 +197,7 @@ def _by_signature(function: Callable[..., Any]) -> Attend:
 
 
 def from_torch() -> Attend:
-    """`varlen_attn` of torch itself. Sinks, which it has not, are put in through the scores' log-sum."""
+    """`varlen_attn` of torch itself. It has no sinks: they are added through the scores' log-sum."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
@@ -220,7 +219,7 @@ def from_torch() -> Attend:
 
 
 def _torch_passes(borders: Borders, scale: float, left: int) -> tuple[Callable, Callable]:
-    """The two passes under varlen_attn, apart: the backward can then be given another output and log-sum."""
+    """varlen_attn's forward and backward separately, so that the backward can get another output and log-sum."""
     lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
     options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
     causal = left == -1

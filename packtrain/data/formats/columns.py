@@ -6,13 +6,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
+from packtrain.config.schema import Format, ObjectiveKind
 from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
-
-Objective = Literal["sft", "dpo"]
-Format = Literal["messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "tokenised"]
 
 REQUIRED: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -44,7 +42,7 @@ class Row:
     named: frozenset[str]
 
     def name(self, ours: str) -> str:
-        """What the file calls our column."""
+        """The file's name of our column."""
         return self.columns.get(ours, ours)
 
     def has(self, ours: str) -> bool:
@@ -91,7 +89,7 @@ def list_column(names: Sequence[str], columns: Mapping[str, str]) -> str | None:
 
 
 def detect_format(
-    first: list[str], names: list[str], wanted: str, columns: Mapping[str, str], where: str, objective: Objective
+    first: list[str], names: list[str], wanted: str, columns: Mapping[str, str], where: str, objective: ObjectiveKind
 ) -> Format:
     """The format of a source; raises UserError unless exactly one fits, and it is one for the objective.
 
@@ -120,12 +118,12 @@ def detect_format(
     return cast(Format, fits[0])
 
 
-def _fitting(first: list[str], columns: Mapping[str, str], objective: Objective) -> list[str]:
-    """The formats whose columns are all there. Pairs go before what else their rows could be, and before lists."""
+def _fitting(first: list[str], columns: Mapping[str, str], objective: ObjectiveKind) -> list[str]:
+    """The formats whose required columns are all present. For dpo, pairs win over every other format, then ranked lists."""
     fits = [name for name in REQUIRED if name != "ranked" and not _missing(name, first, columns)]
     if objective == "dpo" and "preference" in fits:
         return ["preference"]  # other columns may hold the prompt, or the chosen answer once more
-    # without dpo, a column `answers` is no list to rank: it is in many other data sets
+    # only dpo ranks lists: many other data sets have a column `answers` too
     return ["ranked"] if objective == "dpo" and not _missing("ranked", first, columns) else fits
 
 
@@ -139,8 +137,8 @@ def _missing(format: str, names: list[str], columns: Mapping[str, str]) -> list[
 def content_of(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
     """A hash of 64 bits that is equal for equal rows, whatever template, tokenizer and data.max_length make of them.
 
-    Only the columns that the format reads count (not an id, not a score), so copies of a conversation are found,
-    and what is held out by it stays held out. Rows that cannot be read are told apart by their fault.
+    Only the columns that the format reads count (not an id, not a score), so copies of a conversation have one hash and
+    fall on the same side of a held-out split. The hash of an unreadable row is that of its error.
     """
     if isinstance(row, BadRow):
         return number_of([row.reason, row.what])
@@ -150,6 +148,6 @@ def content_of(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
 
 
 def number_of(content: object) -> int:
-    """A hash of 64 bits of what JSON makes of `content`."""
+    """A 64-bit hash of `content` as JSON."""
     text = json.dumps(content, sort_keys=True, default=str)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,11 +1,11 @@
-"""Rows of one answer become one of four things: a conversation, a prompt with its completion, text, or tokens.
+"""Parses rows with one answer: a conversation, a prompt with its completion, text, or tokens.
 
-One function reads one format; a new format is one more, in READERS and with its columns in columns.py. Every check names
-the field as the FILE calls it, so that an error can be found there. Shapes follow TRL's dataset formats
+One function reads one format; a new format is one more entry of READERS, with its columns in columns.py. Errors name the
+field as it is called in the FILE. Shapes follow TRL's dataset formats
 (https://huggingface.co/docs/trl/dataset_formats), ShareGPT and Stanford Alpaca.
 
-Roles are checked: most templates print any role there is, so a misspelt one would be rendered, never trained, and nobody
-would notice. Allowed are the roles that every author of templates knows, and those that the template at hand names.
+Roles are checked: most templates render any role, so a misspelt one would silently go untrained. Allowed are the common
+roles, and those that the chat template names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.data.formats.columns import MASKS, Format, Row, list_of
+from packtrain.config.schema import Format
+from packtrain.data.formats.columns import MASKS, Row, list_of
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -229,7 +230,7 @@ def tools_of(row: Row) -> list[dict[str, Any]] | None:
 
 
 def variables_of(row: Row) -> dict[str, Any]:
-    """The row's own arguments of the chat template."""
+    """Arguments for the chat template that the row brings."""
     value = row.optional("chat_template_kwargs")
     if value is None:
         return {}

@@ -1,11 +1,11 @@
-"""Rows of preference pairs become one thing: two examples that begin with the same prompt.
+"""Parses rows of preference pairs: each becomes two examples that begin with the same prompt.
 
 Known are, as in TRL (https://huggingface.co/docs/trl/dataset_formats#preference) and LLaMA-Factory:
 
     prompt, chosen, rejected          strings, lists of messages, or a string and two conversations
     chosen, rejected                  the prompt is what both begin with: messages, or the characters of two strings
-    conversations, chosen, rejected   ShareGPT's turns, then a turn each
-    instruction, chosen, rejected     what a user asks, followed by `input` where there is one (Alpaca's columns)
+    conversations, chosen, rejected   ShareGPT's turns, then one turn for each answer
+    instruction, chosen, rejected     the user's request, followed by `input` if there is one (Alpaca's columns)
 
 and beside messages `tools`, `system` and chat_template_kwargs; and lists of answers, beside a prompt in any of these ways,
 
@@ -14,13 +14,13 @@ and beside messages `tools`, `system` and chat_template_kwargs; and lists of ans
     completions: [{response, overall_score}]  as UltraFeedback writes them
     answers: [{answer, rank}]                 as Nectar does
 
-and the other names of these that are in use. A list makes one pair, its best answer against its worst, so that a prompt
-does not weigh more for having more answers, and the pair is the one whose order is surest: what judges say of neighbours
-is mostly noise. Whoever wants other pairs writes them as rows of their own. A list that ranks nothing (one answer, or all
-equal) is counted as identical answers are.
+and other common names of these columns. A list makes one pair, its best and its worst answer: prompts with more answers
+then do not weigh more, and this is the pair whose order is most certain (judges' scores of similar answers are mostly
+noise). For other pairs, write them as separate rows. A list that ranks nothing (one answer, or all equal) is counted like
+a pair of identical answers.
 
-The prompt of two strings is found as TRL finds it. That would take the words that two answers happen to begin with for
-the prompt where the prompt is in a column of another name, so rows with such a column are refused.
+The prompt of two strings is their common beginning, as in TRL. Where the prompt is in a column of another name this would
+mistake common first words of the answers for it, so rows with such a column are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from packtrain.data.formats.columns import LISTS, PROMPTS, Format, Row, list_column, list_of
+from packtrain.config.schema import Format
+from packtrain.data.formats.columns import LISTS, PROMPTS, Row, list_column, list_of
 from packtrain.data.formats.conversations import (
     Conversation,
     Messages,
@@ -46,9 +47,9 @@ from packtrain.data.sources.chunks import BadRow, NoPair, wrong_type
 ASKED = ("question", "query", "problem")
 """Columns that hold the prompt in many data sets."""
 ASKING = ("system", "developer", "user")
-"""Roles that no answer begins with."""
+"""Roles that an answer cannot begin with."""
 TEXTS = ("response", "answer", "text", "content", "completion", "output", "value")
-"""Where an answer that is an object has its text; its score or rank is beside it."""
+"""Keys of an answer object that may hold its text; its score or rank is another key of the object."""
 SCORES = ("overall_score", "scores", "score", "ratings", "rating", "rewards", "reward", "pm_score")
 RANKS = ("ranks", "rank", "rankings", "ranking")
 ONE, TIED = "fewer than two answers", "answers ranked equal"
@@ -75,7 +76,7 @@ def read_preference(row: Row, format: Format) -> PreferenceExample:
 def prompt_of(row: Row, format: Format) -> str | Messages:
     """The prompt of a row, equal in all rows that ask the same; raises BadRow as `read_preference`.
 
-    Where it is what two strings begin with, without its last line, which may hold words that the two answers share.
+    A prompt that is the common beginning of two strings loses its last line, where the answers' common words may be.
     """
     chosen = read_preference(row, format).chosen
     if isinstance(chosen, Conversation):
@@ -130,7 +131,7 @@ def _has_instruction(row: Row) -> bool:
 
 
 def _prompt(row: Row) -> Messages | None:
-    """The messages before the answers, None where only the answers hold them."""
+    """The messages before the answers; None if only the answers contain them."""
     if _has_instruction(row):
         more = row.text("input", may_be_empty=True) if row.optional("input") is not None else ""
         asked = row.text("instruction")
@@ -159,25 +160,25 @@ def _turns(row: Row, ours: str) -> Messages:
 
 
 def _repeats(row: Row, prompt: Messages, chosen: Messages, rejected: Messages) -> bool:
-    """Whether the answers are whole conversations, which hold the prompt once more."""
+    """Whether the answers are whole conversations that repeat the prompt."""
     asked = isinstance(row.optional("prompt"), str) or _has_instruction(row)
     return asked or chosen[: len(prompt)] == rejected[: len(prompt)] == prompt
 
 
 def _border(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """Where the two part; before the last thing that they share where one of them holds nothing else."""
+    """The index of the first difference; the last common index if one is a prefix of the other."""
     shortest = min(len(chosen), len(rejected))
     return next((at for at in range(shortest) if chosen[at] != rejected[at]), shortest - 1)
 
 
 def _best_and_worst(row: Row) -> Row:
-    """The row with its best answer in the column `chosen` and its worst in `rejected`; the first of equals each."""
+    """The row with its best answer in the column `chosen` and its worst in `rejected`; of equals the first."""
     column = list_column(list(row.values), row.columns)
     found = ", ".join(map(repr, row.values)) or "none"
     if column is None:
         raise BadRow("missing column", f"no column {' or '.join(map(repr, LISTS))}; found: {found}")
     answers = list_of(row.values[column], column)
-    if not any(row.has(ours) for ours in PROMPTS):  # what two answers of a list begin with is no prompt
+    if not any(row.has(ours) for ours in PROMPTS):  # the common beginning of answers in a list is not a prompt
         asked = next((name for name in ASKED if name in row.values), "…")
         fix = f"Set data.columns={{prompt: {asked}}}, or rename the column."
         raise BadRow("no prompt", f"there is no prompt; found: {found}", fix=fix)
@@ -194,7 +195,7 @@ def _best_and_worst(row: Row) -> Row:
 
 
 def _worth(row: Row, column: str, answers: list[Any]) -> list[float]:
-    """A number for each answer, more for the better."""
+    """A number for each answer, higher for better ones."""
     scores = _beside(row, "scores", SCORES) or _within(column, answers, SCORES)
     found = scores or _beside(row, "ranks", RANKS) or _within(column, answers, RANKS)
     if found is None:
@@ -212,7 +213,7 @@ def _worth(row: Row, column: str, answers: list[Any]) -> list[float]:
 
 
 def _beside(row: Row, ours: str, names: Sequence[str]) -> tuple[str, list[Any]] | None:
-    """The column of numbers, one for each answer, and what is in it."""
+    """Name and values of the column that has a number for each answer."""
     for name in (row.columns.get(ours), *names):
         value = row.values.get(name) if name else None
         if isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[")):
@@ -221,7 +222,7 @@ def _beside(row: Row, ours: str, names: Sequence[str]) -> tuple[str, list[Any]] 
 
 
 def _within(column: str, answers: list[Any], names: Sequence[str]) -> tuple[str, list[Any]] | None:
-    """The same of numbers inside the answers, by what the first one has."""
+    """As `_beside`, for numbers inside the answer objects, under a key that the first one has."""
     first = answers[0] if isinstance(answers[0], dict) else {}
     name = next((name for name in names if name in first), None)
     if name is None:

@@ -1,7 +1,7 @@
-"""Raw rows on their way to a tokenising process: picklable chunks that know where every row came from.
+"""Chunks of raw rows for the tokenising processes: picklable, with the file and line of every row.
 
-Parsing (JSON, Arrow to Python) is left to whoever receives the chunk, so that it runs in parallel; the reader only
-cuts files into chunks. A row that cannot be read travels as the `BadRow` that says why, in its place.
+The process that receives a chunk parses it (JSON, Arrow to Python), so parsing runs in parallel; the reader only cuts files
+into chunks. An unreadable row is replaced by a `BadRow` that says why.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class BadRow(Exception):
         self.reason, self.what, self.field, self.fix = reason, what, field, fix
 
     def problem(self, where: str) -> Problem:
-        """The row's fault as the user sees it; `where` is its file and line."""
+        """The error for the user; `where` is the row's file and line."""
         place = f"{where}, {self.field}" if self.field else where
         return Problem(self.what, place, f"{self.fix} Or: {SKIP_ADVICE}" if self.fix else f"Mend it, or {SKIP_ADVICE}")
 
 
 class NoPair(BadRow):
-    """A row with nothing wrong in it that no preference pair can be made of: it is counted, and never an error."""
+    """A valid row that makes no preference pair: it is counted, and never an error."""
 
 
 RawRow = dict[str, Any] | BadRow
@@ -81,8 +81,8 @@ class ParsedChunk:
 class TableChunk:
     """Rows of a table (parquet, Arrow); `first` is the number of the first one, from 1. `size` in rows.
 
-    All objects of a table have the same fields, so those that a row did not have are null in it: a tool call would get
-    the arguments of every other tool. Below the columns, a null is therefore taken for a field that is not there.
+    All objects of a table have the same fields; fields that a row lacks are null, so a tool call would get the arguments of
+    every other tool. Nulls inside a column are therefore dropped.
     """
 
     origin: str
@@ -121,7 +121,9 @@ def _row_of_table(one: pa.RecordBatch) -> RawRow:
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list) and not isinstance(next(iter(value), 0), (int, float, str)):  # token ids are many
+    if isinstance(value, list) and not isinstance(
+        next(iter(value), 0), (int, float, str)
+    ):  # skips long lists of token ids
         return [_without_nulls(part) for part in value]
     return value
 
@@ -136,13 +138,13 @@ def _parse_line(line: bytes) -> RawRow:
         return not_utf8(f"byte {error.start + 1} of the line is 0x{line[error.start]:02x}")
     except json.JSONDecodeError as error:
         return BadRow("broken JSON", f"broken JSON at column {error.colno}: {error.msg}")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists without end
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; too deeply nested lists
         return BadRow("broken JSON", f"broken JSON: {error}")
     return checked_object(row)
 
 
 def not_utf8(found: str, field: str = "") -> BadRow:
-    """The fault of text in another encoding."""
+    """The BadRow of text in another encoding."""
     return BadRow("not UTF-8", f"not UTF-8: {found}", field, "Convert the file (iconv -f latin1 -t utf-8).")
 
 
@@ -154,7 +156,7 @@ def checked_object(row: Any) -> RawRow:
 
 
 def wrong_type(expected: str, value: Any, where: str) -> BadRow:
-    """The fault of a field that should be `expected`."""
+    """The BadRow of a field that should be `expected`."""
     return BadRow("wrong type", f"expected {expected}, found {json_type(value)}", where)
 
 

@@ -36,7 +36,7 @@ from packtrain.errors import UserError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz", ".ndjson.gz", ".csv", ".parquet")
 _undecoded = re.compile("[\udc80-\udcff]").search
-"""Finds a byte that was not UTF-8, which `surrogateescape` has kept as such a character."""
+"""Finds a byte that was not UTF-8: `surrogateescape` keeps it as such a character."""
 
 
 def suffix_of(path: Path) -> str | None:
@@ -66,7 +66,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _open_text(path: Path) -> TextIO:
-    """The file as text, line ends as they are; bytes that are not UTF-8 stay in it, see `_undecoded`."""
+    """The file as text, line ends as they are; bytes that are not UTF-8 are kept as surrogates, see `_undecoded`."""
     return io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
@@ -148,7 +148,7 @@ def _csv_row(header: list[str], fields: list[str]) -> RawRow:
 def _json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
     """Each element of a JSON list with its line and its length; the file's text is in memory, its rows are not.
 
-    A broken element hides where the next one starts, so it is an error of the whole file, whatever data.bad_rows says.
+    After a broken element the start of the next one is unknown, so it is an error even with data.bad_rows=skip.
     """
     with _open_text(path) as file:
         text = file.read()

@@ -1,7 +1,7 @@
-"""What data.train and data.eval name: files, folders, the hub, or the quickstart, all as streams of chunks.
+"""Finds the sources of data.train and data.eval (files, folders, hub, quickstart) and reads them as streams of chunks.
 
-A source also has an `identity`: a hash of its content, so that tokenised data is found again when a file was moved
-or touched, and never reused when a byte of it changed.
+Each source has an `identity`, a hash of its content: its cached tokens are still found after a file was moved or touched,
+and never reused after a byte of it changed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import pyarrow as pa
 
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
-from packtrain.config.schema import DataSource
-from packtrain.data.formats.columns import Objective
+from packtrain.config.schema import DataSource, ObjectiveKind, Split
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, ParsedChunk, RawRow, TableChunk
 from packtrain.data.sources.files import SUFFIXES, read_file, suffix_of
@@ -27,7 +26,6 @@ from packtrain.errors import UserError
 if TYPE_CHECKING:
     import datasets
 
-Role = Literal["train", "eval"]
 HashFile = Callable[[Path], str]
 READABLE = f"Readable are {', '.join(SUFFIXES)}, and folders of these or of datasets.save_to_disk."
 
@@ -65,7 +63,7 @@ class Table:
         return self.dataset.num_rows
 
     def identity(self, hash_file: HashFile) -> str:
-        """The fingerprint that `datasets` gave it, which follows from where it came from and what was done with it."""
+        """The fingerprint by `datasets`, which covers the origin and all transformations."""
         return _digest("table", self.dataset._fingerprint, str(self.dataset.num_rows))
 
     def chunks(self) -> Iterator[Chunk]:
@@ -80,16 +78,16 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Quickstart:
-    """packtrain's built-in conversations, or preference pairs; `size` is not known before they are made."""
+    """packtrain's built-in conversations, or preference pairs; `size` is unknown before they are generated."""
 
     name: str
-    split: quickstart.Split
+    split: Split
     seed: int
-    objective: Objective = "sft"
+    objective: ObjectiveKind = "sft"
     size: int = 0
 
     def identity(self, hash_file: HashFile) -> str:
-        """Hash of the program that makes them."""
+        """Hash of the code that generates them."""
         return _digest(
             "quickstart", hash_file(Path(str(quickstart.__file__))), self.objective, self.split, str(self.seed)
         )
@@ -110,7 +108,7 @@ def _digest(*parts: str) -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def locate(source: DataSource, role: Role, seed: int, objective: Objective = "sft") -> Source:
+def locate(source: DataSource, role: Split, seed: int, objective: ObjectiveKind = "sft") -> Source:
     """Find what `source.path` names: quickstart (for the objective), a file, a glob, a folder, else a hub data set.
 
     Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.
@@ -149,7 +147,7 @@ def looks_local(path: str) -> bool:
     return is_local(path, DATA_SUFFIXES) or (Path(first).is_dir() if slash else "." in first)
 
 
-def _quickstart(source: DataSource, role: Role, seed: int, objective: Objective) -> Quickstart:
+def _quickstart(source: DataSource, role: Split, seed: int, objective: ObjectiveKind) -> Quickstart:
     if source.split not in ("train", "eval") or source.subset is not None or (role, source.split) == ("eval", "train"):
         what = f"quickstart has no split {source.split!r} for data.{role}, and no subsets"
         raise UserError(what, where=f"data.{role}", fix="Take train or eval to train on, eval to evaluate on.")
@@ -171,7 +169,7 @@ def _saved(folder: Path, source: DataSource) -> datasets.Dataset:
     return loaded[source.split]
 
 
-def _from_hub(source: DataSource, role: Role) -> datasets.Dataset:
+def _from_hub(source: DataSource, role: Split) -> datasets.Dataset:
     import datasets
 
     with offline_unless_reachable() as online:

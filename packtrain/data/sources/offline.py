@@ -1,8 +1,8 @@
-"""Asking the Hugging Face hub once whether it is there, before libraries ask it again and again.
+"""Checks once whether the Hugging Face hub answers, before libraries retry it many times.
 
 Without a network huggingface_hub tries each of its many requests six times, with waits of up to 8 s between them: half a
-minute of warnings before an error. Here one request decides. Where none is answered, the libraries are told to work
-offline, as with HF_HUB_OFFLINE=1: what they have in their caches is still used, and what they have not fails at once.
+minute of warnings before an error. Here one request decides. If it is not answered, the libraries are set to work
+offline, as with HF_HUB_OFFLINE=1: their caches are still used, and anything not cached fails at once.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ OFFLINE_ADVICE = (
 
 @lru_cache
 def reachable() -> bool:
-    """Whether the hub answers within ANSWER_S seconds, name look-up included; False too where HF_HUB_OFFLINE is set.
+    """Whether the hub answers within ANSWER_S seconds, name look-up included; also False if HF_HUB_OFFLINE is set.
 
-    It is asked once in the life of a process.
+    Cached for the life of the process.
     """
     from huggingface_hub import constants, get_session
 
@@ -39,7 +39,7 @@ def reachable() -> bool:
             answered.set()
 
     asking = threading.Thread(target=ask, daemon=True)
-    asking.start()  # a look-up of a name knows no timeout
+    asking.start()  # a name look-up has no timeout
     asking.join(ANSWER_S)
     return answered.is_set()
 
@@ -48,7 +48,7 @@ def reachable() -> bool:
 def offline_unless_reachable() -> Iterator[bool]:
     """While the `with` lasts, huggingface_hub, transformers and datasets work offline if the hub does not answer.
 
-    Gives whether it does.
+    Yields whether it answers.
     """
     from huggingface_hub import constants
 

@@ -4,15 +4,13 @@ The conversations are generated: small exercises (facts, sums, days, counting, s
 prices) whose answers are right or wrong, so that learning shows in the samples and not only in the loss. Most take a
 line and some take a page: lengths are long-tailed as in real chat data, which is what packing is for.
 
-Every exercise is asked in words that its hash gives to one split, so nothing in `eval` is ever asked in `train`; the
-fact behind a question may be, in other words. The tokenizer is a byte-level BPE trained on the `train` split when it is
-first needed (a fraction of a second): it can never disagree with the data, at the price that another version of
-`tokenizers` may make another one. Runs are not affected, a run folder keeps its own.
+The hash of a question's wording decides its split, so no question of `eval` is in `train`; the same fact may be, in other
+words. The tokenizer is a byte-level BPE trained on the `train` split at first use (a fraction of a second), so it always
+matches the data; another version of `tokenizers` may train a slightly different one. A run folder keeps its own.
 
-Of preference pairs, the wrong answer is the right one with a single item replaced by another of its kind (a capital by a
-capital, a number by a number near it), or, in a spelt word, a letter. So neither length nor form nor the words themselves
-tell which is right, only the question and the rest of the answer do. It is an item at random and not the last one, so
-that a mistake may be anywhere.
+In preference pairs, the wrong answer is the right one with one item replaced by another of its kind (a capital by a
+capital, a number by a nearby number), or, in a spelt word, one letter. So length, form and words do not reveal the right
+answer; only the question and the rest of the answer do. The item is chosen at random, so a mistake may be anywhere.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from packtrain.config.schema import Split
 from packtrain.data.tokens.chat_template import CHATML
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Split = Literal["train", "eval"]
 Message = dict[str, str]
 Exercise = list[tuple[str, str]]
 """Turns (question, answer) that belong together; the first question holds all that the others refer to."""

@@ -1,20 +1,20 @@
-"""Tokenised sources on disk: one folder each, named by the hash of all that decides its content; complete or absent.
+"""Tokenised sources on disk: one folder each, named by a hash of everything that determines its content; complete or absent.
 
     tokens.bin     int32[T]     the documents' ids, end to end
     mask.bin       bool[T]      which of them are trained targets
     lengths.npy    int32[n]     tokens of each document
     trained.npy    int32[n]     trained targets of each document
     fates.npy      FATES[rows]  what became of each row of the source, in its order (row_counts.py)
-    manifest.json  sizes of the above, a hash of their content, and the counts of how it came about
+    manifest.json  sizes of the above, a hash of their content, and the counts of rows kept and dropped
 
 Documents are read as numpy views of the mapped files (a microsecond each), so all processes of a machine share the pages. A
 folder whose files do not have the manifest's sizes is damaged, and made anew.
 
-A store is built in a folder of its own and renamed when whole, under a lock that the operating system lets go when its
-holder dies. So processes that start together build it once, an interrupted build leaves nothing that could be taken
-for a result, and what a killed process left (`*.building`) is removed by the next one to build. What is complete is only
-read, so a cache may lie on a read-only disk. Nothing complete is ever removed: another process, or another machine on the
-same disk, may be training from it. The README that is put into the folder says so.
+A store is built in a temporary folder and renamed when complete, under a lock that the operating system releases when its
+holder dies. So processes that start together build it once, an interrupted build is never mistaken for a result, and the
+remains of a killed process (`*.building`) are removed by the next build. Complete stores are only read, so a cache may be
+on a read-only disk. They are never removed: another process, or another machine on the same disk, may be training from
+them. The README that is written into the folder says so.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOKENS, MASK, MANIFEST = "tokens.bin", "mask.bin", "manifest.json"
 ARRAYS = ("lengths", "trained", "fates")
 README = """Tokenised data of packtrain, one folder for each source and each way of tokenising it.
 
-Nothing here is removed by itself, and everything can be made anew. To make room:
+Nothing here is removed automatically, and everything can be rebuilt. To make room:
     rm -r THIS_FOLDER                                      while no run uses it, or
     find THIS_FOLDER -mindepth 1 -maxdepth 1 -mtime +30 -exec rm -r {} +    for what is older than 30 days.
 """
@@ -65,7 +65,7 @@ class Document:
 
 
 class StoreWriter:
-    """Writes a store into an empty folder, chunk by chunk; nothing is a store before `finish`."""
+    """Writes a store into an empty folder, chunk by chunk; the folder is a store only after `finish`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -87,7 +87,7 @@ class StoreWriter:
             self._trained.append(np.add.reduceat(documents.mask, starts, dtype=np.int32))
 
     def _reason(self, reason: str) -> Any:
-        """The number of a reason, by which a fate has it on disk."""
+        """The number that stands for a reason on disk."""
         return self._reasons.setdefault(reason, len(self._reasons))
 
     @property
@@ -115,7 +115,7 @@ class StoreWriter:
 
 
 class Store:
-    """A finished store, mapped into memory; picklable by its path. Raises DamagedStore when it is not whole."""
+    """A finished store, mapped into memory; pickled by its path. Raises DamagedStore if files are missing or cut."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -144,7 +144,7 @@ class Store:
 
 
 def _verified(folder: Path) -> dict[str, Any]:
-    """The manifest; raises DamagedStore where the files are not of its sizes."""
+    """The manifest; raises DamagedStore if a file does not have its size."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for name, size in manifest["sizes"].items():
@@ -173,7 +173,7 @@ def hash_file(path: Path, memory: Path) -> str:
         return note.read_text(encoding="utf-8")
     digest = hash_bytes(path)
     if time.time() - stat.st_mtime > SETTLED_S:
-        with suppress(OSError):  # a cache that is read only, or full, remembers nothing
+        with suppress(OSError):  # on a read-only or full disk hashes are not remembered
             memory.mkdir(parents=True, exist_ok=True)
             aside = note.with_suffix(f".{os.getpid()}")
             aside.write_text(digest, encoding="utf-8")
@@ -184,7 +184,7 @@ def hash_file(path: Path, memory: Path) -> str:
 def cache_folder(configured: str | None) -> Path:
     """data.cache_dir, else $PACKTRAIN_CACHE, else ~/.cache/packtrain; made if need be, UserError if it cannot be.
 
-    It need not be writable: what is in it can be used.
+    A read-only folder is fine as long as the data is in it.
     """
     folder = Path(configured or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain").expanduser()
     try:
@@ -214,7 +214,7 @@ def open_or_build(
             return found, False
         (folder / "README.txt").write_text(README.replace("THIS_FOLDER", str(folder)), encoding="utf-8")
         for left in folder.glob("*.building"):
-            if left == building or time.time() - _newest(left) > STALLED_S:  # nobody can be at work there
+            if left == building or time.time() - _newest(left) > STALLED_S:  # too old to be in use
                 shutil.rmtree(left, ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)
         building.mkdir()
@@ -242,7 +242,7 @@ def _whole(folder: Path, say: Callable[[str], None]) -> Store | None:
 
 @contextmanager
 def _only_one(folder: Path, key: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of `key`; gives up when the process that holds it stands still."""
+    """Hold the lock of `key`; raises PeerFailed if the process that holds it stalls."""
     lock, building = FileLock(folder / f"{key}.lock"), folder / f"{key}.building"
     still_since, seen = time.monotonic(), -1.0
     while True:
@@ -250,7 +250,7 @@ def _only_one(folder: Path, key: str, say: Callable[[str], None]) -> Iterator[No
             lock.acquire(timeout=POLL_S)
             break
         except Timeout:
-            progress()  # it gives up by itself
+            progress()  # the watchdog need not act: this loop has its own time limit
         if seen < 0:
             say("another process is tokenising this data; waiting for it")
         if (now := _newest(building)) != seen:
@@ -265,7 +265,7 @@ def _only_one(folder: Path, key: str, say: Callable[[str], None]) -> Iterator[No
 
 
 def _newest(folder: Path) -> float:
-    """When anything was last written there."""
+    """Time of the last write in the folder."""
     try:
         return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:

@@ -1,7 +1,7 @@
-"""Which chat template renders the conversations, and its marked twin where one is known.
+"""Chooses the chat template, and finds its marked twin if there is one.
 
 TRL ships the templates of many model families (`trl/chat_templates/NAME.jinja`) and, beside most, NAME_training.jinja:
-the same template with `{% generation %}` marks around what the model writes. They are read as files, without importing
+the same template with `{% generation %}` marks around the model's turns. They are read as files, without importing
 TRL. A template that equals one of TRL's gets the twin as `marked`; loss_mask.py uses it only for conversations that both
 render alike, for some twins change the text.
 """
@@ -49,12 +49,12 @@ class Template:
 
     @property
     def words(self) -> frozenset[str]:
-        """The quoted words of the texts. The roles that they name are among them; the others do no harm."""
+        """All quoted words of the texts: the roles they name, and harmless others."""
         return frozenset(re.findall(r"""['"](\w+)['"]""", self.text + (self.tools_text or "")))
 
     @property
     def has_marks(self) -> bool:
-        """Whether the template itself marks what the model writes."""
+        """Whether the template itself marks the model's turns."""
         return has_marks(self.text)
 
     def for_tools(self) -> Template:
@@ -77,7 +77,7 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
     """The template that `name` (a .jinja file, or one of `template_names()`) stands for; the tokenizer's own if None.
 
     None when the tokenizer has none either: only conversations need one. Raises UserError for an unknown name and a file
-    that cannot be read; what is broken in a template is found with the first row.
+    that cannot be read; errors inside a template show with the first row.
     """
     if name is None:
         own = getattr(tokenizer, "chat_template", None)

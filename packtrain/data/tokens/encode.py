@@ -1,22 +1,22 @@
-"""Rows to documents: read, tokenise, mask, and fit to data.max_length. Pure; runs in every tokenising process.
+"""Rows to documents: parse, tokenise, mask, and fit to data.max_length. No side effects; runs in every tokenising process.
 
-A document's mask says which tokens are trained TARGETS, so its first token is never trained. A text ends in EOS, and
-starts with BOS where the tokenizer adds one; rendered conversations bring their own.
+A document's mask marks the trained TARGETS, so its first token is never trained. A text ends in EOS, and starts with BOS
+if the tokenizer adds one; rendered conversations contain their own.
 
 Prompt and completion as strings are tokenised together, and the border is where the prompt's own tokens end (what TRL
-does). Where the first tokens of the whole are not the prompt's (a token would reach over the border), both are
-tokenised alone and put together, because that is what the model reads when it answers: these are counted.
+does). If the text does not begin with the prompt's own tokens (a token crosses the border), both are tokenised separately and
+joined, since that is what the model sees at inference; such rows are counted.
 
 A document that is cut keeps its first tokens; `split` gives consecutive parts of data.max_length, without overlap.
 
 A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's
-DPOTrainer: prompt with answer is tokenised as one text, and the answer starts where the tokenised prompt and this part, in
-either document. That is the prompt's end, unless tokens reach over the border or the template renders the prompt
-differently alone: such rows are counted. Every token after the prompt is a target, also what a user says inside an answer
+DPOTrainer: prompt and answer are tokenised as one text, and the answer starts at the first token in which either document
+differs from the tokenised prompt. That is the prompt's end, unless a token crosses the border or the template renders the
+prompt differently alone; such rows are counted. Every token after the prompt is a target, also what a user says inside an answer
 of several turns. So both documents begin with the same tokens, and their first targets are at the same place; for plain
 text EOS is the last. A pair that is too long keeps the first tokens of each document (TRL's `keep_start`), or loses the
-beginning of the prompt (`keep_end`), as much in both documents, so that both answers still follow the same words. TRL's
-keep_end cuts each alone, and compares answers to different prompts.
+beginning of the prompt (`keep_end`), equally much in both documents, so that both answers still follow the same prompt.
+(TRL's keep_end cuts each document by itself, and then compares answers to different prompts.)
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.config.schema import Data
-from packtrain.data.formats.columns import Format, Row, content_of, number_of
+from packtrain.config.schema import Data, Format
+from packtrain.data.formats.columns import Row, content_of, number_of
 from packtrain.data.formats.conversations import Conversation, PromptCompletion, Text, Tokens, read_row
 from packtrain.data.formats.preferences import PreferenceExample, prompt_of, read_preference
 from packtrain.data.row_counts import Fate
@@ -47,7 +47,7 @@ SAME = "identical answers"
 SAME_ONCE_CUT = "identical answers within data.max_length"
 NO_ROOM = "an answer leaves no room for its prompt within data.max_length"
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
-Tokenised = tuple[np.ndarray, np.ndarray]
+IdsAndMask = tuple[np.ndarray, np.ndarray]
 """Ids int32[n] of a document and its trained targets bool[n]."""
 
 
@@ -62,7 +62,7 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """What became of a chunk, row by row; `problems` (at most MOST_PROBLEMS) mean that the whole must stop."""
+    """A chunk's documents and the fate of each row; any `problems` (at most MOST_PROBLEMS) must stop the run."""
 
     documents: Documents
     fates: list[Fate]
@@ -79,7 +79,7 @@ class Encoder:
 
     def encode(self, chunk: Chunk, format: Format) -> EncodedChunk:
         """Every row of the chunk, in order."""
-        kept: list[Tokenised] = []
+        kept: list[IdsAndMask] = []
         fates: list[Fate] = []
         problems: list[Problem] = []
         for where, row in chunk.rows():
@@ -119,7 +119,7 @@ class Encoder:
             raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS)
 
     def _content(self, row: RawRow, format: Format) -> int:
-        """A number that is equal for equal rows."""
+        """The hash of the row's content: equal rows have equal hashes."""
         return content_of(row, format, self.data.columns)
 
     def _row(self, values: dict[str, Any]) -> Row:
@@ -137,8 +137,8 @@ class Encoder:
             raise BadRow("no chat template", what, fix=ADVICE)
         return ChatEncoder(self.tokenizer, self.template)
 
-    def _tokens(self, row: RawRow, format: Format) -> tuple[list[Tokenised], bool]:
-        """The row's documents, and whether prompt and completion do not meet at a token's border."""
+    def _tokens(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], bool]:
+        """The row's documents, and whether a token crosses the border of prompt and completion."""
         if isinstance(row, BadRow):
             raise row
         try:
@@ -151,7 +151,7 @@ class Encoder:
             mask[:1] = False
         return documents, apart
 
-    def _documents(self, row: Row, format: Format) -> tuple[list[Tokenised], bool]:
+    def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], bool]:
         example, loss_on, apart = read_row(row, format), self.data.loss_on, False
         if isinstance(example, Conversation):
             default = "assistant" if example.answer_from is None else "completion"
@@ -166,7 +166,7 @@ class Encoder:
             ids, mask = self._given(example)
         return [(ids, mask)], apart
 
-    def _given(self, tokens: Tokens) -> Tokenised:
+    def _given(self, tokens: Tokens) -> IdsAndMask:
         ids, mask, loss_on = tokens.input_ids, tokens.mask, self.data.loss_on
         if len(outside := np.flatnonzero((ids < 0) | (ids >= self.tokenizer.vocabulary))):
             what = f"token {ids[outside[0]]} is not in the vocabulary of {self.tokenizer.vocabulary}"
@@ -191,7 +191,7 @@ class Encoder:
         return ids if eos is None or (len(ids) and ids[-1] == eos) else np.append(ids, np.int32(eos))
 
     def _pair(self, pair: PromptCompletion) -> tuple[np.ndarray, int, bool]:
-        """Ids of prompt, completion and EOS, the number of tokens of the prompt, and whether they were made apart."""
+        """Ids of prompt, completion and EOS, the number of tokens of the prompt, and whether both were tokenised separately."""
         prompt = self._prompt(pair.prompt)
         whole = self._whole(pair.prompt + pair.completion)
         if len(whole) > len(prompt) and np.array_equal(whole[: len(prompt)], prompt):
@@ -199,8 +199,8 @@ class Encoder:
         completion = self.tokenizer.encode(pair.completion).ids
         return self._ended(np.concatenate([prompt, completion])), len(prompt), True
 
-    def _fitted(self, documents: list[Tokenised], fate: Fate) -> tuple[list[Tokenised], Fate]:
-        """The document's parts that are kept, each with a trained token (or none), and `fate` with what that means."""
+    def _fitted(self, documents: list[IdsAndMask], fate: Fate) -> tuple[list[IdsAndMask], Fate]:
+        """The parts of the document that are kept, each with a trained token, and the updated `fate`."""
         ((ids, mask),) = documents
         limit = self.data.max_length or len(ids)
         if not mask.any():
@@ -214,7 +214,7 @@ class Encoder:
                 return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
             cut = fate._replace(documents=1, truncated=True, cut_tokens=len(ids) - limit)
             return [(ids[:limit], mask[:limit])], cut
-        mask[::limit] = False  # the first token of a part has nothing that predicts it
+        mask[::limit] = False  # nothing predicts the first token of a part
         starts = range(0, len(ids), limit)
         parts = [(ids[at : at + limit], mask[at : at + limit]) for at in starts if mask[at : at + limit].any()]
         if not parts:
@@ -229,13 +229,13 @@ class PairEncoder(Encoder):
     """Turns chunks of preference pairs into documents, two for each row that is kept."""
 
     def _content(self, row: RawRow, format: Format) -> int:
-        """The prompt's alone: all answers to it are trained, or all are held out."""
+        """The hash of the prompt alone, so that all answers to it are trained, or all held out."""
         if isinstance(row, dict):
             with suppress(BadRow):
                 return number_of(prompt_of(self._row(row), format))
         return super()._content(row, format)
 
-    def _documents(self, row: Row, format: Format) -> tuple[list[Tokenised], bool]:
+    def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], bool]:
         prompt, *answered = self._encoded(read_preference(row, format))
         border = min(_common(prompt, ids) for ids in answered)
         return [(ids, np.arange(len(ids)) >= border) for ids in answered], border < len(prompt)
@@ -251,8 +251,8 @@ class PairEncoder(Encoder):
         texts = (chosen.prompt + chosen.completion, rejected.prompt + rejected.completion)
         return [self._prompt(chosen.prompt), *(self._ended(self._whole(text)) for text in texts)]
 
-    def _fitted(self, documents: list[Tokenised], fate: Fate) -> tuple[list[Tokenised], Fate]:
-        """Both documents or none, and `fate` with what that means."""
+    def _fitted(self, documents: list[IdsAndMask], fate: Fate) -> tuple[list[IdsAndMask], Fate]:
+        """Both documents or none, and the updated `fate`."""
         kept, limit = documents, self.data.max_length
         if _same(documents):
             return [], fate._replace(dropped=SAME)
@@ -284,5 +284,5 @@ def _common(first: np.ndarray, second: np.ndarray) -> int:
     return int(np.argmax(differs)) if differs.any() else shortest
 
 
-def _same(documents: list[Tokenised]) -> bool:
+def _same(documents: list[IdsAndMask]) -> bool:
     return np.array_equal(documents[0][0], documents[1][0])

@@ -1,7 +1,7 @@
 """Conversations to tokens with a loss mask that is exact to the token, or an error; never a guess.
 
-The whole conversation is rendered to text once and tokenised once. What the model writes is found as spans of
-characters and carried over to tokens through their offsets; a border inside a token is refused. Three ways give spans:
+The conversation is rendered to text once and tokenised once. The model's turns are found as spans of characters and mapped
+to tokens by their offsets; a border inside a token is refused. There are three ways to find the spans:
 
 1. the template's own `{% generation %}` marks;
 2. the marks of TRL's twin of the template, used only if both render this very conversation to the same text;
@@ -9,8 +9,8 @@ characters and carried over to tokens through their offsets; a border inside a t
    must be a prefix of the whole text, which proves that the template does not rewrite history (Qwen3, which strips
    earlier thoughts, is refused). The turn is what lies between, through its end-of-turn token.
 
-Marks are taken at their word but for three things: the role's header in front of the answer and white space after its
-end-of-turn token are not trained, and marks over what a user or the system says are refused.
+Marks are trusted with three exceptions: the role's header before the answer and white space after its end-of-turn token
+are not trained, and marks over turns of the user or the system are refused.
 Every trained turn must end in a control token, else the model would not learn to stop: marks that leave it out are
 extended over it, and a turn without one is refused. So is a turn whose answer is not found in the text, and tools that
 the template leaves out. The price of 3 is two more renderings for each turn, that of tools is one more.
@@ -46,7 +46,7 @@ class ChatEncoder:
     def encode(
         self, conversation: Conversation, loss_on: Literal["assistant", "completion", "all"]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """ids int32[n] and the trained targets bool[n]; raises BadRow when either cannot be had for certain.
+        """ids int32[n] and the trained targets bool[n]; raises BadRow when either is uncertain.
 
         `completion` trains the assistant's turns from `answer_from` on, or the last one. A conversation without
         such a turn gives an all-False mask.
@@ -106,7 +106,7 @@ class ChatEncoder:
         turns: list[int],
         wanted: list[int],
     ) -> tuple[list[Span], bool]:
-        """Spans of the wanted turns, and whether each is known to be a whole turn (way 3)."""
+        """Spans of the wanted turns, and whether they are whole turns for certain (way 3)."""
         if not template.has_marks and template.marked is not None:
             twin, marks = self._render(template.marked, conversation, conversation.messages)
             marks = marks if twin == text else []
@@ -133,7 +133,7 @@ class ChatEncoder:
         return len(before), len(before) + len(through[len(before) :].rstrip())
 
     def _without_header(self, text: str, span: Span) -> Span:
-        """The span without what it holds of the role's header."""
+        """The span without the role's header, or the part of it that it contains."""
         start, end = span
         for inside in range(len(self._header) + 1):
             before = start + inside - len(self._header)
@@ -143,15 +143,15 @@ class ChatEncoder:
 
     @cached_property
     def _header(self) -> str:
-        """What stands in front of every answer: the generation prompt, but for a thought that it opens.
+        """The text before every answer: the generation prompt, without an opening <think>.
 
-        Templates open one to make the model think; an answer in the data may have none there.
+        Templates add it to make the model think; answers in the data may have no thought.
         """
         question = Conversation([{"role": "user", "content": "question"}])
         try:
             plain, _ = self._render(self.template.text, question, question.messages)
             asked, _ = self._render(self.template.text, question, question.messages, generation_prompt=True)
-        except BadRow:  # a template that wants more than a question: then nothing is known about its prompt
+        except BadRow:  # the template requires more than a question
             return ""
         return asked.removeprefix(plain).split("<think>")[0] if asked.startswith(plain) else ""
 
@@ -182,9 +182,9 @@ class ChatEncoder:
     ) -> np.ndarray:
         """The tokens `turn` (indices), cut or extended to end in the turn's end-of-turn token.
 
-        White space behind that token is taken off. Marks may leave the token out: then it is added where only white space
-        stands in front of it, and nothing is added where `following` is another part of the same turn. A `whole` turn must
-        hold it. Raises BadRow where there is no such token.
+        White space after that token is cut off. If the marks leave the token out, it is added when only white space precedes
+        it, and not added when `following` is another part of the same turn. A `whole` turn must contain it. Raises BadRow if
+        there is no such token.
         """
         ids, starts, ends = encoded.ids, encoded.starts, encoded.ends
 
@@ -224,7 +224,7 @@ class ChatEncoder:
                 add_generation_prompt=generation_prompt,
                 **{**self.tokenizer.special_tokens, **conversation.variables},
             )
-        except Exception as error:  # a template is a program: it may fail by any error there is
+        except Exception as error:  # a template is a program and may raise anything
             what = f"the chat template refuses the conversation: {error}"
             raise BadRow("chat template refuses", what, "messages") from error
         return texts[0], cast("list[list[Span]]", spans)[0] if marked else []

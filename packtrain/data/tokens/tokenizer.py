@@ -1,8 +1,8 @@
 """Text to token ids with the place of every token in the text.
 
-A PlainTokenizer is what a tokenising process needs of a transformers tokenizer: it pickles as JSON, calls the Rust tokenizer
+A PlainTokenizer is the part of a transformers tokenizer that tokenising processes need: it pickles as JSON, calls the Rust tokenizer
 directly (transformers' wrapper costs more than tokenising a short text), and never truncates or pads. Tokenizers written in
-Python are refused: they do not say where their tokens lie in the text, without which there is no exact loss mask.
+Python are refused: they give no offsets of their tokens, which an exact loss mask needs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PlainTokenizer:
         try:
             encoding = self._rust.encode(text, add_special_tokens=special)
         except TypeError:
-            text.encode()  # the Rust side's word for lone surrogates is TypeError
+            text.encode()  # the Rust side raises TypeError for lone surrogates
             raise
         offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         starts, ends = offsets[:, 0], offsets[:, 1]
@@ -74,7 +74,7 @@ class PlainTokenizer:
 
     @cached_property
     def content(self) -> str:
-        """Hash of all that decides which tokens a text becomes, the versions of the libraries with it."""
+        """Hash of everything that determines the tokens of a text, including the libraries' versions."""
         special = sorted(self.special_ids), sorted(self.special_tokens.items(), key=str), self.encode_special_tokens
         parts = (self.bos_id, self.eos_id, special, version("tokenizers"), version("transformers"), self.backend)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

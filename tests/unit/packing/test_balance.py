@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packtrain.packing.balance import Layout, MicroBatchLimits, Mode, costs, deal, imbalance, lay_out, loads
+from packtrain.config.schema import PackingMode
+from packtrain.packing.balance import Layout, MicroBatchLimits, costs, deal, imbalance, lay_out, loads
 from packtrain.packing.bins import best_fit_count
 
-MODES: list[Mode] = ["padding", "padding_free", "packed"]
+MODES: list[PackingMode] = ["padding", "padding_free", "packed"]
 WORLD_SIZES = [1, 2, 3, 7, 64]
 
 
@@ -21,7 +22,7 @@ def lognormal(count: int, seed: int = 0, longest: int = 4096) -> np.ndarray:
     return np.clip(np.random.default_rng(seed).lognormal(5.5, 1, count), 16, longest).astype(np.int32)
 
 
-def slots(part: np.ndarray, lengths: np.ndarray, mode: Mode) -> int:
+def slots(part: np.ndarray, lengths: np.ndarray, mode: PackingMode) -> int:
     if len(part) == 0:
         return 0
     return len(part) * int(lengths[part].max()) if mode == "padding" else int(lengths[part].sum())
@@ -109,7 +110,7 @@ def test_rows_that_only_best_fit_can_fill_are_still_filled():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("keep_order", [False, True])
-def test_fewer_documents_than_ranks_leave_empty_micro_batches(mode: Mode, keep_order: bool):
+def test_fewer_documents_than_ranks_leave_empty_micro_batches(mode: PackingMode, keep_order: bool):
     layout = lay_out(
         np.array([9, 9]),
         mode=mode,
@@ -124,7 +125,7 @@ def test_fewer_documents_than_ranks_leave_empty_micro_batches(mode: Mode, keep_o
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("keep_order", [False, True])
-def test_a_document_above_the_token_limit_is_refused(mode: Mode, keep_order: bool):
+def test_a_document_above_the_token_limit_is_refused(mode: PackingMode, keep_order: bool):
     with pytest.raises(ValueError, match="11 tokens"):
         lay_out(
             np.array([3, 11]),
@@ -139,7 +140,9 @@ def test_a_document_above_the_token_limit_is_refused(mode: Mode, keep_order: boo
 @pytest.mark.parametrize("mode", ["padding_free", "packed"])
 @pytest.mark.parametrize("world_size", [2, 3, 8, 64])
 @pytest.mark.parametrize("attention_cost", [0.0, 1e-5, 1e-4])
-def test_ranks_with_many_lognormal_documents_work_equally_long(mode: Mode, world_size: int, attention_cost: float):
+def test_ranks_with_many_lognormal_documents_work_equally_long(
+    mode: PackingMode, world_size: int, attention_cost: float
+):
     lengths = lognormal(100 * world_size)
     limits = MicroBatchLimits(32, 16384) if mode == "padding_free" else MicroBatchLimits(tokens=8192)
     layout = lay_out(lengths, mode=mode, world_size=world_size, limits=limits, attention_cost=attention_cost)
