@@ -1,8 +1,8 @@
-"""Checkpoints that are complete or absent.
+"""Checkpoints that are either complete or absent.
 
-A checkpoint is written into a hidden folder beside its place, listed in a manifest (size and BLAKE2 hash of every file),
-synced to disk and renamed. A folder `step-…` is therefore whole, whatever killed the writer; one that was damaged later
-fails against its manifest and the newest good one is taken instead. `CheckpointHooks` writes and reads them for
+A checkpoint is written into a hidden folder, listed in a manifest (size and BLAKE2 hash of every file), synced to disk and
+renamed. A folder `step-…` is therefore complete even if the writer was killed; one that was damaged later does not match
+its manifest, and the newest intact one is used instead. `CheckpointHooks` writes and reads them for
 transformers' Trainer: FSDP2's by torch's distributed checkpoints (model/spread.py), all others by its own methods.
 """
 
@@ -34,12 +34,12 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, once it is complete."""
+    """The folder of the complete checkpoint of `step`."""
     return checkpoints / f"step-{step:06d}"
 
 
 def staging_of(checkpoints: Path, step: int) -> Path:
-    """Where it is while it is being written."""
+    """Its folder while it is being written."""
     return checkpoints / f".step-{step:06d}.partial"
 
 
@@ -49,10 +49,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def tidy(folder: Path) -> None:
-    """Takes away what libraries leave beside the weights, and gives all files the rights that the umask means.
+    """Removes files that libraries add beside the weights, and gives all files the permissions of the umask.
 
-    training_args.bin is a pickle of this machine's paths that nothing reads, README.md an empty model card; safetensors
-    writes files for their owner alone.
+    training_args.bin is a pickle of local paths that nothing reads, README.md an empty model card; safetensors writes files
+    that only their owner can read.
     """
     for name in ("training_args.bin", "README.md"):
         (folder / name).unlink(missing_ok=True)
@@ -64,7 +64,7 @@ def tidy(folder: Path) -> None:
 
 
 def complete(staging: Path, target: Path) -> None:
-    """Seals `staging` with a manifest and moves it to `target`; called by one process when all have written."""
+    """Seals `staging` with a manifest and moves it to `target`; called by one process after all have written."""
     tidy(staging)
     files = sorted(path for path in staging.rglob("*") if path.is_file())
     manifest = {
@@ -81,16 +81,16 @@ def complete(staging: Path, target: Path) -> None:
 
 
 def listed(checkpoints: Path) -> dict[int, Path]:
-    """The complete checkpoints by their steps, oldest first; folders of other names are the user's own."""
+    """The complete checkpoints by their steps, oldest first; folders with other names belong to the user."""
     found = {int(name[1]): path for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))}
     return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
 
 
 def set_aside(checkpoints: Path, after: int) -> list[str]:
-    """Renames the checkpoints of later steps than `after`, which a run that goes on from there is about to make anew.
+    """Renames the checkpoints of steps after `after`, the step that a run resumes from. Returns remarks.
 
-    They are damaged, or of steps that a resumed run has left. Under their own names they would count as the newest ones: kept in
-    place of good ones, and resumed from. Returns remarks.
+    They are damaged or belong to an abandoned continuation. Under their old names they would count as the newest: kept
+    instead of good ones, and resumed from.
     """
     remarks = []
     for step, later in listed(checkpoints).items():
@@ -101,7 +101,7 @@ def set_aside(checkpoints: Path, after: int) -> list[str]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, by its manifest; None where nothing is."""
+    """The first mismatch of a checkpoint with its manifest; None if it is intact."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -118,7 +118,7 @@ def damage(checkpoint: Path) -> str | None:
 def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]:
     """The checkpoint that `trainer.resume` (auto | never | folder) means, and remarks on damaged ones passed over.
 
-    Raises UserError where a named folder is not a whole checkpoint.
+    Raises UserError if a named folder is not a whole checkpoint.
     """
     if resume == "never":
         return None, []
@@ -136,9 +136,9 @@ def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]
 
 
 def check_origin(checkpoint: Path, origin: dict[str, Any]) -> None:
-    """Raises UserError where going on from `checkpoint` would not continue the same steps.
+    """Raises UserError if this run would not continue the steps of `checkpoint`.
 
-    `origin` is what the order of the data hangs on, as plain values; the checkpoint holds that of the run that wrote it.
+    `origin` holds the plain values that must be equal (run.py, `origin_of`); the checkpoint holds those of its run.
     """
     written = json.loads((checkpoint / ORIGIN).read_text())
     differing = [
@@ -155,7 +155,7 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> None:
 
 
 def prune(checkpoints: Path, keep: int | None, best: Path | None) -> None:
-    """Removes all but the newest `keep` checkpoints and the best one, and what interrupted writes left behind."""
+    """Removes all but the newest `keep` checkpoints and the best one, and the remains of interrupted writes."""
     for leftover in checkpoints.glob(".step-*.partial"):
         shutil.rmtree(leftover, ignore_errors=True)
     if keep is None:
@@ -185,7 +185,7 @@ class CheckpointHooks(TrainerHooks):
     """The hooks of a step that write and read checkpoints."""
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Writes the checkpoint of this step aside and renames it when all ranks have written."""
+        """Writes the checkpoint of this step into a hidden folder, and renames it when all ranks have written."""
         self.clock.enter("checkpoint", step=self.state.global_step)
         with waiting("the loss of all ranks"):
             last = cast(torch.Tensor, self.accelerator.reduce(self.last_loss, reduction="sum")).item()
@@ -193,10 +193,10 @@ class CheckpointHooks(TrainerHooks):
         step, main, folder = self.state.global_step, self.accelerator.is_main_process, self.settings.checkpoints
         staging = staging_of(folder, step)
         if main:
-            shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe of more ranks than these
+            shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe by more ranks
             staging.mkdir(parents=True)
-        self._meet("rank 0 to make the folder of the checkpoint")
-        if not self.settings.sharded:  # else they would have to be gathered for it
+        self._barrier("rank 0 to make the folder of the checkpoint")
+        if not self.settings.sharded:  # sharded weights are saved with the optimizer, without gathering them
             self.save_model(str(staging), _internal_call=True)
         self._save_optimizer_and_scheduler(str(staging))
         self._save_rng_state(str(staging))
@@ -206,14 +206,14 @@ class CheckpointHooks(TrainerHooks):
                     self.state.stateful_callbacks[type(callback).__name__] = callback.state()
             self.state.save_to_json(str(staging / TRAINER_STATE_NAME))
             write_json(staging / ORIGIN, self.settings.origin)
-        self._meet("all ranks to write their parts of the checkpoint")
+        self._barrier("all ranks to write their parts of the checkpoint")
         if main:
             complete(staging, folder_of(folder, step))
             best = self.state.best_global_step
             prune(folder, self.settings.keep_checkpoints, folder_of(folder, best) if best else None)
-        self._meet("rank 0 to complete the checkpoint")
+        self._barrier("rank 0 to complete the checkpoint")
 
-    def _meet(self, what: str) -> None:
+    def _barrier(self, what: str) -> None:
         with waiting(what):
             self.accelerator.wait_for_everyone()
 
@@ -243,14 +243,14 @@ class CheckpointHooks(TrainerHooks):
         cast(Any, self.lr_scheduler).load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.settings.strategy != "fsdp2":  # whose weights come with the optimizer's state
+        if self.settings.strategy != "fsdp2":  # FSDP2's weights come with the optimizer's state
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def load_best_weights(self) -> None:
         """Puts the weights of the evaluation with the lowest loss back into the model."""
         best = self.state.best_global_step
         folder = folder_of(self.settings.checkpoints, best or 0)
-        if best == self.state.global_step or not folder.is_dir():  # that of a run that went on from another folder
+        if best == self.state.global_step or not folder.is_dir():  # the best step was in another run folder
             return
         self.state.best_model_checkpoint = str(folder)
         if self.settings.strategy == "fsdp2":

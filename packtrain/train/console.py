@@ -1,6 +1,6 @@
-"""What a run prints: to the terminal where this is the main process, to its own plain log file always.
+"""The output of a run: to the terminal (main process only), and to the plain log file of each process.
 
-What libraries say goes to the log file, or is not said at all.
+Messages of libraries go to the log file or are turned off.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Log:
         self.note(render(text).plain)
 
     def fact(self, name: str, text: str) -> None:
-        """What was decided about something: `text` is plain."""
+        """A decision or setting, under its `name`; `text` is plain."""
         self.say(f"[bold]{name:<10}[/] {escape(text)}")
 
     def warn(self, text: str) -> None:
-        """A remark to be noticed; `text` is plain."""
+        """A warning; `text` is plain."""
         self.say(f"[yellow]{escape(text)}[/]")
 
     def note(self, text: str) -> None:
@@ -60,17 +60,17 @@ class Log:
 
 
 def quiet_libraries(*, on_cpu: bool) -> None:
-    """Turns off progress bars, advice and warnings of each other's old names; called once, before a process trains."""
+    """Turns off libraries' progress bars, advice and deprecation warnings; called once, before a process trains."""
     warnings.simplefilter("ignore", FutureWarning)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    if on_cpu:  # DeepSpeed, where installed, would say on stdout that it has found no GPU
+    if on_cpu:  # else DeepSpeed prints on stdout that it found no GPU
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def warnings_to(log: Log) -> None:
-    """Sends Python's warnings to the log file: they are for developers, and packtrain says its own things itself."""
+    """Sends Python's warnings to the log file: they are for developers, not for users."""
 
     def note(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
         log.note(f"{filename}:{lineno}: {category.__name__}: {message}")
@@ -79,7 +79,7 @@ def warnings_to(log: Log) -> None:
 
 
 def about_model(log: Log, settings: Model, peft: Peft, model: PreTrainedModel, precision: Precision) -> None:
-    """What is trained, and how precisely."""
+    """The trained model and its number formats."""
     base = base_model(model)
     whole, trained = (_count(sum(map(elements, some))) for some in (base.parameters(), _trained(model)))
     name = " with ".join(filter(None, [settings.path, "new weights" if settings.init == "random" else ""]))
@@ -100,7 +100,7 @@ def about_steps(
     evaluation: Steps | None,
     ranks: Ranks,
 ) -> None:
-    """What a step is made of, how many there are, and what follows each."""
+    """The size and number of steps, data, packing and optimizer."""
     total, thing = steps.schedule.total_steps, "pairs" if isinstance(steps, PairSteps) else "documents"
     log.fact("optimizer", f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}")
     log.fact("strategy", ranks.strategy)
@@ -137,7 +137,7 @@ def attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None
 
 
 def pairs(log: Log, objective: Objective, layout: str, unshared: str, reference: DpoReference, dropout: float) -> None:
-    """How pairs run, the losses, and what they are held to; `dropout` is that of adapters."""
+    """How pairs run, the losses and the reference; `dropout` is peft.dropout."""
     runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
     if layout in runs:
         log.fact("prompts", runs[layout])
@@ -154,7 +154,7 @@ def pairs(log: Log, objective: Objective, layout: str, unshared: str, reference:
     ]
     log.fact("loss", f"{' + '.join(losses)}, beta {objective.beta:g}, against {held_to}")
     if dropout:  # TRL turns it off
-        log.fact("dropout", f"off, peft.dropout={dropout:g} too: a preference is not to be a draw of it")
+        log.fact("dropout", f"off (peft.dropout={dropout:g} too), so that preferences are not noisy")
 
 
 def _documents(report: DataReport) -> str:
@@ -170,7 +170,7 @@ def _documents(report: DataReport) -> str:
         if apart := pairs.pairs - pairs.shareable:
             shortened += f", {apart:,} of them shorter than two tokens and not shared"
         if report.pairs_apart:
-            shortened += f", {report.pairs_apart:,} of them with other tokens before an answer than alone"
+            shortened += f", {report.pairs_apart:,} of them tokenised differently once the answer follows"
     return (
         f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"
         f" {report.trained_tokens:,} trained; {shortened}; dropped: {dropped}"

@@ -1,6 +1,6 @@
-"""What of a run is preference optimisation's own: pairs for documents, what the model is held to, and what is proved of both.
+"""Direct preference optimisation as an objective: pairs instead of documents, the reference, and their proofs.
 
-The trainer, and with it the loss, is in dpo_trainer.py.
+The trainer and its loss are in dpo_trainer.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 
 
 class DPO:
-    """What of a run is preference optimisation's own: its data, its reference, its steps, its trainer, its proofs."""
+    """The TrainingObjective (train/run.py) of preference optimisation."""
 
     prepare_data = staticmethod(prepare_pairs)
 
@@ -67,7 +67,7 @@ class DPO:
     def take_reference(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, *, seed: int
     ) -> dict[str, Any]:
-        """Loads what `model` is held to, before it is spread; returns what a resumed run must agree on of it."""
+        """Loads the reference before `model` is sharded; returns what a resumed run must agree on of it."""
         check_routers(base_model(model))
         if self.reference.kind == "adapters":
             add_reference(model, self.reference.adapters)
@@ -83,7 +83,7 @@ class DPO:
     ) -> AttentionChoice:
         """Which backend serves packed rows of `model`, and whether prompts are computed once for both answers.
 
-        Raises CheckFailed where packing.share_prefix asks for what the backend cannot do.
+        Raises CheckFailed if packing.share_prefix is true and the backend cannot share prompts.
         """
         share = self._packing.share_prefix
         decision = choose_together(wanted, model, ranks, precision.autocast, prove=prove, pairs=share is not False)
@@ -91,7 +91,7 @@ class DPO:
             self.layout, self._unshared = "flat", "packing.share_prefix=false"
             return decision
         lack = decision.unshared
-        if lack is None:  # nothing was proved
+        if lack is None:  # not tried yet, since nothing was proved
             lack, _ = prove_pairs(decision.backend.name, model, precision.autocast)
         layout = "shared" if not lack else "flat"
         same_everywhere(layout, "layout of pairs", "packing.share_prefix", ranks.world_size)
@@ -101,8 +101,7 @@ class DPO:
         return decision
 
     def slots(self, data: PairDataset) -> np.ndarray:
-        """int32 [pairs]: token slots that each takes. Raises UserError where a micro-batch does not take the longest: pairs
-        are never split."""
+        """int32 [pairs]: token slots of each. Raises UserError if the longest exceeds a micro-batch: pairs are never split."""
         # padded a pair takes two rows as long as the longer of its documents
         longer = 2 * data.documents.lengths.reshape(-1, 2).max(axis=1)
         slots = {"padding": longer, "flat": data.lengths, "shared": data.shared_lengths}[self.layout].astype(np.int32)
@@ -116,8 +115,7 @@ class DPO:
         return slots
 
     def steps(self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> PairSteps:
-        """The optimizer steps over `data`. Raises UserError where a loss that sorts the pairs of a step would see only some of
-        them at a time."""
+        """The optimizer steps over `data`. Raises UserError if a loss that sorts all pairs of a step would get only some."""
         steps = PairSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
         if sorting := self.objective.sorting_losses:
             most = schedule.summary(ranks.world_size).micro_batches_max
@@ -150,7 +148,7 @@ class DPO:
         ranks: Ranks,
         precision: Precision,
     ) -> None:
-        """Computes what is to be precomputed, then checks the forward and the first loss."""
+        """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
         console.pairs(log, self.objective, self.layout, self._unshared, self.reference, self._peft.dropout)
         if self.reference.kind == "precomputed":
             settings = trainer.settings
@@ -163,7 +161,7 @@ class DPO:
                 check_start(trainer)
 
     def _with_reference(self, steps: Steps, trainer: PackedDPOTrainer, ranks: Ranks, precision: Precision) -> PairSteps:
-        """`steps`, of pairs, with what the reference says of every pair: the model as it is before step 1."""
+        """`steps` with the reference's log-probabilities of every pair; the reference is the model before step 1."""
         whole = replace(
             cast(PairSteps, steps), schedule=make_schedule(self.slots(steps.data), self._packing, self._batch)
         )
@@ -177,9 +175,9 @@ class DPO:
 
 
 def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:
-    """What kept log-probabilities of `model` depend on: the hash of its `weights`, and its settings."""
+    """The part of the cache key that depends on `model`: the hash of its `weights`, and its settings."""
     settings = base_model(model).config.to_dict()
-    said = {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
+    kept = {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
     return (
-        f"{weights} {json.dumps(said, sort_keys=True, default=str)} {peft.alpha / peft.r if peft.kind == 'lora' else 1}"
+        f"{weights} {json.dumps(kept, sort_keys=True, default=str)} {peft.alpha / peft.r if peft.kind == 'lora' else 1}"
     )

@@ -1,9 +1,8 @@
 """Direct preference optimisation: TRL's DPOTrainer over whole steps, its loss code unmodified.
 
-TRL computes the loss and its figures for one padded batch on each process. Here a micro-batch is such a batch (its model
-call served from a flattened row where packing says so, model/forward.py), and the parts are put together exactly: losses of
-pairs are means over the pairs of the global step, `sft` is a mean over its trained tokens, and every figure is averaged by
-what it counts.
+TRL computes the loss and its figures for one padded batch on each process. Here a micro-batch is such a batch (the model
+runs on a flattened row if packing is on, model/forward.py), and results are combined exactly: losses of pairs are means over
+the pairs of the global step, `sft` is a mean over its trained tokens, and each figure is weighted by its own count.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ FIGURES = {
     "logps/chosen": PAIRS,
     "logps/rejected": PAIRS,
 }
-"""What TRL logs, and what each is a mean over."""
-_NOT_FIGURES = ("num_tokens",)  # ours are exact over a resume
+"""The figures that TRL logs, and the unit that each is a mean over."""
+_NOT_FIGURES = ("num_tokens",)  # counted by packtrain, exactly even after a resume
 
 
 class PackedDPOTrainer(StepTrainer, DPOTrainer):
     """Trains `model` by `settings` against `reference`.
 
-    `reference` is a model of its own; None for `model` with its adapters off (or with those in their place that it has under
-    the name of ref), or, with args.precompute_ref_log_probs, for log-probabilities that come with the batches.
+    `reference` is a separate model. None means `model` with its adapters off (or replaced by its adapters named `ref`) or,
+    with args.precompute_ref_log_probs, log-probabilities that come with the batches.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         reference: PreTrainedModel | None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        with _weights_left_alone(model):
+        with _keep_weights_untouched(model):
             super().__init__(
                 model=model,
                 ref_model=reference,
@@ -87,28 +86,28 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         self.open_loop(settings)
 
     def loss_of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """What the micro-batch's pairs add to the mean over those of the step, by TRL's own code."""
+        """The micro-batch's part of the mean loss over the pairs of the step, by TRL's own code."""
         loss = self._weighted_loss(model, batch, counts)
         return loss * self.accelerator.num_processes
 
     def _weighted_loss(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         inputs = self._prepare_inputs(batch.inputs)
         if not batch.examples:
-            return self._nothing(model, inputs)
+            return self._zero_loss(model, inputs)
         pairs = batch.examples / counts[3]
         tokens = batch.trained / counts[0].clamp(min=1)
-        # TRL takes each loss's mean over this micro-batch; what it is a mean over decides its part of the step's mean
+        # TRL means each loss over this micro-batch; weighted by its share of the step's pairs or tokens
         self.loss_weights = [
             weight * (tokens if name in TOKEN_LOSSES else pairs)
             for name, weight in zip(self.loss_types, self.all_loss_weights, strict=True)
         ]
-        with self._on_its_own(), self.accelerator.autocast():
+        with self._without_gathering(), self.accelerator.autocast():
             loss = self._compute_loss(model, inputs, False)
         self._take_figures(inputs["completion_mask"])
         return loss
 
     def loss_alone(self, batch: MicroBatch, *, reference: tuple[torch.Tensor, torch.Tensor] | None = None) -> float:
-        """The loss of one micro-batch as if it were a step; against `reference` log-probabilities where they are given."""
+        """The loss of one micro-batch as if it were a step, against `reference` log-probabilities if given."""
         inputs = self._prepare_inputs(batch.inputs)
         known = self.precompute_ref_logps
         if reference is not None:
@@ -116,7 +115,7 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
             inputs |= {"ref_chosen_logps": reference[0], "ref_rejected_logps": reference[1]}
         self.loss_weights = self.all_loss_weights
         try:
-            with self._on_its_own(), self.accelerator.autocast():
+            with self._without_gathering(), self.accelerator.autocast():
                 return self._compute_loss(self.model, inputs, False).item()
         finally:
             self.precompute_ref_logps = known
@@ -124,24 +123,24 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
                 noted.clear()
 
     def policy_logps(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [pairs] of the chosen and the rejected answers, by the model that is trained, as TRL adds them up."""
-        reference, self.ref_model = self.ref_model, self.model  # so that TRL leaves adapters on
+        """float32 [pairs] of the chosen and the rejected answers, by the trained model, as TRL sums them."""
+        reference, self.ref_model = self.ref_model, self.model  # else TRL turns adapters off
         try:
             return self.compute_ref_log_probs(self.model, self._prepare_inputs(batch.inputs))
         finally:
             self.ref_model = reference
 
     def reference_logps(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same by the reference; what comes with the batch where it does."""
+        """As `policy_logps`, by the reference; precomputed ones are taken from the batch."""
         inputs = self._prepare_inputs(batch.inputs)
         if "ref_chosen_logps" in inputs:
             return inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
         return self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
 
-    def _nothing(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def _zero_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """A zero that reaches every parameter, for the filler of an empty micro-batch.
 
-        Where weights are spread the reference is called too, as the processes with pairs do.
+        With sharded weights the reference is called too, since processes with pairs call it.
         """
         apart = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
         call = {name: value for name, value in inputs.items() if name not in apart}
@@ -152,17 +151,17 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         return zero
 
     @contextmanager
-    def _on_its_own(self) -> Iterator[None]:
-        """Keeps TRL from gathering figures: processes may have different numbers of micro-batches, and would wait for ever."""
+    def _without_gathering(self) -> Iterator[None]:
+        """Keeps TRL from gathering figures: processes may have different numbers of micro-batches, and would hang."""
         accelerator = self.accelerator
-        self.accelerator = cast(Accelerator, _Alone(accelerator))
+        self.accelerator = cast(Accelerator, _LocalAccelerator(accelerator))
         try:
             yield
         finally:
             self.accelerator = accelerator
 
     def _take_figures(self, completion_mask: torch.Tensor) -> None:
-        """Moves what TRL noted about a micro-batch into our sums, weighted by what it is a mean over."""
+        """Moves TRL's figures of a micro-batch into our sums, weighted by the unit that each is a mean over."""
         noted = self._metrics["train" if self.model.training else "eval"]
         chosen, rejected = (part.sum().item() for part in completion_mask[:, 1:].chunk(2))
         over = {PAIRS: len(completion_mask) // 2, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected}
@@ -199,21 +198,21 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         return {"loss": loss.item(), "pairs": int(counts[3].item()), **figures}
 
     def _prepare_dataset(self, dataset: datasets.Dataset, *_: Any) -> datasets.Dataset:
-        """Nothing: the placeholder is never read."""
+        """Unchanged: the placeholder is never read."""
         return dataset
 
     def _precompute_ref_logps(self, dataset: datasets.Dataset, name: str, batch_size: int) -> datasets.Dataset:
-        """Nothing: log-probabilities made before come with our batches."""
+        """Unchanged: precomputed log-probabilities come with the batches."""
         return dataset
 
 
 @contextmanager
-def _weights_left_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Keeps TRL, inside the block, from what it cannot do with weights that are spread, and that is done otherwise here.
+def _keep_weights_untouched(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block, disables two things of TRL that fail on sharded weights and are done elsewhere.
 
-    It hashes them for precomputed log-probabilities (see model/reference.py), and copies adapters to have a reference: the
-    copy would not be spread. Of new adapters, which are zero, the model with adapters off says the same; what training goes
-    on from is there already (model/adapters.py).
+    TRL hashes the weights for precomputed log-probabilities (see model/reference.py), and copies adapters as a reference;
+    the copy would not be sharded. It is not needed: new adapters are zero, which equals the model with adapters off, and
+    continued ones are loaded a second time as `ref` (model/adapters.py).
     """
     hash_of, trl_dpo.hash_module = trl_dpo.hash_module, lambda _: ""
     adapted: Any = model if hasattr(model, "peft_config") else SimpleNamespace(get_parameter=None)
@@ -227,8 +226,8 @@ def _weights_left_alone(model: PreTrainedModel) -> Iterator[None]:
         trl_dpo.hash_module = hash_of
 
 
-class _Alone:
-    """An accelerator that gathers from this process alone."""
+class _LocalAccelerator:
+    """An accelerator whose gather returns this process's tensor."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -243,7 +242,7 @@ class _Alone:
 
 
 def check_routers(model: PreTrainedModel) -> None:
-    """Raises UserError where `model` asks for the load-balancing loss of its routers: over pairs there is none."""
+    """Raises UserError if `model` asks for its routers' load-balancing loss, which is not defined over pairs."""
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise UserError(
             "packtrain dpo adds no load-balancing loss of routers, which the model asks for",

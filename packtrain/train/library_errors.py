@@ -1,4 +1,4 @@
-"""Errors of libraries that are no bug of ours, in words for the user: lost processes, full disks, too little memory, broken GPUs."""
+"""Library errors that are not bugs of packtrain, as messages for the user: lost processes, full disks, out of memory, broken GPUs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _PLACES = re.compile(
 )  # in the source of NCCL, gloo
 _ADVICE = re.compile(r"[.,;]? *(?:This is typically|Check the logs|GLHF)")
 _GO_ON = "start the same command again: complete checkpoints are kept"
-_OF_OURS = "device-side assert"  # an index out of range: of the GPU's errors the one that is in what it was given
+_ASSERT = "device-side assert"  # an index out of range: a GPU error that the inputs cause, so maybe a bug
 
 
 def explained(error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch) -> PacktrainError | None:
-    """The message to the user for `error`; None where it may be a bug of ours.
+    """The message to the user for `error`; None if it may be a bug of packtrain.
 
-    NCCL and the store have an error type of their own; gloo's errors are known by the source file they name. So are
-    those of torch.save; safetensors says the system's words. The CPU has no type for too little memory.
+    NCCL and the store have their own error types. Errors of gloo and torch.save are recognised by the source file that they
+    name, those of safetensors by the system's message, and out of memory on CPUs by the allocator's name.
     """
     said = str(error).strip().partition("\n")[0]
     if ranks.world_size > 1 and (isinstance(error, torch.distributed.DistError) or "gloo/" in said):
@@ -37,7 +37,7 @@ def explained(error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch) -
         )
         where = "batch.examples_per_device" if batch.tokens_per_device is None else "batch.tokens_per_device"
         return UserError(f"out of memory on {ranks.device}: {said}", where=where, fix=fix)
-    if "CUDA error" in said and _OF_OURS not in said:
+    if "CUDA error" in said and _ASSERT not in said:
         fix = f"packtrain env shows what its driver says (Xid, ECC), CUDA_LAUNCH_BLOCKING=1 where it happens; then {_GO_ON}"
         return PeerFailed(f"{ranks.device} of rank {ranks.rank} failed: {said}", fix=fix)
     if "DataLoader worker (pid" in said:
@@ -51,6 +51,6 @@ def explained(error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch) -
 
 
 def shortly(error: BaseException) -> str:
-    """What has happened, in a line."""
+    """The first line of the error, without source locations and advice."""
     first, _, _ = str(error).strip().partition("\n")
     return _ADVICE.split(_PLACES.sub("", first))[0].strip() or first or type(error).__name__

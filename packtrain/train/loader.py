@@ -28,8 +28,8 @@ from packtrain.packing.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """`inputs` of one forward pass, and what it holds: trained targets, real tokens, token slots (padding included), and
-    documents. Fillers count as nothing but slots."""
+    """`inputs` of one forward pass and its counts: trained targets, real tokens, token slots (with padding), and documents.
+    A filler counts slots only."""
 
     inputs: dict[str, Any]
     trained: int
@@ -39,7 +39,7 @@ class MicroBatch:
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """Trained targets, tokens, slots, documents: what is added up over a step."""
+        """Trained targets, tokens, slots, documents: summed over a step."""
         return self.trained, self.tokens, self.slots, self.examples
 
 
@@ -114,19 +114,19 @@ class _FromStep(Sampler[int]):
         return self.total
 
 
-def _obey_the_main_process_alone(worker: int) -> None:
-    """Makes a loader process deaf to SIGINT and SIGTERM but those that its parent ends it with.
+def _ignore_signals_except_from_parent(worker: int) -> None:
+    """Makes a loader process ignore SIGINT and SIGTERM unless its parent sent them.
 
-    A launcher signals whole process groups; a loader that died of it would take the last step and its checkpoint along.
+    A launcher signals whole process groups; a loader that died of it would prevent the last step and its checkpoint.
     """
     end_with_parent(os.getppid())
     listen()
     numbers = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    Thread(target=_end_when_told, args=(os.getppid(), numbers), daemon=True).start()
+    Thread(target=_exit_on_signal_of_parent, args=(os.getppid(), numbers), daemon=True).start()
 
 
-def _end_when_told(parent: int, numbers: set[signal.Signals]) -> None:
+def _exit_on_signal_of_parent(parent: int, numbers: set[signal.Signals]) -> None:
     while signal.sigwaitinfo(numbers).si_pid != parent:
         pass
     os._exit(0)
@@ -139,8 +139,8 @@ def step_loader(steps: Steps, *, first: int = 0, workers: int = 0) -> DataLoader
         batch_size=None,
         sampler=_FromStep(first, len(steps)),
         num_workers=workers,
-        worker_init_fn=_obey_the_main_process_alone if workers else None,
-        # its own generator: drawing the loader's base seed from the global one would part a resumed run from an unbroken one
+        worker_init_fn=_ignore_signals_except_from_parent if workers else None,
+        # its own generator: a base seed drawn from the global one would make a resumed run differ from an unbroken one
         generator=torch.Generator().manual_seed(0),
     )
 
@@ -156,5 +156,5 @@ def attention_cost(model: PreTrainedModel) -> float:
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         parameters = sum(elements(parameter) for parameter in base_model(model).parameters())
         return config.num_hidden_layers * heads * width / max(parameters, 1)
-    except (AttributeError, RuntimeError, TypeError):  # no attention, or heads that differ by layer: tokens alone count
+    except (AttributeError, RuntimeError, TypeError):  # no attention, or heads that differ by layer: count tokens only
         return 0.0

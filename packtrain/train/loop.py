@@ -1,11 +1,11 @@
 """One optimizer step of every objective, in the order in which it runs.
 
-transformers' Trainer has the loop and TRL's trainers the objective; StepTrainer stands in front of them (a mixin), and a
-loader item is a whole optimizer step of this process. The hooks below are those that such a step goes through:
+transformers' Trainer has the loop and TRL's trainers the objective; StepTrainer is a mixin that overrides their hooks. A
+loader item is a whole optimizer step of this process, which runs through these hooks:
 
 1. data         get_batch_samples: the micro-batches of the step (loader.py; their rows: packing/schedule.py, collate.py)
 2. counts       _get_num_items_in_batch: tokens and documents of the global step, summed over ranks before the first forward
-3. forward      training_step → `loss_of` (sft.py, dpo.py) → model.forward with all that is put around it (model/forward.py)
+3. forward      training_step → `loss_of` (sft.py, dpo.py) → the wrapped model.forward (model/forward.py)
 4. backward     training_step: gradients are exchanged with the last micro-batch
 5. optimizer    transformers' own: clipping, optimizer, learning-rate schedule
 6. log          `log`, and evaluation (metrics.py)
@@ -21,9 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import (
-    PrinterCallback,
-)
+from transformers import PrinterCallback
 from transformers.integrations import TensorBoardCallback
 
 from packtrain.model.load import base_model
@@ -34,21 +32,21 @@ from packtrain.train.loader import MicroBatch, step_loader
 from packtrain.train.metrics import LoggingHooks, StepFigures
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
 from packtrain.train.settings import LoopSettings
-from packtrain.train.sync.rank_times import TOLD_EVERY, RankTimes, StepClock
+from packtrain.train.sync.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 
 
 class StepTrainer(CheckpointHooks, LoggingHooks):
-    """Trains by LoopSettings. The trainer that uses it calls `open_loop` in its __init__, and says what a loss is."""
+    """Trains by LoopSettings. A subclass calls `open_loop` in its __init__ and defines `loss_of` and `evaluated`."""
 
     model: Any  # never None here
     state: Any
     maybe_activation_offload_context: Any
 
     def open_loop(self, settings: LoopSettings) -> None:
-        """Takes the place of TRL's own ideas of data, progress and checkpoints."""
+        """Replaces TRL's own data, progress lines and checkpoints."""
         self.remove_callback(PrinterCallback)
         for callback in self.callback_handler.callbacks:
-            if isinstance(callback, TensorBoardCallback):  # not into a folder with the machine's name
+            if isinstance(callback, TensorBoardCallback):  # not a folder named after the machine
                 callback.logging_dir = f"{self.args.output_dir}/tensorboard"
         self.settings, self.steps = settings, settings.steps
         self.watch: FirstStepWatch | None = None
@@ -64,14 +62,14 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The number format of computation."""
         return self.settings.autocast or base_model(self.model).dtype
 
     def autocast_of_forward(self, settings: LoopSettings) -> torch.dtype | None:
-        """What the forward has to be put under autocast for: accelerate does so itself but for DeepSpeed's engine."""
+        """The autocast format to wrap the forward in: accelerate does this itself, except under DeepSpeed."""
         return settings.autocast if self.is_deepspeed_enabled else None
 
-    # What an objective says.
+    # Defined by the objective.
 
     def loss_of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Scalar: what a micro-batch adds to the loss of the step, times the number of processes.
@@ -83,7 +81,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
     def open_step(self, batches: list[MicroBatch]) -> None:
         """Called before the micro-batches of a step."""
 
-    # The hooks of a step, in their order.
+    # The hooks of a step, in order.
 
     def get_train_dataloader(self) -> DataLoader:
         """All steps of the run as one "epoch" of transformers' loop, from the resumed one on."""
@@ -102,14 +100,14 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         return super().get_batch_samples(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list[list[MicroBatch]], device: torch.device) -> torch.Tensor:
-        """2. Counts of the global step: trained targets, tokens, slots, examples. The same reduction carries what is logged,
-        the signals to stop, and every now and then the ranks' times."""
+        """2. Counts of the global step: trained targets, tokens, slots, examples. The same reduction carries the logged
+        counts, requests to stop, and every EXCHANGE_EVERY steps or more the ranks' times."""
         if not batch_samples:  # the Trainer would ask forever
             raise RuntimeError(f"the data ended after step {self.state.global_step}, before the length of the loader")
         batches = batch_samples[0]
         counts = [sum(column) for column in zip(*(batch.counts for batch in batches), strict=True)]
         self.clock.enter("counts")
-        with_times = (self.state.global_step + 1) % max(self.state.logging_steps, TOLD_EVERY) == 0
+        with_times = (self.state.global_step + 1) % max(self.state.logging_steps, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
         times = self.clock.slots() if timed else []
         total = torch.tensor([*counts, *self.settings.stop.counts(), *times], device=device)
@@ -124,8 +122,8 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
     ) -> torch.Tensor:
         """3. and 4. Forward and backward over all micro-batches; gradients are exchanged with the last one only.
 
-        Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step. What comes
-        after it (5.) is transformers': clipping, optimizer, schedule.
+        Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step. After it
+        (5.) transformers clips gradients and steps optimizer and schedule.
         """
         self._watch_first_steps(inputs)
         model.train()
@@ -141,7 +139,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
                 self.accelerator.backward(loss)
             total += loss.detach()
         _, tokens, _, _, *signals = self.step_figures.last.tolist()
-        # with the step and not with the logged line: a checkpoint may lie between two lines
+        # counted per step, not per logged line: a checkpoint may be written between two lines
         self.state.num_input_tokens_seen += tokens
         self.settings.stop.agree(*signals)
         self.last_loss = total
@@ -149,7 +147,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         return total
 
     def _watch_first_steps(self, batches: list[MicroBatch]) -> None:
-        """Has the first packed rows compared with their documents alone; the time that it takes is not training's."""
+        """Compares the first packed rows with their documents alone; this time does not count as training."""
         rows = [batch.inputs for batch in batches if "segments" in batch.inputs]
         if self.watch is None or not rows:
             return
@@ -161,9 +159,9 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         self.step_figures.leave_out(time.perf_counter() - started)
 
     def _gradients_kept(self, model: torch.nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-        """Around a micro-batch. DDP exchanges gradients with the last one only; what spreads them does so with each.
+        """Context of a micro-batch. DDP exchanges gradients with the last one only; sharded strategies do so with each.
 
-        DeepSpeed's engine steps within the backward pass of the micro-batch that it is told to be the last.
+        DeepSpeed's engine steps within the backward pass of the micro-batch that is marked as the last.
         """
         if self.is_deepspeed_enabled:
             self.accelerator.gradient_state._set_sync_gradients(last)

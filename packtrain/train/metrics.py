@@ -1,6 +1,6 @@
-"""What is measured and logged: the figures of the steps, evaluation, metrics.jsonl, the terminal's lines, early stopping.
+"""Measuring and logging: the figures of the steps, evaluation, metrics.jsonl, the terminal's lines, early stopping.
 
-Nothing here changes the weights. `LoggingHooks` has the hooks of transformers' Trainer for it, in front of StepTrainer.
+Nothing here changes the weights. `LoggingHooks` overrides the hooks of transformers' Trainer for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OURS = {"learning_rate": "lr"}  # transformers' name: ours
 
 
 class StepFigures:
-    """Exact counts and the time of the steps since the last logged line, and what follows from them."""
+    """Exact counts and time of the steps since the last logged line, and the rates from them."""
 
     def __init__(self, accelerator: Accelerator, model: PreTrainedModel, dtype: torch.dtype, steps: Steps) -> None:
         self.last = torch.zeros(6, dtype=torch.int64)
@@ -37,17 +37,17 @@ class StepFigures:
         self._flops_share = _flops_share_of_a_token(accelerator, model, dtype, steps)
 
     def open(self, counts: torch.Tensor) -> None:
-        """A step begins that has these counts: trained targets, tokens, slots, examples, and two of signals."""
+        """Begins a step with these counts: trained targets, tokens, slots, examples, SIGINTs, SIGTERMs."""
         self.last = counts
         self._sum = self._sum.to(counts.device) + counts
         self._since = time.perf_counter() if self._since is None else self._since
 
     def leave_out(self, seconds: float) -> None:
-        """So many seconds were not training's."""
+        """Excludes `seconds` from the training time."""
         self._since = None if self._since is None else self._since + seconds
 
     def close(self) -> dict[str, Any]:
-        """The figures of a logged line; the next ones start anew."""
+        """The figures of a logged line; resets the sums."""
         _, tokens, slots, examples, _, _ = self._sum.tolist()
         seconds = time.perf_counter() - (self._since or time.perf_counter())
         self._sum, self._since = torch.zeros_like(self._sum), None
@@ -65,14 +65,14 @@ def _flops_share_of_a_token(
 ) -> float | None:
     """Model FLOPs of a token at the mean document length / peak FLOPs of all devices in a second, by TRL's tables.
 
-    None where TRL knows neither the device nor the architecture.
+    None if TRL does not know the device or the architecture.
     """
     if accelerator.device.type != "cuda":
         return None
     peak = get_peak_flops_per_device(accelerator, str(dtype).removeprefix("torch."))
     try:
         flops = compute_flops_per_token(model.config, int(steps.data.lengths.mean()))
-    except (AttributeError, RuntimeError, TypeError):  # its formula asks for fields that not every config has
+    except (AttributeError, RuntimeError, TypeError):  # its formula needs fields that not every config has
         return None
     return flops / (peak * accelerator.num_processes) if peak else None
 
@@ -81,7 +81,7 @@ class LoggingHooks(TrainerHooks):
     """The hooks of a step that report: logging and evaluation."""
 
     def figures(self) -> dict[str, Any]:
-        """What the objective adds to a logged training line; called on every rank."""
+        """The objective's own figures of a logged training line; called on every rank."""
         return {}
 
     def evaluated(self) -> dict[str, float]:
@@ -99,7 +99,7 @@ class LoggingHooks(TrainerHooks):
         super().log(logs, start_time)
 
     def refuse_nan(self, loss: float) -> None:
-        """Raises CheckFailed on every process for a loss that is no number: nothing after it is worth its time."""
+        """Raises CheckFailed on every process if the loss is not finite: the weights are lost from then on."""
         if not math.isfinite(loss):
             raise CheckFailed(
                 f"the loss is {loss:g} at step {self.state.global_step}",
@@ -123,8 +123,8 @@ class LoggingHooks(TrainerHooks):
         return metrics
 
     def evaluation_batches(self) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the evaluation set. The ranks meet after each of its steps, as in training: so the
-        faster ones wait for one step of the slower ones at a time, whatever time the whole takes."""
+        """This rank's micro-batches of the evaluation set. All ranks synchronise after each of its steps, so
+        that no collective waits longer than one step, however long the evaluation takes."""
         assert self.settings.evaluation is not None
         for number, batches in enumerate(step_loader(self.settings.evaluation, workers=self.settings.loader_workers)):
             for batch in batches:
@@ -137,8 +137,7 @@ class LoggingHooks(TrainerHooks):
 class MetricsFile(TrainerCallback):
     """Appends a line to metrics.jsonl for every logged step and evaluation (main process only).
 
-    When a run is resumed at an earlier step than the file ends with, the later lines, which are about to be made again,
-    are removed first.
+    If a run resumes before the last step of the file, the later lines are removed first, since those steps run again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -191,10 +190,10 @@ class TerminalProgress(TrainerCallback):
         """Shows the step's figures."""
         place = f"step {state.global_step}/{state.max_steps}"
         if "eval_loss" in logs:
-            told = ""
+            ranked = ""
             if logs.get("eval_rewards/margins"):  # at a zero margin no pair is ranked
-                told = f"  pairs ranked right {logs['eval_rewards/accuracies']:.1%}"
-            self._log.say(f"{place}  eval loss {logs['eval_loss']:.4f}{told}")
+                ranked = f"  pairs ranked right {logs['eval_rewards/accuracies']:.1%}"
+            self._log.say(f"{place}  eval loss {logs['eval_loss']:.4f}{ranked}")
         elif "loss" in logs:
             figures = (
                 f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
@@ -209,7 +208,7 @@ class TerminalProgress(TrainerCallback):
 class EarlyStop(TrainerCallback):
     """Stops after `patience` evaluations in a row without a lower eval loss; each new best is checkpointed.
 
-    The evaluation before training is no candidate: final/ is to hold a trained model. That none came below it is said.
+    The evaluation before training does not count, since final/ must hold a trained model.
     """
 
     def __init__(self, patience: int, checkpoints: Path, log: Log) -> None:
@@ -218,7 +217,7 @@ class EarlyStop(TrainerCallback):
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, *, metrics: dict[str, float], **_: Any
     ) -> TrainerControl:
-        """Compares with the best evaluation so far; the state that it is kept in is part of every checkpoint."""
+        """Compares with the best evaluation so far, which is kept in the trainer's state and so in every checkpoint."""
         if state.global_step == 0:
             return control
         if state.best_metric is None or metrics["eval_loss"] < state.best_metric:

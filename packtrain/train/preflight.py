@@ -1,4 +1,4 @@
-"""What is proved on the loaded model before step 1 and at it: the attention of packed rows, the output head, the first rows."""
+"""Proofs on the loaded model before and during the first steps: the attention of packed rows, and the first real rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from packtrain.proof.isolation import evaluating, refusals_of_a_model
 
 WATCHED_STEPS = 3
 _FEWEST = 16  # trained tokens whose rounding errors average out
-_LESS_OF_A_ROW = "set model.attention=per_document: some models have tables by position in the row, which end before it"
+_ROW_TOO_LONG = "set model.attention=per_document: the row may be longer than position tables of the model"
 
 
 def choose_together(
@@ -35,7 +35,7 @@ def choose_together(
 ) -> AttentionChoice:
     """Chooses by proof which attention serves packed rows, the same on all ranks; arguments as of `choose_attention`.
 
-    Raises UserError or CheckFailed where what is asked for is not available or not exact, or where ranks would differ.
+    Raises UserError or CheckFailed if `wanted` is not available or not exact, or if ranks would differ.
     """
     choice = choose_attention(wanted, model, model.device, autocast=autocast, prove=prove, pairs=pairs)
     same_everywhere(choice.backend.name, "attention", "model.attention", ranks.world_size)
@@ -45,7 +45,7 @@ def choose_together(
 
 
 def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Problem | None:
-    """Why ranks would gather weights a different number of times, each for its own documents; None where they do not."""
+    """Why ranks would gather weights a different number of times, which hangs; None if they would not."""
     if ranks.sharded and backend == PER_DOCUMENT:
         return Problem(
             f"packed rows of {type(model).__name__} run one document at a time, so that processes call it a different number "
@@ -64,7 +64,7 @@ def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Prob
 
 
 def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None:
-    """Raises CheckFailed on all ranks where they did not come to the same `choice`."""
+    """Raises CheckFailed on all ranks unless all made the same `choice`."""
     with waiting("the choices of all ranks"):
         choices = gather_object([choice]) if world_size > 1 else [choice]
     if len(set(choices)) > 1:
@@ -79,13 +79,12 @@ def same_everywhere(choice: str, what: str, where: str, world_size: int) -> None
 @dataclass(frozen=True, slots=True)
 class FirstStepWatch:
     """Compares packed rows with their documents one at a time, real ones at their real lengths: the first row of each of the
-    first WATCHED_STEPS steps, since what a run keeps from one step to the next may be at fault too. (Not where weights are
-    spread: processes would call the model a different number of times.)
+    first WATCHED_STEPS steps, since state kept between steps may be wrong too. (Not with sharded weights: processes would
+    call the model a different number of times.)
 
-    Losses are compared document by document: a forgotten border moves one or two of them, which does not show in the sum of
-    many. Gradients are compared by `packtrain verify`.
+    Losses are compared document by document: a missing border changes one or two of them, too little to show in the sum. Gradients are compared by `packtrain verify`.
 
-    `attention` is the implementation that the model came with, which serves a document alone.
+    `attention` is the model's original implementation, which runs the documents alone.
     """
 
     attention: str
@@ -93,22 +92,22 @@ class FirstStepWatch:
 
     @torch.no_grad()
     def check(self, model: Any, row: dict[str, Any], *, step: int) -> float:
-        """Returns the largest difference of the losses of a document, relative to its loss, or to a nat for each of its trained
-        tokens and for 16 at least, whichever is more: rounding errors of few tokens do not average out.
+        """Returns the largest difference of a document's loss packed and alone, relative to the largest of: its loss, one nat for
+        each of its trained tokens, and 16 nats (rounding errors of few tokens do not average out).
 
-        `row` is a flattened micro-batch of `step`. Costs a forward pass of it and of its documents. Raises CheckFailed beyond
-        the tolerance, and where a row this long cannot run.
+        `row` is a flattened micro-batch of `step`. Costs a forward pass of it and of its documents. Raises CheckFailed above
+        the tolerance, and if a row this long cannot run.
         """
         base, tokens = base_model(model), row["segments"].tokens
         with evaluating(model):
-            with refusals_of_a_model(f"{type(base).__name__} cannot run a row of {tokens} tokens", fix=_LESS_OF_A_ROW):
+            with refusals_of_a_model(f"{type(base).__name__} cannot run a row of {tokens} tokens", fix=_ROW_TOO_LONG):
                 packed = _sums(model(**row, token_losses=True), row)
             with attention_of(base, self.attention), attending_by(base, PER_DOCUMENT):
                 alone = _sums(model(**row, token_losses=True), row)
         trained = _sums(row["shift_labels"] != IGNORE, row)
         off = (packed - alone).abs() / alone.maximum(trained).clamp(min=_FEWEST)
-        nowhere = ~(packed.isfinite() | alone.isfinite())  # too high a learning rate: no fault of the rows
-        off = off.nan_to_num(torch.inf).masked_fill((packed == alone) | nowhere, 0.0)
+        both_diverged = ~packed.isfinite() & ~alone.isfinite()  # the learning rate is too high: not an error of packing
+        off = off.nan_to_num(torch.inf).masked_fill(both_diverged, 0.0)
         worst = int(off.argmax())
         if off[worst] > self.tolerance:
             ours, theirs = (each[worst] / trained[worst].clamp(min=1) for each in (packed, alone))

@@ -1,7 +1,7 @@
-"""What a run leaves for use and says at its end: final/, summary.json, answers of the model, and commands to go on with.
+"""The results of a run: final/, summary.json, answers of the model, and suggested next commands.
 
-Adapters alone are of use where their base model can be named: a hub id or a folder. A .gguf file, or weights that were new
-at the start, cannot be, so final/ then holds the merged model and final-adapters/ the adapters.
+Saved adapters need a base model that can be loaded by name: a hub id or a folder. If the base is a .gguf file or was
+initialised at random, final/ holds the merged model and final-adapters/ the adapters.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def save_final(
     settings: Model,
     peft: Peft,
 ) -> list[str]:
-    """Writes final/ and what belongs beside it; called by all processes. Returns a line for each folder: what it holds."""
+    """Writes final/ and what belongs beside it; called by all processes. Returns a line about each folder."""
     saved, adapters, merged = {folder.final: "the trained model"}, folder.final, []
     if peft.kind == "lora":
         saved = {folder.final: f"the adapters of {base_of(settings.path) or settings.path}"}
@@ -82,9 +82,9 @@ def answer(
     attention: str,
     max_tokens: int,
 ) -> list[str]:
-    """Greedy answers of at most `max_tokens` tokens, under the attention implementation that the model came with.
+    """Greedy answers of at most `max_tokens` tokens, under the model's original attention implementation.
 
-    A prompt is a user turn where the tokenizer has a chat template, else plain text to go on from.
+    A prompt is a user turn if the tokenizer has a chat template, else plain text to continue.
     """
     answers = []
     training = model.training
@@ -111,8 +111,8 @@ def answer(
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What summary.json is made of; `started` is the run's start by time.perf_counter, `early` whether it may stop early: its
-    weights are then those of the best evaluation."""
+    """The sources of summary.json. `started` is by time.perf_counter; `early`: the run may stop early, so final/ has the weights
+    of the best evaluation."""
 
     trainer: StepTrainer
     data: PreparedData
@@ -157,7 +157,7 @@ def show(
     saved: list[str],
     commands: list[str],
 ) -> None:
-    """The last lines of a run: `answers` (prompt, before, after), losses, what is where (`saved`), and what to do with it."""
+    """The last lines of a run: `answers` (prompt, before, after), losses, the folders (`saved`), and next commands."""
     figures = summary.to_json("done")
     for prompt, old, new in answers:
         log.say(
@@ -171,7 +171,7 @@ def show(
 
 
 def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
-    """Training and held-out loss, from and to, and how held-out pairs are ranked, in words."""
+    """Clauses on training and held-out loss (first → last), and on the ranking of held-out pairs."""
     said = []
     if figures["train_loss"] is not None:
         said.append(
@@ -192,7 +192,7 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
 
 
 def following(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat: bool) -> list[str]:
-    """Commands to go on with, which run as they are printed: the model's use on `prompt`, the proof, another mode.
+    """Next commands, ready to run: generate from `prompt`, `verify`, and the same run in another packing mode.
 
     `chat` says whether the tokenizer has a chat template, `mode` is packing.mode.
     """

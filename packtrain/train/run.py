@@ -1,8 +1,8 @@
-"""The conductor of a training run in one process: from the resolved config to the trained model, in order (`train_in`).
+"""A training run in one process, in order: from the resolved config to the trained model (`train_in`).
 
-Only this file sees the whole config: everything below takes its own group of it, and values that
-are decided here once. An objective is a file with a trainer and a class like SFT (sft.py) or DPO (dpo.py): its data, what
-it is held to, its attention, its steps, its trainer and its proofs. A new one gets a line in `_objective`.
+Only this file sees the whole config: everything below takes its own group of it, and values that are decided here once. An
+objective is a class like SFT (sft.py) or DPO (dpo.py) with the members of `TrainingObjective`, and a trainer. A new one gets
+a line in `_objective`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -24,17 +25,17 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainerCallback
 
 from packtrain.attention.backends import own_attention
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import Data, RunConfig
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.errors import LostPeers, UserError
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
-from packtrain.model.precision import precision_of
+from packtrain.model.precision import Precision, precision_of
 from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
-from packtrain.packing.schedule import make_schedule
+from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.agreement import shared_values
 from packtrain.plan.dpo_reference import reference_of
 from packtrain.plan.launcher_settings import STAGES
@@ -63,10 +64,52 @@ from packtrain.train.sync.store_barrier import Peers, join, preparing_s
 from packtrain.train.verify.measure import Subject, verify
 
 
+class TrainingObjective(Protocol):
+    """The parts of a run that depend on the objective, in the order of use; implemented by SFT and DPO."""
+
+    def prepare_data(self, data: Data, tokenizer: Any, *, seed: int, progress: bool) -> PreparedData[Any]:
+        """The tokenised data sets."""
+        ...
+
+    def longest_document(self, data: Any) -> int:
+        """Tokens of the longest document of a data set, for the check of the model's positions."""
+        ...
+
+    def take_reference(self, model: Any, tokenizer: Any, ranks: Ranks, *, seed: int) -> dict[str, Any]:
+        """Loads the reference, if any, before the model is sharded; returns what a resumed run must agree on of it."""
+        ...
+
+    def decide_attention(
+        self, wanted: str, model: Any, ranks: Ranks, precision: Precision, *, prove: bool
+    ) -> AttentionChoice:
+        """The backend for packed rows; `wanted` is model.attention."""
+        ...
+
+    def slots(self, data: Any) -> np.ndarray:
+        """int [examples]: token slots that each example takes in a row."""
+        ...
+
+    def steps(self, data: Any, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> Steps:
+        """The optimizer steps over a data set."""
+        ...
+
+    def trainer(
+        self, model: Any, arguments: dict[str, Any], tokenizer: Any, *, settings: LoopSettings, callbacks: list[Any]
+    ) -> StepTrainer:
+        """The trainer, before its proofs."""
+        ...
+
+    def prove(
+        self, trainer: Any, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision
+    ) -> None:
+        """Checks the trainer before step 1, fully with `preflight`; `attention` is the model's original implementation."""
+        ...
+
+
 @dataclass(slots=True)
 class Run:
-    """What the functions of this file share; `model` and `tokenizer` once they are loaded, and the `attention` that the model
-    came with."""
+    """State shared by the functions of this file. `model` and `tokenizer` are set once loaded; `attention` is the model's
+    original attention implementation."""
 
     config: RunConfig
     ranks: Ranks
@@ -87,19 +130,20 @@ def train(verb: str, config: RunConfig) -> int:
     ranks, peers = _join(verb, config)
     own_heartbeat().enter("proof")
     try:
-        return (verify_in if verb == "verify" else train_in)(config, ranks, peers)
+        run = verify_in if verb == "verify" else train_in
+        return run(config, ranks, peers)
     except (RuntimeError, OSError, SafetensorError) as error:
-        own_heartbeat().progress()  # a rank that has lost the others does not keep anybody waiting
+        own_heartbeat().progress()  # tells the watchdog that this rank does not hang
         folder = RunFolder.of(config.trainer)
         known = explained(error, ranks, folder, config.batch)
         if known is None:
             raise
         if isinstance(known, LostPeers):
-            with suppress(OSError):  # its disk may be why
+            with suppress(OSError):  # a full disk may be the cause
                 Log(folder.log(ranks.rank), main=False).note(str(error))
         raise known from error
     finally:
-        gc.collect()  # DeepSpeed's engine holds groups, whose threads must not outlive them
+        gc.collect()  # frees DeepSpeed's engine before its process groups are destroyed
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
@@ -136,10 +180,12 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
     log.fact("ready", f"{begins} after {time.perf_counter() - started:.1f} s")
-    _clear_the_way(run, checkpoint)
+    _prepare_run_folder(run, checkpoint)
     if checkpoint is not None:
-        limit_collectives(config.topology.checkpoint_timeout)  # until the first step: some have read it before others
-    run.stop.listen()  # until here a signal ends the process as usual: there is nothing to save
+        limit_collectives(
+            config.topology.checkpoint_timeout
+        )  # until the first step, since ranks finish reading at different times
+    run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
@@ -164,8 +210,8 @@ def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> in
     return verify(subject, ranks, peers, timeout_s=preparing_s(config.topology.step_timeout))
 
 
-def _objective(config: RunConfig) -> SFT | DPO:
-    """What the objective of the run adds to it, given its groups of the config."""
+def _objective(config: RunConfig) -> TrainingObjective:
+    """The objective of the config, with its groups of the config."""
     objective, packing = config.objective, config.packing
     if objective.kind == "sft":
         return SFT(objective, packing)
@@ -175,9 +221,9 @@ def _objective(config: RunConfig) -> SFT | DPO:
 
 
 def _build(
-    run: Run, objective: Any, data: PreparedData, checkpoint: Path | None
+    run: Run, objective: TrainingObjective, data: PreparedData, checkpoint: Path | None
 ) -> tuple[StepTrainer, AttentionChoice | None]:
-    """The trainer, ready for step 1, and which attention was decided on for packed rows (None: batches are padded)."""
+    """The trainer, ready for step 1, and the attention chosen for packed rows (None: batches are padded)."""
     config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
     model, tokenizer, base = run.model, run.tokenizer, base_model(run.model)
     origin = origin_of(config, data.train, model, ranks.world_size)
@@ -194,7 +240,7 @@ def _build(
     cost, pad = attention_cost(model), int(cast(Any, tokenizer.pad_token_id) or 0)
 
     def steps_over(part: Any, **length: Any) -> Steps:
-        """The steps over a data set; one pass over it in order, unless told otherwise."""
+        """The steps over a data set: one pass in order, unless `length` says otherwise."""
         slots, seed = objective.slots(part), config.trainer.seed
         schedule = make_schedule(slots, config.packing, config.batch, seed=seed, attention_cost=cost, **length)
         return objective.steps(part, schedule, pad, ranks)
@@ -236,8 +282,8 @@ def _build(
 def origin_of(
     config: RunConfig, data: TokenDataset | PairDataset, model: PreTrainedModel, processes: int
 ) -> dict[str, Any]:
-    """What a resumed run must agree on with its checkpoint: what the documents of every step depend on, and what the weights
-    and the state of the optimizer have to fit."""
+    """The values that must be equal in a resumed run and its checkpoint: those that determine the documents of every step, and
+    those that the weights and the optimizer state must fit."""
     batch, by_tokens = config.batch, config.batch.tokens_per_step is not None
     trained = sum(elements(p) for p in model.parameters() if p.requires_grad)
     return {
@@ -250,25 +296,25 @@ def origin_of(
         "packing.strategy": config.packing.strategy if by_tokens else None,
         "batch.tokens_per_device": batch.tokens_per_device if by_tokens else None,
         "model": f"{type(base_model(model)).__name__} with {trained:,} trained weights",
-        # the scheduler and the optimizer go on with what the checkpoint holds: another value would do nothing, silently
+        # scheduler and optimizer continue with the checkpoint's values: changed ones would be silently ignored
         **{f"optim.{key.name}": getattr(config.optim, key.name) for key in fields(config.optim)},
         "strategy.name": config.strategy.name,
-        # DeepSpeed's files are the shards of that many processes
+        # DeepSpeed's files are one shard for each process
         "the number of processes": processes if config.strategy.name in STAGES else None,
     }
 
 
 def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
-    """Joins the other processes of the launch, after checking that they are alike; their first sum must be right."""
+    """Joins the other processes of the launch, after comparing versions and config; their first all-reduce is checked."""
     on_cpu, limit_s = not torch.cuda.is_available(), config.topology.join_timeout
     peers = join(timeout_s=limit_s)
     heartbeat = own_heartbeat()
-    heartbeat.enter("join")  # anew, for each of these may take topology.join_timeout
-    own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes one of its own
+    heartbeat.enter("join")  # again: each of these steps may take topology.join_timeout
+    own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes its own folder
     shared = {key: value for key, value in shared_values(asdict(config)).items() if key not in own}
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     if peers is not None:
-        beat_to_rank_0(lambda said: peers.share("channel", said))
+        beat_to_rank_0(lambda address: peers.share("channel", address))
     open_strategy(config.strategy.name)
     heartbeat.enter("join")
 
@@ -289,7 +335,7 @@ def _checkpoint_to_resume(run: Run) -> Path | None:
     if resume == "auto" and folder.gives_way(resume):
         resume = "never"
     found = [find_resume(resume, folder.checkpoints) if run.ranks.main else None]
-    _meet(run, "checkpoint")  # it reads whole ones, for longer than a collective operation may take
+    _wait_for_all(run, "checkpoint")  # rank 0 reads whole checkpoints, for longer than a collective's time limit
     with waiting("rank 0 to find the checkpoint"):
         checkpoint, remarks = cast(list, broadcast_object_list(found))[0]
     for remark in remarks:
@@ -297,16 +343,16 @@ def _checkpoint_to_resume(run: Run) -> Path | None:
     return checkpoint
 
 
-def _meet(run: Run, stage: str) -> None:
-    """Waits for the others, as long as one of them is at work, without a collective operation, which would have a limit."""
+def _wait_for_all(run: Run, stage: str) -> None:
+    """A barrier by the store, for as long as any rank makes progress: a collective would have a time limit."""
     if run.peers:
         run.peers.settle(stage, {}, lambda _: [], timeout_s=preparing_s(run.config.topology.checkpoint_timeout))
 
 
-def _clear_the_way(run: Run, checkpoint: Path | None) -> None:
-    """Makes the run folder this run's, now that every process is ready to train.
+def _prepare_run_folder(run: Run, checkpoint: Path | None) -> None:
+    """Takes over the run folder once every process is ready to train.
 
-    An earlier run moves out of the way, or what an earlier attempt of this run left and this one will not make true again.
+    Moves away an earlier run, or those files of an earlier attempt of this run that would be wrong from now on.
     """
     with waiting("all ranks to be ready to train"):
         PartialState().wait_for_everyone()
@@ -324,7 +370,7 @@ def _clear_the_way(run: Run, checkpoint: Path | None) -> None:
 
 
 def _finish(run: Run, trainer: StepTrainer, summary: results.Summary, before: list[str]) -> None:
-    """What a run that came to its end leaves: the last evaluation, final/, summary.json, and its last lines."""
+    """The end of a completed run: last evaluation, final/, summary.json, last lines."""
     config, folder = run.config, run.folder
     evaluated = [line["step"] for line in trainer.state.log_history if "eval_loss" in line]
     if trainer.settings.evaluation and evaluated[-1:] != [trainer.state.global_step]:
@@ -334,7 +380,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary, before: li
         trainer.load_best_weights()
     saved = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft)
     if run.ranks.sharded and config.trainer.samples:
-        _meet(run, "results")  # the answers take all of them, and the main process has been writing alone
+        _wait_for_all(run, "results")  # the answers take all of them, and the main process has been writing alone
     after = _answers(run)
     _write_summary(run, summary.to_json("done"))
     commands = results.following(
@@ -349,7 +395,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary, before: li
 
 
 def _answers(run: Run) -> list[str]:
-    """Answers to trainer.samples, without touching the random state; made by the main process alone where it has the model."""
+    """Answers to trainer.samples, without touching the random state; only the main process answers if it has the whole model."""
     settings = run.config.trainer
     if not (settings.samples and (run.ranks.main or run.ranks.sharded)):
         return []

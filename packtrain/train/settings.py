@@ -1,4 +1,4 @@
-"""What the loop of a run is given: its steps and folders, the request to stop, and the arguments of TRL's trainers."""
+"""The inputs of a training loop: its steps and folders, the request to stop, and the arguments of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from packtrain.train.sync.rank_times import Machines, RankTimes, StepClock
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """What the loop runs over, and how.
+    """The settings of a training loop.
 
-    `origin` is what a resumed run must agree on with its checkpoint, `strategy` is strategy.name, `autocast` what mixed
-    precision computes in (None: the format of the weights), `backend` what serves packed rows (None: the model's own
-    attention). The main process knows the `machines`.
+    `origin` holds the values that must be equal in a resumed run and its checkpoint, `strategy` is strategy.name, `autocast`
+    the format of mixed precision (None: that of the weights), `backend` the attention backend of packed rows (None: the
+    model's own attention). `machines` is empty except on the main process.
     """
 
     steps: Steps
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from transformers import Trainer as TransformersTrainer
 
     class TrainerHooks(TransformersTrainer):
-        """What hooks of a step find on the trainer that they stand in front of."""
+        """The attributes of transformers' Trainer and of StepTrainer that the mixins use."""
 
         model: Any
         state: Any
@@ -66,16 +66,16 @@ if TYPE_CHECKING:
         last_loss: torch.Tensor
 
         def refuse_nan(self, loss: float) -> None: ...
-else:
+else:  # at run time the mixins come before the real Trainer
     TrainerHooks = object
 
 
 class StopRequest(TrainerCallback):
-    """The signal that this process was sent (0: none), and the one that all ranks have agreed to stop for.
+    """The `signal` that this process received (0: none), and the one that all ranks have `agreed` to stop for.
 
-    Signals reach the processes of a launch at different moments. So each rank only notes its own; the number travels with
-    the counts of the next step, and all ranks stop after the same one, with a checkpoint and exit code 128 + the number.
-    As a callback it has transformers do so, and log the last step.
+    Signals reach the processes of a launch at different times. So each rank only notes its own; it is sent with the counts of
+    the next step, and all ranks stop after the same step, with a checkpoint and exit code 128 + the signal's number. As a
+    callback it also has transformers log the last step.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ def training_arguments(
         "adam_epsilon": optim.epsilon,
         "max_grad_norm": optim.max_grad_norm,
         "activation_checkpointing": trainer.gradient_checkpointing,
-        "use_cpu": not torch.cuda.is_available(),  # without it several CPU processes silently train copies of their own
+        "use_cpu": not torch.cuda.is_available(),  # else several CPU processes silently train separate copies
         "seed": trainer.seed,
         "logging_steps": trainer.log_every,
         "logging_first_step": True,
@@ -156,18 +156,18 @@ def training_arguments(
         "run_name": tracking.run_name or Path(trainer.output_dir).name,
         "ddp_timeout": int(limits.step_s),
         "ddp_find_unused_parameters": False,
-        # what a forward pass keeps (rotary frequencies) every rank computes itself; and forward passes would wait for rank 0
+        # buffers (rotary frequencies) are equal on all ranks; broadcasting them would make forward passes wait for rank 0
         "ddp_broadcast_buffers": False,
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "max_length": None,
-        # DeepSpeed's bf16 would round the weights; `compute_in` is what mixed precision means under every strategy
+        # DeepSpeed's bf16 would round the weights, so there `model.precision.compute_in` wraps the forward instead
         "bf16": precision.weights == torch.bfloat16 if deepspeed else precision.autocast is not None,
         **({"deepspeed": deepspeed} if deepspeed else {}),
     }
 
 
 def unread_data(columns: dict[str, list[Any]], *, evaluates: bool) -> dict[str, Any]:
-    """The arguments of TRL's trainers about data: they want a datasets.Dataset to look at; ours are never read through it."""
+    """The arguments of TRL's trainers about data: they require a datasets.Dataset, which is never read."""
     looked_at = datasets.Dataset.from_dict(columns)
     return {"data_collator": list, "train_dataset": looked_at, "eval_dataset": looked_at if evaluates else None}

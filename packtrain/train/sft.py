@@ -1,7 +1,7 @@
-"""Supervised fine-tuning: TRL's SFTTrainer over whole steps, with exact normalisation, and what is proved of it.
+"""Supervised fine-tuning: TRL's SFTTrainer over whole steps, with exact normalisation, and its proofs.
 
-The loss is Σ of token losses over the global batch / Σ of its trained tokens, plus the weighted loss of routers where one is
-asked for; evaluation is exact over the set, and of the tokens alone.
+The loss is Σ of token losses over the global batch / Σ of its trained tokens, plus the weighted loss of routers if set.
+Evaluation is exact over the whole set, without the routers' loss.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PackedSFTTrainer(StepTrainer, SFTTrainer):
             callbacks=callbacks,
             **unread_data(_COLUMNS, evaluates=settings.evaluation is not None),
         )
-        if routers is not None:  # TRL turns them on for its auxiliary loss; ours asks for them itself
+        if routers is not None:  # TRL turns them on for its own auxiliary loss, which is not used
             text_config.output_router_logits = routers
         base = base_model(self.model)
         self.routers = router_loss(base, objective.router_aux_coef)
@@ -116,7 +116,7 @@ class PackedSFTTrainer(StepTrainer, SFTTrainer):
 
 @dataclass(frozen=True, slots=True)
 class SFT:
-    """What of a run is supervised fine-tuning's own: its data, its steps, its trainer, its proofs (see train/run.py)."""
+    """The TrainingObjective (train/run.py) of supervised fine-tuning."""
 
     objective: Objective
     packing: Packing
@@ -138,7 +138,7 @@ class SFT:
         return choose_together(wanted, model, ranks, precision.autocast, prove=prove)
 
     def slots(self, data: TokenDataset) -> np.ndarray:
-        """int [documents]: token slots that each takes in a row."""
+        """int [documents]: token slots of each in a row."""
         return data.lengths
 
     def steps(self, data: TokenDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> Steps:
@@ -154,7 +154,7 @@ class SFT:
         return PackedSFTTrainer(model, args, tokenizer, objective=self.objective, **given)
 
     def prove(self, trainer: PackedSFTTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
-        """Checks the output head and the routers, and has the first steps watched; `attention` is what the model came with."""
+        """Checks the output head and the routers, and has the first steps watched; `attention` is the model's original one."""
         model, autocast = base_model(trainer.model), trainer.settings.autocast
         if preflight and not trainer.settings.sharded and trainer.settings.backend not in (None, PER_DOCUMENT):
             trainer.watch = FirstStepWatch(attention, tolerance_of(trainer.compute_dtype))

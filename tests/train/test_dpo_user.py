@@ -73,7 +73,7 @@ def test_prompts_that_are_not_token_exact_or_too_short_to_share_are_told_of(tmp_
     assert report.pairs_apart and report.pairs and report.pairs.pairs - report.pairs.shareable == 1
     said = _documents(report)
     assert "1 of them shorter than two tokens and not shared" in said
-    assert (report.pairs_apart, "1 of them with other tokens before an answer than alone" in said) == (1, True)
+    assert (report.pairs_apart, "1 of them tokenised differently once the answer follows" in said) == (1, True)
     assert "pairs (of ranked lists, the best answer with the worst)" in _documents(replace(report, format="ranked"))
 
 
