@@ -1,1 +1,1 @@
-"""What the processes of a run agree on before they train."""
+"""Checks that all processes of a run agree, before and while they train."""

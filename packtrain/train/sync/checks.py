@@ -1,8 +1,8 @@
-"""What all ranks must have in common, asserted at the start, after preparing the data and after loading the model.
+"""Checks that all ranks agree: at the start, after preparing the data and after loading the model.
 
-Ranks that differ would train something else than was asked for, or wait for each other for ever. The first collective
-operation is a sum whose result is known, so that a backend that hangs or adds wrongly is named at the start, and not by a
-loss hours later; from then on collectives have time limits, which change with the phase of the run.
+Ranks that differ would hang, or train something else than configured. The first collective operation is a sum with a known
+result, so that a backend that hangs or adds wrongly is found at the start, not by a loss hours later. From then on
+collectives have time limits, which change with the phase of the run.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from packtrain.plan.agreement import SAME_CONFIG, SAME_VERSIONS, differences, di
 from packtrain.plan.network_settings import SOCKETS
 from packtrain.run_folder import environment
 from packtrain.train.library_errors import shortly
-from packtrain.train.sync.store_barrier import FIRST_STAGE, GRACE_S, Peers, Statement, in_words
+from packtrain.train.sync.store_barrier import FIRST_STAGE, GRACE_S, Peers, Statement, ranks_on_hosts
 from packtrain.wording import counted, listed, ranks_in_words
 
 _MOST_SHOWN = 8
-_NO_MATTER = ("_name_or_path", "transformers_version")  # of a model's config
-_NUMBERS = 2**17  # 1 MiB fills the packets of a link: one with a wrong MTU loses those, and lets small ones pass
-_OTHERS_S = 5
+_MAY_DIFFER = ("_name_or_path", "transformers_version")  # in a model's config
+_NUMBERS = 2**17  # 1 MiB fills the packets of a link: with a wrong MTU large packets are lost and small ones pass
+_OTHERS_S = 5  # to wait for the others' outcome once one rank has failed
 _LOOK_S = 1.0
 _FAILED = "first all-reduce failed"
 _DISK_S = 5  # some network disks take a while to show a new file
@@ -79,7 +79,7 @@ def agree_on_model(peers: Peers | None, model: torch.nn.Module, *, timeout_s: fl
     """All ranks have loaded the same weights and settings of the model. Raises Disagreement, PeerFailed."""
     if peers is None:
         return
-    settings = {key: value for key, value in base_model(model).config.to_dict().items() if key not in _NO_MATTER}
+    settings = {key: value for key, value in base_model(model).config.to_dict().items() if key not in _MAY_DIFFER}
     facts = {
         "model.config": f"one with digest {digest_of(json.dumps(settings, sort_keys=True, default=str))}",
         "model weights": f"those with hash {weights_hash(model)[:12]}",
@@ -89,10 +89,10 @@ def agree_on_model(peers: Peers | None, model: torch.nn.Module, *, timeout_s: fl
 
 
 def check_run_folder(logs: Path, *, main: bool, needed: bool) -> str:
-    """What is wrong with the run folder where machines have disks of their own, in words; "" where all ranks see one folder.
+    """A warning if the machines do not share the disk of the run folder; "" if they do.
 
-    Called on all ranks together. Each writes its part of a checkpoint and reads all of it when a run goes on, so that
-    checkpoints on several disks are in pieces. Raises CheckFailed where checkpoints are `needed`.
+    Called on all ranks together. Each rank writes its part of a checkpoint and reads all parts on resume, so a checkpoint
+    spread over several disks is useless. Raises CheckFailed if checkpoints are `needed`.
     """
     probe = logs / f".seen-by-all-{uuid.uuid4().hex}"
     if main:
@@ -131,8 +131,8 @@ def connect(
     """Has `open_group` connect the process group, and all ranks add known numbers on the device that it returns.
 
     Both happen in a thread, since neither NCCL nor gloo keeps to a time limit while it connects. The ranks exchange the
-    outcome over the store; where one has failed the others do not wait for the whole `timeout_s`. Raises Disagreement, the same on all, with the ranks on which it fails, adds wrongly or does not
-    end; PeerFailed where one of them is silent.
+    outcome over the store; once one has failed the others do not wait for the whole `timeout_s`. Raises Disagreement, the
+    same on all ranks, naming those on which it fails, adds wrongly or does not end; PeerFailed if a rank is silent.
     """
     if peers is None:
         return open_group()
@@ -143,7 +143,7 @@ def connect(
         try:
             devices.append(open_group())
             outcome.append(_wrong_sum(peers.own.rank, peers.world_size, devices[0], reduce))
-        except Exception as error:  # of whatever kind a backend's are
+        except Exception as error:  # backends raise exceptions of every type
             outcome.append(f"failed: {shortly(error)}")
 
     thread = threading.Thread(target=work, name="first all-reduce", daemon=True)
@@ -165,9 +165,10 @@ def connect(
         groups: dict[str, list[Statement]] = defaultdict(list)
         for one in statements:
             groups[one.facts["problem"]].append(one)
-        groups.pop("", None)
+        groups.pop("", None)  # the ranks without a problem
         what = f"the first all-reduce over {backend}"
-        found = [Problem(f"{what} {said}", in_words(ours)) for said, ours in list(groups.items())[:_MOST_SHOWN]]
+        shown = list(groups.items())[:_MOST_SHOWN]
+        found = [Problem(f"{what} {problem}", ranks_on_hosts(affected)) for problem, affected in shown]
         return [*found[:-1], replace(found[-1], fix=_NETWORK_FIX)] if found else []
 
     try:
@@ -175,17 +176,17 @@ def connect(
     except PacktrainError as error:
         if thread.is_alive():
             atexit.register(_end, error.exit_code)
-        if isinstance(error, PeerFailed):  # a silent rank may only wait for this one
+        if isinstance(error, PeerFailed):  # the silent rank may be waiting for this one
             raise PeerFailed([*judge([replace(peers.own, facts=facts)]), *error.problems]) from error
         raise
     return devices[0]
 
 
 def limit_collectives(seconds: float) -> None:
-    """Gives the operations of all process groups of this process, from the next one on, so many seconds.
+    """Sets the time limit of all following collectives of this process, in all its process groups.
 
-    torch gives each group a limit when it is made, and those that DeepSpeed makes its default. Nothing is sent: every rank
-    changes its own as it comes into a phase with another limit.
+    torch sets a group's limit only when it is made, and DeepSpeed's groups get the default. Every rank changes its own limit
+    as it enters a phase with another one; nothing is sent.
     """
     if dist.is_available() and dist.is_initialized():
         for group in list(distributed_c10d._world.pg_map):
@@ -197,15 +198,17 @@ def _agree(
 ) -> None:
     def judge(statements: Sequence[Statement]) -> list[Problem]:
         hosts = len({one.host for one in statements}) > 1
-        said = {one.rank: one.facts for one in statements}
-        return differences(said, fixes, lambda ranks: in_words([statements[rank] for rank in ranks], hosts=hosts))
+        facts_by_rank = {one.rank: one.facts for one in statements}
+        return differences(
+            facts_by_rank, fixes, lambda ranks: ranks_on_hosts([statements[rank] for rank in ranks], hosts=hosts)
+        )
 
     if peers is not None:
         peers.settle(stage, facts, judge, timeout_s=timeout_s)
 
 
 def _wrong_sum(rank: int, ranks: int, device: torch.device, reduce: Callable[[torch.Tensor], object]) -> str:
-    """Adds a column of numbers for each rank; says whose are wrong in the sum, "" where none are."""
+    """Sums one column of numbers for each rank; names the ranks whose column is wrong in the sum, "" if none is."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own
     numbers = torch.zeros(max(_NUMBERS // ranks, 1), ranks, dtype=torch.int64, device=device)
@@ -222,7 +225,7 @@ def _another_failed(peers: Peers) -> bool:
 
 
 def _interface(backend: str) -> str:
-    """Over which interface this machine's ranks were told to connect, in words."""
+    """The network interface set for this machine's ranks, for an error message."""
     names = [name for name in SOCKETS if name.partition("_")[0].lower() in backend and os.environ.get(name)]
     return "".join(f" ({name} is {os.environ[name].removeprefix('=')})" for name in names)
 

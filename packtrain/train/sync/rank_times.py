@@ -1,10 +1,10 @@
-"""Where the time of a rank goes, and which machine or rank is slower than the others.
+"""Measures where the time of a rank goes, and finds the machine or rank that is slower than the others.
 
-`StepClock.enter` is called wherever a step changes its phase: it reports the phase (monitor/heartbeat.py) and adds the time up.
-In a run of many ranks every step takes all of them the same time, since they wait for each other; what tells them apart is the
-forward passes, which wait for no other rank (but where a sharded model gathers its weights: its ranks look alike), and loading data.
-The backward pass has the waiting for slower ranks in it. Times travel with the counts of every tenth step or more (as it is
-logged), in the reduction that a step has anyway: four whole numbers for each rank, and no operation more.
+`StepClock.enter` is called whenever a step changes its phase: it reports the phase (monitor/heartbeat.py) and sums the time.
+A step takes all ranks equally long, since they wait for each other. They differ in loading data and in the forward passes,
+which wait for no other rank (except with sharded weights, where the ranks look alike); the backward pass includes the waiting
+for slower ranks. Times are sent with the counts of every EXCHANGE_EVERY steps or more, in the reduction that a step has
+anyway: four integers for each rank, and no further operation.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _FORWARD, _DATA = (list(_MEASURED).index(phase) for phase in ("forward", "data")
 _OF_A_STEP: tuple[Phase, ...] = ("data", "counts", "forward", "backward", "optimizer", "step end")
 _REMEMBERED = 16
 _WINDOW_STEPS = 20
-TOLD_EVERY = 10
-"""Steps between two tellings of the ranks' times, at least: each makes a reduction longer."""
+EXCHANGE_EVERY = 10
+"""Steps between two exchanges of the ranks' times, at least: each makes a reduction longer."""
 _SLOWER = 1.2
-_NOISE_S = 0.02  # a shorter step counts as so long: a moment's other work is a large part of it
+_NOISE_S = 0.02  # least step time to compare with: in shorter steps a moment's other work is a large part
 
 Machines = Sequence[tuple[str, Sequence[int]]]
 """Host name and ranks of each machine."""
 
 
 class StepClock:
-    """The clock of this rank. `device` is where its forward passes run: on a GPU they are timed there. With `limits` its
-    collective operations have the time that the phase allows in which they begin."""
+    """The clock of this rank. `device` is where its forward passes run: on a GPU they are timed there. `limits` set the
+    timeout of collectives for each phase."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class StepClock:
         self._phase, self._since = phase, now
 
     def slots(self) -> list[int]:
-        """Microseconds since the last call: zeros but in the places of this rank, so that a sum over ranks has those of all."""
+        """Microseconds since the last call, zeros except in this rank's places, so that a sum over ranks holds those of all."""
         slots = [0] * (_PARTS * self._world_size)
         slots[_PARTS * self._rank : _PARTS * (self._rank + 1)] = self._sums
         self._sums, self.steps = [0] * _PARTS, 0
@@ -94,7 +94,7 @@ class StepClock:
         events, self._events = self._events, []
         if "forward" not in spent:
             return
-        if self._first:  # it compiles, and fills caches
+        if self._first:  # the first step compiles and fills caches
             self._first = False
             return
         own = {**spent, **_on_gpu(events)} if events else spent
@@ -105,7 +105,7 @@ class StepClock:
 
 
 def _on_gpu(events: list[tuple[Phase, Any]]) -> dict[Phase, float]:
-    """Seconds that the GPU was in a phase, of those that it was given work in; the step's end has waited for it."""
+    """Seconds of GPU work in each phase; the end of the step has waited for it."""
     spent: dict[Phase, float] = {}
     for (phase, start), (_, end) in itertools.pairwise(events):
         if phase in ("forward", "backward", "counts") and end.query():
@@ -114,7 +114,7 @@ def _on_gpu(events: list[tuple[Phase, Any]]) -> dict[Phase, float]:
 
 
 class RankTimes:
-    """The clocks of all ranks as they last came, and over a longer window in which the slow ones stand out."""
+    """The last exchanged times of all ranks, and their sums over a longer window, by which slow ranks are found."""
 
     def __init__(self, world_size: int, say: Callable[[str], None], machines: Machines = ()) -> None:
         self._world_size, self._say, self._machines = world_size, say, machines
@@ -123,11 +123,11 @@ class RankTimes:
         self._named: set[int] = set()
 
     def take(self, slots: torch.Tensor, steps: int) -> None:
-        """Int64 [4 x ranks] as StepClock.slots makes them, summed over ranks, of so many steps."""
+        """Int64 [4 x ranks] as StepClock.slots makes them, summed over ranks, over `steps` steps."""
         self._last = (slots, steps) if steps else None
 
     def figures(self) -> dict[str, float | int]:
-        """What came since the last call: least, middle and most seconds a step of each part, and the slowest rank."""
+        """Minimum, median and maximum seconds a step of each phase over the ranks, and the slowest rank; {} if nothing is new."""
         last, self._last = self._last, None
         if self._world_size == 1 or last is None:
             return {}
@@ -140,8 +140,8 @@ class RankTimes:
         if self._window_steps >= _WINDOW_STEPS:
             mean = self._window / self._window_steps
             forward, data = mean[:, _FORWARD].tolist(), mean[:, _DATA].tolist()
-            for said in slow_ones(forward, data, self._machines, steps=self._window_steps, known=self._named):
-                self._say(said)
+            for sentence in slow_ones(forward, data, self._machines, steps=self._window_steps, known=self._named):
+                self._say(sentence)
             self._window, self._window_steps = torch.zeros_like(times), 0
         return found
 
@@ -150,7 +150,7 @@ def slow_ones(
     forward: Sequence[float], data: Sequence[float], machines: Machines, *, steps: int, known: set[int]
 ) -> list[str]:
     """A sentence for each machine with ranks whose forward passes and loading of data (s a step, by rank) take > 20 % longer
-    than the median, but for those in `known`, which get into it. Of two ranks the faster one is the measure."""
+    than the median, except those in `known`, to which they are added. Of two ranks the faster one counts as median."""
     seconds = [sum(both) for both in zip(forward, data, strict=True)]
     limit = _SLOWER * max(statistics.median_low(seconds), _NOISE_S)
     slow = {rank for rank, one in enumerate(seconds) if one > limit} - known
@@ -164,17 +164,17 @@ def slow_ones(
 
 
 def _how_slow(ranks: Sequence[int], forward: Sequence[float], data: Sequence[float], steps: int) -> str:
-    own = [statistics.median_low([part[rank] for rank in ranks]) for part in (forward, data)]
-    usual = [statistics.median_low(part) for part in (forward, data)]
-    reads = own[1] - usual[1] > own[0] - usual[0]
-    what, where = (
-        ("loading data takes", "the file system that the data is on")
-        if reads
-        else ("forward passes take", "the clocks of its GPUs")
-    )
-    slower = 100 * (sum(own) / max(sum(usual), 1e-6) - 1)
+    forward_s, data_s = (statistics.median_low([part[rank] for rank in ranks]) for part in (forward, data))
+    usual_forward_s, usual_data_s = (statistics.median_low(part) for part in (forward, data))
+    if data_s - usual_data_s > forward_s - usual_forward_s:
+        what, where = "loading data takes", "the file system that the data is on"
+        own_s, usual_s = data_s, usual_data_s
+    else:
+        what, where = "forward passes take", "the clocks of its GPUs"
+        own_s, usual_s = forward_s, usual_forward_s
+    slower = 100 * ((forward_s + data_s) / max(usual_forward_s + usual_data_s, 1e-6) - 1)
     return (
         f"{'is' if len(ranks) == 1 else 'are'} {slower:.0f} % slower than the median, and the others wait: {what} "
-        f"{own[reads]:.3g} s a step, the median is {usual[reads]:.3g} s (over {steps} steps); look what else runs on that "
+        f"{own_s:.3g} s a step, the median is {usual_s:.3g} s (over {steps} steps); look what else runs on that "
         f"machine, and at {where}"
     )

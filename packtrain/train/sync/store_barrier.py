@@ -1,9 +1,9 @@
-"""How the ranks of a run meet before they share a process group, and beside it: statements in torch's store, one verdict.
+"""Barriers without a process group: every rank writes a statement into torch's store, and rank 0 writes one verdict.
 
-Collective operations hang where ranks differ (another backend, another world size, one more call), so what finds out that
-they differ must not be one. At each stage every rank writes a statement into the store of the rendezvous; rank 0 reads them
-all and writes its verdict, for which the others wait. Every wait has a limit and names who is missing. That is N small
-messages to one process: little for a thousand of them.
+Collective operations hang if ranks differ (another backend, another world size, one more call), so they cannot be used to
+check for differences. At each stage every rank writes a statement into the store of the rendezvous; rank 0 reads them all and
+writes its verdict, for which the others wait. Every wait has a limit and names the missing ranks. N ranks send N small
+messages to one process, which is little even for a thousand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from packtrain.wording import listed, ranks_in_words
 
 FIRST_STAGE = "start"
 GRACE_S = 10
-"""The others wait so much longer than rank 0, which knows best who is missing."""
+"""The others wait this much longer than rank 0, which knows which ranks are missing."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.5
 _READ_S = 4 * _LONGEST_PAUSE_S
 _PORT_FIX = "set topology.main_port (MASTER_PORT) to a free one, on all machines"
@@ -39,14 +39,14 @@ Judge = Callable[[Sequence["Statement"]], Sequence[Problem]]
 
 
 def preparing_s(limit_s: float) -> float:
-    """How long ranks wait for others that prepare data, load a model, or read or write files, for which some need hours: for
-    ever where a launcher of ours watches them, and `limit_s` elsewhere."""
+    """The time limit for preparing data, loading a model, or reading and writing files, which may take hours: none if
+    packtrain's launcher watches the ranks, else `limit_s`."""
     return math.inf if LOG_DIR in os.environ else limit_s
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What one rank says of itself: name → value in words. `machine` differs also where two machines have one host name."""
+    """The facts of one rank: name → value as text. `machine` is unique even if two machines share a host name."""
 
     rank: int
     host: str
@@ -65,14 +65,14 @@ class Peers:
     def settle(self, stage: str, facts: Mapping[str, str], judge: Judge, *, timeout_s: float) -> None:
         """Returns when all ranks have come to `stage` and `judge` has found no problem in their statements.
 
-        Raises Disagreement with the same problems on all ranks where it has, PeerFailed where one does not come in time.
+        Raises Disagreement with the same problems on all ranks if it has, PeerFailed if a rank does not come in time.
         """
         store = PrefixStore(stage, self.store)
         try:
             with waiting(f"the other ranks at the stage {stage!r}"):
                 verdict = self._verdict(store, replace(self.own, facts=facts), judge, timeout_s)
                 if self.own.rank == 0 and (verdict["problems"] or verdict["missing"]):
-                    time.sleep(_READ_S)  # the store may end with this process, and the others are to read why
+                    time.sleep(_READ_S)  # the store may end with this process; the others must read the verdict first
         except DistError as error:
             what = f"rank {self.own.rank} lost rank 0 at the stage {stage!r}: {shortly(error)}"
             raise PeerFailed(what, fix="its terminal or log says why it ended") from error
@@ -83,11 +83,11 @@ class Peers:
                 "how long is waited",
             )
         if verdict["problems"]:
-            shown = self.own.rank == 0 or LOG_DIR in os.environ  # the others, in their logs at most
+            shown = self.own.rank == 0 or LOG_DIR in os.environ  # other ranks report in their logs only
             raise Disagreement([Problem(**one) for one in verdict["problems"]], shown=shown)
 
     def share(self, name: str, value: str = "") -> str:
-        """The `value` that rank 0 gives, on all ranks. Raises PeerFailed where it does not come within the store's limit."""
+        """The `value` of rank 0, on all ranks. Raises PeerFailed if it does not come within the store's limit."""
         try:
             if self.own.rank == 0:
                 self.store.set(name, value)
@@ -104,45 +104,46 @@ class Peers:
         return [(host, tuple(ranks)) for (host, _), ranks in machines.items()]
 
     def _verdict(self, store: Store, statement: Statement, judge: Judge, timeout_s: float) -> dict[str, Any]:
-        said, problems = [f"said/{rank}" for rank in range(self.world_size)], []
-        missing, own = [], said[statement.rank]
+        """This rank's part of a stage: writes its statement; returns the verdict, which rank 0 or a duplicate rank writes."""
+        own_key = _key(statement.rank)
         if store.add(f"taken/{statement.rank}", 1) > 1:
-            other = _statements(store, [statement.rank])[0].host if _came(store, [own], GRACE_S) else "?"
+            other = _statements(store, [statement.rank])[0].host if _came(store, [own_key], GRACE_S) else "?"
             what = f"two processes say that they are rank {statement.rank}: on {other} and on {statement.host}"
             fix = "give each machine its own number (topology.node_rank, --machine_rank), and each launch its own main_port"
-            problems = [Problem(what, "environment variable RANK", fix)]
-        else:
-            store.set(own, json.dumps(asdict(statement)))
-            if statement.rank:
-                came = _came(store, ["verdict"], timeout_s + GRACE_S)
-                return json.loads(store.get("verdict")) if came else {"problems": [], "missing": "rank 0"}
-            came = _came(store, said, timeout_s, or_key="verdict")
-            if store.check(["verdict"]):  # of a second process with a rank
-                return json.loads(store.get("verdict"))
-            missing = [] if came else [rank for rank, key in enumerate(said) if not store.check([key])]
-            problems = [] if missing else judge(_statements(store, range(self.world_size)))
-        absent = in_words(self._known(missing)) if missing else ""
-        verdict = {"problems": [asdict(one) for one in problems], "missing": absent}
-        store.set("verdict", json.dumps(verdict))
-        return verdict
+            return _publish(store, [Problem(what, "environment variable RANK", fix)], missing="")
+        store.set(own_key, json.dumps(asdict(statement)))
+        if statement.rank:
+            came = _came(store, ["verdict"], timeout_s + GRACE_S)
+            return json.loads(store.get("verdict")) if came else {"problems": [], "missing": "rank 0"}
+        return self._verdict_of_rank_0(store, judge, timeout_s)
+
+    def _verdict_of_rank_0(self, store: Store, judge: Judge, timeout_s: float) -> dict[str, Any]:
+        keys = [_key(rank) for rank in range(self.world_size)]
+        complete = _came(store, keys, timeout_s, or_key="verdict")
+        if store.check(["verdict"]):  # already written by a duplicate rank
+            return json.loads(store.get("verdict"))
+        missing = [] if complete else [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if missing:
+            return _publish(store, [], missing=ranks_on_hosts(self._known(missing)))
+        return _publish(store, judge(_statements(store, range(self.world_size))), missing="")
 
     def _known(self, ranks: Sequence[int]) -> list[Statement]:
-        """What ranks said at the first stage, or no more than their number where they never came."""
+        """The statements of `ranks` at the first stage; an empty one for a rank that never came."""
         first = PrefixStore(FIRST_STAGE, self.store)
-        came = {rank: first.check([f"said/{rank}"]) for rank in ranks}
+        came = {rank: first.check([_key(rank)]) for rank in ranks}
         return [_statements(first, [rank])[0] if came[rank] else Statement(rank, "", "", {}) for rank in ranks]
 
 
 def join(*, timeout_s: float) -> Peers | None:
     """The other ranks, by the environment variables of the launch; None in a run of one process.
 
-    Raises PeerFailed where rank 0 cannot be reached within `timeout_s`, CheckFailed where its port is taken.
+    Raises PeerFailed if rank 0 cannot be reached within `timeout_s`, CheckFailed if its port is taken.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world_size == 1:
         return None
     host, address, port = socket.gethostname(), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun serves the store
     made: list[Store | Exception] = []
 
     def connect() -> None:
@@ -152,7 +153,7 @@ def join(*, timeout_s: float) -> Peers | None:
         except DistError as error:
             made.append(error)
 
-    # in a thread, since torch waits for ever for a listener that does not answer; its own words are better than ours
+    # in a thread, since torch waits for ever for a listener that does not answer
     thread = threading.Thread(target=connect, name="store", daemon=True)
     with waiting("rank 0"):
         if not serves:
@@ -171,23 +172,34 @@ def join(*, timeout_s: float) -> Peers | None:
     return Peers(PrefixStore("packtrain", store), world_size, own)
 
 
-def in_words(ours: Sequence[Statement], *, hosts: bool = True) -> str:
-    """ "ranks 0 and 1 on n1 and rank 2 on n2"; the machines only with `hosts`, and where they are known."""
+def ranks_on_hosts(statements: Sequence[Statement], *, hosts: bool = True) -> str:
+    """ "ranks 0 and 1 on n1 and rank 2 on n2"; without hosts unless `hosts` is set and all are known."""
     by_host: dict[str, list[int]] = defaultdict(list)
-    for one in ours:
+    for one in statements:
         by_host[one.host].append(one.rank)
     if not hosts or "" in by_host:
-        return ranks_in_words([one.rank for one in ours])
+        return ranks_in_words([one.rank for one in statements])
     return listed([f"{ranks_in_words(ranks)} on {host}" for host, ranks in by_host.items()])
 
 
+def _key(rank: int) -> str:
+    return f"said/{rank}"
+
+
 def _statements(store: Store, ranks: Sequence[int]) -> list[Statement]:
-    said = cast(list, store.multi_get([f"said/{rank}" for rank in ranks]))
-    return [Statement(**json.loads(text)) for text in said]
+    texts = cast(list, store.multi_get([_key(rank) for rank in ranks]))
+    return [Statement(**json.loads(text)) for text in texts]
+
+
+def _publish(store: Store, problems: Sequence[Problem], *, missing: str) -> dict[str, Any]:
+    """Writes the verdict, and returns it."""
+    verdict = {"problems": [asdict(one) for one in problems], "missing": missing}
+    store.set("verdict", json.dumps(verdict))
+    return verdict
 
 
 def _wait_for_listener(address: str, port: int, rank: int, timeout_s: float) -> None:
-    """Waits until a program listens there: torch's own words where none does are many, and end in a stack."""
+    """Waits until a program listens there: torch's own error is a long traceback."""
     limit = time.monotonic() + timeout_s
     while True:
         try:
@@ -204,7 +216,7 @@ def _wait_for_listener(address: str, port: int, rank: int, timeout_s: float) -> 
 
 
 def _came(store: Store, keys: list[str], timeout_s: float, *, or_key: str | None = None) -> bool:
-    """Whether all `keys` came within `timeout_s`, and before `or_key`. Polls, since torch's own wait prints warnings."""
+    """Whether all `keys` came within `timeout_s` and before `or_key`. Polls, since torch's own wait prints warnings."""
     limit, pause = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
     while not store.check(keys):
         if time.monotonic() > limit or (or_key and store.check([or_key])):

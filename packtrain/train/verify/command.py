@@ -1,6 +1,6 @@
-"""`packtrain verify` from outside: starts the processes of the run on a temporary folder, and shows their report.
+"""`packtrain verify` on the command line: starts the processes with a temporary run folder, and shows their report.
 
-The report has stdout for itself: whatever libraries print meanwhile goes to stderr. This file imports no torch.
+Only the report goes to stdout; output of libraries goes to stderr. This file imports no torch.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _COLOURS = {"exact": "green", "leaks": "red", "unsupported": "yellow"}
 def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int], *, as_json: bool) -> int:
     """Proves in as many processes as `config` trains in on this machine, and shows the report; returns the exit code.
 
-    `execute` carries out the plan, in this process where there is only one. trainer.output_dir is left alone.
+    `execute` carries out the plan, in this process if there is only one. trainer.output_dir is not touched.
     """
     folder = tempfile.mkdtemp(prefix="packtrain-verify-")
     aside = replace(config, trainer=replace(config.trainer, output_dir=folder))
     surroundings = look_around()
     launch = plan_launch(aside, surroundings, "verify")
-    if launch.nodes > 1 and not launch.in_process:  # each machine would prove the same: this one is enough
+    if launch.nodes > 1 and not launch.in_process:  # every machine would prove the same, so this one is enough
         here = Topology(kind="local" if surroundings.gpus else "single")
         own = {name: value for name, value in surroundings.env.items() if name.startswith(("CUDA_", "OMP_"))}
         launch = plan_launch(replace(aside, topology=here), replace(surroundings, env=own), "verify")
-    logs_are_named = not launch.in_process  # by the error that ends it
+    logs_are_named = not launch.in_process  # an error names them, so they are kept
     try:
         with _stdout_on_stderr():
             code = execute(launch, aside)
         logs_are_named = code not in (0, CheckFailed.exit_code)
         report = RunFolder.of(aside.trainer).verification
-        if report.exists():  # where another launcher started us, only the first process has it
+        if report.exists():  # under another launcher only the first process writes it
             show(json.loads(report.read_text()), as_json=as_json)
         return code
     finally:
@@ -68,7 +68,7 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
     verdict, several = report["verdict"], report["processes"] > 1
     if verdict == "exact" and not report["controls_see"]:
         console.print(
-            "Controls are weak in a model that shows little of what it sees; documents that run apart need none."
+            "Controls are weak: the model's outputs hardly depend on its context. Documents that run apart need no control."
         )
     where = f" (rank {report['rank']} of {report['processes']})" if several and verdict != "exact" else ""
     problem = f": {escape(report['problem'])}" if report["problem"] else ""
@@ -92,13 +92,13 @@ def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         apart = ", but for losses and gradients: those are of the whole model" if report["modes_on"] == "whole" else ""
         yield "strategy", f"on the model as {report['strategy']} spreads it over processes{apart}"
     if report["objective"] == "dpo" and not report["start"]:
-        yield "first loss", "any: the model is held to another than the one that it starts as"
+        yield "first loss", "not checked: the reference is another model"
     lengths = report["reference"]["documents"]
     yield "documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s"
 
 
 def _table(report: dict[str, Any]) -> Table:
-    """What was measured, its figure and tolerance, and whether it is within."""
+    """One row for each measurement: figure, tolerance, and whether it is met."""
     table = Table(title=None)
     for name, right in (("measured", False), ("figure", True), ("tolerance", True), ("", False)):
         table.add_column(name, justify="right" if right else "left", no_wrap=True)

@@ -1,9 +1,9 @@
-"""What is checked of preference training before step 1, on the first real pairs.
+"""The checks of preference training before step 1, on the first real pairs.
 
 (1) The packed forward gives every answer the log-probability that the padded one gives, and the fused output head that of
 the full logits. (2) Where the model starts as its own reference, the first loss is that of a zero margin: ln 2 for the sigmoid
-loss. Where it is not, the two are asked why: dropout, log-probabilities that were kept, adapters, tokenizers, weights and
-their number formats.
+loss. If it is not, known causes are checked: dropout, stale precomputed log-probabilities, adapters, tokenizers, weights
+and their number formats.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SIDES = ("chosen", "rejected")
 def check_pair_forward(trainer: PackedDPOTrainer, attention: str) -> None:
     """Compares the answers' log-probabilities as training computes them with those of padded batches and full logits.
 
-    `attention` is the implementation that the model came with. Raises CheckFailed where they differ.
+    `attention` is the model's original implementation. Raises CheckFailed if they differ.
     """
     model, base = trainer.model, base_model(trainer.model)
     inputs = trainer._prepare_inputs(_first(trainer).inputs)
@@ -66,8 +66,8 @@ def check_pair_forward(trainer: PackedDPOTrainer, attention: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The `loss` of the first pairs, that of a zero margin, by how much rounding may part them, and, where they are further
-    apart, what differs and why."""
+    """The `loss` of the first pairs, that of a zero margin, the difference that rounding may cause and, if it is larger, the
+    `problems` that explain it."""
 
     loss: float
     zero_margin: float
@@ -76,7 +76,7 @@ class Start:
 
 
 def check_start(trainer: PackedDPOTrainer) -> float:
-    """The loss of the first pairs, which must be that of a zero margin; raises CheckFailed where it is not."""
+    """The loss of the first pairs; raises CheckFailed unless it is that of a zero margin."""
     start = start_of(trainer)
     if start.problems:
         raise CheckFailed(list(start.problems))
@@ -85,7 +85,7 @@ def check_start(trainer: PackedDPOTrainer) -> float:
 
 @torch.no_grad()
 def start_of(trainer: PackedDPOTrainer) -> Start:
-    """Where a model that is its own reference starts. Called on all processes together."""
+    """The Start of a model that is its own reference. Called on all processes together."""
     batch = _first(trainer)
     with _training(trainer.model):
         policy, reference = trainer.policy_logps(batch), trainer.reference_logps(batch)
@@ -100,7 +100,7 @@ def start_of(trainer: PackedDPOTrainer) -> Start:
         if not most_of_all(not fine, trainer.args.device):
             return start
         causes = list(_causes(trainer, batch, policy, reference, rounding))
-    if fine:  # but not on another process
+    if fine:  # another process has the problem
         return start
     ours, theirs, answer = _furthest(policy, reference)
     what = (
@@ -112,11 +112,11 @@ def start_of(trainer: PackedDPOTrainer) -> Start:
 
 
 def _rounding(trainer: PackedDPOTrainer, batch: MicroBatch, longest: float) -> float:
-    """Nats by which rounding alone may part the two log-probabilities of an answer, the largest of which is `longest`.
+    """Nats by which the two log-probabilities of an answer may differ by rounding alone; `longest` is the largest of any.
 
     Sums are made in float32. In 16 bits an answer gets another value in another row or with its adapters merged, by some
     units in the last place a token (0.64 nats over 358 tokens of SmolLM2-135M in bfloat16, where that is 0.0078); in the same
-    row by the same weights, only what one call of the model differs from the next.
+    row by the same weights, it is as much as two calls of the model differ.
     """
     rounding = 4 * torch.finfo(torch.float32).eps * longest
     if trainer.compute_dtype.itemsize > 2:
@@ -131,7 +131,7 @@ def _rounding(trainer: PackedDPOTrainer, batch: MicroBatch, longest: float) -> f
 def _causes(
     trainer: PackedDPOTrainer, batch: MicroBatch, policy: Logps, kept: Logps, rounding: float
 ) -> Iterator[Problem]:
-    """What is found to differ between the model and its reference, of what is known to happen.
+    """The known causes of a difference between model and reference that apply here.
 
     `policy` and `kept` are the log-probabilities by the two in training mode. Called on all processes together.
     """
@@ -161,20 +161,20 @@ def _causes(
 
 
 def _furthest(one: Logps, other: Logps) -> tuple[float, float, str]:
-    """What two say of the answer on which they differ most, and which one that is."""
-    ours, theirs = (torch.stack(said).float() for said in (one, other))
+    """The two log-probabilities of the answer on which they differ most, and the name of that answer."""
+    ours, theirs = (torch.stack(logps).float() for logps in (one, other))
     side, pair = divmod(int((ours - theirs).abs().argmax()), ours.shape[1])
     return ours[side, pair].item(), theirs[side, pair].item(), f"the {_SIDES[side]} answer of pair {pair + 1}"
 
 
 def _apart(one: Logps, other: Logps) -> float:
-    """By how much two differ at most."""
+    """The largest difference."""
     ours, theirs, _ = _furthest(one, other)
     return abs(ours - theirs)
 
 
 def _dropout(side: str, model: nn.Module, moved: float, rounding: float) -> Iterator[Problem]:
-    """Whether the same call gives something else, `moved` by so much, a second time. (TRL turns off modules that drop.)"""
+    """A problem if a repeated call differs by `moved`, more than rounding. (TRL turns off dropout modules.)"""
     if moved > rounding:
         settings = base_model(model).config.to_dict()
         on = [f"model.config.{name}=0" for name, value in settings.items() if "drop" in name and value]
@@ -183,12 +183,16 @@ def _dropout(side: str, model: nn.Module, moved: float, rounding: float) -> Iter
 
 
 def _adapters(model: nn.Module) -> Iterator[Problem]:
-    """The first weight that keeps the model from being its reference: itself with adapters off, or with those named ref."""
+    """The first adapter weight that differs from the reference: the model with adapters off, or with those named ref."""
     weights = dict(model.named_parameters())
     for name, weight in weights.items():
+        if ".default." not in name:
+            continue
         other = weights.get(name.replace(".default.", ".ref."))
-        new = "lora_B" not in name or not _local(weight).any()
-        if ".default." in name and not (new if other is None else _same(weight, other)):
+        # without adapters named ref the reference has them off, which is the same as long as lora_B is zero
+        is_new = "lora_B" not in name or not _local(weight).any()
+        equal = is_new if other is None else _same(weight, other)
+        if not equal:
             what = f"the adapters that training starts from are not those of the reference, first in {name}"
             fix = "leave it at auto: the model is then held to those that it starts from"
             yield Problem(what, "objective.reference", fix)
@@ -196,7 +200,7 @@ def _adapters(model: nn.Module) -> Iterator[Problem]:
 
 
 def _weights(model: nn.Module, reference: nn.Module) -> Iterator[Problem]:
-    """The first weight that is not the same in both, adapters left out: in its number format, or in its values."""
+    """The first weight (adapters excluded) that differs in its number format or values."""
     ours, theirs = (
         {name.replace(".base_layer", ""): weight for name, weight in one.named_parameters() if "lora_" not in name}
         for one in (model, reference)
@@ -210,7 +214,7 @@ def _weights(model: nn.Module, reference: nn.Module) -> Iterator[Problem]:
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:
-    """The part of a spread weight that is here."""
+    """This process's part of a sharded weight."""
     weight = getattr(weight, "ds_tensor", weight)
     return weight.to_local() if isinstance(weight, DTensor) else weight.detach()
 

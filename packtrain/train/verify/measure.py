@@ -2,13 +2,13 @@
 
 Every process loads the model as training would and measures (1) isolation and (2) equality with each document alone
 (proof/isolation.py), (3) loss and gradients of the three modes with the loss of the objective (modes.py), and of preference
-pairs (4) the first loss against the reference of the config (dpo_start.py). A model that the strategy spreads is proved as it
-is spread, by all processes together; under ZeRO-3, whose weights have no gradients before there is an optimizer, (3) and (4)
-are measured on a whole model in each. The main process writes the report of the process with the worst verdict into the run
-folder that it is given, for the command line to show (command.py). Data is not read: the documents are random tokens.
+pairs (4) the first loss against the reference of the config (dpo_start.py). A sharded model is proved as it is sharded, by
+all processes together; under ZeRO-3, whose weights have no gradients before there is an optimizer, (3) and (4) run on a whole
+model in each process. The main process writes the report with the worst verdict into the run folder, and command.py shows it.
+Data is not read: the documents are random tokens.
 
-Verdicts: `exact`; `leaks`, something differs by more than rounding; `unsupported`, packed rows cannot be run, or a leak would
-not have shown in the positive controls, or the first loss is not what it must be.
+Verdicts: `exact`; `leaks`: something differs by more than rounding; `unsupported`: packed rows cannot run, or the positive
+controls are too weak to show a leak, or the first loss is wrong.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _REPORT = "please report this model"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is proved: groups of the config, and in preference training what it adds to a run."""
+    """The run to prove: groups of the config, and the objective of preference training."""
 
     model: Model
     peft: Peft
@@ -71,7 +71,7 @@ class Subject:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """What mixed precision computes in."""
+        """The number format of mixed precision."""
         return autocast_of(self.trainer.mixed_precision)
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -81,7 +81,7 @@ class Subject:
             return load_model(self.model, self.peft, tokenizer, seed=self.trainer.seed), tokenizer
 
     def spread(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks) -> None:
-        """Loads what `model` is held to, and puts it where the strategy wants it."""
+        """Loads the reference, and shards `model` by the strategy."""
         if self.dpo is not None:
             self.dpo.take_reference(model, tokenizer, ranks, seed=self.trainer.seed)
         spread(model, ranks)
@@ -89,9 +89,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """The backend that serves packed rows (None: nothing does) and why, why better candidates were rejected, and its proof.
+    """The backend of packed rows (None: none works) and why it was chosen, the rejected candidates, and its proof.
 
-    `problem` is "" where it is exact; `leak` is where documents meet, if they do, and `fix` what to set instead.
+    `problem` is "" if it is exact; `leak` is the module that mixes documents, if any, and `fix` what to set instead.
     """
 
     backend: str | None
@@ -104,15 +104,15 @@ class Isolation:
 
     @property
     def verdict(self) -> str:
-        """Of a problem."""
+        """The verdict if there is a problem."""
         return "leaks" if self.proof is not None and self.proof.verdict == "leaks" else "unsupported"
 
 
 def verify(subject: Subject, ranks: Ranks, peers: Peers | None = None, *, timeout_s: float = math.inf) -> int:
-    """Proves, writes the report, and returns the exit code: 0 where the verdict is exact on every process, else 3.
+    """Proves, writes the report, and returns the exit code: 0 if the verdict is exact on every process, else 3.
 
-    The processes wait `timeout_s` for each other's models. Raises UserError for what cannot be loaded or is not available,
-    CheckFailed where the proof cannot be made.
+    The processes wait `timeout_s` for each other's models. Raises UserError if something cannot be loaded or is not
+    available, CheckFailed if the proof cannot run.
     """
     outcome: Any
     try:
@@ -148,7 +148,7 @@ def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: flo
     isolation = _isolation(subject, ranks, base)
     pairs, packs = None, subject.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
     if subject.dpo is not None and share is not False and packs:
-        # where it is not exact, training computes a prompt for each answer, unless packing.share_prefix insists
+        # if not exact, training computes the prompt for each answer, unless packing.share_prefix=true
         lack, proof = prove_pairs(cast(str, isolation.backend), base, autocast)
         pairs = Isolation(isolation.backend, "", proof=proof, problem=lack, fix="set packing.share_prefix=false")
     close_proofs()
@@ -200,7 +200,7 @@ def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: flo
 def _modes(
     subject: Subject, model: PreTrainedModel, tokenizer: Any, backend: str | None, *, shares: bool
 ) -> tuple[Head, Comparison, Start | None]:
-    """The output head that ran, the modes with the loss of the objective, and where preference training starts."""
+    """The output head that ran, the modes with the loss of the objective, and the Start of preference training."""
     objective, dpo, autocast = subject.objective, subject.dpo, subject.autocast
     if dpo is None:
         base, pad = base_model(model), int(tokenizer.pad_token_id or 0)
@@ -219,7 +219,7 @@ def _modes(
 
 
 def _isolation(subject: Subject, ranks: Ranks, model: PreTrainedModel) -> Isolation:
-    """Chooses the backend as training does, but of a named one that is not exact all that was measured is kept."""
+    """Chooses the backend as training does, but keeps all measurements of a named backend that is not exact."""
     wanted, autocast, proof = subject.model.attention, subject.autocast, None
     try:
         check_as_it_comes(model, padding=False, autocast=autocast)
@@ -241,9 +241,9 @@ def _isolation(subject: Subject, ranks: Ranks, model: PreTrainedModel) -> Isolat
 def _findings(
     isolation: Isolation, comparison: Comparison, pairs: Isolation | None, start: Start | None
 ) -> Iterator[tuple[str, str, str]]:
-    """Verdict, what is wrong, and what to do about it, the most telling first; nothing where all is exact.
+    """Verdict, problem and fix of each finding, the most important first; nothing if all is exact.
 
-    `pairs` are given where the config insists on sharing their prompts.
+    `pairs` is given only with packing.share_prefix=true.
     """
     if isolation.problem:
         yield isolation.verdict, isolation.problem, isolation.fix
@@ -260,8 +260,9 @@ def _findings(
             fix = f"set packing.mode={exact[0]}, and {_REPORT}" if exact else _REPORT
             yield "unsupported" if mode == "padding" else "leaks", what, fix
     if not comparison.sees and isolation.backend != PER_DOCUMENT:  # which is exact by construction
-        moved = comparison.control.problem or f"moves gradients by {comparison.control.grad_rel_diff:.2g} only"
-        yield "unsupported", f"the proof cannot see: a row without borders {moved}", "look at the model's weights"
+        cause = f"the control changes gradients by only {comparison.control.grad_rel_diff or 0.0:.2g}"
+        what = f"inconclusive, since a row without borders may look exact: {comparison.control.problem or cause}"
+        yield "unsupported", what, "look at the model's weights"
     if pairs is not None and pairs.problem:
         yield pairs.verdict, f"prompts cannot be shared: {pairs.problem}", pairs.fix
     if start is not None and start.problems:

@@ -2,11 +2,11 @@
 own attention.
 
 Documents are random tokens of odd lengths, with full logits and plain cross-entropy where they are alone. Pairs have the
-losses of the objective, by the trainer of a run and so by TRL's own code; their reference is the model itself, off by some
-nats an answer, so that no pair is at a zero margin. A positive control shows whether the measure can see at all: the packed
-row declared as ONE document must have gradients that are off by many times the tolerance. Dropout and noise are off, since
-the layouts would draw different numbers. Beside the model there are two sets of gradients at a time, the definition's and
-those of one mode: less than an optimizer needs.
+losses of the objective, by the trainer of a run and so by TRL's own code; their reference is the model itself plus some nats
+of noise, so that no pair is at a zero margin. A positive control shows that the comparison can detect a leak: the packed row
+declared as ONE document must have gradients that differ by many times the tolerance. Dropout and noise are off, since the
+layouts would draw different numbers. Two sets of gradients are in memory at a time, the definition's and those of one mode:
+less than an optimizer needs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from packtrain.packing.segments import Segments
 from packtrain.proof.isolation import evaluating, positions_of, refusals_of_a_model, vocabulary_of
 from packtrain.train.dpo import DPO
 from packtrain.train.dpo_trainer import PackedDPOTrainer
-from packtrain.train.loader import PairSteps
+from packtrain.train.loader import MicroBatch, PairSteps
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.verify.dpo_start import Start, check_pair_forward, start_of
 
@@ -64,7 +64,7 @@ _CONTROL_FACTOR, _MOST_CONTROL = 5, 0.45  # without borders gradients are off by
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Mean `loss` of a trained token, and relative differences from the definition: of the loss, and of all trained
-    parameters' gradients as one vector. All None, and `problem` says why, where the model cannot run it."""
+    parameters' gradients as one vector. All None, with a `problem`, if the model cannot run it."""
 
     loss: float | None
     loss_rel_diff: float | None
@@ -74,7 +74,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was measured on documents of `lengths`: by mode, in the order of MODES, then SHARED where prompts are.
+    """Measurements on documents of `lengths`, by mode in the order of MODES, then SHARED if prompts are shared.
 
     `reference` is the definition's loss.
     """
@@ -99,12 +99,12 @@ class Comparison:
 
     @property
     def least_control(self) -> float:
-        """How far off the control's gradients must be for a leak not to hide."""
+        """The least difference of the control's gradients for leaks to be detectable."""
         return min(_CONTROL_FACTOR * self.grad_tolerance, _MOST_CONTROL)
 
     @property
     def sees(self) -> bool:
-        """Whether the control is off that far."""
+        """Whether the control reaches it."""
         return (self.control.grad_rel_diff or 0.0) >= self.least_control
 
 
@@ -125,7 +125,7 @@ def tolerances_of(dtype: torch.dtype, *, routed: bool) -> tuple[float, float]:
 Layouts = Mapping[str, Sequence[Any]]
 """The same examples as batches, by mode; and `borderless`, the packed row declared as one document."""
 Loss = Callable[[Sequence[Any] | None], float]
-"""Of batches, or of the definition (None): their mean loss, whose gradients are added to the parameters'."""
+"""Mean loss of batches, or of the definition (None); adds the gradients to the parameters'."""
 
 
 def compare_documents(
@@ -133,8 +133,8 @@ def compare_documents(
 ) -> Comparison:
     """Compares the modes of supervised fine-tuning on `model`, adapters included, whose forward has `loss_sum` (forward.py).
 
-    `backend` serves flattened rows, None where nothing does; `loss` is objective.loss, `autocast` what training computes in
-    where that is not the weights' format. Raises as `compare`.
+    `backend` runs flattened rows (None: no backend works); `loss` is objective.loss, `autocast` the format of mixed
+    precision, if any. Raises as `compare`.
     """
     documents = random_documents(base_model(model))
     first, second = documents[:_FIRST_DOCUMENTS], documents[_FIRST_DOCUMENTS:]
@@ -147,14 +147,16 @@ def compare_documents(
         losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
         return (losses * (-losses).exp().detach() if loss == "dft" else losses).sum() / trained
 
+    def mean_loss(batch: dict[str, Any]) -> torch.Tensor:
+        return cast(Any, model)(**batch, loss_sum=True) / trained
+
     def loss_of(batches: Sequence[Any] | None) -> float:
         if batches is None:
             return sum(_backward(model, "a document alone", autocast, partial(alone, one)) for one in documents)
         total = 0.0
         for batch in batches:
-            call = partial(cast(Any, model), **on_device(batch, model.device), loss_sum=True)
             what = "a flattened row" if "segments" in batch else "a padded batch"
-            total += _backward(model, what, autocast, lambda call=call: call() / trained)
+            total += _backward(model, what, autocast, partial(mean_loss, on_device(batch, model.device)))
         return total
 
     row = collate_flat(documents)
@@ -184,13 +186,15 @@ def compare_pairs(trainer: PackedDPOTrainer, backend: str | None, *, shares: boo
     parts = [every[:_FIRST_PAIRS], every[_FIRST_PAIRS:]] if split else [every]
     alone = [padded.collate(part) for part in ([[number] for number in every] if split else parts)]
 
+    def part_of_loss(batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        return trainer.loss_of(model, batch, counts) / trainer.accelerator.num_processes
+
     def loss_of(batches: Sequence[Any] | None) -> float:
         batches, total = alone if batches is None else batches, 0.0
         counts = torch.tensor([batch.counts for batch in batches]).sum(0).to(model.device)
         for batch in batches:
             kind = "a flattened row of pairs" if "layout" in batch.inputs else "a padded batch of pairs"
-            call = partial(trainer.loss_of, model, batch, counts)
-            total += _backward(model, kind, autocast, lambda call=call: call() / trainer.accelerator.num_processes)
+            total += _backward(model, kind, autocast, partial(part_of_loss, batch, counts))
         return total
 
     row = flat.collate(every)
@@ -263,7 +267,7 @@ def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def random_documents(model: PreTrainedModel) -> list[Document]:
-    """Documents of `lengths_for(model)`, of whose tokens most are trained."""
+    """Documents of `lengths_for(model)`, with most of their tokens trained."""
     rng, vocabulary = np.random.default_rng(0), vocabulary_of(model)
     return [
         Document(rng.integers(0, vocabulary, length, dtype=np.int32), rng.random(length) < _TRAINED)
@@ -286,9 +290,9 @@ def random_pairs(model: PreTrainedModel) -> list[Preference]:
 def trainer_on_random_pairs(
     dpo: DPO, model: Any, tokenizer: PreTrainedTokenizerBase, settings: Trainer
 ) -> PackedDPOTrainer:
-    """The trainer of a run of one step of all pairs, padded, against the reference that `dpo` has taken.
+    """The trainer of a run of one step of all pairs, padded, against the reference that `dpo` has loaded.
 
-    `model` has no forward of packtrain's yet.
+    The forward of `model` must not be patched yet.
     """
     pairs, precision = random_pairs(base_model(model)), precision_of(model, settings.mixed_precision)
     lengths = np.array([len(one.chosen.input_ids) + len(one.rejected.input_ids) for one in pairs], np.int32)
@@ -304,9 +308,9 @@ def trainer_on_random_pairs(
 def start_on_random_pairs(
     trainer: PackedDPOTrainer, backend: str | None, layout: PairRows, *, precomputed: bool
 ) -> Start:
-    """Where a run starts whose model is its own reference, with pairs laid out as it lays them out, by `backend`.
+    """The Start on random pairs of a run whose model is its own reference, in its `layout` and by its `backend`.
 
-    Log-probabilities that were `precomputed` are those of the data: here they are computed of the random pairs.
+    With `precomputed` log-probabilities, those of the random pairs are computed here.
     """
     padded = cast(PairSteps, trainer.steps)
     trainer.steps = replace(padded, layout=layout, reference=_logps_of_each(trainer) if precomputed else None)
@@ -331,7 +335,7 @@ def _logps_of_each(trainer: PackedDPOTrainer) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Borderless(Segments):
-    """A row declared as one document, with no border left in it but the restart of the positions."""
+    """A row declared as one document: only the positions still restart at the borders."""
 
     positions: tuple[int, ...] = ()
 
@@ -344,7 +348,7 @@ def _borderless(row: Segments) -> Segments:
 
 
 def _backward(model: Any, what: str, autocast: torch.dtype | None, loss_of: Callable[[], torch.Tensor]) -> float:
-    """The loss of `what`, once its gradients are added to the parameters'. Raises CheckFailed where the model refuses."""
+    """The loss of `what`; adds its gradients to the parameters'. Raises CheckFailed if the model cannot run it."""
     name = type(base_model(model)).__name__
     with (
         evaluating(base_model(model), autocast),
@@ -357,7 +361,7 @@ def _backward(model: Any, what: str, autocast: torch.dtype | None, loss_of: Call
 
 
 def _take_gradients(trained: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
-    """The gradients of the parameters, which lose them; None for those that got none."""
+    """Takes the gradients off the parameters; None for those without."""
     taken = [parameter.grad for parameter in trained]
     for parameter in trained:
         parameter.grad = None
@@ -374,7 +378,7 @@ def _distance(trained: Sequence[torch.nn.Parameter], definition: Sequence[torch.
 
 
 def _norm(gradients: Sequence[torch.Tensor | None]) -> float:
-    """Of all of them as one vector; of those that are spread over processes, over all processes."""
+    """The norm of all gradients as one vector; sharded ones count over all processes."""
     norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients if one is not None]
     norms = [(norm.full_tensor() if isinstance(norm, DTensor) else norm).item() for norm in norms]
     return sum(norm**2 for norm in norms) ** 0.5
