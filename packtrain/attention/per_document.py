@@ -22,15 +22,7 @@ from packtrain.packing.collate import IGNORE
 from packtrain.packing.segments import Segments
 
 _PER_TOKEN = ("input_ids", "shift_labels", "labels")
-_ROW_ARGUMENTS = (
-    "segments",
-    "position_ids",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-)
+_ROW_KEYS = ("segments", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
@@ -79,7 +71,7 @@ def _tokens(segments: Segments, number: int) -> torch.Tensor:
 def _batch(group: _Group, row: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a row for one group: [count, before + length] tokens, nothing padded, all of them visible."""
     tokens = group.tokens.to(row["input_ids"].device)
-    batch = {name: value for name, value in row.items() if name not in _ROW_ARGUMENTS}
+    batch = {name: value for name, value in row.items() if name not in _ROW_KEYS}
     batch |= {name: row[name][0][tokens] for name in _PER_TOKEN if row.get(name) is not None}
     if group.before and "shift_labels" in batch:
         batch["shift_labels"][:, : group.before] = IGNORE  # the prefix's labels are trained in its own segment

@@ -10,8 +10,8 @@ isolation proof at one length holds for all lengths, even if T equals the width 
 is refused, and so is a shared prefix.
 
 The price: such a model still builds the mask of the whole row, T×T once per forward pass (falcon with ALiBi: one per head),
-and the projections inside the module run on one segment at a time. Where weights are gathered from other processes module by
-module (ZeRO-3), the attention module has to be gathered as one, since every process has its own number of segments.
+and the module's projections run per segment. ZeRO-3 has to gather the attention module as one, since every process has its
+own number of segments.
 """
 
 from __future__ import annotations

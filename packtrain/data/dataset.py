@@ -108,10 +108,9 @@ class Tokenised:
 def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
     """For each part, which rows of its source bool[its rows] are held out: `fraction` of the different rows.
 
-    The rows with the lowest content hashes are held out, which is as good as a random draw. So equal rows, all parts of a
-    split row and preference pairs with the same prompt fall on the same side, whatever the template, tokenizer,
-    data.max_length and seed. At least one document is held out and one is left, else
-    UserError.
+    The rows with the lowest content hashes are held out, which is as good as a random draw. So equal rows, all parts of
+    a split row and preference pairs with the same prompt fall on the same side, whatever the template, tokenizer,
+    data.max_length and seed. At least one document is held out and one is left, else UserError.
     """
     content = np.concatenate([part.store.fates["content"] for part in parts])
     different, inverse = np.unique(content, return_inverse=True)

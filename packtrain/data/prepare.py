@@ -4,9 +4,8 @@ The reader (this process) cuts sources into chunks, workers parse and tokenise t
 order of the source, with only a few chunks in flight: memory does not grow with the data. The result does not depend
 on the number of workers.
 
-Workers are spawned, not forked: by now this process may hold torch's and the tokenizer's threads, and a fork copies
-their locks in whatever state they are. A spawned worker costs a second of imports and 100 MB (no torch), so
-small data is tokenised right here.
+Workers are spawned, since a fork copies the locks of torch's and the tokenizer's threads in any state. A spawned worker costs
+a second of imports and 100 MB (no torch), so small data is tokenised in this process.
 """
 
 from __future__ import annotations

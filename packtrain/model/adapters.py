@@ -7,6 +7,7 @@ separate merged model if the bases differ.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,12 +72,7 @@ def add_reference(model: Any, folder: str) -> None:
     """Adds the adapters of `folder` to the adapted `model` as its reference: frozen, inactive except where TRL turns them on, not saved."""
     model.load_adapter(str(Path(folder).expanduser()), adapter_name="ref", is_trainable=False)
     model.set_adapter("default")
-    save = model.save_pretrained
-
-    def save_trained_adapters(*args: Any, **kwargs: Any) -> None:
-        save(*args, **{**kwargs, "selected_adapters": ["default"]})
-
-    model.save_pretrained = save_trained_adapters
+    model.save_pretrained = partial(model.save_pretrained, selected_adapters=["default"])
 
 
 def _head_is_free(adapted: Any, model: PreTrainedModel) -> PreTrainedModel:

@@ -1,12 +1,10 @@
 """The load-balancing loss of mixture-of-experts routers, over the real tokens of a whole optimizer step.
 
-transformers computes N · Σ_e f_e · P_e over one forward call: f_e is how often expert e is chosen by a (token, layer) pair, P_e the
-mean probability that it is given. That is not linear in tokens, so computed per micro-batch it depends on how documents are
-laid out. Here f and P are those of the whole step, independent of micro-batches and ranks: the value that transformers gives
-for all documents in one padded batch. f has no gradient and P is a mean, so once f is known the loss is a sum over
-tokens again. To know it, a step of several micro-batches or ranks runs its model once more, without gradients and without
-the output head, on the same random numbers: about a quarter more time. A step of one micro-batch on one process needs
-no such pass.
+transformers computes N · Σ_e f_e · P_e over one forward call: f_e is how often expert e is chosen by a (token, layer) pair,
+P_e its mean probability. That is not linear in tokens, so per micro-batch it would depend on how documents are laid out. Here
+f and P are those of the whole step: the value that transformers gives for all documents in one padded batch. f has no gradient
+and P is a mean, so once f is known the loss is a sum over tokens. To know it, a step of several micro-batches or ranks runs
+its model once more, without gradients and output head, on the same random numbers: about a quarter more time.
 """
 
 from __future__ import annotations

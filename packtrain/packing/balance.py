@@ -14,8 +14,7 @@ wants similar lengths together, and kept order consecutive documents: these are 
 cost is as small as possible.
 
 The trade-off: every process does this for every step (a millisecond for a thousand documents), so there is no search for a
-better layout; and all ranks wait for a document that costs more than an average micro-batch. Giving its rank lighter other
-micro-batches would not help ZeRO-3 and FSDP, which wait in each.
+better layout, and all ranks wait for a document that costs more than an average micro-batch.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ document of 810 each". A plan then is a few thousand such placements, found on t
 spelled out into rows by sorting integers. The number of rows is exactly that of plain best-fit-decreasing (the groups
 do what it would do, one row after the other), in a second for ten million documents.
 
-Neighbours change with the random generator: which documents of one length go to which row, their order inside a row, and
-the order of the rows. In a small data set most lengths are unique, so there the order of placing is disturbed as well
-(lengths up to 15 % out of place), as long as that costs no row. Trade-off: documents are re-ordered, and long ones keep
-meeting short ones. **In order** (next fit) keeps the order given, and leaves more of each row empty.
+Neighbours change with the random generator: which documents of one length share a row, their order in it, and the order of
+the rows. In a small data set most lengths are unique, so the order of placing is disturbed too (lengths up to 15 % out of
+place) if that costs no row. **In order** (next fit) keeps the order given, and leaves more of each row empty.
 
 Sources: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination" (arXiv 2107.02027: packing on the
 histogram); Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830: best fit for training).

@@ -1,8 +1,8 @@
 """Which documents each optimizer step trains on, and where: a pure function of (lengths, settings, seed, step).
 
-There is no state: an epoch is a list of indices made from (seed, epoch), a step is a slice of it, and a rank takes its part
-of the step. So any process can compute any step of any epoch by itself, a resumed run only needs the number of the next
-step, and another number of processes gets the same steps.
+There is no state: an epoch is a list of indices made from (seed, epoch), a step a slice of it, and a rank takes its part of
+the step. So any process computes any step alone, a resumed run only needs the number of the next step, and another number of
+processes gets the same steps.
 
 **The documents of a step depend neither on the packing mode nor on the number of ranks.** With `examples_per_step` an
 epoch is a permutation cut into equal steps. With `tokens_per_step` its documents are packed into rows of
@@ -10,9 +10,8 @@ epoch is a permutation cut into equal steps. With `tokens_per_step` its document
 documents out anew. The last step of an epoch takes what is left: nothing is dropped and no step mixes two epochs. The
 trade-off: that last step is smaller.
 
-Planning an epoch takes about a second for ten million documents; it is done when the first step of it is asked for, and
-the last two epochs are kept. Only rows filled in a shuffled order (in_order) differ in number from epoch to epoch:
-there, a step of epoch e needs the epochs before e planned once.
+Planning an epoch takes about a second for ten million documents; it is done at its first step, and the last two epochs are
+kept. Only rows filled in a shuffled order (in_order) differ in number by epoch: their steps need all earlier epochs planned.
 """
 
 from __future__ import annotations

@@ -117,12 +117,9 @@ def prove_isolation(
             if not equality <= tolerance:  # noise of training mode is no leak either
                 model.eval()
                 equality = _difference(logits_in_row(model, ids[0], segments), alone, typical=typical)
+    verdict = "exact" if control >= CONTROL_FACTOR * tolerance else "unsupported"
     if not max(before, after, equality) <= tolerance:
         verdict = "leaks"
-    elif not control >= CONTROL_FACTOR * tolerance:
-        verdict = "unsupported"
-    else:
-        verdict = "exact"
     return Proof(verdict, backend, before, after, equality, control, tolerance)
 
 
@@ -182,9 +179,7 @@ def _replacements(segments: Segments) -> list[set[int]]:
     if not families:
         return [{number} for number in lone]
     replacements = [{prefix, *family} for prefix, family in families.items()]
-    for continuations in zip(*families.values(), strict=True):
-        replacements.append({*continuations, *lone})
-    return replacements
+    return replacements + [{*members, *lone} for members in zip(*families.values(), strict=True)]
 
 
 def _alone(model: PreTrainedModel, ids: np.ndarray, segments: Segments) -> list[torch.Tensor]:

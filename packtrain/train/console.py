@@ -154,7 +154,7 @@ def pairs(log: Log, objective: Objective, layout: str, unshared: str, reference:
     ]
     log.fact("loss", f"{' + '.join(losses)}, beta {objective.beta:g}, against {held_to}")
     if dropout:  # TRL turns it off
-        log.fact("dropout", f"off (peft.dropout={dropout:g} too), so that preferences are not noisy")
+        log.fact("dropout", f"off, peft.dropout={dropout:g} too, so that preferences are not noisy")
 
 
 def _documents(report: DataReport) -> str:

@@ -31,7 +31,7 @@ from packtrain.data.prepare import PreparedData
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.errors import LostPeers, UserError
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
-from packtrain.model.precision import Precision, precision_of
+from packtrain.model.precision import precision_of
 from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
@@ -69,41 +69,29 @@ class TrainingObjective(Protocol):
 
     def prepare_data(self, data: Data, tokenizer: Any, *, seed: int, progress: bool) -> PreparedData[Any]:
         """The tokenised data sets."""
-        ...
 
     def longest_document(self, data: Any) -> int:
         """Tokens of the longest document of a data set, for the check of the model's positions."""
-        ...
 
     def take_reference(self, model: Any, tokenizer: Any, ranks: Ranks, *, seed: int) -> dict[str, Any]:
         """Loads the reference, if any, before the model is sharded; returns what a resumed run must agree on of it."""
-        ...
 
     def decide_attention(
-        self, wanted: str, model: Any, ranks: Ranks, precision: Precision, *, prove: bool
+        self, wanted: str, model: Any, ranks: Ranks, precision: Any, *, prove: bool
     ) -> AttentionChoice:
         """The backend for packed rows; `wanted` is model.attention."""
-        ...
 
     def slots(self, data: Any) -> np.ndarray:
         """int [examples]: token slots that each example takes in a row."""
-        ...
 
     def steps(self, data: Any, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> Steps:
         """The optimizer steps over a data set."""
-        ...
 
-    def trainer(
-        self, model: Any, arguments: dict[str, Any], tokenizer: Any, *, settings: LoopSettings, callbacks: list[Any]
-    ) -> StepTrainer:
-        """The trainer, before its proofs."""
-        ...
+    def trainer(self, model: Any, arguments: dict[str, Any], tokenizer: Any, **given: Any) -> StepTrainer:
+        """The trainer, before its proofs; `given` are its settings and callbacks."""
 
-    def prove(
-        self, trainer: Any, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision
-    ) -> None:
+    def prove(self, trainer: Any, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Any) -> None:
         """Checks the trainer before step 1, fully with `preflight`; `attention` is the model's original implementation."""
-        ...
 
 
 @dataclass(slots=True)

@@ -1,10 +1,9 @@
 """Chooses the varlen kernel of a layer: the fastest one that is CORRECT on this device, checked by running it.
 
-A successful import proves little: a package may lack code for this GPU, the backward pass, or soft-cap together with a
-window, and some versions were wrong in corner cases. So each candidate, the fastest first, runs forward and backward on a small row
-with exactly the features of the layer, and is compared with a dense float64 reference of the same inputs. The first that
-agrees is taken, with a note of what each faster one lacks. It costs a few milliseconds a kernel (some compile
-first: seconds, which the training would spend anyway), once per kind of layer and process.
+A successful import proves little: a package may lack code for this GPU, the backward pass, or a combination of features, and
+some versions were wrong in corner cases. So each candidate, fastest first, runs forward and backward on a small row with
+exactly the features of the layer, and is compared with a dense float64 reference. The first that agrees is taken, with a note
+of what each faster one lacks. It costs milliseconds a kernel (seconds if it compiles), once per kind of layer and process.
 """
 
 from __future__ import annotations

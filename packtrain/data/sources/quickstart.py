@@ -4,13 +4,12 @@ The conversations are generated: small exercises (facts, sums, days, counting, s
 prices) whose answers are right or wrong, so that learning shows in the samples and not only in the loss. Most take a
 line and some take a page: lengths are long-tailed as in real chat data, which is what packing is for.
 
-The hash of a question's wording decides its split, so no question of `eval` is in `train`; the same fact may be, in other
-words. The tokenizer is a byte-level BPE trained on the `train` split at first use (a fraction of a second), so it always
-matches the data; another version of `tokenizers` may train a slightly different one. A run folder keeps its own.
+The hash of a question's wording decides its split, so no question of `eval` is in `train`. The tokenizer is a byte-level BPE
+trained on the `train` split at first use (a fraction of a second), so it always matches the data. A run folder keeps its own,
+since another version of `tokenizers` may train a different one.
 
-In preference pairs, the wrong answer is the right one with one item replaced by another of its kind (a capital by a
-capital, a number by a nearby number), or, in a spelt word, one letter. So length, form and words do not reveal the right
-answer; only the question and the rest of the answer do. The item is chosen at random, so a mistake may be anywhere.
+In preference pairs, the wrong answer is the right one with a random item replaced by another of its kind (a capital by a
+capital, a number by a nearby one), or one letter of a spelt word: length, form and words do not reveal the right answer.
 """
 
 from __future__ import annotations

@@ -10,11 +10,10 @@
 Documents are read as numpy views of the mapped files (a microsecond each), so all processes of a machine share the pages. A
 folder whose files do not have the manifest's sizes is damaged, and made anew.
 
-A store is built in a temporary folder and renamed when complete, under a lock that the operating system releases when its
-holder dies. So processes that start together build it once, an interrupted build is never mistaken for a result, and the
-remains of a killed process (`*.building`) are removed by the next build. Complete stores are only read, so a cache may be
-on a read-only disk. They are never removed: another process, or another machine on the same disk, may be training from
-them. The README that is written into the folder says so.
+A store is built in a temporary folder and renamed when complete, under a lock that the system releases when its holder dies:
+processes that start together build it once, an interrupted build is never mistaken for a result, and its remains
+(`*.building`) are removed by the next build. Complete stores are only read (the disk may be read-only) and never removed:
+another process or machine may be training from them. The README that is written into the folder says so.
 """
 
 from __future__ import annotations

@@ -9,14 +9,13 @@ joined, since that is what the model sees at inference; such rows are counted.
 
 A document that is cut keeps its first tokens; `split` gives consecutive parts of data.max_length, without overlap.
 
-A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's
-DPOTrainer: prompt and answer are tokenised as one text, and the answer starts at the first token in which either document
-differs from the tokenised prompt. That is the prompt's end, unless a token crosses the border or the template renders the
-prompt differently alone; such rows are counted. Every token after the prompt is a target, also what a user says inside an answer
-of several turns. So both documents begin with the same tokens, and their first targets are at the same place; for plain
-text EOS is the last. A pair that is too long keeps the first tokens of each document (TRL's `keep_start`), or loses the
-beginning of the prompt (`keep_end`), equally much in both documents, so that both answers still follow the same prompt.
-(TRL's keep_end cuts each document by itself, and then compares answers to different prompts.)
+A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's DPOTrainer:
+each is tokenised as one text, and the answer starts at the first token in which either differs from the tokenised prompt.
+That is the prompt's end, unless a token crosses the border or the template renders the prompt differently alone; such rows
+are counted. Every later token is a target, also the user's turns within an answer. So both documents begin with the same
+tokens, and their first targets are at the same place; for plain text EOS is the last. A pair that is too long keeps the first
+tokens of each document (TRL's `keep_start`), or loses the beginning of the prompt (`keep_end`), equally much in both, so that
+both answers still follow the same prompt (TRL cuts each by itself).
 """
 
 from __future__ import annotations

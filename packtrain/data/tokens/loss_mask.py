@@ -11,9 +11,9 @@ to tokens by their offsets; a border inside a token is refused. There are three 
 
 Marks are trusted with three exceptions: the role's header before the answer and white space after its end-of-turn token
 are not trained, and marks over turns of the user or the system are refused.
-Every trained turn must end in a control token, else the model would not learn to stop: marks that leave it out are
-extended over it, and a turn without one is refused. So is a turn whose answer is not found in the text, and tools that
-the template leaves out. The price of 3 is two more renderings for each turn, that of tools is one more.
+Every trained turn must end in a control token, else the model would not learn to stop: marks that leave it out are extended
+over it, and a turn without one is refused. So is a turn whose answer is missing in the text, and tools that the template
+leaves out. Way 3 costs two more renderings for each turn, the check of tools one.
 Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TRL's assistant_only_loss.
 """
 

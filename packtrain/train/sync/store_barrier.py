@@ -105,7 +105,7 @@ class Peers:
 
     def _verdict(self, store: Store, statement: Statement, judge: Judge, timeout_s: float) -> dict[str, Any]:
         """This rank's part of a stage: writes its statement; returns the verdict, which rank 0 or a duplicate rank writes."""
-        own_key = _key(statement.rank)
+        own_key = f"said/{statement.rank}"
         if store.add(f"taken/{statement.rank}", 1) > 1:
             other = _statements(store, [statement.rank])[0].host if _came(store, [own_key], GRACE_S) else "?"
             what = f"two processes say that they are rank {statement.rank}: on {other} and on {statement.host}"
@@ -118,7 +118,7 @@ class Peers:
         return self._verdict_of_rank_0(store, judge, timeout_s)
 
     def _verdict_of_rank_0(self, store: Store, judge: Judge, timeout_s: float) -> dict[str, Any]:
-        keys = [_key(rank) for rank in range(self.world_size)]
+        keys = [f"said/{rank}" for rank in range(self.world_size)]
         complete = _came(store, keys, timeout_s, or_key="verdict")
         if store.check(["verdict"]):  # already written by a duplicate rank
             return json.loads(store.get("verdict"))
@@ -130,7 +130,7 @@ class Peers:
     def _known(self, ranks: Sequence[int]) -> list[Statement]:
         """The statements of `ranks` at the first stage; an empty one for a rank that never came."""
         first = PrefixStore(FIRST_STAGE, self.store)
-        came = {rank: first.check([_key(rank)]) for rank in ranks}
+        came = {rank: first.check([f"said/{rank}"]) for rank in ranks}
         return [_statements(first, [rank])[0] if came[rank] else Statement(rank, "", "", {}) for rank in ranks]
 
 
@@ -182,12 +182,8 @@ def ranks_on_hosts(statements: Sequence[Statement], *, hosts: bool = True) -> st
     return listed([f"{ranks_in_words(ranks)} on {host}" for host, ranks in by_host.items()])
 
 
-def _key(rank: int) -> str:
-    return f"said/{rank}"
-
-
 def _statements(store: Store, ranks: Sequence[int]) -> list[Statement]:
-    texts = cast(list, store.multi_get([_key(rank) for rank in ranks]))
+    texts = cast(list, store.multi_get([f"said/{rank}" for rank in ranks]))
     return [Statement(**json.loads(text)) for text in texts]
 
 

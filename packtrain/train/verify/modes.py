@@ -1,12 +1,11 @@
 """Loss and gradients of the three modes against the definition: every document, or every padded pair, alone, by the model's
 own attention.
 
-Documents are random tokens of odd lengths, with full logits and plain cross-entropy where they are alone. Pairs have the
-losses of the objective, by the trainer of a run and so by TRL's own code; their reference is the model itself plus some nats
-of noise, so that no pair is at a zero margin. A positive control shows that the comparison can detect a leak: the packed row
-declared as ONE document must have gradients that differ by many times the tolerance. Dropout and noise are off, since the
-layouts would draw different numbers. Two sets of gradients are in memory at a time, the definition's and those of one mode:
-less than an optimizer needs.
+Documents are random tokens of odd lengths, with full logits and plain cross-entropy alone. Pairs have the losses of the
+objective by TRL's own code; their reference is the model itself plus some nats of noise, so that no pair is at a zero margin.
+A positive control shows that the comparison can detect a leak: the packed row declared as ONE document must have gradients
+that differ by many times the tolerance. Dropout and noise are off, since the layouts would draw different numbers. Two sets
+of gradients are in memory at a time, the definition's and those of one mode: less than an optimizer needs.
 """
 
 from __future__ import annotations
