@@ -28,8 +28,7 @@ _ROW_KEYS = ("segments", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_
 def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
     """From now on a call of `model` with `segments` runs per document; returns the undo function.
 
-    The result is as for a flattened row: per-token outputs [1, T, …] in the order of the row, and sums of scalars. Calls
-    without `segments` are left as they are.
+    The result is as for a flattened row: per-token outputs [1, T, …], and sums of scalars. Other calls are unchanged.
     """
     inner = model.forward
 

@@ -6,12 +6,10 @@ per segment with its arguments cut to the segment, segments of equal length in o
 Scores, biases and probabilities then exist per document only; all other layers run on the flattened row.
 
 How an argument is cut follows from its name and its number of dimensions, never from a size that happens to be T: so the
-isolation proof at one length holds for all lengths, even if T equals the width of the model. An argument that fits no rule
-is refused, and so is a shared prefix.
+isolation proof at one length holds for all. An argument that fits no rule is refused, and so is a shared prefix.
 
 The price: such a model still builds the mask of the whole row, T×T once per forward pass (falcon with ALiBi: one per head),
-and the module's projections run per segment. ZeRO-3 has to gather the attention module as one, since every process has its
-own number of segments.
+and the module's projections run per segment. ZeRO-3 has to gather the attention module as a whole.
 """
 
 from __future__ import annotations

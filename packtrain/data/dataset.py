@@ -167,8 +167,7 @@ def mixed(
 def _weighted(rows: np.ndarray, source: DataSource, number: int, seed: int, key: str, together: int) -> np.ndarray:
     """`rows` int64[n], each floor(weight) times, and a random part of them once more for the fraction of the weight.
 
-    The random part is fixed by (seed, number of the source), and its rows keep their order. Raises UserError for a weight
-    that takes none of them.
+    The random part is fixed by (seed, number of the source), in order. Raises UserError if the weight takes no row.
     """
     rows, weight = rows[::together], source.weight
     whole, part = int(weight), weight - int(weight)

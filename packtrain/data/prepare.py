@@ -1,8 +1,7 @@
 """`data.train` and `data.eval` to TokenDatasets or PairDatasets: each source is tokenised once, in parallel, and cached.
 
-The reader (this process) cuts sources into chunks, workers parse and tokenise them, and results are written in the
-order of the source, with only a few chunks in flight: memory does not grow with the data. The result does not depend
-on the number of workers.
+The reader (this process) cuts sources into chunks, workers parse and tokenise them, and results are written in order,
+whatever the number of workers. Only a few chunks are in flight, so memory does not grow with the data.
 
 Workers are spawned, since a fork copies the locks of torch's and the tokenizer's threads in any state. A spawned worker costs
 a second of imports and 100 MB (no torch), so small data is tokenised in this process.

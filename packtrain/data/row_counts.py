@@ -107,8 +107,7 @@ class DataReport(RowCounts):
 
     The inherited counts cover all rows of its sources or, where data.eval is a fraction of data.train, the rows on this side
     of the split. `documents`, `tokens` and `trained_tokens` describe one epoch, with weights; `held_out` documents are on the
-    other side. `seconds` is the time that tokenising took (0 when it all came from the cache). `pairs` describes preference
-    pairs, two documents each.
+    other side. `seconds` is the time of tokenising (0 if all was cached). `pairs` describes preference pairs.
     """
 
     documents: int

@@ -1,8 +1,7 @@
 """Adapters: new ones on a model, or a folder of saved ones (final/ of a LoRA run) given instead of a model.
 
 Such a folder names its base model. As model.path with peft=lora its adapters are trained further, with peft=none they are
-merged first. As objective.reference it becomes a second, frozen set of adapters on the same base (model/reference.py), or a
-separate merged model if the bases differ.
+merged first. As objective.reference it is a second, frozen set on the same base, or, if the bases differ, a merged model.
 """
 
 from __future__ import annotations

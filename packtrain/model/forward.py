@@ -96,8 +96,7 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
     With it the forward takes a collated batch with `shift_labels` and returns a scalar: the sum (not the mean) of the
     losses of all positions whose label is not IGNORE, connected to every parameter even where there is none.
     `neftune_alpha` adds NEFTune's noise while training, scaled by the length of each token's own document (the paper's
-    formula on unpadded sequences), so that its strength does not depend on the packing. The returned Head says which head
-    runs, and may be changed.
+    formula on unpadded sequences), so that it does not depend on packing. The returned Head may be changed later.
 
     With `token_losses=True` the forward returns these losses [rows, T], 0 where the label is IGNORE, for proofs.
     """

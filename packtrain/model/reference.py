@@ -2,8 +2,7 @@
 
 (If it is the model without its adapters, or with earlier ones, nothing is loaded; plan/dpo_reference.py decides.)
 Precomputed log-probabilities are kept beside the data cache, named by a hash of everything they depend on: pairs, weights,
-precision, model settings, LD-DPO's alpha. Each process computes its share and rank 0 writes the file; no reference model
-stays in memory.
+precision, model settings, LD-DPO's alpha. Each process computes its share and rank 0 writes the file.
 """
 
 from __future__ import annotations

@@ -110,8 +110,7 @@ class RouterLoss:
     def watching(self, *, real: bool = True) -> Iterator[list[Load]]:
         """Inside the block every call of the model's backbone appends its Load, without padding; an empty one unless `real`.
 
-        Hooks on the backbone, not on routers: transformers knows where each model's logits are, and ignores those that
-        gradient checkpointing recomputes.
+        By hooks on the backbone, whose output has the logits of all routers, without those that checkpointing recomputes.
         """
         loads: list[Load] = []
 

@@ -281,8 +281,7 @@ def whole_weights(model: nn.Module, *, trained_only: bool) -> dict[str, Any]:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Inside the block an error on one process (a full disk) is raised on all: torch's CheckpointException is no Exception,
-    and would end them without a message."""
+    """Inside the block an error on one process (a full disk) is raised on all; CheckpointException itself is no Exception."""
     try:
         yield
     except CheckpointException as error:

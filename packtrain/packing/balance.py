@@ -10,8 +10,7 @@ tokens costs `l + attention_cost · l²` (linear layers, and attention within th
 
 Parts are made longest document first, each into the cheapest part that has room (Graham 1969, "Bounds on Multiprocessing
 Timing Anomalies": at most 4/3 of the best), or, where rows are so full that this does not fit, by best fit. Padding
-wants similar lengths together, and kept order consecutive documents: these are cut into consecutive parts whose largest
-cost is as small as possible.
+wants similar lengths together, and kept order consecutive documents: there, consecutive parts minimise the largest cost.
 
 The trade-off: every process does this for every step (a millisecond for a thousand documents), so there is no search for a
 better layout, and all ranks wait for a document that costs more than an average micro-batch.

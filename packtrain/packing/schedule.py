@@ -1,14 +1,12 @@
 """Which documents each optimizer step trains on, and where: a pure function of (lengths, settings, seed, step).
 
 There is no state: an epoch is a list of indices made from (seed, epoch), a step a slice of it, and a rank takes its part of
-the step. So any process computes any step alone, a resumed run only needs the number of the next step, and another number of
-processes gets the same steps.
+the step. So any process computes any step alone, resuming needs only a step number, and any number of processes will do.
 
 **The documents of a step depend neither on the packing mode nor on the number of ranks.** With `examples_per_step` an
 epoch is a permutation cut into equal steps. With `tokens_per_step` its documents are packed into rows of
 `limits.tokens`, and a step is a fixed number of rows; mode packed trains these very rows, the other modes lay the same
-documents out anew. The last step of an epoch takes what is left: nothing is dropped and no step mixes two epochs. The
-trade-off: that last step is smaller.
+documents out anew. The last step of an epoch is smaller: nothing is dropped and no step mixes two epochs.
 
 Planning an epoch takes about a second for ten million documents; it is done at its first step, and the last two epochs are
 kept. Only rows filled in a shuffled order (in_order) differ in number by epoch: their steps need all earlier epochs planned.

@@ -83,10 +83,7 @@ def _sums_by_module(model: PreTrainedModel, row: np.ndarray) -> dict[str, tuple[
 
 
 def _sums(value: Any) -> list[float]:
-    """Σ|x| and Σ x·sin(1, 2, …) over the middle document, for every floating-point tensor in `value` that runs along the row.
-
-    The second sum depends on the order of the values too.
-    """
+    """Σ|x| and Σ x·sin(1, 2, …) over the middle document, for every floating-point tensor in `value` along the row."""
     if isinstance(value, torch.Tensor):
         along = _along_the_row(value.shape)
         if not value.is_floating_point() or not along:

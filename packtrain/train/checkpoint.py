@@ -51,8 +51,7 @@ def step_of(checkpoint: Path) -> int:
 def tidy(folder: Path) -> None:
     """Removes files that libraries add beside the weights, and gives all files the permissions of the umask.
 
-    training_args.bin is a pickle of local paths that nothing reads, README.md an empty model card; safetensors writes files
-    that only their owner can read.
+    training_args.bin is a pickle of local paths, README.md an empty model card; safetensors writes files for the owner only.
     """
     for name in ("training_args.bin", "README.md"):
         (folder / name).unlink(missing_ok=True)
@@ -89,8 +88,7 @@ def listed(checkpoints: Path) -> dict[int, Path]:
 def set_aside(checkpoints: Path, after: int) -> list[str]:
     """Renames the checkpoints of steps after `after`, the step that a run resumes from. Returns remarks.
 
-    They are damaged or belong to an abandoned continuation. Under their old names they would count as the newest: kept
-    instead of good ones, and resumed from.
+    They are damaged or of an abandoned continuation, and would otherwise be kept and resumed from as the newest.
     """
     remarks = []
     for step, later in listed(checkpoints).items():

@@ -210,9 +210,8 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
 def _keep_weights_untouched(model: PreTrainedModel) -> Iterator[None]:
     """Inside the block, disables two things of TRL that fail on sharded weights and are done elsewhere.
 
-    TRL hashes the weights for precomputed log-probabilities (see model/reference.py), and copies adapters as a reference;
-    the copy would not be sharded. It is not needed: new adapters are zero, which equals the model with adapters off, and
-    continued ones are loaded a second time as `ref` (model/adapters.py).
+    TRL hashes the weights for precomputed log-probabilities (see model/reference.py), and copies adapters as a reference.
+    The copy is not needed: new adapters are zero, like adapters off; continued ones are also loaded as `ref` (adapters.py).
     """
     hash_of, trl_dpo.hash_module = trl_dpo.hash_module, lambda _: ""
     adapted: Any = model if hasattr(model, "peft_config") else SimpleNamespace(get_parameter=None)
@@ -252,8 +251,7 @@ def check_routers(model: PreTrainedModel) -> None:
 
 
 def objective_arguments(objective: Objective, *, precomputed: bool) -> dict[str, Any]:
-    """The loss and its settings as arguments of TRL's DPOConfig; `precomputed`: the reference's log-probabilities come with the
-    batches."""
+    """The loss as arguments of TRL's DPOConfig; `precomputed`: the reference's log-probabilities come with the batches."""
     same = ("beta", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha", "use_weighting")
     return {
         **{name: getattr(objective, name) for name in (*same, "discopop_tau")},

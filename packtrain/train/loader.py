@@ -28,8 +28,7 @@ from packtrain.packing.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """`inputs` of one forward pass and its counts: trained targets, real tokens, token slots (with padding), and documents.
-    A filler counts slots only."""
+    """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), documents. Fillers: slots only."""
 
     inputs: dict[str, Any]
     trained: int

@@ -124,7 +124,7 @@ class LoggingHooks(TrainerHooks):
 
     def evaluation_batches(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the evaluation set. All ranks synchronise after each of its steps, so
-        that no collective waits longer than one step, however long the evaluation takes."""
+        that no collective waits longer than one step."""
         assert self.settings.evaluation is not None
         for number, batches in enumerate(step_loader(self.settings.evaluation, workers=self.settings.loader_workers)):
             for batch in batches:

@@ -111,8 +111,7 @@ def answer(
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The sources of summary.json. `started` is by time.perf_counter; `early`: the run may stop early, so final/ has the weights
-    of the best evaluation."""
+    """The sources of summary.json. `started` is by time.perf_counter; if `early`, final/ has the weights of the best evaluation."""
 
     trainer: StepTrainer
     data: PreparedData

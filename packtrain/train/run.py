@@ -1,8 +1,7 @@
 """A training run in one process, in order: from the resolved config to the trained model (`train_in`).
 
-Only this file sees the whole config: everything below takes its own group of it, and values that are decided here once. An
-objective is a class like SFT (sft.py) or DPO (dpo.py) with the members of `TrainingObjective`, and a trainer. A new one gets
-a line in `_objective`.
+Only this file sees the whole config: everything below takes its own group of it, and values that are decided here once. A new
+objective is a class with the members of `TrainingObjective`, a trainer, and a line in `_objective`.
 """
 
 from __future__ import annotations
@@ -96,8 +95,7 @@ class TrainingObjective(Protocol):
 
 @dataclass(slots=True)
 class Run:
-    """State shared by the functions of this file. `model` and `tokenizer` are set once loaded; `attention` is the model's
-    original attention implementation."""
+    """State shared by the functions of this file, from `model` on set once loaded; `attention` is the model's original one."""
 
     config: RunConfig
     ranks: Ranks
@@ -270,8 +268,7 @@ def _build(
 def origin_of(
     config: RunConfig, data: TokenDataset | PairDataset, model: PreTrainedModel, processes: int
 ) -> dict[str, Any]:
-    """The values that must be equal in a resumed run and its checkpoint: those that determine the documents of every step, and
-    those that the weights and the optimizer state must fit."""
+    """The values that a resumed run must share with its checkpoint: they fix the documents of each step, and the weights."""
     batch, by_tokens = config.batch, config.batch.tokens_per_step is not None
     trained = sum(elements(p) for p in model.parameters() if p.requires_grad)
     return {

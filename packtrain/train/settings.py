@@ -73,9 +73,8 @@ else:  # at run time the mixins come before the real Trainer
 class StopRequest(TrainerCallback):
     """The `signal` that this process received (0: none), and the one that all ranks have `agreed` to stop for.
 
-    Signals reach the processes of a launch at different times. So each rank only notes its own; it is sent with the counts of
-    the next step, and all ranks stop after the same step, with a checkpoint and exit code 128 + the signal's number. As a
-    callback it also has transformers log the last step.
+    Signals reach processes at different times. So each rank only notes its own and sends it with the counts of the next step;
+    all ranks stop after the same step, with a checkpoint and exit code 128 + the number. As a callback it also logs that step.
     """
 
     def __init__(self) -> None:

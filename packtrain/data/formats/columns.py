@@ -93,8 +93,7 @@ def detect_format(
 ) -> Format:
     """The format of a source; raises UserError unless exactly one fits, and it is one for the objective.
 
-    `auto` goes by the columns of the `first` row, so that a stray row is a bad row and not another format; `names` are
-    the columns of all rows seen.
+    `auto` uses the columns of the `first` row only, so that a stray row is a bad row; `names` are those of all rows seen.
     """
     found = f"found: {', '.join(names)}"
     if absent := sorted(set(columns.values()) - set(names)):

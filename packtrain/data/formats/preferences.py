@@ -15,9 +15,8 @@ and beside messages `tools`, `system` and chat_template_kwargs; and lists of ans
     answers: [{answer, rank}]                 as Nectar does
 
 and other common names of these columns. A list makes one pair, its best and its worst answer: prompts with more answers
-then do not weigh more, and this is the pair whose order is most certain (judges' scores of similar answers are mostly
-noise). For other pairs, write them as separate rows. A list that ranks nothing (one answer, or all equal) is counted like
-a pair of identical answers.
+then do not weigh more, and the order of this pair is the most certain. Write other pairs as separate rows. A list that ranks
+nothing (one answer, or all equal) is counted like a pair of identical answers.
 
 The prompt of two strings is their common beginning, as in TRL. Where the prompt is in a column of another name this would
 mistake common first words of the answers for it, so rows with such a column are refused.

@@ -199,8 +199,7 @@ def open_or_build(
 ) -> tuple[Store, bool]:
     """The store of `key` and whether it was built now; `build(empty folder)` makes it where there is none.
 
-    Raises PeerFailed when another process holds the build and has written nothing for STALLED_S seconds, UserError when
-    the disk takes no more.
+    Raises PeerFailed if another process builds it and writes nothing for STALLED_S seconds, UserError on a full disk.
     """
     final, building = folder / key, folder / f"{key}.building"
     if (found := _whole(final, say)) is not None:

@@ -14,8 +14,7 @@ each is tokenised as one text, and the answer starts at the first token in which
 That is the prompt's end, unless a token crosses the border or the template renders the prompt differently alone; such rows
 are counted. Every later token is a target, also the user's turns within an answer. So both documents begin with the same
 tokens, and their first targets are at the same place; for plain text EOS is the last. A pair that is too long keeps the first
-tokens of each document (TRL's `keep_start`), or loses the beginning of the prompt (`keep_end`), equally much in both, so that
-both answers still follow the same prompt (TRL cuts each by itself).
+tokens of each document (TRL's `keep_start`), or loses the beginning of the prompt (`keep_end`), equally much in both.
 """
 
 from __future__ import annotations

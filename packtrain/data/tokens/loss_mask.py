@@ -48,8 +48,7 @@ class ChatEncoder:
     ) -> tuple[np.ndarray, np.ndarray]:
         """ids int32[n] and the trained targets bool[n]; raises BadRow when either is uncertain.
 
-        `completion` trains the assistant's turns from `answer_from` on, or the last one. A conversation without
-        such a turn gives an all-False mask.
+        `completion` trains the assistant's turns from `answer_from` on, or the last one. Without one the mask is False.
         """
         template = self.template.for_tools() if conversation.tools else self.template
         text, marks = self._render(template.text, conversation, conversation.messages)
@@ -183,8 +182,7 @@ class ChatEncoder:
         """The tokens `turn` (indices), cut or extended to end in the turn's end-of-turn token.
 
         White space after that token is cut off. If the marks leave the token out, it is added when only white space precedes
-        it, and not added when `following` is another part of the same turn. A `whole` turn must contain it. Raises BadRow if
-        there is no such token.
+        it, unless `following` is another part of the same turn. A `whole` turn must contain it. Raises BadRow if there is none.
         """
         ids, starts, ends = encoded.ids, encoded.starts, encoded.ends
 

@@ -42,8 +42,7 @@ Machines = Sequence[tuple[str, Sequence[int]]]
 
 
 class StepClock:
-    """The clock of this rank. `device` is where its forward passes run: on a GPU they are timed there. `limits` set the
-    timeout of collectives for each phase."""
+    """The clock of this rank. `device` is where its forward passes run: on a GPU timed there. `limits`: per-phase timeouts."""
 
     def __init__(
         self,

@@ -2,8 +2,7 @@
 
 Collective operations hang if ranks differ (another backend, another world size, one more call), so they cannot be used to
 check for differences. At each stage every rank writes a statement into the store of the rendezvous; rank 0 reads them all and
-writes its verdict, for which the others wait. Every wait has a limit and names the missing ranks. N ranks send N small
-messages to one process, which is little even for a thousand.
+writes its verdict, for which the others wait. Every wait has a limit and names the missing ranks.
 """
 
 from __future__ import annotations

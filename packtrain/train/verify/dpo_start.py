@@ -2,8 +2,7 @@
 
 (1) The packed forward gives every answer the log-probability that the padded one gives, and the fused output head that of
 the full logits. (2) Where the model starts as its own reference, the first loss is that of a zero margin: ln 2 for the sigmoid
-loss. If it is not, known causes are checked: dropout, stale precomputed log-probabilities, adapters, tokenizers, weights
-and their number formats.
+loss. If it is not, known causes are checked: dropout, stale log-probabilities, adapters, tokenizers, weights and formats.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ def check_pair_forward(trainer: PackedDPOTrainer, attention: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The `loss` of the first pairs, that of a zero margin, the difference that rounding may cause and, if it is larger, the
-    `problems` that explain it."""
+    """The `loss` of the first pairs, that of a zero margin, the rounding `tolerance`, and `problems` that explain more."""
 
     loss: float
     zero_margin: float

@@ -1,5 +1,4 @@
-"""Loss and gradients of the three modes against the definition: every document, or every padded pair, alone, by the model's
-own attention.
+"""Loss and gradients of the modes against the definition: each document or padded pair alone, by the model's own attention.
 
 Documents are random tokens of odd lengths, with full logits and plain cross-entropy alone. Pairs have the losses of the
 objective by TRL's own code; their reference is the model itself plus some nats of noise, so that no pair is at a zero margin.
@@ -132,8 +131,7 @@ def compare_documents(
 ) -> Comparison:
     """Compares the modes of supervised fine-tuning on `model`, adapters included, whose forward has `loss_sum` (forward.py).
 
-    `backend` runs flattened rows (None: no backend works); `loss` is objective.loss, `autocast` the format of mixed
-    precision, if any. Raises as `compare`.
+    `backend` runs flattened rows (None: no backend works); `loss` is objective.loss. Raises as `compare`.
     """
     documents = random_documents(base_model(model))
     first, second = documents[:_FIRST_DOCUMENTS], documents[_FIRST_DOCUMENTS:]
@@ -256,8 +254,7 @@ def compare(
 
 
 def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
-    """Lengths of the documents: the last longer than every window or chunk of the model up to _LONGEST_WINDOW tokens, none
-    longer than the positions it has."""
+    """Lengths of the documents, within the model's positions; the last exceeds its windows and chunks up to _LONGEST_WINDOW."""
     config = model.config.get_text_config().to_dict()
     local = [value for name, value in config.items() if ("window" in name or "chunk" in name) and type(value) is int]
     longest = max(_LENGTHS[-1], *(value + 7 for value in local if value <= _LONGEST_WINDOW), 0)
