@@ -2,9 +2,8 @@
 
 State-space layers, linear attention, convolutions along the row and unknown code carry state across a document's border.
 Planner, collator and loss still see packed rows; only the forward pass runs per document, documents of equal length in one
-batch, so there is no padding. It is exact by construction for any model; the price is kernels on fewer tokens at a time.
-
-A segment with a prefix runs with its own copy of the prefix, with the outputs of the shared row.
+batch, so there is no padding. It is exact by construction for any model; the price is kernels on fewer tokens at a time. A
+segment with a prefix runs with its own copy of the prefix.
 """
 
 from __future__ import annotations

@@ -254,8 +254,7 @@ def _cut_tensor(name: str, value: torch.Tensor, batches: tuple[_Batch, ...]) -> 
 def _blocks(mask: torch.Tensor, batches: tuple[_Batch, ...]) -> list[torch.Tensor]:
     """The blocks [count, …, length or 1, length] on the diagonal of a mask [1, …, T or 1, T].
 
-    A mask with one plane per head contains a position bias (falcon's ALiBi): there every document gets the first block, which
-    is bit for bit the bias of a document alone.
+    A mask with one plane per head has a position bias (falcon's ALiBi): every document gets the first block, as alone.
     """
     first = mask.dim() == 4 and mask.shape[1] > 1
 

@@ -7,8 +7,7 @@ attention mask; it carries the arguments of every kind of kernel (Segments, posi
 Pairs always come as the padded batch that TRL's losses read, all chosen answers first, then all rejected ones. The padding
 costs little, since the model does not run on it: a PairLayout maps each token of a flattened row to its place in that batch,
 the model runs on the row, and its per-token outputs are put back (model/forward.py). With shared prompts a pair is three
-segments: the prompt without its last token, and for each answer that last token and the answer, which see the first segment.
-(The last prompt token predicts the first token of both answers, so it is in the row twice.)
+segments: the prompt without its last token, and for each answer that last token (which predicts the answer) and the answer.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Every process loads the model as training would and measures (1) isolation and (
 (proof/isolation.py), (3) loss and gradients of the three modes with the loss of the objective (modes.py), and of preference
 pairs (4) the first loss against the reference of the config (dpo_start.py). A sharded model is proved as it is sharded, by
 all processes together; under ZeRO-3, whose weights have no gradients before there is an optimizer, (3) and (4) run on a whole
-model in each process. The main process writes the report with the worst verdict into the run folder, and command.py shows it.
-Data is not read: the documents are random tokens.
+model in each process. The main process writes the worst report into the run folder. All documents are random tokens.
 
 Verdicts: `exact`; `leaks`: something differs by more than rounding; `unsupported`: packed rows cannot run, or the positive
 controls are too weak to show a leak, or the first loss is wrong.
