@@ -149,8 +149,11 @@ def looks_local(path: str) -> bool:
 
 def _quickstart(source: DataSource, role: Split, seed: int, objective: ObjectiveKind) -> Quickstart:
     if source.split not in ("train", "eval") or source.subset is not None or (role, source.split) == ("eval", "train"):
-        what = f"quickstart has no split {source.split!r} for data.{role}, and no subsets"
-        raise UserError(what, where=f"data.{role}", fix="Take train or eval to train on, eval to evaluate on.")
+        what = f"quickstart has no split {source.split!r} for data.{role}"
+        fix = "Take train or eval to train on, eval to evaluate on."
+        if source.subset is not None:
+            what, fix = f"quickstart has no subset {source.subset!r}, and no others", "Take subset away."
+        raise UserError(what, where=f"data.{role}", fix=fix)
     return Quickstart(source.path, source.split, seed, objective)
 
 

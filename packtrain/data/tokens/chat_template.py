@@ -76,27 +76,40 @@ def has_marks(text: str) -> bool:
 def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Template | None:
     """The template that `name` (a .jinja file, or one of `template_names()`) stands for; the tokenizer's own if None.
 
-    None when the tokenizer has none either: only conversations need one. Raises UserError for an unknown name and a file
-    that cannot be read; errors inside a template show with the first row.
+    None when the tokenizer has none either: only conversations need one. Raises UserError for an unknown name, and a file
+    that cannot be read or is no template.
     """
     if name is None:
         own = getattr(tokenizer, "chat_template", None)
         if isinstance(own, dict):
             text = own.get("default") or next(iter(own.values()), None)
-            return Template(text, _twin(text), own.get("tool_use"), OWN) if text else None
-        return Template(own, _twin(own), name=OWN) if own else None
+            return _checked(text, OWN, own.get("tool_use")) if text else None
+        return _checked(own, OWN) if own else None
     path = Path(os.path.expanduser(name))
     if path.suffix in (".jinja", ".j2") or os.path.isfile(path):
         try:
-            text = path.read_text(encoding="utf-8")
-            return Template(text, _twin(text), name=str(path))
+            return _checked(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
             what = f"cannot read the chat template: {error}"
             raise UserError(what, where="data.chat_template", fix=ADVICE) from error
     if (key := as_name(name)) not in template_names():
         raise UserError(f"no chat template is called {name!r}", where="data.chat_template", fix=ADVICE)
-    text = CHATML if key == "chatml" else _shipped(key)
-    return Template(text, _twin(text), name=key)
+    return _checked(CHATML if key == "chatml" else _shipped(key), key)
+
+
+def _checked(text: str, name: str, tools_text: str | None = None) -> Template:
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for one in filter(None, (text, tools_text)):
+        try:
+            render_jinja_template([[{"role": "user", "content": ""}]], chat_template=one)
+        except TemplateSyntaxError as error:
+            place = f"{name}, line {error.lineno} of the chat template"
+            raise UserError(f"broken chat template: {error.message}", where=place, fix=ADVICE) from error
+        except Exception:
+            continue  # templates raise errors of every kind for messages they do not take; real ones may be fine
+    return Template(text, _twin(text), tools_text, name)
 
 
 def _shipped(name: str) -> str:

@@ -153,6 +153,13 @@ def test_a_template_that_fails_in_an_odd_way_refuses_the_conversation(tmp_path, 
         go(tmp_path, tmp_path / "x.jsonl", chat_template=str(tmp_path / "own.jinja"))
 
 
+def test_a_broken_template_is_named_with_its_line_and_no_row(tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ 1 }}\n{% if")
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}))
+    with pytest.raises(UserError, match=r"^\S*own.jinja, line 2 of the chat template: broken chat template"):
+        go(tmp_path, tmp_path / "x.jsonl", chat_template=str(tmp_path / "own.jinja"), bad_rows="skip")
+
+
 @pytest.mark.parametrize("name", ["x" * 3000, "~nobody-here/x.jinja"])
 def test_a_template_that_cannot_be_there_is_an_error(tmp_path, name):
     (tmp_path / "x.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}))
@@ -294,7 +301,7 @@ def test_a_hub_that_answers_is_left_as_it_is(monkeypatch, unasked):
         ("eval", {"split": "train"}, "quickstart has no split 'train' for data.eval"),
         ("eval", {"split": "validation"}, "quickstart has no split 'validation'"),
         ("train", {"split": "validation"}, "quickstart has no split 'validation'"),
-        ("train", {"subset": "small"}, "and no subsets"),
+        ("train", {"subset": "small"}, "quickstart has no subset 'small'"),
     ],
 )
 def test_a_split_of_the_quickstart_means_what_it_says_or_is_refused(role, source, words):
