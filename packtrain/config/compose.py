@@ -179,7 +179,10 @@ def _entries(file: ConfigFile, group: str) -> list[tuple[str, str, str]]:
         if not name and choice != _SELF:
             name, _, choice = str(choice).rpartition("/")
             name = name or group
-        entries.append((str(name).removeprefix("/"), str(choice), where))
+        name = str(name).removeprefix("/")
+        if name and any(one == name for one, _, _ in entries):
+            raise UserError(f"two choices for {name}", where=where, fix="Keep one of them.")
+        entries.append((name, str(choice), where))
     return entries if any(choice == _SELF for _, choice, _ in entries) else [*entries, ("", _SELF, "")]
 
 

@@ -70,6 +70,8 @@ def _values(text: str) -> list[str] | None:
         fix = "Name the values: key=a,b or key=range(1,4)."
         raise UserError("this has no values to try one by one", where=f"{COMMAND_LINE}, {text}", fix=fix)
     values = list(parsed.sweep_string_iterator())
+    if not values:
+        raise UserError("there are no values", where=f"{COMMAND_LINE}, {text}", fix="range(1,4) is 1, 2 and 3.")
     return [f"{parsed.get_key_element()}={value}" for value in values]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config.keys import near
-from packtrain.errors import UserError
+from packtrain.errors import Problem, UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = ".yaml"
+_DEEPEST = 40  # levels; OmegaConf recurses several times as deep
 _MOST = 20_000  # keys and entries, aliases written out
 
 
@@ -80,19 +82,31 @@ def shown(path: Path) -> str:
 
 
 def read_config(path: Path) -> ConfigFile:
-    """The file at `path`; raises UserError with what keeps it from being read, and its line."""
+    """The file at `path`; raises UserError with all that keeps it from being read, and the lines."""
     lines: dict[str, int] = {}
+    problems: list[Problem] = []
     try:
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise UserError("a config is a mapping of groups, such as `optim: {…}`", where=f"{shown(path)}:1")
-        for path_of_key, line in _lines(root, ""):
-            lines[path_of_key] = line
+        for key, first, value in _nodes(root, ""):
+            line = first.start_mark.line + 1
+            if key.count(".") + key.count("[") > _DEEPEST:
+                raise RecursionError
+            if first is not value and first.tag == "tag:yaml.org,2002:null":
+                fix = 'A name that YAML takes for null is quoted: "null".'
+                problems.append(Problem("a key without a name (null)", f"{shown(path)}:{line}", fix))
+            elif first is not value and key in lines and first.value != "<<":
+                what = f"the key is written twice, on lines {lines[key]} and {line}"
+                problems.append(Problem(what, f"{shown(path)}:{line}, {key}", "Keep one of them."))
+            lines.setdefault(key, line)
             if len(lines) > _MOST:  # OmegaConf would take minutes
                 what = f"more than {_MOST} values: perhaps aliases (*) of anchors (&) that hold aliases"
                 fix = "Write less, or name a file with the data."
                 raise UserError(what, where=f"{shown(path)}:{line}", fix=fix)
+        if problems:
+            raise UserError(problems)
         values = OmegaConf.load(io.StringIO(text))
     except UnicodeDecodeError as error:
         what = f"not UTF-8 text: {error.reason} at byte {error.start}"
@@ -109,8 +123,15 @@ def read_config(path: Path) -> ConfigFile:
         fix = "An interpolation is written ${group.key}, the text ${ as \\${."
         raise UserError(str(error).split("\n")[0], where=where, fix=fix) from error
     except RecursionError as error:
-        what = "nested without end: an alias (*) stands inside its own anchor (&)"
-        raise UserError(what, where=shown(path), fix="Write out what the alias stands for.") from error
+        what, fix = f"nested more than {_DEEPEST} levels deep", "Write it flatter, or name a file with the data."
+        if re.search(r"&\w", text):
+            what += ": perhaps an alias (*) stands inside its own anchor (&)"
+            fix = "Write out what the alias stands for."
+        raise UserError(what, where=shown(path), fix=fix) from error
+    except (AttributeError, KeyError, ValueError) as error:  # PyYAML's of a value that is not of its tag's type
+        line = next((f":{at}" for at, one in enumerate(text.split("\n"), 1) if "!!" in one), "")
+        what = f"not valid YAML: a value is not what its tag (!!…) says: {error}"
+        raise UserError(what, where=f"{shown(path)}{line}", fix="Take the tag away, or change the value.") from error
     assert isinstance(values, DictConfig)
     listed = values.pop("defaults", [])
     defaults = OmegaConf.to_container(listed) if OmegaConf.is_config(listed) else listed
@@ -129,13 +150,13 @@ def _nearest(path: Path, recipes: Path) -> str:
     return f"Recipes that come with packtrain: {', '.join(own.values())}."
 
 
-def _lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
-    """The path and the line of every key and entry below `node`."""
+def _nodes(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """(path, key, value) of every key and entry below `node`; the key of an entry is its value."""
     inside: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         inside = [(f"{prefix}.{key.value}" if prefix else str(key.value), key, value) for key, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
         inside = [(f"{prefix}[{at}]", value, value) for at, value in enumerate(node.value)]
     for path, first, value in inside:
-        yield path, first.start_mark.line + 1
-        yield from _lines(value, path)
+        yield path, first, value
+        yield from _nodes(value, path)

@@ -5,6 +5,8 @@ Only what is certainly wrong is refused here; what depends on the data (a docume
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Set
 
 from packtrain.config.keys import Fault, keys, near
@@ -13,6 +15,7 @@ from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+_OF_LAUNCH = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"  # set for each process
 # packtrain's names for the columns of rows, in every format.
 COLUMNS = (
     *("messages", "prompt", "completion", "text", "chosen", "rejected", "conversations", "instruction", "output"),
@@ -40,7 +43,7 @@ def check(config: RunConfig, given: Set[str]) -> list[Fault]:
     """Everything that is impossible in `config`, for the keys `given` with a value that is not their default."""
     return [
         *_model(config),
-        *_data(config),
+        *_data(config, given),
         *_batch(config),
         *_optim(config.optim),
         *_trainer(config, given),
@@ -71,7 +74,7 @@ def _model(config: RunConfig) -> Iterator[Fault]:
         yield Fault(("model.tokenizer",), what, "Name a hub id, a folder, or quickstart.")
 
 
-def _data(config: RunConfig) -> Iterator[Fault]:
+def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     data = config.data
     if data.train is None or data.train == []:
         yield Fault(("data.train",), "there is nothing to train on", "Set it to a file, a folder, or a hub id.")
@@ -81,6 +84,9 @@ def _data(config: RunConfig) -> Iterator[Fault]:
     if isinstance(data.eval, float) and not 0 < data.eval < 1:
         what = f"found the number {data.eval:g}"
         yield Fault(("data.eval",), what, "A fraction of data.train lies between 0 and 1; null holds nothing out.")
+    if isinstance(data.eval, str) and re.fullmatch(r"[0-9.]+ ?%?", data.eval):
+        what = f"found the text {data.eval!r}"
+        yield Fault(("data.eval",), what, "A fraction is a number without quotes, e.g. 0.05.")
     if data.format in ("preference", "ranked") and config.objective.kind == "sft":
         what = "packtrain sft has no use for preference pairs"
         yield Fault(("data.format",), what, "Choose messages or prompt_completion; pairs are for packtrain dpo.")
@@ -88,6 +94,12 @@ def _data(config: RunConfig) -> Iterator[Fault]:
         what = f"{data.overlong} is for preference pairs"
         fix = "Choose truncate, split, drop or error, or use packtrain dpo (objective.kind=dpo)."
         yield Fault(("data.overlong",), what, fix)
+    elif data.max_length is None and data.overlong != "truncate":
+        what = f"without a longest length nothing is overlong, so {data.overlong!r} does nothing"
+        yield Fault(("data.overlong", "data.max_length"), what, "Set data.max_length, or leave data.overlong out.")
+    if data.format == "text" and data.loss_on != "all" and "data.loss_on" in given:
+        what = f"plain text has no {data.loss_on} part to train on"
+        yield Fault(("data.loss_on", "data.format"), what, "Set data.loss_on to all or auto.")
     for ours, theirs in data.columns.items():
         if ours not in COLUMNS:
             meant = near(ours, COLUMNS, 1)
@@ -128,12 +140,14 @@ def _batch(config: RunConfig) -> Iterator[Fault]:
 
 def _optim(optim: Optim) -> Iterator[Fault]:
     known = SCHEDULE_OPTIONS[optim.schedule]
-    for name in optim.schedule_options:
+    for name, value in optim.schedule_options.items():
         if name not in known:
             meant = near(name, known, 1)
             hint = f"Did you mean {meant[0]}?" if meant else f"It takes {', '.join(known) or 'no options'}."
             what = f"the schedule {optim.schedule} has no such option"
             yield Fault((f"optim.schedule_options.{name}",), what, hint)
+        elif not name.endswith("_type") and not (type(value) in (int, float) and math.isfinite(value)):
+            yield Fault((f"optim.schedule_options.{name}",), f"found {value!r}", "Allowed: number.")
     rates = {"min_lr", "min_lr_rate"} & set(optim.schedule_options)
     if optim.schedule == "cosine_with_min_lr" and len(rates) != 1:
         what = "the schedule cosine_with_min_lr needs its lowest learning rate, once"
@@ -164,6 +178,12 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     elif config.model.dtype == "float16" and config.peft.kind == "none":
         what = "weights in float16 cannot be trained: small updates are 0 there, and the loss soon is NaN"
         yield Fault(("model.dtype",), what, "Set it to float32 or bfloat16, or train adapters on them: peft=lora.")
+
+
+    if not trainer.output_dir.strip():
+        yield Fault(("trainer.output_dir",), "the run folder has no name", "Set it, e.g. to runs/sft.")
+    elif "\n" in trainer.output_dir:
+        yield Fault(("trainer.output_dir",), "it has a line break", "Write it in one line.")
 
 
 def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
@@ -208,15 +228,28 @@ def _topology(topology: Topology) -> Iterator[Fault]:
     if topology.kind in ("single", "local") and (topology.nodes or 1) > 1:
         what = f"topology={topology.kind} is one machine, not {topology.nodes}"
         yield Fault(("topology.nodes", "topology.kind"), what, "Choose topology=auto, slurm or manual.")
+    for name in ("main_address", "node_rank"):
+        if getattr(topology, name) is not None and topology.kind in ("single", "local"):
+            what = f"topology={topology.kind} is one machine, which has no use for it"
+            yield Fault((f"topology.{name}", "topology.kind"), what, "Take the key away, or use topology=manual.")
     if topology.kind == "single" and (topology.gpus_per_node or 1) > 1:
         what = f"one process cannot use {topology.gpus_per_node} GPUs"
         fix = "Choose topology=local, or take topology.gpus_per_node away."
         yield Fault(("topology.gpus_per_node", "topology.kind"), what, fix)
-    if topology.main_address is not None and topology.main_address.count(":") == 1:  # two at least: IPv6
-        what = f"{topology.main_address!r} is neither a host name nor an address"
+    if (address := topology.main_address) is not None and (
+        address.count(":") == 1 or not re.fullmatch(r"[\w.:%-]+", address)  # two colons at least: IPv6
+    ):
+        what = f"{address!r} is neither a host name nor an address"
         yield Fault(("topology.main_address",), what, "Write the machine alone; its port is topology.main_port.")
-    for name in topology.environment:
+    for name, value in topology.environment.items():
+        path = f"topology.environment.{name}"
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            yield Fault((path,), f"{name!r} is no name of a variable", "It has letters, digits and _ only.")
+        elif re.fullmatch(_OF_LAUNCH, name):
+            yield Fault((path,), "packtrain sets it itself, for each process", "Take it away; use topology's own keys.")
+        elif not isinstance(value, (str, int, float)) or isinstance(value, bool):
+            yield Fault((path,), f"found {value!r}", "Allowed: text or number.")
         if speaks_of_secrets(name):
             what = "by its name it is a secret, which would be written to config.yaml"
             fix = f"Take it away, and export {name} in the shell or your job's environment."
-            yield Fault((f"topology.environment.{name}",), what, fix)
+            yield Fault((path,), what, fix)

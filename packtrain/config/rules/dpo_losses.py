@@ -24,6 +24,8 @@ def dpo_rules(objective: Objective, data: Data, packing: Packing, peft: Peft, gi
     if packing.share_prefix and packing.mode == "padding":
         what = "padded batches have a prompt for every answer"
         yield Fault(("packing.share_prefix", "packing.mode"), what, "Choose packing.mode=packed or padding_free.")
+    if not losses:
+        yield Fault(("objective.loss_type",), "there is no loss", "Name at least one.")
     yield from _weights(objective, losses)
     yield from _losses(objective, losses)
     if objective.reference == "adapters_off" and peft.kind == "none":

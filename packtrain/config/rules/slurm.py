@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from packtrain.config.keys import Fault
 from packtrain.config.schema import Topology
@@ -32,7 +33,7 @@ _TAKEN = (  # options that the script has from other keys, or that packtrain rel
 
 def check(topology: Topology, resume: str) -> list[Fault]:
     """Everything that cannot work as a Slurm job."""
-    return [*_time(topology), *_together(topology, resume), *_options(topology)]
+    return [*_one_line(topology), *_time(topology), *_together(topology, resume), *_options(topology)]
 
 
 def seconds_of(time: str) -> int | None:
@@ -51,6 +52,13 @@ def gpus_of(gres: str) -> int | None:
     return sum(map(int, numbers)) if numbers and all(number.isdigit() for number in numbers) else None
 
 
+def _one_line(topology: Topology) -> Iterator[Fault]:
+    for name, value in asdict(topology).items():
+        texts = value if isinstance(value, list) else [str(value)]
+        if name not in ("setup", "environment", "time", "main_address") and any("\n" in text for text in texts):
+            yield Fault((f"topology.{name}",), "it has a line break", "Write it in one line.")
+
+
 def _time(topology: Topology) -> Iterator[Fault]:
     if topology.time is None or topology.time.upper() in ("UNLIMITED", "INFINITE"):
         return
@@ -64,11 +72,14 @@ def _time(topology: Topology) -> Iterator[Fault]:
 
 
 def _together(topology: Topology, resume: str) -> Iterator[Fault]:
-    """Keys that contradict each other."""
+    """Keys that contradict each other, or do nothing without another."""
     asked = gpus_of(topology.gres) if topology.gres else None
     if asked is not None and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
         what = f"{topology.gpus_per_node} processes on a machine, but topology.gres asks for {asked} GPUs"
         yield Fault(("topology.gpus_per_node", "topology.gres"), what, "Take one of the two keys away.")
+    if topology.container_mounts and topology.container is None:
+        what = "it does nothing without topology.container"
+        yield Fault(("topology.container_mounts",), what, "Name an image, or take the key away.")
     if topology.requeue and resume != "auto":
         what = f"a job that comes back would not go on from its checkpoint, but by trainer.resume={resume}"
         yield Fault(("topology.requeue", "trainer.resume"), what, "Use trainer.resume=auto.")

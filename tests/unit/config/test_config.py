@@ -249,7 +249,7 @@ def test_a_wrong_value_is_named_with_line_key_and_remedy(line: str, what: str, f
     [
         ("a: [1\nb: 2", "run.yaml:2", "not valid YAML"),
         ("a:\n\tb: 1", "run.yaml:2", "not valid YAML"),
-        ("optim: {beta1: 0.5}\ndata:\n  train: a\n  train: b\n", "run.yaml:4", "found duplicate key train"),
+        ("optim: {beta1: 0.5}\ndata:\n  train: a\n  train: b\n", "run.yaml:4, data.train", "on lines 3 and 4"),
         ("- 1\n", "run.yaml:1", "mapping"),
         ("\ntrainer: {output_dir: '${'}", "run.yaml:2", "at input '${'"),
         ("trainer: {seed: 1}\ndefaults:\n  - peft: lra\n", "run.yaml:3", "no choice 'lra'"),
@@ -264,7 +264,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_line(text: str, place: s
 
 def test_a_broken_file_of_the_defaults_list_is_the_one_that_is_named() -> None:
     write("trainer:\n  seed: 1\n  seed: 2\n", "base.yaml")
-    assert only(write("defaults: [base, _self_]\n")).where == "base.yaml:3"
+    assert only(write("defaults: [base, _self_]\n")).where == "base.yaml:3, trainer.seed"
 
 
 def test_a_file_that_is_not_utf_8_is_refused() -> None:
@@ -379,6 +379,20 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["strategy=zero1", "model.dtype=float16", "peft=lora"], "model.dtype", "cannot be spread by zero1"),
         (["strategy=zero3", "model.attention=per_document"], "model.attention", "all processes must call it together"),
         (["topology=local", "topology.nodes=2"], "topology.nodes", "topology=local is one machine"),
+        (["topology=single", "topology.main_address=a"], "topology.main_address", "has no use for it"),
+        (["topology=single", "topology.node_rank=1"], "topology.node_rank", "has no use for it"),
+        (["+topology.environment.A=[1]"], "topology.environment.A", "found [1]"),
+        (["+topology.environment.A=null"], "topology.environment.A", "found None"),
+        (["+topology.environment.WORLD_SIZE=2"], "topology.environment.WORLD_SIZE", "packtrain sets it itself"),
+        (["+topology.environment.PACKTRAIN_X=2"], "topology.environment.PACKTRAIN_X", "packtrain sets it itself"),
+        (["+topology.environment={A B: x}"], "topology.environment.A B", "no name of a variable"),
+        (["topology.main_address='n1 n2'"], "topology.main_address", "neither a host name nor an address"),
+        (["topology.container_mounts=[/data]"], "topology.container_mounts", "nothing without topology.container"),
+        (["trainer.output_dir="], "trainer.output_dir", "the run folder has no name"),
+        (["data.eval='0.05'"], "data.eval", "A fraction is a number without quotes, e.g. 0.05."),
+        (["data.max_length=null", "data.overlong=drop"], "data.overlong", "nothing is overlong"),
+        (["data.format=text", "data.loss_on=assistant"], "data.loss_on", "plain text has no assistant part"),
+        (["objective.kind=dpo", "objective.loss_type=[]"], "objective.loss_type", "there is no loss"),
         (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "by its name it is a secret"),
         (["topology.main_address=n1:29500"], "topology.main_address", "its port is topology.main_port"),
         (["topology=single", "topology.gpus_per_node=2"], "topology.gpus_per_node", "one process cannot use 2"),

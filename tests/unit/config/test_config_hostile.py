@@ -38,14 +38,18 @@ def problems(text: str, *overrides: str) -> list[Problem]:
         (BOMB, "run.yaml:", "perhaps aliases (*) of anchors (&) that hold aliases"),
         ("? [a, b]\n: 2\n", "run.yaml:1", "unhashable key"),
         ("optim: !foo {beta1: 1}\n", "run.yaml:1", "'!foo'"),
-        ("optim:\n  null: 2\n", "run.yaml:1", "Incompatible key type"),
+        ("optim:\n  null: 2\n", "run.yaml:2", "a key without a name (null)"),
+        ('optim:\n  beta1: !!int "x"\n', "run.yaml:2", "invalid literal for int"),
+        ("trainer: {output_dir: !!bool x}\n", "run.yaml:1", "what its tag (!!…) says"),
         ("1.5: 2\n", "run.yaml:1, 1.5", "no such key"),
         ("optim: ???\n", "run.yaml:1, optim", "Missing mandatory value"),
         ("optim:\n  beta1: ???\n", "run.yaml:2, optim.beta1", "Missing mandatory value"),
         ("data:\n  columns:\n    text: ???\n", "run.yaml:3, data.columns.text", "Missing mandatory value"),
         ("trainer: {samples: ['${nope}']}\n", "run.yaml:1, trainer.samples[0]", "Interpolation key 'nope' not found"),
         ('trainer: {output_dir: "a\\0b"}\n', "run.yaml:1, trainer.output_dir", "the text 'a\\x00b'"),
-        (f"model: {{config: {'{a: ' * 2000}1{'}' * 2000}}}\n", "run.yaml", "nested without end"),
+        (f"model: {{config: {'{a: ' * 200}1{'}' * 200}}}\n", "run.yaml", "more than 40 levels"),
+        (f"model: {{config: {'{a: ' * 2000}1{'}' * 2000}}}\n", "run.yaml", "more than 40 levels"),
+        ("\ndefaults: [peft: lora, peft: none]\n", "run.yaml:2, defaults", "two choices for peft"),
         ("\ndefaults: [3]\n", "run.yaml:2, defaults", "3 is no entry of a defaults list"),
         ("\ndefaults: ['${x}']\n", "run.yaml:2, defaults", "takes no interpolation"),
         ("trainer: {samples: !!set {a, b}}\n", "run.yaml", "'set'"),
@@ -58,6 +62,12 @@ def problems(text: str, *overrides: str) -> list[Problem]:
         (f"trainer: {{seed: 1{'0' * 400}}}\n", "run.yaml:1, trainer.seed", "the whole number 1000"),
         (f"optim: {{learning_rate: 1{'0' * 400}}}\n", "run.yaml:1, optim.learning_rate", "the whole number 1000"),
         ("trainer: {seed: 4294967296}\n", "run.yaml:1, trainer.seed", "4294967296"),
+        ("optim: {schedule_options: {num_cycles: many}}\n", "run.yaml:1, optim.schedule_options.num_cycles", "'many'"),
+        ("data: {eval: 5%}\n", "run.yaml:1, data.eval", "the text '5%'"),
+        ("trainer: {output_dir: ''}\n", "run.yaml:1, trainer.output_dir", "the run folder has no name"),
+        ('trainer: {output_dir: "a\\nb"}\n', "run.yaml:1, trainer.output_dir", "it has a line break"),
+        ('topology: {partition: "a\\nb"}\n', "run.yaml:1, topology.partition", "it has a line break"),
+        ('topology: {modules: ["a\\nb"]}\n', "run.yaml:1, topology.modules", "it has a line break"),
         ("\ndefaults: [run, _self_]\n", "run.yaml", "leads back to the file"),
         ("\ndefaults: peft\n", "run.yaml:2, defaults", "must be a list"),
         ("trainer: {resume: ~nobody-here/run}\n", "run.yaml:1, trainer.resume", "no checkpoint folder"),
@@ -69,6 +79,20 @@ def test_a_hostile_file_is_refused_at_its_line(text: str, place: str, what: str)
     assert len(found) == 1, [str(one) for one in found]
     assert found[0].where.startswith(place)
     assert what in found[0].what
+
+
+def test_a_deep_file_without_an_alias_is_not_told_of_one() -> None:
+    (problem,) = problems(f"model: {{config: {'{a: ' * 200}1{'}' * 200}}}\n")
+    assert "alias" not in str(problem)
+
+
+def test_keys_that_are_written_twice_are_all_reported_with_both_lines() -> None:
+    found = problems("optim:\n  beta1: 0.5\n  beta1: 0.6\ndata: {eval: 0.1}\noptim: {name: sgd}\n")
+    assert [(one.where, one.fix) for one in found] == [
+        ("run.yaml:3, optim.beta1", "Keep one of them."),
+        ("run.yaml:5, optim", "Keep one of them."),
+    ]
+    assert found[1].what == "the key is written twice, on lines 1 and 5"
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,7 @@ def test_a_run_folder_of_any_name_can_hold_a_sweep(name: str) -> None:
         ([*MACHINES, "objective.kind=dpo"], "objective.kind", "this config is for packtrain dpo"),
         ([*MACHINES, "batch.examples_per_step=null", "batch.tokens_per_step=8192"], "batch.tokens_per_step", "65536"),
         ([*MACHINES, "-m"], "-m", "there is nothing to sweep"),
+        ([*MACHINES, "-m", "trainer.seed=range(1,1)"], "trainer.seed", "there are no values"),
         ([*MACHINES, "-m", "optim.learning_rate=interval(0,1)"], "optim.learning_rate", "no values to try one by one"),
         ([*MACHINES, "-m", "topology.cpus_per_node=1,2"], "topology", "the same machines for all of them"),
         ([*MACHINES, "-m", "trainer.seed=1,x"], "trainer.seed", "found the text 'x'"),
