@@ -128,7 +128,7 @@ def read_config(path: Path) -> ConfigFile:
             what += ": perhaps an alias (*) stands inside its own anchor (&)"
             fix = "Write out what the alias stands for."
         raise UserError(what, where=shown(path), fix=fix) from error
-    except (AttributeError, KeyError, ValueError) as error:  # PyYAML's of a value that is not of its tag's type
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of PyYAML's tags
         line = next((f":{at}" for at, one in enumerate(text.split("\n"), 1) if "!!" in one), "")
         what = f"not valid YAML: a value is not what its tag (!!…) says: {error}"
         raise UserError(what, where=f"{shown(path)}{line}", fix="Take the tag away, or change the value.") from error

@@ -41,6 +41,7 @@ def problems(text: str, *overrides: str) -> list[Problem]:
         ("optim:\n  null: 2\n", "run.yaml:2", "a key without a name (null)"),
         ('optim:\n  beta1: !!int "x"\n', "run.yaml:2", "invalid literal for int"),
         ("trainer: {output_dir: !!bool x}\n", "run.yaml:1", "what its tag (!!…) says"),
+        ("optim: !!map [1]\n", "run.yaml:1", "what its tag (!!…) says"),
         ("1.5: 2\n", "run.yaml:1, 1.5", "no such key"),
         ("optim: ???\n", "run.yaml:1, optim", "Missing mandatory value"),
         ("optim:\n  beta1: ???\n", "run.yaml:2, optim.beta1", "Missing mandatory value"),
