@@ -163,8 +163,6 @@ def size(number: int | None) -> str:
     """Bytes in words."""
     if number is None:
         return "not known"
-    if 0 < number < MIB:
-        return f"{number / 1024:.0f} KiB"
     if number < GIB:
         return f"{number / MIB:.0f} MiB"
     return f"{number / GIB:.1f} GiB" if number < 100 * GIB else f"{number / GIB:.0f} GiB"

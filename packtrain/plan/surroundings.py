@@ -35,7 +35,6 @@ _MPI = (
 )
 _SMI_TIMEOUT_S = 20
 _LEAST_PORT, _PORTS, _ATTEMPTS = 20_000, 10_000, 50
-SLURM_COUNTS = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_JOB_NUM_NODES")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # numbers from here on are Slurm's own steps: batch, interactive, extern
 _SLURM_PORTS = 15000, 10000  # first, and how many: below Linux's range for outgoing connections
 _MIB = 2**20

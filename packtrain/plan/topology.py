@@ -18,7 +18,6 @@ from packtrain.errors import CheckFailed, Problem, UserError
 from packtrain.plan.network_settings import is_loopback
 from packtrain.plan.surroundings import (
     DEFAULT_PORT,
-    SLURM_COUNTS,
     TORCH,
     Allocation,
     LaunchedMachine,
@@ -73,7 +72,7 @@ def choose_processes(topology: Topology, surroundings: Surroundings) -> Processe
     allocation = allocation_of(env)
     process, machine = process_of(topology, env, allocation), machine_of(env)
     in_slurm = kind in ("auto", "slurm") and ("SLURM_JOB_ID" in env or "SLURM_PROCID" in env)
-    if in_slurm and not (allocation or process) and max(int_of(env, name, 0) for name in SLURM_COUNTS) > 1:
+    if in_slurm and not (allocation or process) and int_of(env, "SLURM_NTASKS", 1) > 1:
         require(env, ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"))  # else each task would start a run of its own
     if kind in ("single", "local", "manual"):
         _refuse_own_run(kind, int_of({**env, **process[1]}, "WORLD_SIZE", 1) if process else 1, machine, allocation)
