@@ -163,6 +163,5 @@ def size(number: int | None) -> str:
     """Bytes in words."""
     if number is None:
         return "not known"
-    if number < GIB:
-        return f"{number / MIB:.0f} MiB"
-    return f"{number / GIB:.1f} GiB" if number < 100 * GIB else f"{number / GIB:.0f} GiB"
+    unit, name = (GIB, "GiB") if number >= GIB else (MIB, "MiB") if number >= MIB or not number else (1024, "KiB")
+    return f"{number / unit:{'.1f' if GIB <= number < 100 * GIB else '.0f'}} {name}"
