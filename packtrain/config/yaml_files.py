@@ -97,7 +97,7 @@ def read_config(path: Path) -> ConfigFile:
             if first is not value and first.tag == "tag:yaml.org,2002:null":
                 fix = 'A name that YAML takes for null is quoted: "null".'
                 problems.append(Problem("a key without a name (null)", f"{shown(path)}:{line}", fix))
-            elif first is not value and key in lines and first.value != "<<":
+            elif first is not value and key in lines and "<<" not in key:
                 what = f"the key is written twice, on lines {lines[key]} and {line}"
                 problems.append(Problem(what, f"{shown(path)}:{line}, {key}", "Keep one of them."))
             lines.setdefault(key, line)
