@@ -240,7 +240,7 @@ def test_a_step_with_a_task_for_each_rank_is_ended_with_one_diagnosis_over_all_m
     assert tasks.wait() == 4, tasks.text
     assert "rank 1 on n1 " in tasks.text and "waits in gloo:broadcast number 4" in tasks.text
     assert "ranks 0, 2 and 3 on n1 and n2 wait in gloo:all_reduce number 4" in tasks.text
-    assert tasks.text.count("likely cause: different collective operations") == 1
+    assert tasks.text.count("likely cause: different ranks are in different collective operations") == 1
     assert (home / "tasks/out/logs/diagnosis.txt").read_text().startswith("rank 1 on n1 ")
 
 

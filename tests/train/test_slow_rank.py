@@ -20,7 +20,7 @@ STEPS = 12
 
 def with_a_slow_rank(*given: Any) -> None:
     """`forked.run`, in which the forward passes of rank 0 take longer."""
-    loop.TOLD_EVERY, rank_times._WINDOW_STEPS = 4, 8  # in place of 10 and 20
+    loop.EXCHANGE_EVERY, rank_times._WINDOW_STEPS = 4, 8  # in place of 10 and 20
     forward = torch.nn.parallel.DistributedDataParallel.forward
 
     def slowly(self: Any, *inputs: Any, **kwargs: Any) -> Any:

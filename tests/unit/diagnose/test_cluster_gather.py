@@ -111,7 +111,7 @@ def test_a_machine_that_falls_silent_is_named_and_the_others_are_compared(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gather, "REPORT_S", 5)
-    monkeypatch.setattr(gather, "REDUCE_S", 0)
+    monkeypatch.setattr(gather, "REDUCE_S", 3)
 
     def stops() -> None:  # once it has met the others
         place = rendezvous.Place("127.0.0.1", config.topology.main_port or 0, LONG_S, gather._JOB)
