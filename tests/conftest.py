@@ -18,6 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Many tests start processes. Where pip has compiled nothing, the first to import torch keeps for all others what took it 10 s.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    # Tiny models gain nothing from a second thread, which costs a third more: it spins while it waits.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.addinivalue_line("markers", 'slow: takes more than a few seconds; left out by -m "not slow"')
 
 

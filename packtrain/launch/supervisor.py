@@ -116,7 +116,9 @@ class Supervisor:
         lives: dict[int, Life] = {rank: seen(one.pid) if one and one.is_running() else "gone" for rank, one in workers}
         # Files are read after `lives`, else a rank that exits in between looks crashed.
         for rank, facts in left(self._exits).items():
-            pid, life = facts["pid"], lives.get(rank, "running")
+            pid, life = facts.get("pid"), lives.get(rank, "running")
+            if pid is None:  # torchrun ended it before it had started
+                continue
             if rank not in self._workers:
                 self._workers[rank] = _process(pid)
             if "code" in facts:

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 PRELOAD = "PRELOAD"
 SMALL = ("-m", "tests.cluster.small_launch")
 _GRACE_S = 30
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 0.1  # as torchrun
 
 
@@ -68,9 +69,11 @@ def start(log: str, nodes: int, node: int, per_node: int, address: str, port: st
     os.environ.update(WORLD_SIZE=str(nodes * per_node), LOCAL_WORLD_SIZE=str(per_node), GROUP_RANK=str(node))
     for module in os.environ.get(PRELOAD, "").split():
         importlib.import_module(module)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until there is a handler that passes them on
     workers = {_fork(node * per_node + local, local, arguments): node * per_node + local for local in range(per_node)}
     signal.signal(signal.SIGTERM, lambda number, _: _signal(workers, number))
     signal.signal(signal.SIGINT, lambda number, _: _signal(workers, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     failed: float | None = None
     ends: dict[int, int] = {}
     while workers:
@@ -98,6 +101,7 @@ def _fork(rank: int, local: int, arguments: list[str]) -> int:
     if pid:
         return pid
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local))
     sys.argv = ["worker.py", *arguments]
     runpy.run_path("worker.py", run_name="__main__")

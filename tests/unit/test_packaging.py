@@ -106,7 +106,7 @@ def test_ci_refuses_a_readme_without_a_test_command(tmp_path):
     "mark, ends",
     [
         ("train", "packtrain sft recipes/quickstart-sft.yaml"),
-        ("test", "pytest -n 3 --dist loadfile && wait $!"),  # for the types, which are checked meanwhile
+        ("test", "pytest -n 4 --dist loadfile && wait $!"),  # for the types, which are checked meanwhile
     ],
 )
 def test_the_readmes_two_commands_each_make_their_own_environment(mark, ends):

@@ -42,6 +42,12 @@ worker.kill()
 leave(exits, 1, ended=worker.wait())
 time.sleep(300)
 """
+ONE_IS_LATE = f"""{LEAVE}
+leave(exits, 1, ended=-15)
+time.sleep(0.3)
+leave(exits, 0, pid=os.getpid(), code=2)
+sys.exit(1)
+"""
 HALTS = f"""{LEAVE}
 worker = subprocess.Popen(["sleep", "300"])
 leave(exits, 0, pid=worker.pid, code=0)
@@ -62,6 +68,10 @@ def run(folder: Path, code: str, ranks: int = 1) -> Verdict:
     with Reporter(0, "n1", 30, Coordinator({0: "n1"}, ranks, 30, watchdog)) as reporter:
         one = Supervisor(folder / "exits", folder / "launcher.log", range(ranks), "n1", reporter)
         return one.run([sys.executable, "-c", code, str(folder / "exits")], {**os.environ})
+
+
+def test_a_rank_that_torchrun_ends_before_it_has_started_does_not_hide_the_failure_of_another(tmp_path: Path) -> None:
+    assert run(tmp_path, ONE_IS_LATE, ranks=2).code == 2
 
 
 @pytest.mark.parametrize("code", [LINGERS, HALTS], ids=["worker", "torchrun"])
