@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -15,9 +16,11 @@ settings.load_profile("steady")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Many tests start processes. Where pip has compiled nothing, the first to import torch keeps for all others what took it 10 s.
+    # Many tests start processes. Where pip has compiled nothing, one process compiles once what would take each worker 10 s.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        subprocess.run([sys.executable, "-c", "import packtrain.train.run"], check=False)
     # Tiny models gain nothing from a second thread, which costs a third more: it spins while it waits.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.addinivalue_line("markers", 'slow: takes more than a few seconds; left out by -m "not slow"')

@@ -52,12 +52,12 @@ def arguments_of(command: str) -> list[str]:
 
 
 def test_the_dpo_quickstart_ranks_held_out_pairs_well_above_chance(tmp_path: Path) -> None:
-    # half of its steps, evaluated at the two ends: what it learns last is to rank nearly all of them right
-    given = ["trainer.max_steps=250", "trainer.eval_every=250", "trainer.samples=[]"]
+    # two fifths of its steps, evaluated at the two ends: what it learns last is to rank nearly all of them right
+    given = ["trainer.max_steps=200", "trainer.eval_every=200", "trainer.samples=[]"]
     own = {"PACKTRAIN_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     said = packtrain("dpo", "recipes/quickstart-dpo.yaml", *given, cwd=tmp_path, env=own).stdout
     first, last = Run(tmp_path / "runs" / "quickstart-dpo").evals
     assert first["eval_rewards/margins"] == 0  # the model is its own reference
     assert last["eval_pairs"] == 200  # so that chance is 0.5 ± 0.035
-    assert last["eval_rewards/accuracies"] > 0.65
+    assert last["eval_rewards/accuracies"] > 0.6
     assert f"{last['eval_rewards/accuracies']:.1%} rank right" in said
