@@ -24,7 +24,7 @@ import torch.distributed as dist
 from packtrain.monitor.channel import ADDRESS, SECRET, Server
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.monitor.watchdog import LOOK_S, Watchdog
-from packtrain.train.sync.rank_times import TOLD_EVERY, StepClock
+from packtrain.train.sync.rank_times import EXCHANGE_EVERY, StepClock
 
 STEPS = 5000
 REDUCTIONS = 1500
@@ -42,7 +42,7 @@ def rank_main(rank: int, processes: int, micro_batches: int, port: int, results:
         clock.enter("data", step=step)
         clock.enter("counts")
         with waiting("the counts of all ranks"):
-            torch.tensor([1, 2, 3, 4, 0, 0, *(clock.slots() if step % TOLD_EVERY == 0 else [])])
+            torch.tensor([1, 2, 3, 4, 0, 0, *(clock.slots() if step % EXCHANGE_EVERY == 0 else [])])
         for micro in range(micro_batches):
             clock.enter("forward", micro=micro)
             clock.enter("backward", micro=micro)
@@ -77,7 +77,7 @@ def extra_of_reduction(clock: StepClock) -> float:
         started = time.perf_counter()
         dist.all_reduce(counts)
         seconds[longer].append(time.perf_counter() - started)
-    return 1e6 * (statistics.median(seconds[True]) - statistics.median(seconds[False])) / TOLD_EVERY
+    return 1e6 * (statistics.median(seconds[True]) - statistics.median(seconds[False])) / EXCHANGE_EVERY
 
 
 def main() -> None:

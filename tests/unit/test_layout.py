@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -202,3 +205,18 @@ def test_files_that_code_and_pages_speak_of_are_there() -> None:
 def test_the_map_leads_into_every_folder() -> None:
     map_, folders = (ROOT / "docs/architecture.md").read_text(), [one for one in PACKAGE.iterdir() if one.is_dir()]
     assert [one.name for one in folders if one.name != "__pycache__" and f"{one.name}/" not in map_] == []
+
+
+def test_what_benchmarks_and_gpu_tests_import_is_there() -> None:
+    for file in [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tests/gpu/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("packtrain."):
+                module = importlib.import_module(str(node.module))
+                gone = [
+                    one.name for one in node.names if not hasattr(module, one.name) and one.name not in _inside(module)
+                ]
+                assert not gone, f"{file.name}: {node.module} has no {gone}"
+
+
+def _inside(package: ModuleType) -> list[str]:
+    return [one.name for one in pkgutil.iter_modules(getattr(package, "__path__", []))]
