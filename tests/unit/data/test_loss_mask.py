@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from data_tokenizers import MISTRAL, SMOLLM, STYLES, shipped, tokenizer_for, tokenizer_of
+from transformers import CanineTokenizer
 
 from packtrain.config.rules.paths_and_packages import template_names
 from packtrain.data.formats.conversations import Conversation
@@ -269,3 +270,9 @@ def test_a_template_file_is_read_and_an_unknown_name_gets_suggestions(tmp_path):
 
 def test_every_name_is_a_template_that_compiles():
     assert all(choose_template(name, tokenizer_of("llama3")) for name in template_names())
+
+
+def test_a_tokenizer_written_in_python_is_refused():
+    with pytest.raises(UserError, match="CanineTokenizer is a tokenizer written in Python") as caught:
+        plain_tokenizer(CanineTokenizer())
+    assert caught.value.problems[0].where == "model.tokenizer"
