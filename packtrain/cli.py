@@ -151,7 +151,7 @@ def env(
     def load() -> RunConfig | None:
         from packtrain.config.compose import load_config
 
-        return load_config(*split_arguments(arguments)) if arguments else None
+        return load_config(*split_arguments(arguments), _note) if arguments else None
 
     def work() -> int:
         if cluster:
@@ -241,7 +241,7 @@ def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tu
     from packtrain.plan.surroundings import look_around
 
     path, changes = split_arguments(arguments)
-    run = load_config(path, [*_said_by(verb), *changes])
+    run = load_config(path, [*_said_by(verb), *changes], _note)
     _check_verb(verb, run)
     return run, plan_launch(run, look_around(), run.objective.kind, arguments or [])
 
@@ -257,14 +257,20 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
         raise UserError(f"{verb!r} is no verb of a job", where="VERB", fix="Write packtrain sbatch sft CONFIG, or dpo.")
     path, changes = split_arguments(arguments)
     if sweep:
-        points, shared = load_points(path, changes, _said_by(verb))
+        points, shared = load_points(path, changes, _said_by(verb), _note)
     else:
-        points, shared = [Point(load_config(path, [*_said_by(verb), *changes]))], changes
+        points, shared = [Point(load_config(path, [*_said_by(verb), *changes], _note))], changes
     for point in points:
         _check_verb(verb, point.config)
     called = ("packtrain", "sbatch", verb, *(arguments or []), *(["-m"] if sweep else []))
     named = (*([path] if path else []), *shared)
     return Job(verb, called, named, tuple(points), Path.cwd(), this_program())
+
+
+def _note(line: str) -> None:
+    """Says on stderr what was made of the config, once for all processes that another launcher has started."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
 
 
 def _said_by(verb: str | None) -> list[str]:

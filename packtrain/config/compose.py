@@ -3,11 +3,15 @@
 Files are composed by Hydra's rules (defaults lists, groups, interpolation) and merged by OmegaConf one after the other, so that
 it is known of each key who has written it. A user's own files of a group win over ours. Types are checked after composition
 (validate.py): that is what allows more than one error per start.
+
+A key of a file that has nothing to act on any more, because the command line changed another one, is dropped: `data.eval=null`
+takes `trainer.eval_every` with it. What the files alone contradict, or the command line itself, is refused.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -17,7 +21,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config.keys import Fault
+from packtrain.config.keys import Fault, keys
 from packtrain.config.overrides import COMMAND_LINE, Argument, carry_out, no_choice, parse
 from packtrain.config.rules import combinations, secrets, slurm
 from packtrain.config.rules import paths_and_packages as missing
@@ -30,8 +34,12 @@ _SELF = "_self_"  # in a defaults list: the keys of the file itself
 _DEFAULTS_FORM = "Write defaults: [GROUP: CHOICE, …, _self_]."
 
 
-def load_config(config_path: str | None, overrides: list[str]) -> RunConfig:
+def load_config(
+    config_path: str | None, overrides: list[str], say: Callable[[str], object] = lambda line: None
+) -> RunConfig:
     """The config of a run: the YAML at `config_path` (None: none), then `overrides` in Hydra's grammar.
+
+    `say` is given a line about each key that is dropped because the command line left it nothing to act on.
 
     Raises UserError with every problem that can be found without loading data or model.
     """
@@ -48,6 +56,10 @@ def load_config(config_path: str | None, overrides: list[str]) -> RunConfig:
         if argument.choice is None:
             problems += composed.change(argument)
     config, faults = _checked(composed.values, composed.spoilt)
+    while idle := [fault for fault in faults if composed.made_idle(fault)]:
+        for fault in idle:
+            say(composed.drop(fault))
+        config, faults = _checked(composed.values, composed.spoilt)
     problems += [composed.locate(fault) for fault in faults]
     if problems:
         raise UserError(problems)
@@ -80,6 +92,7 @@ class _Composition:
         self._file, self._beside = file, file.parent if file else None
         self._chosen = {key: (str(one.choice), one.where) for key, one in chosen.items()}
         self._places: dict[str, str] = {}
+        self._changed: set[str] = set()
         self._used: set[str] = set()
         self._open: list[Path] = []
 
@@ -95,12 +108,28 @@ class _Composition:
 
     def change(self, argument: Argument) -> list[Problem]:
         """Carries out an argument that sets or takes away a key."""
+        before = self._value(argument.key)
         problem = carry_out(argument, self.values)
         if problem is None:
+            if self._value(argument.key) != before:
+                self._changed.add(argument.key)
             inside = (f"{argument.key}.", f"{argument.key}[")
             self._places = {key: place for key, place in self._places.items() if not key.startswith(inside)}
             self._places[argument.key] = COMMAND_LINE
         return [problem] if problem else []
+
+    def made_idle(self, fault: Fault) -> bool:
+        """Whether a key that a file sets has nothing to act on, because the command line changed another one."""
+        place = self._places.get(fault.keys[0], COMMAND_LINE)
+        return fault.because in self._changed and not place.startswith(COMMAND_LINE)
+
+    def drop(self, fault: Fault) -> str:
+        """Gives the idle key its default; returns what is said about it."""
+        idle = fault.keys[0]
+        said = f"{self._where(idle)}={self._value(idle)}: dropped, as {fault.because} was changed on the command line"
+        OmegaConf.update(self.values, idle, keys()[idle].default, merge=False)
+        del self._places[idle]  # no key is dropped twice
+        return f"{said} ({fault.what})"
 
     def locate(self, fault: Fault) -> Problem:
         """The fault with the places of its keys."""
@@ -115,6 +144,10 @@ class _Composition:
             if one in self._places:
                 return f"{self._places[one]}, {key}"
         return f"{shown(self._file)}, {key}" if self._file else key
+
+    def _value(self, key: str) -> Any:
+        with suppress(OmegaConfBaseException):  # an interpolation that leads nowhere
+            return OmegaConf.select(self.values, key, default=keys()[key].default if key in keys() else None)
 
     def _add(self, file: ConfigFile, group: str, place: str) -> None:
         """Merges what a file names in its defaults list and, where that says `_self_` (or last), its own keys into `group`.
@@ -156,6 +189,8 @@ class _Composition:
             self.values = cast(DictConfig, OmegaConf.merge(self.values, {group: own} if group else own))
         except (OmegaConfBaseException, ValueError, TypeError) as error:
             raise UserError(str(error).split("\n")[0], where=shown(file.path)) from error
+        if group in self._chosen:
+            self._changed.update(f"{group}.{key}" for key in file.lines)
         for key in file.lines:
             self._places[f"{group}.{key}" if group else key] = place or file.place(key)
 

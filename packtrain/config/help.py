@@ -41,7 +41,8 @@ packtrain sft run.yaml optim.learning_rate=1e-4 peft.r=64 '~data.eval' strategy=
 
 The grammar is Hydra's: `key=value` sets, `+group=choice` adds, `~key` takes away, `group=choice` selects a file of
 `configs/group/`. `${optim.learning_rate}`, `${oc.env:HOME}` and `${now:%Y-%m-%d}` are filled in. `null` means none.
-Relative paths start at the folder where packtrain is started.
+Relative paths start at the folder where packtrain is started. A key of the file that the command line leaves with nothing
+to act on is dropped, and a line says so: `data.eval=null` takes `trainer.eval_every` with it.
 
 This page is generated: `python -m packtrain.config.help > docs/config.md`.
 """

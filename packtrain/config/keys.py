@@ -64,11 +64,15 @@ ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`what` is wrong with the values of `keys` (paths such as "optim.learning_rate"), and how to `fix` it."""
+    """`what` is wrong with the values of `keys` (paths such as "optim.learning_rate"), and how to `fix` it.
+
+    Where the first of `keys` only has nothing to act on, `because` is the key that leaves it so: see compose.py.
+    """
 
     keys: tuple[str, ...]
     what: str
     fix: str
+    because: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -32,11 +32,14 @@ class Point:
 
 
 def load_points(
-    config_path: str | None, overrides: list[str], first: Sequence[str] = ()
+    config_path: str | None,
+    overrides: list[str],
+    first: Sequence[str] = (),
+    say: Callable[[str], object] = lambda line: None,
 ) -> tuple[list[Point], list[str]]:
     """The points of the sweep that `overrides` describe, and the overrides that all of them share.
 
-    `first` are overrides that come before them in every point.
+    `first` are overrides that come before them in every point. `say` is given each line of load_config once.
 
     Raises UserError where no override has several values, and with the problems of the first point that has any.
     """
@@ -46,7 +49,10 @@ def load_points(
         raise UserError("there is nothing to sweep: no key has several values", where=f"{COMMAND_LINE}, -m", fix=fix)
     shared = [text for text in overrides if text not in swept]
     choices = list(itertools.product(*swept.values()))
-    configs = [load_config(config_path, [*first, *shared, *chosen]) for chosen in choices]
+    said: dict[str, None] = {}  # in order
+    configs = [load_config(config_path, [*first, *shared, *chosen], said.setdefault) for chosen in choices]
+    for line in said:
+        say(line)
     folders = [config.trainer.output_dir for config in configs]
     if len(set(folders)) == len(folders):
         return [Point(config, chosen) for config, chosen in zip(configs, choices, strict=True)], shared

@@ -96,7 +96,8 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         yield Fault(("data.overlong",), what, fix)
     elif data.max_length is None and data.overlong != "truncate":
         what = f"without a longest length nothing is overlong, so {data.overlong!r} does nothing"
-        yield Fault(("data.overlong", "data.max_length"), what, "Set data.max_length, or leave data.overlong out.")
+        fix = "Set data.max_length, or leave data.overlong out."
+        yield Fault(("data.overlong", "data.max_length"), what, fix, because="data.max_length")
     if data.format == "text" and data.loss_on != "all" and "data.loss_on" in given:
         what = f"plain text has no {data.loss_on} part to train on"
         yield Fault(("data.loss_on", "data.format"), what, "Set data.loss_on to all or auto.")
@@ -165,13 +166,16 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     trainer = config.trainer
     if trainer.max_steps is not None and "trainer.epochs" in given:
         what = "the length of the run is set twice, in steps and in epochs"
-        yield Fault(("trainer.max_steps", "trainer.epochs"), what, "Keep one of them.")
+        fix = "Keep one of them."
+        yield Fault(("trainer.epochs", "trainer.max_steps"), what, fix, because="trainer.max_steps")
     if config.data.eval is None and trainer.eval_every is not None:
         what = "there is nothing to evaluate on"
-        yield Fault(("trainer.eval_every",), what, "Set data.eval to a source, or to a fraction such as 0.05.")
+        fix = "Set data.eval to a source, or to a fraction such as 0.05."
+        yield Fault(("trainer.eval_every",), what, fix, because="data.eval")
     if trainer.early_stop_patience is not None and (config.data.eval is None or trainer.eval_every is None):
-        what = "stopping early needs evaluations during training"
-        yield Fault(("trainer.early_stop_patience",), what, "Set data.eval and trainer.eval_every.")
+        what, fix = "stopping early needs evaluations during training", "Set data.eval and trainer.eval_every."
+        lacking = "data.eval" if config.data.eval is None else "trainer.eval_every"
+        yield Fault(("trainer.early_stop_patience",), what, fix, because=lacking)
     if trainer.mixed_precision == "bf16" and config.model.dtype == "float16":
         what = "bf16 computation over float16 weights is not supported"
         yield Fault(("trainer.mixed_precision", "model.dtype"), what, "Set model.dtype to float32 or bfloat16.")
@@ -188,7 +192,7 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     for key in sorted(given) if config.peft.kind == "none" else ():
         if key.startswith("peft."):
             what = "it does nothing without adapters (peft.kind is none)"
-            yield Fault((key,), what, "Choose peft=lora, or take the key away.")
+            yield Fault((key,), what, "Choose peft=lora, or take the key away.", because="peft.kind")
     objective = config.objective
     other = "dpo" if objective.kind == "sft" else "sft"
     for path, key in keys().items():

@@ -23,7 +23,8 @@ def dpo_rules(objective: Objective, data: Data, packing: Packing, peft: Peft, gi
         yield Fault(("data.overlong",), what, "Choose truncate, keep_end, drop or error.")
     if packing.share_prefix and packing.mode == "padding":
         what = "padded batches have a prompt for every answer"
-        yield Fault(("packing.share_prefix", "packing.mode"), what, "Choose packing.mode=packed or padding_free.")
+        fix = "Choose packing.mode=packed or padding_free."
+        yield Fault(("packing.share_prefix", "packing.mode"), what, fix, because="packing.mode")
     if not losses:
         yield Fault(("objective.loss_type",), "there is no loss", "Name at least one.")
     yield from _weights(objective, losses)

@@ -14,6 +14,7 @@ from packtrain.config.compose import changes, load_config, to_yaml
 from packtrain.config.keys import ADVICE, FOREIGN, keys
 from packtrain.config.rules.combinations import COLUMNS, check
 from packtrain.config.schema import Batch, DataSource, Optim, RunConfig, groups
+from packtrain.config.sweep import load_points
 from packtrain.config.yaml_files import shipped
 from packtrain.errors import Problem, UserError
 
@@ -436,6 +437,66 @@ def test_an_impossible_combination_is_refused(overrides: list[str], key: str, sa
     found = only(None, *COMPLETE, *overrides)
     assert key in found.where
     assert said in f"{found.what} {found.fix}"
+
+
+EVALUATED = "data: {eval: 0.1}\ntrainer: {eval_every: 5, early_stop_patience: 2}\n"
+ADAPTED = "defaults: [peft: lora, _self_]\npeft: {r: 4}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "dropped"),
+    [
+        (EVALUATED, "data.eval=null", ["trainer.eval_every=5", "trainer.early_stop_patience=2"]),
+        (EVALUATED, "~data.eval", ["trainer.eval_every=5", "trainer.early_stop_patience=2"]),
+        (EVALUATED, "trainer.eval_every=null", ["trainer.early_stop_patience=2"]),
+        (ADAPTED, "peft=none", ["peft.r=4"]),
+        (ADAPTED, "peft.kind=none", ["peft.r=4"]),
+        ("data: {overlong: drop}\n", "data.max_length=null", ["data.overlong=drop"]),
+        ("trainer: {epochs: 3}\n", "trainer.max_steps=5", ["trainer.epochs=3"]),
+        ("trainer: {epochs: 3}\n", "trainer=short", ["trainer.epochs=3"]),
+        (
+            "objective: {kind: dpo}\npacking: {share_prefix: true}\n",
+            "packing.mode=padding",
+            ["packing.share_prefix=True"],
+        ),
+    ],
+)
+def test_what_the_command_line_leaves_with_nothing_to_act_on_is_dropped_and_said(
+    text: str, override: str, dropped: list[str]
+) -> None:
+    lines: list[str] = []
+    config = load_config(write(text), [*COMPLETE, override], lines.append)
+    assert len(lines) == len(dropped)
+    for line, key in zip(lines, dropped, strict=True):
+        path = key.partition("=")[0]
+        assert line.startswith("run.yaml:") and f", {key}: dropped, as " in line
+        assert path.partition(".")[2] not in changes(config).get(path.partition(".")[0], {})
+    again: list[str] = []
+    assert load_config(write(to_yaml(config), "resolved.yaml"), [], again.append) == config and not again
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "key"),
+    [
+        ("trainer: {eval_every: 5}\n", [], "trainer.eval_every"),
+        ("trainer: {eval_every: 5}\n", ["data.eval=null"], "trainer.eval_every"),  # there was none to take away
+        (EVALUATED, ["data.eval=null", "trainer.eval_every=3", "~trainer.early_stop_patience"], "trainer.eval_every"),
+        (ADAPTED, ["peft=none", "peft.r=8"], "peft.r"),
+        ("trainer: {epochs: 3, max_steps: 5}\n", ["data.eval=null"], "trainer.epochs"),
+    ],
+)
+def test_what_a_config_or_the_command_line_itself_contradicts_is_refused(
+    text: str, overrides: list[str], key: str
+) -> None:
+    assert key in only(write(text), *COMPLETE, *overrides).where
+
+
+def test_a_sweep_says_once_what_all_its_points_drop() -> None:
+    lines: list[str] = []
+    sweep = ["optim.learning_rate=1e-4,1e-5", "data.eval=null", "~trainer.early_stop_patience"]
+    points, _ = load_points(write(EVALUATED), [*COMPLETE, *sweep], say=lines.append)
+    assert [point.config.trainer.eval_every for point in points] == [None, None]
+    assert len(lines) == 1 and "trainer.eval_every=5: dropped" in lines[0]
 
 
 def test_rules_are_silent_about_what_may_work() -> None:

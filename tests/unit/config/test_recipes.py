@@ -47,11 +47,30 @@ def planned(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+def with_files_of_the_user(folder: Path) -> Path:
+    for file in OF_THE_USER:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    return folder
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_without_its_held_out_data_says_what_it_drops_and_is_planned(recipe: str, tmp_path: Path) -> None:
+    verb = "dpo" if "dpo" in recipe else "sft"
+    done = packtrain(
+        *(verb, f"recipes/{recipe}.yaml", "data.eval=null", "--dry-run"),
+        folder=with_files_of_the_user(tmp_path),
+        HF_HOME=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert f"{recipe}.yaml:" in line and "trainer.eval_every=" in line and "dropped, as data.eval was changed" in line
+    assert "eval_every: null" in done.stdout and "dropped" not in done.stdout
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_is_planned_for_the_processes_that_its_name_says(recipe: str, tmp_path: Path) -> None:
-    for file in OF_THE_USER:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
+    with_files_of_the_user(tmp_path)
     plan = json.loads(planned(tmp_path, f"recipes/{recipe}.yaml", "--json"))
     assert plan["num_processes"] == PROCESSES.get(recipe, 1) == plan["nodes"] * plan["gpus_per_node"]
     assert (plan["deepspeed"] is not None) == plan["config"]["strategy"]["name"].startswith("zero")
