@@ -48,7 +48,7 @@ from packtrain.wording import counted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 6
+VERSION = 7
 """Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
 FEW_ROWS = 1000
 FEW_CHUNKS = 8
@@ -142,7 +142,8 @@ class _Tokeniser:
         started = time.monotonic()
         chunks = source.chunks()
         format, seen = self._detect(source, chunks)
-        self.workers.encoder.check(format, source.name)
+        if note := self.workers.encoder.check(format, source.name):
+            self.console.print(f"{source.name}: {note}", highlight=False, markup=False)
         writer = StoreWriter(folder)
         columns = (
             TextColumn("tokenising"),

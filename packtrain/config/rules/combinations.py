@@ -21,7 +21,7 @@ COLUMNS = (
     *("messages", "prompt", "completion", "text", "chosen", "rejected", "conversations", "instruction", "output"),
     *("answers", "scores", "ranks"),
     *("input_ids", "labels", "loss_mask", "completion_mask", "assistant_masks"),
-    *("tools", "system", "input", "attention_mask", "chat_template_kwargs"),
+    *("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs"),
 )
 # Arguments of transformers' schedules beside the step counts.
 SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {

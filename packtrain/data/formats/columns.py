@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,7 +27,9 @@ PROMPTS = ("prompt", "conversations", "instruction")
 READ_TOO = {"preference": PROMPTS, "ranked": (*PROMPTS, "scores", "ranks")}
 """Columns beside the required ones and OPTIONAL that only this format reads."""
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
-OPTIONAL = ("tools", "system", "input", "attention_mask", "chat_template_kwargs", *MASKS)
+OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs", *MASKS)
+ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages"}
+"""Other names that our columns may have without data.columns."""
 LISTS = ("answers", "responses", "completions", "candidates")
 """Columns that hold all answers to a prompt."""
 OF_PAIRS = ("preference", "ranked")
@@ -43,7 +45,7 @@ class Row:
 
     def name(self, ours: str) -> str:
         """The file's name of our column."""
-        return self.columns.get(ours, ours)
+        return column_of(ours, self.values, self.columns)
 
     def has(self, ours: str) -> bool:
         """Whether the row has the column."""
@@ -69,6 +71,12 @@ class Row:
         if not may_be_empty and not value.strip():
             raise BadRow("empty", "the text is empty", self.name(ours))
         return value
+
+
+def column_of(ours: str, names: Container[str], columns: Mapping[str, str]) -> str:
+    """Which of the file's `names` our column has, or would have; `columns` maps ours to the file's."""
+    name = columns.get(ours, ours)
+    return ALIASES[name] if name not in names and ALIASES.get(name, name) in names else name
 
 
 def list_of(value: Any, where: str) -> list[Any]:
@@ -130,7 +138,8 @@ def _missing(format: str, names: list[str], columns: Mapping[str, str]) -> list[
     """The columns that rows of the format need and that are not there, by the file's names."""
     if format == "ranked":
         return [] if list_column(names, columns) else [columns.get("answers", " or ".join(LISTS))]
-    return [columns.get(need, need) for need in REQUIRED[format] if columns.get(need, need) not in names]
+    needed = [column_of(need, names, columns) for need in REQUIRED[format]]
+    return [name for name in needed if name not in names]
 
 
 def content_of(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
@@ -142,7 +151,7 @@ def content_of(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
     if isinstance(row, BadRow):
         return number_of([row.reason, row.what])
     read = (*REQUIRED[format], *READ_TOO.get(format, ()), *OPTIONAL)
-    ours = {name: row.get(columns.get(name, name)) for name in read}
+    ours = {name: row.get(column_of(name, row, columns)) for name in read}
     return number_of({name: value for name, value in ours.items() if value is not None})
 
 

@@ -3,15 +3,10 @@
 One function reads one format; a new format is one more entry of READERS, with its columns in columns.py. Errors name the
 field as it is called in the FILE. Shapes follow TRL's dataset formats
 (https://huggingface.co/docs/trl/dataset_formats), ShareGPT and Stanford Alpaca.
-
-Roles are checked: most templates render any role, so a misspelt one would silently go untrained. Allowed are the common
-roles, and those that the chat template names.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,16 +15,11 @@ import numpy as np
 
 from packtrain.config.schema import Format
 from packtrain.data.formats.columns import MASKS, Row, list_of
+from packtrain.data.formats.messages import Messages, messages_of, system_of, tools_of, variables_of
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-SPEAKERS = {  # the words of ShareGPT and others for the roles
-    **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard", "bot", "chatbot", "ai"), "assistant"),
-    "system": "system",
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-}
-UNKNOWN_ROLE = "unknown role"
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+"""Columns whose content a text without them would lack."""
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
@@ -39,7 +29,6 @@ ALPACA_WITH_INPUT = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
 )
-Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +69,15 @@ Example = Conversation | PromptCompletion | Text | Tokens
 
 def read_row(row: Row, format: Format) -> Example:
     """A row as an example; raises BadRow naming the field."""
+    if format not in ("text", "tokenised"):
+        refuse_media(row)
     return READERS[format](row)
+
+
+def refuse_media(row: Row) -> None:
+    """Raise BadRow for a row with a picture, a film or a sound."""
+    if given := next((name for name in MEDIA if row.values.get(name)), None):
+        raise BadRow("not text", "this row is not of text alone; packtrain trains on text", given)
 
 
 def _messages(row: Row) -> Conversation:
@@ -103,10 +100,38 @@ def _sharegpt(row: Row) -> Conversation:
 
 
 def _alpaca(row: Row) -> Conversation:
-    instruction, output = row.text("instruction"), row.text("output")
-    extra = row.text("input", may_be_empty=True) if row.optional("input") is not None else ""
-    question = (ALPACA_WITH_INPUT if extra.strip() else ALPACA).format(instruction=instruction, input=extra)
-    return Conversation([{"role": "user", "content": question}, {"role": "assistant", "content": output}])
+    answer = {"role": "assistant", "content": row.text("output")}
+    return Conversation([*asked_in_columns(row), answer], tools_of(row))
+
+
+def asked_in_columns(row: Row) -> Messages:
+    """The messages before the answer in Alpaca's columns: `system`, the pairs of `history`, `instruction` and `input`.
+
+    The user says the instruction and, where it is not empty, the input on the next line, as with LLaMA-Factory and ms-swift.
+    """
+    messages, where = system_of(row), row.name("history")
+    for index, pair in enumerate(list_of(row.optional("history") or [], where)):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) and said for said in pair):
+            raise BadRow("wrong type", "expected [question, answer], two strings", f"{where}[{index}]")
+        messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair, strict=True)]
+    instruction, extra = row.text("instruction"), _input(row)
+    return [*messages, {"role": "user", "content": f"{instruction}\n{extra}" if extra else instruction}]
+
+
+def _input(row: Row) -> str:
+    """Alpaca's `input`, empty where there is none."""
+    extra = "" if row.optional("input") is None else row.text("input", may_be_empty=True)
+    return extra if extra.strip() else ""
+
+
+def alpaca_as_text(row: Row) -> PromptCompletion:
+    """A row in the words of Stanford Alpaca, for models without a chat template; raises BadRow for what needs one."""
+    if given := next((ours for ours in ("system", "history", "tools") if row.optional(ours)), None):
+        what = "the model has no chat template, and Alpaca's plain text has no place for this"
+        raise BadRow("no chat template", what, row.name(given), "Set data.chat_template.")
+    extra = _input(row)
+    question = (ALPACA_WITH_INPUT if extra else ALPACA).format(instruction=row.text("instruction"), input=extra)
+    return PromptCompletion(question, row.text("output"))
 
 
 def _tokenised(row: Row) -> Tokens:
@@ -144,134 +169,6 @@ READERS: dict[str, Callable[[Row], Example]] = {
     "alpaca": _alpaca,
     "tokenised": _tokenised,
 }
-
-
-def messages_of(row: Row, ours: str) -> Messages:
-    """The messages of a column; raises BadRow where there are none."""
-    where = row.name(ours)
-    messages = [message_of(one, f"{where}[{index}]", row) for index, one in enumerate(list_of(row.take(ours), where))]
-    if not messages:
-        raise BadRow("empty", "there are no messages", where)
-    return messages
-
-
-def message_of(value: Any, where: str, row: Row) -> dict[str, Any]:
-    """A message, or a turn as ShareGPT writes it ({"from", "value"}), with its content as one string.
-
-    Keys that are null are left out, as apply_chat_template does. Raises BadRow naming the field.
-    """
-    if not isinstance(value, dict):
-        raise wrong_type("an object", value, where)
-    if "from" in value and "role" not in value:
-        role = _role_of_speaker(value["from"], f"{where}.from")
-        if not isinstance(value.get("value"), str):
-            raise wrong_type("a string", value.get("value"), f"{where}.value")
-        value = {"role": role, "content": value["value"]}
-    message = {key: part for key, part in value.items() if part is not None}
-    for key in ("role", "content"):
-        if key not in value and not (key == "content" and message.get("tool_calls")):
-            raise BadRow("missing field", f"no {key!r}; found: {', '.join(map(repr, value)) or 'nothing'}", where)
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise wrong_type("a string", value["role"], f"{where}.role")
-    _check_role(role, row.named, f"{where}.role")
-    if calls := message.pop("tool_calls", None):
-        calls = _tool_calls(calls, f"{where}.tool_calls")
-        message |= {"tool_calls": calls} if calls else {}
-    message["content"] = _content(message.get("content"), f"{where}.content", optional=bool(calls))
-    spoken = message["content"].strip() or message.keys() & {"tool_calls", "reasoning_content", "thinking"}
-    if role == "assistant" and not spoken:
-        raise BadRow("empty", "the assistant's turn is empty", f"{where}.content")
-    return message
-
-
-def _content(value: Any, where: str, *, optional: bool) -> str:
-    if value is None and optional:
-        return ""
-    if isinstance(value, list):
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in value]
-        if not all(isinstance(part, str) for part in parts):
-            raise BadRow("not text", "expected parts of type text only; packtrain trains on text", where)
-        return "".join(part for part in parts if part is not None)
-    if not isinstance(value, str):
-        raise wrong_type("a string", value, where)
-    return value
-
-
-def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects: OpenAI's API gives JSON in a string, templates want objects."""
-    calls = []
-    for index, call in enumerate(list_of(value, where)):
-        place = f"{where}[{index}]"
-        if not isinstance(call, dict):
-            raise wrong_type("an object", call, place)
-        inner = call.get("function", call)
-        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-            raise BadRow("wrong type", "expected a function with a name", place)
-        arguments = inner.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError) as error:
-                raise BadRow("wrong type", f"the arguments are not JSON: {error}", f"{place}.arguments") from None
-        inner = {**inner, "arguments": arguments if arguments is not None else {}}
-        calls.append({**call, "function": inner} if "function" in call else inner)
-    return calls
-
-
-def tools_of(row: Row) -> list[dict[str, Any]] | None:
-    """The tools of the column `tools`, if any."""
-    value, where = row.optional("tools"), row.name("tools")
-    tools = list_of(value, where) if value else []
-    for index, tool in enumerate(tools):
-        if not isinstance(tool, dict):
-            raise wrong_type("an object", tool, f"{where}[{index}]")
-    return tools or None
-
-
-def variables_of(row: Row) -> dict[str, Any]:
-    """Arguments for the chat template that the row brings."""
-    value = row.optional("chat_template_kwargs")
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise wrong_type("an object", value, row.name("chat_template_kwargs"))
-    return {key: part for key, part in value.items() if part is not None}
-
-
-def system_of(row: Row) -> Messages:
-    """The message of the column `system`, if any."""
-    system = row.optional("system")
-    if not system:
-        return []
-    return [{"role": "system", "content": _content(system, row.name("system"), optional=False)}]
-
-
-def _check_role(role: str, named: frozenset[str], where: str) -> None:
-    """Raise BadRow unless `role` is in ROLES or `named` by the template.
-
-    Another word for the assistant is refused even so: only `assistant` is ever trained.
-    """
-    meant = SPEAKERS.get(role.lower())
-    if role in ROLES or (role in named and meant != "assistant"):
-        return
-    what = f"unknown role {role!r}; known: {', '.join(ROLES)}, and what the chat template names"
-    raise BadRow(UNKNOWN_ROLE, what, where, _role_advice(role, [*ROLES, *SPEAKERS], meant))
-
-
-def _role_of_speaker(speaker: object, where: str) -> str:
-    role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
-    if role is None:
-        what = f"unknown speaker {speaker!r}; known: {', '.join(SPEAKERS)}"
-        raise BadRow(UNKNOWN_ROLE, what, where, _role_advice(str(speaker), list(SPEAKERS), None))
-    return role
-
-
-def _role_advice(found: str, allowed: list[str], meant: str | None) -> str:
-    near = difflib.get_close_matches(found.lower(), allowed, 1, cutoff=0.6)
-    if meant is None and near:
-        meant = near[0] if near[0] in ROLES else SPEAKERS[near[0]]
-    return f"Did you mean {meant!r}?" if meant else "Name the role in the chat template, or write it as one of these."
 
 
 def _integers(row: Row, ours: str, length: int | None = None) -> np.ndarray:

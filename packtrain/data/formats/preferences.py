@@ -5,7 +5,7 @@ Known are, as in TRL (https://huggingface.co/docs/trl/dataset_formats#preference
     prompt, chosen, rejected          strings, lists of messages, or a string and two conversations
     chosen, rejected                  the prompt is what both begin with: messages, or the characters of two strings
     conversations, chosen, rejected   ShareGPT's turns, then one turn for each answer
-    instruction, chosen, rejected     the user's request, followed by `input` if there is one (Alpaca's columns)
+    instruction, chosen, rejected     the user's request, with `input`, `history` and `system` (Alpaca's columns)
 
 and beside messages `tools`, `system` and chat_template_kwargs; and lists of answers, beside a prompt in any of these ways,
 
@@ -31,16 +31,8 @@ from typing import Any
 
 from packtrain.config.schema import Format
 from packtrain.data.formats.columns import LISTS, PROMPTS, Row, list_column, list_of
-from packtrain.data.formats.conversations import (
-    Conversation,
-    Messages,
-    PromptCompletion,
-    message_of,
-    messages_of,
-    system_of,
-    tools_of,
-    variables_of,
-)
+from packtrain.data.formats.conversations import Conversation, PromptCompletion, asked_in_columns, refuse_media
+from packtrain.data.formats.messages import Messages, messages_in, messages_of, system_of, tools_of, variables_of
 from packtrain.data.sources.chunks import BadRow, NoPair, wrong_type
 
 ASKED = ("question", "query", "problem")
@@ -65,6 +57,7 @@ class PreferenceExample:
 
 def read_preference(row: Row, format: Format) -> PreferenceExample:
     """A row as its two examples; raises BadRow naming the field, and NoPair where a list of answers ranks nothing."""
+    refuse_media(row)
     row = _best_and_worst(row) if format == "ranked" else row
     parts = [row.take("chosen"), row.take("rejected"), *([row.take("prompt")] if row.has("prompt") else [])]
     turns = row.has("conversations") or _has_instruction(row)
@@ -119,6 +112,8 @@ def _of_messages(row: Row) -> PreferenceExample:
         if answer[0]["role"] in ASKING:
             what = f"the answer begins with what the {answer[0]['role']} says"
             raise BadRow("not an answer", what, row.name(ours), "Both answers must follow the same prompt.")
+        if any(message.get("weight") == 0 for message in answer):
+            raise BadRow("weight", "a turn of the answer is not to be trained; dpo trains all of it", row.name(ours))
     tools, variables = tools_of(row), variables_of(row)
     first, second = (Conversation([*prompt, *side], tools, variables, len(prompt)) for side in (chosen, rejected))
     return PreferenceExample(first, second)
@@ -132,9 +127,7 @@ def _has_instruction(row: Row) -> bool:
 def _prompt(row: Row) -> Messages | None:
     """The messages before the answers; None if only the answers contain them."""
     if _has_instruction(row):
-        more = row.text("input", may_be_empty=True) if row.optional("input") is not None else ""
-        asked = row.text("instruction")
-        return [{"role": "user", "content": f"{asked}\n{more}" if more.strip() else asked}]
+        return asked_in_columns(row)
     if row.has("conversations"):
         return messages_of(row, "conversations")
     if not row.has("prompt"):
@@ -149,7 +142,7 @@ def _answer(row: Row, ours: str) -> Messages:
     value = row.take(ours)
     if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
         return [{"role": "assistant", "content": row.text(ours)}]
-    return [message_of(value, row.name(ours), row)] if isinstance(value, dict) else _turns(row, ours)
+    return messages_in(value, row.name(ours), row) if isinstance(value, dict) else _turns(row, ours)
 
 
 def _turns(row: Row, ours: str) -> Messages:

@@ -28,7 +28,7 @@ import numpy as np
 
 from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row, content_of, number_of
-from packtrain.data.formats.conversations import Conversation, PromptCompletion, Text, Tokens, read_row
+from packtrain.data.formats.conversations import Conversation, PromptCompletion, Text, Tokens, alpaca_as_text, read_row
 from packtrain.data.formats.preferences import PreferenceExample, prompt_of, read_preference
 from packtrain.data.row_counts import Fate
 from packtrain.data.sources.chunks import BadRow, Chunk, NoPair, RawRow
@@ -45,6 +45,9 @@ SAME = "identical answers"
 SAME_ONCE_CUT = "identical answers within data.max_length"
 NO_ROOM = "an answer leaves no room for its prompt within data.max_length"
 NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to stop."
+AS_TEXT = (
+    "the model has no chat template, so alpaca rows become plain text: Below is an instruction that describes a task …"
+)
 IdsAndMask = tuple[np.ndarray, np.ndarray]
 """Ids int32[n] of a document and its trained targets bool[n]."""
 
@@ -104,17 +107,21 @@ class Encoder:
         )
         return EncodedChunk(joined, fates, problems[:MOST_PROBLEMS])
 
-    def check(self, format: Format, where: str) -> None:
-        """Raise UserError if this tokenizer, template and data.loss_on cannot serve rows of the format at all."""
+    def check(self, format: Format, where: str) -> str | None:
+        """What to say about rows of the format, if anything.
+
+        Raises UserError if this tokenizer, template and data.loss_on cannot serve them at all.
+        """
         tokenizer, loss_on = self.tokenizer, self.data.loss_on
-        chat = format in ("messages", "sharegpt", "alpaca")
-        if chat and self.template is None:
+        if format in ("messages", "sharegpt") and self.template is None:
             raise UserError(f"{format} needs a chat template, and {tokenizer.name} has none", where=where, fix=ADVICE)
         if format == "text" and loss_on in ("assistant", "completion"):
             what = f"data.loss_on={loss_on}, but running text has no {loss_on}"
             raise UserError(what, where=where, fix="Set data.loss_on to all or auto.")
-        if format in ("text", "prompt_completion") and tokenizer.eos_id is None:
+        as_text = format == "alpaca" and self.template is None
+        if (as_text or format in ("text", "prompt_completion")) and tokenizer.eos_id is None:
             raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS)
+        return AS_TEXT if as_text else None
 
     def _content(self, row: RawRow, format: Format) -> int:
         """The hash of the row's content: equal rows have equal hashes."""
@@ -150,7 +157,8 @@ class Encoder:
         return documents, apart
 
     def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], bool]:
-        example, loss_on, apart = read_row(row, format), self.data.loss_on, False
+        as_text = format == "alpaca" and self.template is None
+        example, loss_on, apart = alpaca_as_text(row) if as_text else read_row(row, format), self.data.loss_on, False
         if isinstance(example, Conversation):
             default = "assistant" if example.answer_from is None else "completion"
             ids, mask = self._chat.encode(example, default if loss_on == "auto" else loss_on)

@@ -29,10 +29,17 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.chat_template import Template, has_marks
+from packtrain.data.tokens.dialect import in_dialect_of
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 
 Span = tuple[int, int]
 REFUSED = "loss mask cannot be verified"
+FOR_TOOLS = {
+    "<|im_end|>": ("qwen3_instruct_2507", "qwen3_training"),
+    "<|eot_id|>": ("llama3_1",),
+    "<|call|>": ("gptoss",),
+}
+"""Templates with tools by the control token that ends a turn, the last one for thoughts."""
 ADVICE = "Set data.chat_template to a template with {% generation %} marks, or data.loss_on=completion or all."
 
 
@@ -51,27 +58,33 @@ class ChatEncoder:
         `completion` trains the assistant's turns from `answer_from` on, or the last one. Without one the mask is False.
         """
         template = self.template.for_tools() if conversation.tools else self.template
+        given, conversation = conversation, in_dialect_of(template.text, conversation)
         text, marks = self._render(template.text, conversation, conversation.messages)
-        if conversation.tools:
-            self._check_tools(template, conversation, text)
+        if given.tools:
+            self._check_tools(template, given, text)
         encoded = self.tokenizer.encode(text)
         mask = np.zeros(len(encoded.ids), dtype=bool)
+        turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        untrained = [turn for turn in turns if conversation.messages[turn].get("weight") == 0]
         if loss_on == "all":
+            if untrained:
+                what = "this turn is not to be trained (weight 0), but data.loss_on=all trains everything"
+                raise BadRow("weight", what, f"messages[{untrained[0]}]", "Set data.loss_on=assistant.")
+            self._check_said(template, given, turns[-1:], text, text)
             mask[:] = True
             return encoded.ids, mask
-        turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         wanted = turns
         if loss_on == "completion":
             first = conversation.answer_from
             wanted = turns[-1:] if first is None else [turn for turn in turns if turn >= first]
+        wanted = [turn for turn in wanted if turn not in untrained]
         if not wanted:
             return encoded.ids, mask
         spans, whole = self._spans(template, conversation, text, marks, turns, wanted)
         if not whole:
             _check_others(conversation, text, spans, template.name)
         spoken = "\n".join(text[start:end] for start, end in spans)
-        _check_content(conversation, wanted, spoken if whole else text)
-        _check_calls(conversation, wanted, text if template.has_marks else spoken)
+        self._check_said(template, given, wanted, spoken if whole else text, text if template.has_marks else spoken)
         parts = [_tokens_between(encoded, text, start, end, self.tokenizer.special_ids) for start, end in spans]
         for part, following in zip(parts, [*parts[1:], None], strict=True):
             mask[self._through_its_end(part, following, encoded, text, whole)] = True
@@ -84,15 +97,15 @@ class ChatEncoder:
         """
         template = self.template.for_tools() if chosen.tools else self.template
         prompt = chosen.messages[: chosen.answer_from]
-        texts = [self._render(template.text, chosen, prompt, generation_prompt=True)[0]]
+        asked = in_dialect_of(template.text, replace(chosen, messages=prompt))
+        texts = [self._render(template.text, asked, asked.messages, generation_prompt=True)[0]]
         for side in (chosen, rejected):
-            text, _ = self._render(template.text, side, side.messages)
+            text = self._whole(template, side)
             if side.tools:
                 self._check_tools(template, side, text)
             turns = range(side.answer_from or 0, len(side.messages))
-            spoken = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
-            _check_content(side, spoken, text)
-            _check_calls(side, spoken, text)
+            answered = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
+            self._check_said(template, side, answered, text, text)
             texts.append(text)
         return [self.tokenizer.encode(text).ids for text in texts]
 
@@ -171,10 +184,47 @@ class ChatEncoder:
 
     def _check_tools(self, template: Template, conversation: Conversation, text: str) -> None:
         """Raise BadRow if the text is the same without the tools."""
-        if self._render(template.text, replace(conversation, tools=None), conversation.messages)[0] == text:
+        if self._whole(template, replace(conversation, tools=None)) == text:
             what = f"the chat template ({template.name}) leaves out the tools"
-            fix = "Set data.chat_template to one for tools, or take the tools out of the data."
+            fix = f"{self._better(conversation)}, or take the tools out of the data."
             raise BadRow("tools left out", what, "tools", fix)
+
+    def _better(self, conversation: Conversation) -> str:
+        """The advice to take a template with tools (and thoughts) whose end of a turn is a control token here."""
+        thinks = any("reasoning_content" in message for message in conversation.messages)
+        for end, names in FOR_TOOLS.items():
+            ids = self.tokenizer.encode(end).ids.tolist()
+            if len(ids) == 1 and ids[0] in self.tokenizer.special_ids and not (thinks and names[-1] == "llama3_1"):
+                return f"Set data.chat_template={names[-1] if thinks else names[0]}"
+        return f"Set data.chat_template to one that has {'thoughts' if thinks else 'tools'}"
+
+    def _check_said(
+        self, template: Template, conversation: Conversation, turns: list[int], answers: str, others: str
+    ) -> None:
+        """Raise BadRow if something that these turns say is lost: answers must be in `answers`, calls and thoughts in `others`."""
+        _check_content(conversation, turns, answers)
+        for turn in turns:
+            message = conversation.messages[turn]
+            if (thought := _thought(message)) not in others:
+                what = f"the chat template ({template.name}) leaves out the thought {thought[:40]!r}"
+                fix = f"{self._better(conversation)}, or take the thoughts out of the data."
+                raise BadRow(REFUSED, what, f"messages[{turn}].reasoning_content", fix)
+            if lost := next((name for name in _called(message) if name not in others), None):
+                what = f"the chat template ({template.name}) leaves out the call of {lost!r}"
+                raise BadRow(REFUSED, what, f"messages[{turn}].tool_calls", f"{self._better(conversation)}.")
+            if len(message.get("tool_calls", ())) > 1:
+                first = {**message, "tool_calls": message["tool_calls"][:1]}
+                fewer = [*conversation.messages[:turn], first, *conversation.messages[turn + 1 :]]
+                if self._whole(template, replace(conversation, messages=fewer)) == self._whole(template, conversation):
+                    what = f"the chat template ({template.name}) takes one call in a turn, and leaves out the others"
+                    raise BadRow(
+                        REFUSED, what, f"messages[{turn}].tool_calls", "Write them as turns with one call each."
+                    )
+
+    def _whole(self, template: Template, conversation: Conversation) -> str:
+        """The text of the whole conversation."""
+        conversation = in_dialect_of(template.text, conversation)
+        return self._render(template.text, conversation, conversation.messages)[0]
 
     def _through_its_end(
         self, turn: np.ndarray, following: np.ndarray | None, encoded: Encoded, text: str, whole: bool
@@ -241,28 +291,27 @@ def _check_others(conversation: Conversation, text: str, spans: list[Span], name
             raise BadRow(REFUSED, what, f"messages[{turn}].content", fix)
 
 
-def _check_content(conversation: Conversation, wanted: list[int], text: str) -> None:
-    """Raise BadRow if the answer of a wanted turn is not in `text`.
+def _check_content(conversation: Conversation, turns: list[int], text: str) -> None:
+    """Raise BadRow if the answer of one of the turns is not in `text`.
 
-    Templates for images drop content that is a string without a word. Thoughts may be rendered elsewhere or not at all,
-    and some templates drop what is said beside a tool call.
+    Templates for images drop content that is a string without a word, some for tools what is said beside a call.
     """
-    for turn in wanted:
-        message = conversation.messages[turn]
-        answer = message["content"].rsplit("</think>", 1)[-1].strip()
-        if not message.get("tool_calls") and answer not in text:
+    for turn in turns:
+        answer = conversation.messages[turn]["content"].rsplit("</think>", 1)[-1].strip()
+        if answer not in text:
             what = f"the chat template leaves out or rewrites the answer {answer[:40]!r}"
             raise BadRow(REFUSED, what, f"messages[{turn}].content", "Set data.chat_template to another template.")
 
 
-def _check_calls(conversation: Conversation, wanted: list[int], text: str) -> None:
-    """Raise BadRow if a tool call of a wanted turn is not in `text`: templates without tools drop it silently."""
-    for turn in wanted:
-        for call in conversation.messages[turn].get("tool_calls", ()):
-            name = call.get("function", call)["name"]
-            if name not in text:
-                what = f"the chat template leaves out the call of {name!r}"
-                raise BadRow(REFUSED, what, f"messages[{turn}].tool_calls", "Set data.chat_template to one for tools.")
+def _thought(message: dict[str, Any]) -> str:
+    """What an assistant thinks, empty where it does not."""
+    before, end, _ = message["content"].rpartition("</think>")
+    return (message.get("reasoning_content") or (before.split("<think>", 1)[-1] if end else "")).strip()
+
+
+def _called(message: dict[str, Any]) -> list[str]:
+    """The names of the functions that a message calls."""
+    return [call["function"]["name"] for call in message.get("tool_calls", ())]
 
 
 def _tokens_between(encoded: Encoded, text: str, start: int, end: int, special_ids: frozenset[int]) -> np.ndarray:

@@ -70,7 +70,12 @@ BAD: dict[str, tuple[Any, str, str]] = {
     "content a number": (turn(content=3), "wrong type", "messages[1].content: expected a string"),
     "content null": (turn(content=None), "wrong type", "messages[1].content: expected a string, found null"),
     "empty answer": (turn(content=" "), "empty", "messages[1].content: the assistant's turn is empty"),
-    "an image": (turn(content=[{"type": "image"}]), "not text", "messages[1].content: expected parts of type text"),
+    "an image": (
+        turn(content=[{"type": "image"}]),
+        "not text",
+        "messages[1].content[0]: a part of type 'image'; packtrain",
+    ),
+    "images": (GOOD | {"images": ["1.jpg"]}, "not text", "images: this row is not of text alone"),
 }
 
 
@@ -174,10 +179,47 @@ def test_loss_on_all_trains_every_token_but_the_first(ready, tmp_path):
     assert mask.tolist() == [False] + [True] * (len(mask) - 1)
 
 
-def test_alpaca_is_asked_with_its_classic_prompt(ready, tmp_path):
-    row = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "more, wanted",
+    [
+        ({}, "Add.\n1 and 2"),
+        ({"input": ""}, "Add."),
+        ({"input": None}, "Add."),
+        ({"history": [["Hello", "there"]]}, "Hello<|im_end|>\n<|im_start|>assistant\nthere<|im_end|>\n{}Add.\n1 and 2"),
+    ],
+    ids=["input", "no input", "null", "history"],
+)
+def test_alpaca_is_asked_as_others_ask_it(ready, tmp_path, more, wanted):
+    row = ALPACA | {"system": "Answer with care."} | more
     (text,) = texts(ready(write(tmp_path / "train.jsonl", row)))
-    assert "### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:<|im_end|>\n<|im_start|>assistant\n3" in text
+    asked = wanted.format("<|im_start|>user\n")
+    assert text == "<|im_start|>system\nAnswer with care.<|im_end|>\n" + ASKED.format(asked)
+
+
+@pytest.mark.parametrize("history", [[["Hello"]], ["Hello"], [["Hello", None]], "Hello", 7])
+def test_a_history_that_is_no_pairs_is_refused(ready, tmp_path, history):
+    with pytest.raises(UserError, match=r"train.jsonl:1, history"):
+        ready(write(tmp_path / "train.jsonl", ALPACA | {"history": history}))
+
+
+def test_alpaca_without_a_chat_template_is_stanfords_text_and_that_is_said(tmp_path, capsys):
+    bare = tokenizer_of("smollm").__class__(
+        tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<|im_end|>", bos_token=None
+    )
+    data = Data(train=write(tmp_path / "train.jsonl", ALPACA), cache_dir=str(tmp_path / "cache"))
+    prepared = prepare(data, bare, seed=0, progress=True)
+    (text,) = texts(prepared)
+    assert text.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:3<|im_end|>")
+    assert trained(prepared) == "3<|im_end|>"
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the model has no chat template, so alpaca rows become plain text: Below is an instruction" in said
+    more = ALPACA | {"system": "Answer with care."}
+    with pytest.raises(UserError, match=r"system: the model has no chat template[\s\S]*Set data.chat_template"):
+        prepare(replace(data, train=write(tmp_path / "more.jsonl", more)), bare, seed=0)
 
 
 @pytest.mark.parametrize(

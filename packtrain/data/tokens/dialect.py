@@ -1,0 +1,102 @@
+"""A conversation in the words of one chat template, so that nothing it holds goes unread.
+
+Templates agree on `content` and mostly on `tool_calls`, and on little else:
+
+- a thought is read from `reasoning_content`, `reasoning` or `thinking` (gpt-oss), by others from <think> in the content
+  (SmolLM3, DeepSeek R1's distillates). In a template that knows none of these it would be lost: loss_mask.py refuses it;
+- SmolLM3 reads tools from `xml_tools`, and calls as <tool_call> in the content;
+- Mistral's templates want an id of nine characters for each call and its answer. Calls without an id get one by their
+  place, and answers without one that of the first call still unanswered.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from packtrain.data.formats.conversations import Conversation
+from packtrain.data.formats.messages import THOUGHTS, Messages
+
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What a template reads: `thought` is the key of thoughts (content: in <think> there), None if it knows none."""
+
+    thought: str | None
+    calls_in_content: bool
+    tools: str
+    ids: bool
+    short_ids: bool
+
+
+@lru_cache
+def dialect_of(template: str) -> Dialect:
+    """The dialect of a template, by the names in its text."""
+
+    def reads(key: str) -> bool:
+        return re.search(rf"""[.'"]{key}\b""", template) is not None
+
+    in_content = "content" if "</think>" in template else None
+    return Dialect(
+        thought=next((key for key in THOUGHTS if reads(key)), in_content),
+        calls_in_content="<tool_call>" in template and not reads("tool_calls"),
+        tools="xml_tools" if re.search(r"\bxml_tools\b", template) else "tools",
+        ids=reads("id") or reads("tool_call_id"),
+        short_ids=re.search(r"id\s*\|\s*length\s*!=\s*9", template) is not None,
+    )
+
+
+def in_dialect_of(template: str, conversation: Conversation) -> Conversation:
+    """The conversation with its thoughts, calls, ids and tools where the template reads them."""
+    dialect, messages, tools = dialect_of(template), conversation.messages, conversation.tools
+    if dialect.ids and any("tool_calls" in message for message in messages):
+        messages = _with_ids(messages, dialect.short_ids)
+    if any(message.keys() & {"reasoning_content", "tool_calls"} for message in messages):
+        messages = [_spoken(message, dialect) for message in messages]
+    if tools and dialect.tools != "tools":
+        variables = {dialect.tools: tools, **conversation.variables}
+        conversation = replace(conversation, variables=variables)
+    return conversation if messages is conversation.messages else replace(conversation, messages=messages)
+
+
+def _spoken(message: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
+    message = dict(message)
+    if dialect.thought and (thought := message.pop("reasoning_content", None)) is not None:
+        if dialect.thought == "content":
+            message["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"
+        else:
+            message[dialect.thought] = thought
+    if dialect.calls_in_content:
+        calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls", ())]
+        parts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+        message["content"] = "\n".join(filter(None, parts))
+    return message
+
+
+def _with_ids(messages: Messages, short: bool) -> Messages:
+    """Each call with an id, each answer of a tool with that of its call; with `short`, ids are of nine characters."""
+    made: Messages = []
+    named: dict[str, str] = {}
+    number, waiting = 0, list[str]()
+    for message in messages:
+        if "tool_calls" in message:
+            calls, waiting = [], []
+            for call in message["tool_calls"]:
+                given, number = call.get("id"), number + 1
+                name = given if given and (SHORT_ID.fullmatch(given) or not short) else f"call{number:05d}"
+                named[given or name] = name
+                waiting.append(name)
+                calls.append({**call, "id": name})
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            name = named.get(str(given)) if given else next(iter(waiting), None)
+            waiting = [one for one in waiting if one != name]
+            message = message if name is None else {**message, "tool_call_id": name}
+        made.append(message)
+    return made

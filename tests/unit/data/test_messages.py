@@ -1,0 +1,254 @@
+"""Tool calls, thoughts and weights, from every way that data sets write them; and what is refused, by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_tokenizers import shipped, tokenizer_for
+
+from packtrain.config.schema import Data
+from packtrain.data.prepare import prepare, prepare_pairs
+from packtrain.errors import UserError
+
+TOKENIZER = tokenizer_for(shipped("qwen3_training"))
+WEATHER = {"name": "weather", "description": "d", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": WEATHER}]
+ASK = {"role": "user", "content": "What is the weather?"}
+END = {"role": "assistant", "content": "It is sunny."}
+PARIS = {"name": "weather", "arguments": {"city": "Paris 中"}}
+ROME = {"name": "weather", "arguments": {"city": "Rome"}}
+TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
+TWO = f"{TEXT % 'Paris 中'}\n{TEXT % 'Rome'}<|im_end|>"
+NO_THOUGHT, THOUGHT = "<think>\n\n</think>\n\n", "<think>\nHm.\n</think>\n\n"
+SUNNY = f"{NO_THOUGHT}It is sunny.<|im_end|>"
+
+
+def trained(path: str, **keys: Any) -> list[str]:
+    """The text of each run of trained tokens of the only row."""
+    data = Data(train=path, cache_dir=str(Path(path).parent / "cache"), **keys)
+    (document,) = (lambda train: map(train.__getitem__, range(len(train))))(prepare(data, TOKENIZER, seed=0).train)
+    borders = np.flatnonzero(np.diff(np.concatenate([[0], document.loss_mask.astype(int), [0]]))).reshape(-1, 2)
+    return [TOKENIZER.decode(document.input_ids[start:end]) for start, end in borders]
+
+
+def write(folder: Path, *rows: Any) -> str:
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "train.jsonl")
+
+
+def of(*messages: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": list(messages), "tools": TOOLS, **more}
+
+
+def turns(*pairs: tuple[str, Any], **more: Any) -> dict[str, Any]:
+    return {"conversations": [{"from": speaker, "value": said} for speaker, said in pairs], "tools": TOOLS, **more}
+
+
+def called(*calls: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": list(calls), **more}
+
+
+def parts(role: str, *pairs: tuple[str, Any]) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": kind, "value": value} for kind, value in pairs]}
+
+
+def wrapped(call: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {**call, "arguments": json.dumps(call["arguments"])}, **more}
+
+
+RESULT = {"role": "tool", "content": "25 degrees"}
+ONE = f"{TEXT % 'Paris 中'}<|im_end|>"
+HUMAN, GPT = ("human", ASK["content"]), ("gpt", END["content"])
+SEEN = ("observation", "25 degrees")
+CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "objects": (of(ASK, called(PARIS), RESULT, END), [NO_THOUGHT + ONE, SUNNY]),
+    "OpenAI": (
+        of(ASK, called(wrapped(PARIS, id="call_x"), content=None), {**RESULT, "tool_call_id": "call_x"}, END),
+        [NO_THOUGHT + ONE, SUNNY],
+    ),
+    "parallel": (of(ASK, called(PARIS, ROME), RESULT, RESULT, END), [NO_THOUGHT + TWO, SUNNY]),
+    "calls as JSON": (of(ASK, {**END, "content": "", "tool_calls": json.dumps([PARIS])}), [NO_THOUGHT + ONE]),
+    "parameters": (of(ASK, called({"name": "weather", "parameters": PARIS["arguments"]})), [NO_THOUGHT + ONE]),
+    "beside words": (of(ASK, called(PARIS, content="Hm.")), [f"{NO_THOUGHT}Hm.\n{ONE}"]),
+    "no arguments": (
+        of(ASK, called({"name": "weather", "arguments": ""})),
+        [NO_THOUGHT + '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call><|im_end|>'],
+    ),
+    "sharegpt": (turns(HUMAN, ("function_call", json.dumps(PARIS)), SEEN, GPT), [NO_THOUGHT + ONE, SUNNY]),
+    "sharegpt, tools as JSON": (
+        turns(HUMAN, ("function_call", json.dumps(PARIS)), SEEN, GPT, tools=json.dumps([WEATHER])),
+        [NO_THOUGHT + ONE, SUNNY],
+    ),
+    "sharegpt, each tool as JSON": (
+        turns(HUMAN, ("function_call", json.dumps(PARIS)), tools=[json.dumps(WEATHER)]),
+        [NO_THOUGHT + ONE],
+    ),
+    "sharegpt, parallel": (turns(HUMAN, ("function_call", json.dumps([PARIS, ROME]))), [NO_THOUGHT + TWO]),
+    "sharegpt, a thought": (
+        turns(HUMAN, ("function_call", f"<think>\nHm.\n</think>\n\n{json.dumps(PARIS)}")),
+        [THOUGHT + ONE],
+    ),
+    "sharegpt, call then words": (
+        turns(HUMAN, ("function_call", json.dumps(PARIS)), GPT),
+        [NO_THOUGHT + ONE, SUNNY],
+    ),
+    "sharegpt, an observation without a call": (turns(HUMAN, GPT, SEEN, GPT), [SUNNY, SUNNY]),
+    "ms-swift": (
+        of(
+            ASK,
+            *({"role": "tool_call", "content": json.dumps(call)} for call in (PARIS, ROME)),
+            *({"role": "tool_response", "content": "25"},) * 2,
+            END,
+        ),
+        [NO_THOUGHT + TWO, SUNNY],
+    ),
+    "parts": (
+        of(
+            parts("user", ("text", ASK["content"])),
+            parts("assistant", ("reasoning", "Hm."), ("tool_call", json.dumps(PARIS)), ("tool_call", ROME)),
+            parts("tool", ("tool_result", "25"), ("tool_result", "30")),
+            parts("assistant", ("reasoning", "Hm."), ("text", "It is"), ("text", " sunny.")),
+        ),
+        [THOUGHT + TWO, f"{THOUGHT}It is sunny.<|im_end|>"],
+    ),
+    "parts, results within": (
+        of(ASK, parts("assistant", ("tool_call", PARIS), ("tool_result", "25"), ("text", "It is sunny."))),
+        [NO_THOUGHT + ONE, SUNNY],
+    ),
+    "parts under their own names": (
+        of(
+            ASK,
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "Hm."}, {"type": "tool_call", "id": "x", **PARIS}],
+            },
+        ),
+        [THOUGHT + ONE],
+    ),
+    "a tool that is not listed": (
+        of(ASK, called({**PARIS, "name": "other"})),
+        [NO_THOUGHT + ONE.replace("weather", "other")],
+    ),
+    "reasoning_content": (of(ASK, {**END, "reasoning_content": "Hm."}), [f"{THOUGHT}It is sunny.<|im_end|>"]),
+    "reasoning": (of(ASK, {**END, "reasoning": "Hm."}), [f"{THOUGHT}It is sunny.<|im_end|>"]),
+    "thinking": (of(ASK, {**END, "thinking": "Hm.", "reasoning": None}), [f"{THOUGHT}It is sunny.<|im_end|>"]),
+    "weight 0": (of(ASK, {**END, "weight": 0}, {**ASK, "weight": 0}, {**END, "weight": 1}), [SUNNY]),
+    "loss_weight 0": (of({**ASK, "loss_weight": 0.0}, {**END, "loss_weight": 0.0}, ASK, END), [SUNNY]),
+    "train": (turns(HUMAN, GPT, HUMAN, GPT) | {"tools": None}, [SUNNY, SUNNY]),
+}
+
+
+@pytest.mark.parametrize("row, wanted", CALLS.values(), ids=CALLS.keys())
+def test_calls_thoughts_and_answers_are_trained_and_results_are_not(tmp_path, row, wanted):
+    found = trained(write(tmp_path, row))
+    assert [one.rstrip("\n") for one in found] == wanted
+
+
+def test_the_tools_are_seen_in_openais_form_whatever_the_file_has(tmp_path):
+    """As transformers' get_json_schema writes them for templates."""
+    for tools in (TOOLS, [WEATHER], json.dumps([WEATHER]), [{"type": "function", **WEATHER}]):
+        data = Data(train=write(tmp_path, of(ASK, END, tools=tools)), cache_dir=str(tmp_path / "cache"))
+        text = TOKENIZER.decode(prepare(data, TOKENIZER, seed=0).train[0].input_ids)
+        assert f"<tools>\n{json.dumps(TOOLS[0])}\n</tools>" in text
+
+
+def test_turns_of_sharegpt_have_weights_too(tmp_path):
+    row = turns(HUMAN, GPT, HUMAN, GPT)
+    row["conversations"][1]["train"] = False
+    assert trained(write(tmp_path, row)) == [SUNNY]
+
+
+def test_a_table_gives_each_call_its_own_arguments_and_no_nulls(tmp_path):
+    first, second = of(ASK, called(PARIS), RESULT, END), of(ASK, called({"name": "f", "arguments": {"n": 1}}))
+    rows = [row | {"tools": json.dumps(TOOLS)} for row in (first, second)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    train = prepare(Data(train=str(tmp_path / "train.parquet"), cache_dir=str(tmp_path)), TOKENIZER, seed=0).train
+    assert '{"name": "f", "arguments": {"n": 1}}' in TOKENIZER.decode(train[1].input_ids)
+    assert '"arguments": {"city": "Paris 中"}}' in TOKENIZER.decode(train[0].input_ids)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "broken JSON": (turns(HUMAN, ("function_call", '{"name": ')), "conversations[1].value: expected a call of a tool as JSON"),
+    "no JSON": (turns(HUMAN, ("function_call", "weather(Paris)")), "conversations[1].value: expected a call of a tool"),
+    "no call": (turns(HUMAN, ("function_call", "[]")), "conversations[1].value: an empty list; expected"),
+    "a call without a name": (turns(HUMAN, ("function_call", "{}")), "conversations[1].value[0]: expected a function with a"),
+    "a number": (turns(HUMAN, ("function_call", "7")), "conversations[1].value[0]: expected an object, found a number: 7"),
+    "arguments as a list": (of(ASK, called({**PARIS, "arguments": [1]})), "messages[1].tool_calls[0].arguments: expected an o"),
+    "arguments as a word": (of(ASK, called({**PARIS, "arguments": "Paris"})), "tool_calls[0].arguments: the arguments are not"),
+    "calls as an object": (of(ASK, called() | {"tool_calls": PARIS}), "messages[1].tool_calls: expected a list, found an obj"),
+    "empty calls": (of(ASK, called(content="")), "messages[1].content: the assistant's turn is empty"),
+    "empty calls alone": (of(ASK, called()), "messages[1]: no 'content'; found: 'role', 'tool_calls'"),
+    "tools as an object": (of(ASK, END, tools=WEATHER), "tools: expected a list, found an object"),
+    "tools as words": (of(ASK, END, tools="weather"), "tools: expected a list, found a string that is not JSON"),
+    "a tool as a word": (of(ASK, END, tools=["weather"]), "tools[0]: expected an object or one as JSON"),
+    "a tool without a name": (of(ASK, END, tools=[{"type": "function"}]), "tools[0]: expected a function with a name"),
+    "a list in a list": (of(ASK, [END]), "messages[1]: expected an object, found a list"),
+    "a part of words": (of(ASK, {**END, "content": ["words"]}), "messages[1].content[0]: expected an object with a type, found"),
+    "a picture": (of(parts("user", ("image_url", "1.jpg")), END), "messages[0].content[0]: a part of type 'image_url'; packt"),
+    "a user who thinks": (of(parts("user", ("reasoning", "Hm.")), END), "messages[0].content[0]: a part of type 'reasoning'"),
+    "a part without a value": (of({**ASK, "content": [{"type": "text"}]}, END), "messages[0].content[0]: no 'value'; found"),
+    "words after a call": (
+        of(ASK, parts("assistant", ("tool_call", PARIS), ("text", "Hm."))),
+        "messages[1].content[1]: a part of type 'text' after one of type 'tool_call'",
+    ),
+    "calls twice": (of(ASK, parts("assistant", ("tool_call", PARIS)) | {"tool_calls": [PARIS]}), "both 'tool_calls' and a"),
+    "two thoughts": (of(ASK, {**END, "reasoning": "a", "thinking": "b"}), "messages[1].thinking: reasoning and thinking diff"),
+    "a thought of numbers": (of(ASK, {**END, "reasoning": 7}), "messages[1].reasoning: expected a string, found a number: 7"),
+    "half a weight": (of(ASK, {**END, "weight": 0.5}), "messages[1].weight: expected 0 or 1 (a turn is trained or not), found"),
+    "a weight in words": (of(ASK, {**END, "train": "yes"}), "messages[1].train: expected 0 or 1"),
+    "two weights": (of(ASK, {**END, "train": True, "weight": 0}), "train: weight and train say different things"),
+    "a user to train": (of({**ASK, "weight": 1}, END), "messages[0].weight: what the user says is to be trained"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row, words", REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_right_is_named_with_its_place(tmp_path, row, words):
+    path = write(tmp_path, of(ASK, END) if "messages" in row else turns(HUMAN, GPT), row)
+    with pytest.raises(UserError) as caught:
+        trained(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:2, ")
+    assert words in message
+
+
+def test_a_turn_that_is_not_to_be_trained_contradicts_training_all(tmp_path):
+    path = write(tmp_path, of(ASK, {**END, "weight": 0}, ASK, END))
+    with pytest.raises(
+        UserError, match=r"messages\[1\]: this turn is not to be trained \(weight 0\), but data.loss_on=all"
+    ):
+        trained(path, loss_on="all")
+
+
+def test_pairs_of_parts_under_the_names_of_llamafactory(tmp_path):
+    def talk(answer: str) -> list[dict[str, Any]]:
+        turns = [
+            parts("system", ("text", "Answer.")),
+            parts("user", ("text", "Hello")),
+            parts("assistant", ("text", answer)),
+        ]
+        return [{**turn, "loss_weight": float(turn["role"] == "assistant")} for turn in turns]
+
+    row = {"chosen_messages": talk("there"), "rejected_messages": talk("you")}
+    data = Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache"))
+    train = prepare_pairs(data, TOKENIZER, seed=0).train
+    assert TOKENIZER.decode(train[0].chosen.input_ids[train[0].chosen.loss_mask]) == f"{NO_THOUGHT}there<|im_end|>\n"
+    row["rejected_messages"][2]["loss_weight"] = 0.0
+    with pytest.raises(UserError, match="rejected_messages: a turn of the answer is not to be trained"):
+        prepare_pairs(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), TOKENIZER, seed=0)
+
+
+def test_pairs_of_calls_train_the_call(tmp_path):
+    row = {
+        **turns(HUMAN),
+        "chosen": {"from": "function_call", "value": json.dumps(PARIS)},
+        "rejected": {"from": "gpt", "value": "It is sunny."},
+        "tools": json.dumps([WEATHER]),
+    }
+    train = prepare_pairs(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), TOKENIZER, seed=0).train
+    assert TOKENIZER.decode(train[0].chosen.input_ids[train[0].chosen.loss_mask]) == f"{NO_THOUGHT}{ONE}\n"
