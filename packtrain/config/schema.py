@@ -16,6 +16,7 @@ ObjectiveKind = Literal["sft", "dpo"]
 TokenLoss = Literal["nll", "dft"]
 Split = Literal["train", "eval"]
 Format = Literal["messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "tokenised"]
+SplitText = Literal["document", "line", "paragraph"]
 LossType = Literal[
     "sigmoid",
     "hinge",
@@ -93,7 +94,9 @@ class DataSource:
     """One source of documents."""
 
     path: str = key(
-        "", "Hub id, or a .jsonl/.json/.parquet/.csv file, a glob of these, or an Arrow folder; or quickstart."
+        "",
+        "Hub id, or a .jsonl/.json/.parquet/.arrow/.csv/.tsv/.txt file (text also .gz or .zst), a glob or a folder of these, a "
+        "saved data set; or quickstart.",
     )
     split: str = key("train", "Split of a hub data set or a saved DatasetDict.")
     subset: str | None = key(None, "Configuration name of a hub data set.")
@@ -126,10 +129,16 @@ class Data:
         "conversations, completion for prompt_completion, all for text.",
     )
     max_length: int | None = key(2048, "Most tokens of a document; none for no limit.", minimum=2)
-    overlong: Literal["truncate", "keep_start", "keep_end", "drop", "split", "error"] = key(
-        "truncate",
-        "What is done with a document longer than data.max_length. Preference pairs: truncate (or keep_start) cuts the "
-        "end, keep_end as much of the prompt's beginning in both documents; they are never split.",
+    overlong: Literal["auto", "truncate", "keep_start", "keep_end", "drop", "split", "error"] = key(
+        "auto",
+        "What is done with a document longer than data.max_length; auto splits running text, and truncates all else. "
+        "Preference pairs: truncate (or keep_start) cuts the end, keep_end as much of the prompt's beginning in both "
+        "documents; they are never split.",
+    )
+    split_text: SplitText = key(
+        "document",
+        "what is a row of a .txt file: all of it, each line, or each part between blank lines.",
+        objective="sft",
     )
     bad_rows: Literal["error", "skip"] = key("error", "Stop at the first unreadable row, or count and skip them.")
     shuffle: bool = key(True, "New order of the documents in every epoch, from trainer.seed.")

@@ -98,11 +98,12 @@ class PairDataset:
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """A source's documents in their `store`, and whether this process `built` it or found it in the cache."""
+    """A source's documents in their `store`, whether this process `built` it or found it in the cache, and a `remark` on it."""
 
     source: DataSource
     store: Store
     built: bool
+    remark: str = ""
 
 
 def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
@@ -119,7 +120,10 @@ def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
     for side, words in ((held, "no document would be held out"), (~held, "none would be left")):
         if not documents[side].any():
             what = f"cannot hold out {fraction:g} of {len(content)} rows ({len(different)} different): {words}"
-            raise UserError(what, where="data.eval", fix="Give data.eval a source of its own, or more rows.")
+            fix = "Give data.eval a source of its own, or more rows."
+            texts = any(part.remark for part in parts)
+            fix += " A .txt file has more with data.split_text=line or paragraph." if texts else ""
+            raise UserError(what, where="data.eval", fix=fix)
     return np.split(held, np.cumsum([len(part.store.fates) for part in parts])[:-1])
 
 
@@ -160,6 +164,7 @@ def mixed(
         format=", ".join(dict.fromkeys(store.format for store in stores)),
         sources=tuple(part.source.path for part in parts),
         seconds=sum(part.store.seconds for part in parts if part.built),
+        remarks=tuple(part.remark for part in parts if part.remark),
     )
     return TokenDataset(stores, all_rows, report)
 

@@ -36,7 +36,7 @@ from packtrain.config.schema import Data, DataSource, Format, ObjectiveKind, Spl
 from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, hold_out, mixed
 from packtrain.data.formats.columns import detect_format
 from packtrain.data.sources.chunks import BadRow, Chunk
-from packtrain.data.sources.locate import Source, locate
+from packtrain.data.sources.locate import Files, Source, locate
 from packtrain.data.tokens.cache import StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
 from packtrain.data.tokens.encode import MOST_PROBLEMS, EncodedChunk, Encoder, PairEncoder
@@ -122,7 +122,7 @@ class _Tokeniser:
 
     def tokenised(self, given: DataSource, role: Split) -> Tokenised:
         try:
-            source = locate(given, role, self.seed, self.objective)
+            source = locate(given, role, self.seed, self.objective, self.data.split_text)
             identity = source.identity(partial(hash_file, memory=self.folder / "hashes"))
         except OSError as error:
             where = str(error.filename or given.path)
@@ -136,7 +136,8 @@ class _Tokeniser:
         def say(message: str) -> None:
             self.console.print(f"{source.name}: {message}", highlight=False, markup=False)
 
-        return Tokenised(given, *open_or_build(self.folder, key, partial(self._build, source), say))
+        store, built = open_or_build(self.folder, key, partial(self._build, source), say)
+        return Tokenised(given, store, built, source.remark() if isinstance(source, Files) else "")
 
     def _build(self, source: Source, folder: Path) -> None:
         started = time.monotonic()

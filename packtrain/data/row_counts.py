@@ -107,7 +107,8 @@ class DataReport(RowCounts):
 
     The inherited counts cover all rows of its sources or, where data.eval is a fraction of data.train, the rows on this side
     of the split. `documents`, `tokens` and `trained_tokens` describe one epoch, with weights; `held_out` documents are on the
-    other side. `seconds` is the time of tokenising (0 if all was cached). `pairs` describes preference pairs.
+    other side. `seconds` is the time of tokenising (0 if all was cached). `pairs` describes preference pairs,
+    `remarks` say what was decided about a source.
     """
 
     documents: int
@@ -118,7 +119,8 @@ class DataReport(RowCounts):
     sources: tuple[str, ...]
     seconds: float
     pairs: PairFigures | None = None
+    remarks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain containers, ready for json.dump."""
-        return {**asdict(self), "sources": list(self.sources)}
+        return {**asdict(self), "sources": list(self.sources), "remarks": list(self.remarks)}

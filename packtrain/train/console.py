@@ -107,6 +107,8 @@ def about_steps(
     for title, part in (("data", data.train), ("held out", data.eval)):
         if part is not None:
             log.fact(title, _documents(part.report))
+            for remark in part.report.remarks:
+                log.fact("", remark)
     figures = steps.schedule.summary(ranks.world_size)
     low, high = figures.micro_batches_min, figures.micro_batches_max
     log.fact(

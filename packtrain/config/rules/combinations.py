@@ -94,7 +94,7 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         what = f"{data.overlong} is for preference pairs"
         fix = "Choose truncate, split, drop or error, or use packtrain dpo (objective.kind=dpo)."
         yield Fault(("data.overlong",), what, fix)
-    elif data.max_length is None and data.overlong != "truncate":
+    elif data.max_length is None and data.overlong not in ("auto", "truncate"):
         what = f"without a longest length nothing is overlong, so {data.overlong!r} does nothing"
         fix = "Set data.max_length, or leave data.overlong out."
         yield Fault(("data.overlong", "data.max_length"), what, fix, because="data.max_length")

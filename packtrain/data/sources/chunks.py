@@ -15,6 +15,8 @@ import pyarrow as pa
 
 from packtrain.errors import Problem
 
+_BLANK = b" \t\r\n\v\f\xef\xbb\xbf"
+"""White space, and the mark that a line begins with where files with one were joined."""
 CHUNK_ROWS = 256
 CHUNK_BYTES = 1 << 20
 SKIP_ADVICE = "data.bad_rows=skip counts and skips such rows."
@@ -55,7 +57,7 @@ class LineChunk:
     def rows(self) -> Iterator[tuple[str, RawRow]]:
         """Each row with its place; blank lines are not rows."""
         for number, line in enumerate(self.lines, self.first):
-            if not line.isspace():
+            if line.strip(_BLANK):
                 yield f"{self.origin}:{number}", _parse_line(line)
 
 
@@ -130,10 +132,9 @@ def _without_nulls(value: Any) -> Any:
 
 def _parse_line(line: bytes) -> RawRow:
     if b"\0" in line:
-        fix = "The file is UTF-16 (iconv -f utf-16 -t utf-8), or damaged by a crash or a bad copy: get it anew."
-        return BadRow("NUL bytes", "the line holds NUL bytes", fix=fix)
+        return nul_bytes("the line")
     try:
-        row = json.loads(line.decode("utf-8").rstrip("\r\n"))
+        row = json.loads(line.decode("utf-8").removeprefix("\ufeff").rstrip("\r\n"))
     except UnicodeDecodeError as error:
         return not_utf8(f"byte {error.start + 1} of the line is 0x{line[error.start]:02x}")
     except json.JSONDecodeError as error:
@@ -141,6 +142,12 @@ def _parse_line(line: bytes) -> RawRow:
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; too deeply nested lists
         return BadRow("broken JSON", f"broken JSON: {error}")
     return checked_object(row)
+
+
+def nul_bytes(thing: str, field: str = "") -> BadRow:
+    """The BadRow of UTF-16 that does not say so, and of damage."""
+    fix = "The file is UTF-16 (iconv -f utf-16 -t utf-8), or damaged by a crash or a bad copy: get it anew."
+    return BadRow("NUL bytes", f"{thing} holds NUL bytes", field, fix)
 
 
 def not_utf8(found: str, field: str = "") -> BadRow:

@@ -1,4 +1,4 @@
-"""Files as streams of chunks, in bounded memory (but for one JSON list), without losing the line number.
+"""Files as streams of chunks, in bounded memory (but for one JSON list, one text), without losing the line number.
 
 JSON Lines and csv are read here rather than through `datasets` or pandas: those infer one schema for the whole file
 (a row that differs fails far from its line, structs are filled with nulls), and name neither the line nor the field.
@@ -7,19 +7,18 @@ JSON Lines and csv are read here rather than through `datasets` or pandas: those
 from __future__ import annotations
 
 import csv
-import gzip
-import io
 import json
 import re
 import sys
 import zlib
 from collections.abc import Iterator
+from itertools import chain, groupby
 from pathlib import Path
-from typing import BinaryIO, TextIO, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from packtrain.config.schema import SplitText
 from packtrain.data.sources.chunks import (
     CHUNK_BYTES,
     CHUNK_ROWS,
@@ -31,12 +30,19 @@ from packtrain.data.sources.chunks import (
     TableChunk,
     checked_object,
     not_utf8,
+    nul_bytes,
 )
+from packtrain.data.sources.opening import PACKED, lines_of, open_text
 from packtrain.errors import UserError
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".json.gz", ".ndjson.gz", ".csv", ".parquet")
-_undecoded = re.compile("[\udc80-\udcff]").search
-"""Finds a byte that was not UTF-8: `surrogateescape` keeps it as such a character."""
+_TEXTUAL = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
+_TABLES = (".parquet", ".arrow")
+SUFFIXES = (*_TEXTUAL, *(f"{suffix}{packed}" for suffix in _TEXTUAL for packed in PACKED), *_TABLES)
+READABLE = f"Readable are {', '.join(_TEXTUAL)} (also with {' or '.join(PACKED)}), {', '.join(_TABLES)}"
+LONGEST_TEXT = 1 << 25
+"""Characters of a text that is tokenised as a whole, which takes up to 300 bytes for each."""
+_damaged = re.compile("[\0\udc80-\udcff]").search
+"""Finds NUL, or a byte that was not UTF-8: open_text keeps it as such a character."""
 
 
 def suffix_of(path: Path) -> str | None:
@@ -45,47 +51,48 @@ def suffix_of(path: Path) -> str | None:
     return max((suffix for suffix in SUFFIXES if name.endswith(suffix)), key=len, default=None)
 
 
-def read_file(path: Path) -> Iterator[Chunk]:
-    """The rows of one file, in order. Raises UserError when the file as a whole cannot be read."""
-    suffix = suffix_of(path)
+def kind_of(path: Path) -> str:
+    """The suffix of SUFFIXES without that of a compression; "" for a file that we do not read."""
+    suffix = suffix_of(path) or ""
+    return next((suffix.removesuffix(packed) for packed in PACKED if suffix.endswith(packed)), suffix)
+
+
+def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]:
+    """The rows of one file, in order; `split_text` says what is a row of running text.
+
+    Raises UserError when the file as a whole cannot be read.
+    """
+    kind = kind_of(path)
     try:
-        if suffix == ".parquet":
-            yield from _parquet(path)
-        elif suffix == ".csv":
-            yield from _in_chunks(path, _csv(path))
-        elif suffix in (".json", ".json.gz") and _first_character(path) == b"[":
+        if kind in _TABLES:
+            yield from _table(path, _parquet(path) if kind == ".parquet" else _arrow(path))
+        elif kind in (".csv", ".tsv"):
+            yield from _in_chunks(path, _csv(path, "\t" if kind == ".tsv" else None))
+        elif kind == ".txt":
+            yield from _in_chunks(path, texts(path, split_text))
+        elif kind == ".json" and _first_character(path) == "[":
             yield from _in_chunks(path, _json_list(path))
         else:
             yield from _json_lines(path)
-    except (OSError, EOFError, zlib.error, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the file: {error}", where=str(path), fix="Check or renew the file.") from error
 
 
-def _open(path: Path) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path, "rb")) if path.name.lower().endswith(".gz") else open(path, "rb")
-
-
-def _open_text(path: Path) -> TextIO:
-    """The file as text, line ends as they are; bytes that are not UTF-8 are kept as surrogates, see `_undecoded`."""
-    return io.TextIOWrapper(_open(path), encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-
-def _first_character(path: Path) -> bytes:
-    with _open(path) as file:
-        return file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+def _first_character(path: Path) -> str:
+    with open_text(path) as file:
+        return file.read(1 << 16).lstrip()[:1]
 
 
 def _json_lines(path: Path) -> Iterator[Chunk]:
-    with _open(path) as file:
-        first, lines, size = 1, [], 0
-        for number, line in enumerate(file, 1):
-            lines.append(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
-            size += len(line)
-            if len(lines) >= CHUNK_ROWS or size >= CHUNK_BYTES:
-                yield LineChunk(str(path), first, lines, size)
-                first, lines, size = number + 1, [], 0
-        if lines:
+    first, lines, size = 1, [], 0
+    for number, line in enumerate(lines_of(path), 1):
+        lines.append(line)
+        size += len(line)
+        if len(lines) >= CHUNK_ROWS or size >= CHUNK_BYTES:
             yield LineChunk(str(path), first, lines, size)
+            first, lines, size = number + 1, [], 0
+    if lines:
+        yield LineChunk(str(path), first, lines, size)
 
 
 def _in_chunks(path: Path, rows: Iterator[tuple[int, RawRow, int]]) -> Iterator[Chunk]:
@@ -104,19 +111,77 @@ def _in_chunks(path: Path, rows: Iterator[tuple[int, RawRow, int]]) -> Iterator[
         yield ParsedChunk(str(path), numbers, values, size)
 
 
-def _parquet(path: Path) -> Iterator[Chunk]:
+def _table(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[Chunk]:
+    first = 1
+    for batch in batches:
+        for start in range(0, batch.num_rows, CHUNK_ROWS):
+            part = batch.slice(start, CHUNK_ROWS)
+            yield TableChunk(str(path), first, part, part.num_rows)
+            first += part.num_rows
+
+
+def _parquet(path: Path) -> Iterator[pa.RecordBatch]:
     with pq.ParquetFile(path) as file:
-        first = 1
-        for batch in file.iter_batches(batch_size=CHUNK_ROWS):
-            yield TableChunk(str(path), first, batch, batch.num_rows)
-            first += batch.num_rows
+        yield from file.iter_batches(batch_size=CHUNK_ROWS)
 
 
-def _csv(path: Path) -> Iterator[tuple[int, RawRow, int]]:
-    """Each row with its line and its length. All fields are strings: a column of digits stays text."""
+def _arrow(path: Path) -> Iterator[pa.RecordBatch]:
+    """A file of Arrow's IPC, which is a stream (so `datasets` writes it) or a file with an index (Feather)."""
+    with pa.memory_map(str(path)) as mapped:
+        if mapped.read(6) == b"ARROW1":
+            indexed = pa.ipc.open_file(mapped)
+            yield from map(indexed.get_batch, range(indexed.num_record_batches))
+        else:
+            mapped.seek(0)
+            yield from pa.ipc.open_stream(mapped)
+
+
+def texts(path: Path, split: SplitText) -> Iterator[tuple[int, RawRow, int]]:
+    """Each text with the line that it begins on and its length: the file, its lines, or what blank lines part.
+
+    Blank ones are no rows; a text has no line end before or after it.
+    """
+    with open_text(path, newline=None) as file:
+        lines = enumerate(iter(lambda: file.readline(LONGEST_TEXT + 1), ""), 1)
+        if split == "paragraph":
+            groups = (group for blank, group in groupby(lines, lambda line: line[1].isspace()) if not blank)
+        else:
+            groups = [lines] if split == "document" else ([line] for line in lines)
+        for group in groups:
+            first, held, size = 0, [], 0
+            for number, line in group:
+                first, size = first or number, size + len(line)
+                if size > LONGEST_TEXT:
+                    what = f"a {split} of more than {LONGEST_TEXT / 1e6:.0f} million characters is too long to be tokenised"
+                    fix = "Set data.split_text to line or paragraph, or cut the file into several."
+                    raise UserError(what, where=f"{path}:{first}", fix=fix)
+                held.append(line)
+            text = "".join(held).strip("\n")
+            if text and not text.isspace():
+                yield first, _damage(text, split) or {"text": text}, size
+
+
+def _damage(text: str, thing: str, field: str = "") -> BadRow | None:
+    """Why a `thing` of a text file cannot be used, if so."""
+    if (found := _damaged(text)) is None:
+        return None
+    line = f" (its line {1 + text.count(chr(10), 0, found.start())})" if "\n" in text else ""
+    if found[0] == "\0":
+        return nul_bytes(f"the {thing}{line}", field)
+    return not_utf8(f"the {thing}{line} holds bytes that are not", field)
+
+
+def _csv(path: Path, separator: str | None) -> Iterator[tuple[int, RawRow, int]]:
+    """Each row with its line and its length. All fields are strings: a column of digits stays text.
+
+    Without a `separator` it is what the first line has most of: Excel writes semicolons in half of Europe, and tabs.
+    """
     csv.field_size_limit(sys.maxsize)
-    with _open_text(path) as file:
-        reader = csv.reader(file, strict=True)  # else an open quote swallows the rest of the file
+    with open_text(path) as file:
+        start = file.readline()
+        separator = separator or max(",;\t", key=start.count)
+        # strict: else an open quote swallows the rest of the file
+        reader = csv.reader(chain([start], file), delimiter=separator, strict=True)
         header: list[str] = []
         while True:
             line = reader.line_num + 1
@@ -140,8 +205,8 @@ def _csv_row(header: list[str], fields: list[str]) -> RawRow:
     if len(fields) != len(header):
         return BadRow("broken csv", f"{len(fields)} fields, but the header names {len(header)}: {', '.join(header)}")
     for name, field in zip(header, fields, strict=True):
-        if _undecoded(field):
-            return not_utf8("the field holds bytes that are not", name)
+        if bad := _damage(field, "field", name):
+            return bad
     return dict(zip(header, fields, strict=True))
 
 
@@ -150,7 +215,7 @@ def _json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
 
     After a broken element the start of the next one is unknown, so it is an error even with data.bad_rows=skip.
     """
-    with _open_text(path) as file:
+    with open_text(path) as file:
         text = file.read()
     decoder, after_space = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
 
@@ -173,7 +238,7 @@ def _json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
         except (ValueError, RecursionError) as error:
             raise broken(f"broken JSON: {error}", getattr(error, "pos", at)) from error
         read = text[at:end]
-        row = not_utf8("the element holds bytes that are not") if _undecoded(read) else checked_object(value)
+        row = _damage(read, "element") or checked_object(value)
         yield line, row, len(read)
         following = after(end)
         if text.startswith(",", following):

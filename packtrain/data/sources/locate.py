@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,39 +17,53 @@ from typing import TYPE_CHECKING, cast
 import pyarrow as pa
 
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
-from packtrain.config.schema import DataSource, ObjectiveKind, Split
+from packtrain.config.schema import DataSource, ObjectiveKind, Split, SplitText
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, ParsedChunk, RawRow, TableChunk
-from packtrain.data.sources.files import SUFFIXES, read_file, suffix_of
+from packtrain.data.sources.files import READABLE, kind_of, read_file, suffix_of, texts
 from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
     import datasets
 
+_ASIDE = re.compile(r"(readme|licen[sc]e|notice)\b.*|dataset_(info|infos|dict)\.json|cache-.*\.arrow", re.I).fullmatch
 HashFile = Callable[[Path], str]
-READABLE = f"Readable are {', '.join(SUFFIXES)}, and folders of these or of datasets.save_to_disk."
+_READABLE = f"{READABLE}, and folders of these or of datasets.save_to_disk."
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files of SUFFIXES, read in the order given; `size` in bytes."""
+    """Files of SUFFIXES, read in the order given; `split_text` is for those of running text, `size` in bytes."""
 
     name: str
     paths: tuple[Path, ...]
+    split_text: SplitText = "document"
 
     @property
     def size(self) -> int:
         return sum(path.stat().st_size for path in self.paths)
 
     def identity(self, hash_file: HashFile) -> str:
-        """Hash of the files' bytes and kinds."""
-        return _digest("files", *(f"{suffix_of(path)} {hash_file(path)}" for path in self.paths))
+        """Hash of the files' bytes and kinds, and of what is a document of running text."""
+        kinds = {path: f"{suffix_of(path)}{f' {self.split_text}' * _is_text(path)}" for path in self.paths}
+        return _digest("files", *(f"{kind} {hash_file(path)}" for path, kind in kinds.items()))
 
     def chunks(self) -> Iterator[Chunk]:
         """All rows; raises UserError for a file that cannot be read at all."""
         for path in self.paths:
-            yield from read_file(path)
+            yield from read_file(path, self.split_text)
+
+    def remark(self) -> str:
+        """What was taken for a row of running text; "" where there is none."""
+        if not any(map(_is_text, self.paths)):
+            return ""
+        if self.split_text != "document":
+            return f"{self.name}: each {self.split_text} is a row"
+        if len(self.paths) > 1:
+            return f"{self.name}: each .txt file is a row (with data.split_text=line each line)"
+        lines = sum(1 for _ in texts(self.paths[0], "line"))
+        return f"{self.name}: the file is 1 row (data.split_text=line would make {lines:,})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +123,13 @@ def _digest(*parts: str) -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def locate(source: DataSource, role: Split, seed: int, objective: ObjectiveKind = "sft") -> Source:
+def locate(
+    source: DataSource,
+    role: Split,
+    seed: int,
+    objective: ObjectiveKind = "sft",
+    split_text: SplitText = "document",
+) -> Source:
     """Find what `source.path` names: quickstart (for the objective), a file, a glob, a folder, else a hub data set.
 
     Raises UserError for a path that does not exist, holds nothing to read, or cannot be loaded from the hub.
@@ -128,17 +149,34 @@ def locate(source: DataSource, role: Split, seed: int, objective: ObjectiveKind 
     elif any(sign in path for sign in "*?["):
         found = glob.glob(str(local), recursive=True)
     elif looks_local(path):
-        fix = READABLE if local.suffix and suffix_of(local) is None else f"{nearest(path)} A hub id is owner/name."
+        fix = _READABLE if local.suffix and suffix_of(local) is None else f"{nearest(path)} A hub id is owner/name."
         raise UserError(f"no such file: {path}", where=where, fix=fix)
     else:
         return Table(f"{path} [{source.split}]", _from_hub(source, role))
-    files = tuple(one for one in sorted(map(Path, found)) if suffix_of(one) and one.is_file())
+    files = [one for one in sorted(map(Path, found)) if suffix_of(one) and one.is_file()]
+    if len(files) > 1:
+        files = _without_asides(files, where)
     if not files:
-        raise UserError(f"there is nothing to read in {path!r}", where=where, fix=READABLE)
+        raise UserError(f"there is nothing to read in {path!r}", where=where, fix=_READABLE)
     if source.split != "train" or source.subset is not None:
         what = f"there is no {'split' if source.subset is None else 'subset'} to choose in plain files"
         raise UserError(what, where=str(local), fix="Name the file, or a glob of files, that holds it.")
-    return Files(str(local), files)
+    return Files(str(local), tuple(files), split_text)
+
+
+def _is_text(path: Path) -> bool:
+    return kind_of(path) == ".txt"
+
+
+def _without_asides(files: list[Path], where: str) -> list[Path]:
+    """The files of a folder that are data, not about it. Raises UserError where texts stand among rows: either may be notes."""
+    rest = [one for one in files if not _ASIDE(one.name)]
+    text = [one for one in rest if _is_text(one)]
+    if text and len(text) < len(rest):
+        other = next(one for one in rest if not _is_text(one))
+        what = f"running text and rows in one folder: {text[0]} and {other}"
+        raise UserError(what, where=where, fix=f"Name which, e.g. {other.parent / '*'}{suffix_of(other)}.")
+    return rest
 
 
 def looks_local(path: str) -> bool:

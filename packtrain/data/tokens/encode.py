@@ -97,7 +97,7 @@ class Encoder:
                 what = f"{longest} tokens, but data.max_length={self.data.max_length}"
                 fix = "Raise data.max_length, or set data.overlong to truncate or drop."
                 problems.append(Problem(what, where, fix))
-            parts, fate = self._fitted(documents, Fate(content, apart=apart))
+            parts, fate = self._fitted(documents, Fate(content, apart=apart), format)
             kept.extend(parts)
             fates.append(fate)
         joined = Documents(
@@ -205,7 +205,7 @@ class Encoder:
         completion = self.tokenizer.encode(pair.completion).ids
         return self._ended(np.concatenate([prompt, completion])), len(prompt), True
 
-    def _fitted(self, documents: list[IdsAndMask], fate: Fate) -> tuple[list[IdsAndMask], Fate]:
+    def _fitted(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
         """The parts of the document that are kept, each with a trained token, and the updated `fate`."""
         ((ids, mask),) = documents
         limit = self.data.max_length or len(ids)
@@ -215,7 +215,7 @@ class Encoder:
             return documents, fate._replace(documents=1)
         if self.data.overlong == "drop":
             return [], fate._replace(dropped=TOO_LONG)
-        if self.data.overlong != "split":
+        if self.data.overlong != "split" and not (self.data.overlong == "auto" and format == "text"):
             if not mask[:limit].any():
                 return [], fate._replace(dropped=UNTRAINED_ONCE_CUT)
             cut = fate._replace(documents=1, truncated=True, cut_tokens=len(ids) - limit)
@@ -257,7 +257,7 @@ class PairEncoder(Encoder):
         texts = (chosen.prompt + chosen.completion, rejected.prompt + rejected.completion)
         return [self._prompt(chosen.prompt), *(self._ended(self._whole(text)) for text in texts)]
 
-    def _fitted(self, documents: list[IdsAndMask], fate: Fate) -> tuple[list[IdsAndMask], Fate]:
+    def _fitted(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
         """Both documents or none, and the updated `fate`."""
         kept, limit = documents, self.data.max_length
         if _same(documents):

@@ -1,0 +1,212 @@
+"""Files as people have them: running text, compressed, in any Unicode, with any separator; read, or named with what to do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.feather as feather
+import pytest
+from data_tokenizers import tokenizer_of
+
+from packtrain.config.schema import Data
+from packtrain.data.prepare import PreparedData, prepare, prepare_pairs
+from packtrain.data.sources import files
+from packtrain.data.sources.chunks import BadRow
+from packtrain.errors import UserError
+
+TOKENIZER = tokenizer_of("smollm")
+TEXT = "One\ntwo\n\n \nthree\n  four\n\n"
+UNICODE = ("utf-8", "utf-8-sig", "utf-16", "utf-32")
+AS_FILES = {  # the same two rows, on lines 2 and 4
+    "x.jsonl": '\n{"text": "a\\nb"}\r\n\r\n{"text": "ä"}\n',
+    "x.json": '[\n{"text": "a\\nb"},\r\n\r\n{"text": "ä"}]',
+    "x.csv": 'text,n\r\n"a\nb",1\r\nä,2\r\n',
+    "x.tsv": 'text\tn\n"a\nb"\t1\nä\t2\n',
+    "x.txt": "\na\r\nb\n\n",
+}
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as packed:
+        packed.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def rows(path: Path, content: bytes, split: Any = "document") -> list[tuple[str, Any]]:
+    """(line, text) of each row of a file; in place of the text of a bad row, what is said about it."""
+    path.write_bytes(content)
+    found = [one for chunk in files.read_file(path, split) for one in chunk.rows()]
+    assert all(where.startswith(str(path)) for where, _ in found)
+    return [
+        (where.removeprefix(str(path)).strip(":"), str(row.problem("")) if isinstance(row, BadRow) else row["text"])
+        for where, row in found
+    ]
+
+
+def ready(folder: Path, train: Any, **keys: Any) -> PreparedData:
+    return prepare(Data(train=str(train), cache_dir=str(folder / "cache"), **keys), TOKENIZER, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("split", "wanted"),
+    [
+        ("document", [("1", "One\ntwo\n\n \nthree\n  four")]),
+        ("line", [("1", "One"), ("2", "two"), ("5", "three"), ("6", "  four")]),
+        ("paragraph", [("1", "One\ntwo"), ("5", "three\n  four")]),
+    ],
+)
+def test_running_text_is_a_document_or_its_lines_or_its_paragraphs(tmp_path, split, wanted):
+    for name, content in (
+        ("x.txt", TEXT.encode()),
+        ("X.TXT", TEXT.replace("\n", "\r\n").encode("utf-16")),
+        ("x.txt.gz", gzip.compress(TEXT.encode())),
+        ("x.txt.zst", zstd(TEXT.encode())),
+    ):
+        assert rows(tmp_path / name, content, split) == wanted
+    assert rows(tmp_path / "blank.txt", b"\n \n\n", split) == []
+
+
+def test_each_way_to_split_a_text_has_its_own_cache_and_is_remarked(tmp_path):
+    path = tmp_path / "x.txt"
+    path.write_text("One two.\n\nThree.\nFour.\n")
+    for split, count, said in (
+        ("document", 1, "x.txt: the file is 1 row (data.split_text=line would make 3)"),
+        ("line", 3, "x.txt: each line is a row"),
+        ("paragraph", 2, "x.txt: each paragraph is a row"),
+        ("document", 1, "x.txt: the file is 1 row (data.split_text=line would make 3)"),
+    ):
+        report = ready(tmp_path, path, split_text=split).train.report
+        assert (report.rows, report.documents, report.format) == (count, count, "text")
+        assert len(report.remarks) == 1 and report.remarks[0].endswith(said)
+    other = tmp_path / "x.jsonl"
+    other.write_text('{"text": "One two."}\n')
+    ready(tmp_path, other)
+    assert not (report := ready(tmp_path, other, split_text="line").train.report).remarks and not report.seconds
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
+def test_running_text_that_is_too_long_is_split_and_a_conversation_truncated(tmp_path, name):
+    words = " ".join(f"word{n}" for n in range(50))
+    (tmp_path / name).write_text(words if name == "x.txt" else json.dumps({"text": words}))
+    whole = ready(tmp_path, tmp_path / name, max_length=None).train[0].input_ids.tolist()
+    data = ready(tmp_path, tmp_path / name, max_length=32)
+    assert [token for at in range(len(data.train)) for token in data.train[at].input_ids.tolist()] == whole
+    assert (data.train.report.split, data.train.report.truncated, data.train.report.cut_tokens) == (1, 0, 0)
+    cut = ready(tmp_path, tmp_path / name, max_length=32, overlong="truncate").train.report
+    assert (cut.split, cut.truncated, cut.cut_tokens) == (0, 1, len(whole) - 32)
+    chat = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": words}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat}))
+    report = ready(tmp_path, tmp_path / "chat.jsonl", max_length=64).train.report
+    assert (report.split, report.truncated) == (0, 1) and report.cut_tokens
+
+
+def test_a_folder_of_texts_is_read_and_what_is_about_the_data_is_not(tmp_path):
+    folder = tmp_path / "books"
+    (folder / "deep").mkdir(parents=True)
+    for name in ("a.txt", "deep/b.TXT", "README.txt", "LICENSE.txt"):
+        (folder / name).write_text("Hello there!\n")
+    (folder / "dataset_info.json").write_text("{}")
+    report = ready(tmp_path, folder).train.report
+    assert (report.rows, report.remarks[0].split(": ")[1][:24]) == (2, "each .txt file is a row ")
+    assert ready(tmp_path, folder / "*.txt").train.report.rows == 1
+    (folder / "c.jsonl").write_text('{"text": "Hello there!"}\n')
+    with pytest.raises(
+        UserError, match=r"running text and rows in one folder: .*a\.txt and .*c\.jsonl[\s\S]*\*\.jsonl"
+    ):
+        ready(tmp_path, folder)
+
+
+def test_texts_that_cannot_be_used_are_named(tmp_path, monkeypatch):
+    (tmp_path / "x.txt").write_text("Hello there!\nHow are you?\n")
+    with pytest.raises(UserError, match=r"x\.txt: these are text[\s\S]*packtrain sft"):
+        prepare_pairs(Data(train=str(tmp_path / "x.txt"), cache_dir=str(tmp_path)), TOKENIZER, seed=0)
+    with pytest.raises(UserError, match=r"cannot hold out[\s\S]*data.split_text=line or paragraph"):
+        ready(tmp_path, tmp_path / "x.txt", eval=0.5)
+    assert ready(tmp_path, tmp_path / "x.txt", eval=0.5, split_text="line").train.report.held_out == 1
+    monkeypatch.setattr(files, "LONGEST_TEXT", 20)
+    assert len(rows(tmp_path / "x.txt", b"Hello there!\nHow are you?\n", "line")) == 2
+    for content in (b"Hello there!\nHow are you?\n", b"x" * 50):
+        with pytest.raises(UserError, match=r"x\.txt:1: a document of more than[\s\S]*Set data.split_text to line"):
+            rows(tmp_path / "x.txt", content)
+
+
+@pytest.mark.parametrize("encoding", UNICODE)
+@pytest.mark.parametrize("name", AS_FILES)
+def test_unicode_is_read_in_the_form_that_its_mark_names(tmp_path, name, encoding):
+    wanted = [("2", "a\nb"), ("4", "ä")][: 1 if name == "x.txt" else 2]
+    for path in (tmp_path / name, tmp_path / f"{name}.zst"):
+        content = AS_FILES[name].encode(encoding)
+        assert rows(path, zstd(content) if path.suffix == ".zst" else content, "paragraph") == wanted
+    if encoding == "utf-16":
+        assert rows(tmp_path / name, b"\xfe\xff" + AS_FILES[name].encode("utf-16-be"), "paragraph") == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "words"),
+    [
+        ("x.jsonl", 4, "not UTF-8: byte 11 of the line is 0xe4"),
+        ("x.json", 4, "not UTF-8: the element holds bytes that are not"),
+        ("x.csv", 4, "text: not UTF-8: the field holds bytes that are not"),
+        ("x.txt", 1, "not UTF-8: the document (its line 2) holds bytes that are not"),
+    ],
+)
+def test_latin_1_is_named_with_the_command_that_converts_it(tmp_path, name, line, words):
+    content = "a\nä\n" if name == "x.txt" else AS_FILES[name]
+    where, said = rows(tmp_path / name, content.encode("latin-1"))[-1]
+    assert (where, "iconv -f latin1 -t utf-8" in said) == (str(line), True)
+    assert words.removeprefix("text: ") in said
+
+
+@pytest.mark.parametrize("name", AS_FILES)
+def test_utf_16_without_a_mark_is_named(tmp_path, name):
+    for encoding in ("utf-16-le", "utf-16-be"):
+        (tmp_path / name).write_bytes(AS_FILES[name].encode(encoding))
+        with pytest.raises(UserError, match=r"NUL[\s\S]*iconv -f utf-16"):
+            ready(tmp_path, tmp_path / name)
+
+
+def test_zeros_in_a_text_are_named_with_their_line(tmp_path):
+    ((where, said),) = rows(tmp_path / "x.txt", b"fine\nda\0mage\n")
+    assert where == "1" and said.startswith("the document (its line 2) holds NUL bytes")
+    assert rows(tmp_path / "x.csv", b"text\nda\0mage\n")[0][1].startswith(", text: the field holds NUL bytes")
+
+
+def test_compressed_files_are_read_frame_by_frame_and_damage_is_an_error(tmp_path):
+    first, second = b'{"text": "one"}\n', b'\xef\xbb\xbf{"text": "two"}\n'  # as files with a mark are joined
+    for name, packed in (("x.jsonl.zst", zstd), ("x.JSONL.GZ", gzip.compress), ("x.ndjson.zst", zstd)):
+        assert rows(tmp_path / name, packed(first) + packed(second)) == [("1", "one"), ("2", "two")]
+    for name, content in (
+        ("cut.jsonl.zst", zstd(first)[:-3]),
+        ("plain.jsonl.zst", first),
+        ("plain.csv.gz", first),
+        ("more.json.zst", zstd(b"[]") + b"more"),
+        ("half.jsonl", first.decode().encode("utf-16") + b"a"),
+    ):
+        with pytest.raises(UserError, match=rf"{name}: cannot read the file[\s\S]*Check or renew the file"):
+            rows(tmp_path / name, content)
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_a_csv_is_read_with_the_separator_of_its_first_line(tmp_path, separator):
+    lines = [f"id{separator}text", f'1{separator}"one{separator} and ""two"""', f"2{separator}three"]
+    content = "\r\n".join(lines).encode("utf-16" if separator == "\t" else "utf-8-sig")  # what Excel writes
+    assert rows(tmp_path / "x.csv", content) == [("2", f'one{separator} and "two"'), ("3", "three")]
+    assert rows(tmp_path / "x.tsv", b"text\none, two; three\n") == [("2", "one, two; three")]
+
+
+def test_files_of_arrow_are_read_with_and_without_an_index(tmp_path):
+    table = pa.table({"text": [f"row {n}" for n in range(600)]})
+    feather.write_feather(table, tmp_path / "indexed.arrow", compression="zstd")
+    with pa.ipc.new_stream(tmp_path / "stream.arrow", table.schema) as stream:
+        stream.write_table(table)
+    for name in ("indexed.arrow", "stream.arrow"):
+        chunks = list(files.read_file(tmp_path / name))
+        assert [len(chunk) for chunk in chunks] == [256, 256, 88]
+        assert list(chunks[2].rows())[-1] == (f"{tmp_path / name}, row 600", {"text": "row 599"})
+    with pytest.raises(UserError, match="cannot read the file"):
+        rows(tmp_path / "other.arrow", b"hello")
