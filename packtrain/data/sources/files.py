@@ -18,6 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from packtrain.config.rules.combinations import COLUMNS
 from packtrain.config.schema import SplitText
 from packtrain.data.sources.chunks import (
     CHUNK_BYTES,
@@ -72,6 +73,8 @@ def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]
             yield from _in_chunks(path, texts(path, split_text))
         elif kind == ".json" and _first_character(path) == "[":
             yield from _in_chunks(path, _json_list(path))
+        elif kind == ".json" and (wrong := _one_object(path)):
+            raise wrong
         else:
             yield from _json_lines(path)
     except (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError) as error:
@@ -81,6 +84,30 @@ def read_file(path: Path, split_text: SplitText = "document") -> Iterator[Chunk]
 def _first_character(path: Path) -> str:
     with open_text(path) as file:
         return file.read(1 << 16).lstrip()[:1]
+
+
+def _one_object(path: Path) -> UserError | None:
+    """What is wrong with a .json file of one object around the rows, or of objects that have several lines each."""
+    with open_text(path) as file:
+        line = next((line for line in file if not line.isspace()), "")
+        try:
+            value = json.loads(line)
+            if file.read(1 << 16).strip():
+                return None  # an object a line
+        except (ValueError, RecursionError):
+            try:
+                value, _ = json.JSONDecoder().raw_decode((line + file.read(LONGEST_TEXT)).lstrip())
+            except (ValueError, RecursionError):
+                return None  # read line by line it is named, or skipped
+            line = ""
+    lists = [name for name, part in value.items() if isinstance(part, list) and not value.keys() & set(COLUMNS)]
+    if not lists and line:
+        return None
+    what, fix = "an object of several lines", f"Write an object a line: jq -c . {path.name} > rows.jsonl."
+    if lists:
+        what = f"the rows are inside an object, most likely under {lists[0]!r}"
+        fix = f"Take them out: jq '.\"{lists[0]}\"' {path.name} > rows.json."
+    return UserError(what, where=str(path), fix=fix)
 
 
 def _json_lines(path: Path) -> Iterator[Chunk]:

@@ -28,17 +28,27 @@ if TYPE_CHECKING:
     import datasets
 
 _ASIDE = re.compile(r"(readme|licen[sc]e|notice)\b.*|dataset_(info|infos|dict)\.json|cache-.*\.arrow", re.I).fullmatch
+_SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""The words of file names for splits, as in `datasets`."""
 HashFile = Callable[[Path], str]
 _READABLE = f"{READABLE}, and folders of these or of datasets.save_to_disk."
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Files of SUFFIXES, read in the order given; `split_text` is for those of running text, `size` in bytes."""
+    """Files of SUFFIXES, read in the order given; `split_text` is for those of running text, `size` in bytes.
+
+    They are a split of a folder that holds `of` files, where that is not 0.
+    """
 
     name: str
     paths: tuple[Path, ...]
     split_text: SplitText = "document"
+    of: int = 0
 
     @property
     def size(self) -> int:
@@ -55,6 +65,11 @@ class Files:
             yield from read_file(path, self.split_text)
 
     def remark(self) -> str:
+        """What was decided about them; "" for nothing."""
+        part = f"{self.name}: {len(self.paths)} of {self.of} files, by their names" if self.of else ""
+        return "; ".join(filter(None, (part, self._of_text())))
+
+    def _of_text(self) -> str:
         """What was taken for a row of running text; "" where there is none."""
         if not any(map(_is_text, self.paths)):
             return ""
@@ -154,14 +169,23 @@ def locate(
     else:
         return Table(f"{path} [{source.split}]", _from_hub(source, role))
     files = [one for one in sorted(map(Path, found)) if suffix_of(one) and one.is_file()]
-    if len(files) > 1:
+    if files != [local]:
         files = _without_asides(files, where)
     if not files:
         raise UserError(f"there is nothing to read in {path!r}", where=where, fix=_READABLE)
-    if source.split != "train" or source.subset is not None:
+    splits = _splits(local, files) if local.is_dir() else {}
+    if (source.split != "train" and len(splits) < 2) or source.subset is not None:
         what = f"there is no {'split' if source.subset is None else 'subset'} to choose in plain files"
         raise UserError(what, where=str(local), fix="Name the file, or a glob of files, that holds it.")
-    return Files(str(local), tuple(files), split_text)
+    if len(splits) < 2:
+        return Files(str(local), tuple(files), split_text)
+    if (wanted := _SPLITS.get(source.split, source.split)) not in splits:
+        what, fix = (
+            f"no file is of the split {source.split!r}",
+            f"Give split, one of {', '.join(splits)}; or name files.",
+        )
+        raise UserError(what, where=str(local), fix=fix)
+    return Files(f"{local} [{wanted}]", tuple(splits[wanted]), split_text, len(files))
 
 
 def _is_text(path: Path) -> bool:
@@ -177,6 +201,16 @@ def _without_asides(files: list[Path], where: str) -> list[Path]:
         what = f"running text and rows in one folder: {text[0]} and {other}"
         raise UserError(what, where=where, fix=f"Name which, e.g. {other.parent / '*'}{suffix_of(other)}.")
     return rest
+
+
+def _splits(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
+    """The files of each split that their names (or folders') speak of, as `datasets` reads them: "train-0001.parquet"."""
+    splits: dict[str, list[Path]] = {}
+    for path in files:
+        words = re.split(r"[^a-z]+", str(path.relative_to(folder)).lower())
+        for split in [_SPLITS[word] for word in words if word in _SPLITS][-1:]:
+            splits.setdefault(split, []).append(path)
+    return splits
 
 
 def looks_local(path: str) -> bool:

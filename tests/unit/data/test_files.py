@@ -12,7 +12,7 @@ import pyarrow.feather as feather
 import pytest
 from data_tokenizers import tokenizer_of
 
-from packtrain.config.schema import Data
+from packtrain.config.schema import Data, DataSource
 from packtrain.data.prepare import PreparedData, prepare, prepare_pairs
 from packtrain.data.sources import files
 from packtrain.data.sources.chunks import BadRow
@@ -210,3 +210,54 @@ def test_files_of_arrow_are_read_with_and_without_an_index(tmp_path):
         assert list(chunks[2].rows())[-1] == (f"{tmp_path / name}, row 600", {"text": "row 599"})
     with pytest.raises(UserError, match="cannot read the file"):
         rows(tmp_path / "other.arrow", b"hello")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            '{"version": 1, "data": [{"text": "a"}]}',
+            "under 'data'\n    → Take them out: jq '.\"data\"' x.json > rows.json.",
+        ),
+        ('\n{\n "train": [\n{"text": "a"}]\n}\n', "under 'train'"),
+        (
+            '{\n "text": "a"\n}\n{\n "text": "b"\n}\n',
+            "an object of several lines\n    → Write an object a line: jq -c .",
+        ),
+        ('{"text": "a"}\n{\n', "x.json:2: broken JSON"),
+        ("{\n", "x.json:1: broken JSON"),
+    ],
+)
+def test_a_json_file_that_is_no_list_of_rows_is_named_with_what_makes_it_one(tmp_path, content, words):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(UserError) as caught:
+        ready(tmp_path, tmp_path / "x.json")
+    assert words in str(caught.value)
+
+
+def test_a_json_file_of_one_row_is_read(tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "x.json").write_text(json.dumps({"messages": turns}))
+    assert ready(tmp_path, tmp_path / "x.json").train.report.rows == 1
+
+
+def test_of_a_folder_with_splits_the_one_that_is_asked_for_is_read(tmp_path):
+    folder = tmp_path / "repo"
+    for name, count in (
+        ("data/train-00000-of-00002.jsonl", 1),
+        ("data/train-00001-of-00002.jsonl", 2),
+        ("test/a.jsonl", 4),
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"text": "Hello there!"}\n' * count)
+
+    def report(**source: Any) -> Any:
+        data = Data(train=DataSource(path=str(folder), **source), cache_dir=str(tmp_path / "cache"))
+        return prepare(data, TOKENIZER, seed=0).train.report
+
+    assert (report().rows, report().remarks) == (3, (f"{folder} [train]: 2 of 3 files, by their names",))
+    assert report(split="eval").rows == 4
+    with pytest.raises(UserError, match=r"no file is of the split 'validation'[\s\S]*one of train, test"):
+        report(split="validation")
+    (folder / "test/a.jsonl").unlink()
+    assert (report().rows, report().remarks) == (3, ())
