@@ -99,7 +99,11 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 @lru_cache
 def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer whose control tokens are those in the template's text."""
-    found = set(re.findall(r"<[|｜][^<>\n'\"]+>|<[^<>\n'\"|]+\|>|</?s>|</?think>|<\w+_of_\w+>|\[/?INST\]", template))
+    found = set(
+        re.findall(
+            r"<[|｜][^<>\n'\"]+>|<[^<>\n'\"|]+\|>|</?s>|</?think>|<\w+_of_\w+>|\[/?(?:INST|[A-Z]+_[A-Z]+)\]", template
+        )
+    )
     thoughts = found & {"<think>", "</think>"}  # tokens of their own, but no control tokens
     control = [AddedToken(token, special=True, normalized=False) for token in sorted(found - thoughts)]
     raw = Tokenizer(models.BPE())

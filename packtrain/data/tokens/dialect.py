@@ -5,8 +5,8 @@ Templates agree on `content` and mostly on `tool_calls`, and on little else:
 - a thought is read from `reasoning_content`, `reasoning` or `thinking` (gpt-oss), by others from <think> in the content
   (SmolLM3, DeepSeek R1's distillates). In a template that knows none of these it would be lost: loss_mask.py refuses it;
 - SmolLM3 reads tools from `xml_tools`, and calls as <tool_call> in the content;
-- Mistral's templates want an id of nine characters for each call and its answer. Calls without an id get one by their
-  place, and answers without one that of the first call still unanswered.
+- Mistral's templates want an id of nine characters for each call and its answer, Hermes' the tool's name with the answer.
+  Calls without an id get one by their place; answers without one are those of the first call still unanswered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Dialect:
     thought: str | None
     calls_in_content: bool
     tools: str
-    ids: bool
     short_ids: bool
 
 
@@ -46,7 +45,6 @@ def dialect_of(template: str) -> Dialect:
         thought=next((key for key in THOUGHTS if reads(key)), in_content),
         calls_in_content="<tool_call>" in template and not reads("tool_calls"),
         tools="xml_tools" if re.search(r"\bxml_tools\b", template) else "tools",
-        ids=reads("id") or reads("tool_call_id"),
         short_ids=re.search(r"id\s*\|\s*length\s*!=\s*9", template) is not None,
     )
 
@@ -54,7 +52,7 @@ def dialect_of(template: str) -> Dialect:
 def in_dialect_of(template: str, conversation: Conversation) -> Conversation:
     """The conversation with its thoughts, calls, ids and tools where the template reads them."""
     dialect, messages, tools = dialect_of(template), conversation.messages, conversation.tools
-    if dialect.ids and any("tool_calls" in message for message in messages):
+    if any("tool_calls" in message for message in messages):
         messages = _with_ids(messages, dialect.short_ids)
     if any(message.keys() & {"reasoning_content", "tool_calls"} for message in messages):
         messages = [_spoken(message, dialect) for message in messages]
@@ -79,24 +77,25 @@ def _spoken(message: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
 
 
 def _with_ids(messages: Messages, short: bool) -> Messages:
-    """Each call with an id, each answer of a tool with that of its call; with `short`, ids are of nine characters."""
+    """Each call with an id, each answer of a tool with id and name of its call; with `short`, ids are of nine characters."""
     made: Messages = []
-    named: dict[str, str] = {}
-    number, waiting = 0, list[str]()
+    named: dict[str, tuple[str, str]] = {}
+    number, waiting = 0, dict[str, str]()
     for message in messages:
         if "tool_calls" in message:
-            calls, waiting = [], []
+            calls, waiting = [], {}
             for call in message["tool_calls"]:
                 given, number = call.get("id"), number + 1
                 name = given if given and (SHORT_ID.fullmatch(given) or not short) else f"call{number:05d}"
-                named[given or name] = name
-                waiting.append(name)
+                waiting[name] = call["function"]["name"]
+                named[given or name] = name, waiting[name]
                 calls.append({**call, "id": name})
             message = {**message, "tool_calls": calls}
         elif message["role"] == "tool":
             given = message.get("tool_call_id")
-            name = named.get(str(given)) if given else next(iter(waiting), None)
-            waiting = [one for one in waiting if one != name]
-            message = message if name is None else {**message, "tool_call_id": name}
+            answered = named.get(str(given)) if given else next(iter(waiting.items()), None)
+            if answered is not None:
+                waiting.pop(answered[0], None)
+                message = {"name": answered[1], **message, "tool_call_id": answered[0]}
         made.append(message)
     return made

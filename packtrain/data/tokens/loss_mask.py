@@ -19,6 +19,7 @@ Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TR
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -29,7 +30,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.chat_template import Template, has_marks
-from packtrain.data.tokens.dialect import in_dialect_of
+from packtrain.data.tokens.dialect import dialect_of, in_dialect_of
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 
 Span = tuple[int, int]
@@ -184,7 +185,10 @@ class ChatEncoder:
 
     def _check_tools(self, template: Template, conversation: Conversation, text: str) -> None:
         """Raise BadRow if the text is the same without the tools."""
-        if self._whole(template, replace(conversation, tools=None)) == text:
+        without = ""
+        with suppress(BadRow):  # some templates are for tools only
+            without = self._whole(template, replace(conversation, tools=None))
+        if without == text:
             what = f"the chat template ({template.name}) leaves out the tools"
             fix = f"{self._better(conversation)}, or take the tools out of the data."
             raise BadRow("tools left out", what, "tools", fix)
@@ -208,18 +212,22 @@ class ChatEncoder:
             if (thought := _thought(message)) not in others:
                 what = f"the chat template ({template.name}) leaves out the thought {thought[:40]!r}"
                 fix = f"{self._better(conversation)}, or take the thoughts out of the data."
+                if dialect_of(template.text).thought:
+                    fix = "It keeps those of the last turn: set data.loss_on=completion, or take the others out of the data."
                 raise BadRow(REFUSED, what, f"messages[{turn}].reasoning_content", fix)
             if lost := next((name for name in _called(message) if name not in others), None):
                 what = f"the chat template ({template.name}) leaves out the call of {lost!r}"
                 raise BadRow(REFUSED, what, f"messages[{turn}].tool_calls", f"{self._better(conversation)}.")
-            if len(message.get("tool_calls", ())) > 1:
-                first = {**message, "tool_calls": message["tool_calls"][:1]}
-                fewer = [*conversation.messages[:turn], first, *conversation.messages[turn + 1 :]]
-                if self._whole(template, replace(conversation, messages=fewer)) == self._whole(template, conversation):
+            if len(_called(message)) > 1:
+                until = conversation.messages[: turn + 1]
+                fewer = [*until[:-1], {**message, "tool_calls": message["tool_calls"][:1]}]
+                one, all_of_them = (
+                    self._whole(template, replace(conversation, messages=some)) for some in (fewer, until)
+                )
+                if one == all_of_them:
                     what = f"the chat template ({template.name}) takes one call in a turn, and leaves out the others"
-                    raise BadRow(
-                        REFUSED, what, f"messages[{turn}].tool_calls", "Write them as turns with one call each."
-                    )
+                    fix = "Write them as turns with one call each."
+                    raise BadRow(REFUSED, what, f"messages[{turn}].tool_calls", fix)
 
     def _whole(self, template: Template, conversation: Conversation) -> str:
         """The text of the whole conversation."""
