@@ -26,7 +26,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from packtrain.attention.backends import attention_of
 from packtrain.config.schema import Model, Peft
 from packtrain.data.prepare import PreparedData
-from packtrain.model.load import load_model
+from packtrain.model.load import base_model, load_model
+from packtrain.model.save import weights_first
 from packtrain.model.spread import loading_whole
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.dpo_reference import base_of
@@ -49,7 +50,7 @@ def save_final(
     saved, adapters, merged = {folder.final: "the trained model"}, folder.final, []
     if peft.kind == "lora":
         saved = {folder.final: f"the adapters of {base_of(settings.path) or settings.path}"}
-        if settings.init == "random" or str(settings.path).endswith(".gguf"):
+        if _base_has_no_name(settings):
             adapters = folder.final.with_name("final-adapters")
             saved = {folder.final: "the merged model", adapters: "the adapters"}
             merged.append(folder.final)
@@ -65,12 +66,23 @@ def save_final(
                 model = load_model(settings, peft, tokenizer, seed=trainer.args.seed)
             set_peft_model_state_dict(cast(Any, model), load_file(adapters / "adapter_model.safetensors"))
         whole = cast(Any, model).merge_and_unload()
+        whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended
         for place in merged:
-            whole.save_pretrained(place)
-            tokenizer.save_pretrained(place)
+            with weights_first(whole, tokenizer):
+                whole.save_pretrained(place)
+                tokenizer.save_pretrained(place)
     for place in saved:
         tidy(place)
     return [f"{place.name}/ holds {what}" for place, what in saved.items()]
+
+
+def saves_whole_model(settings: Model, peft: Peft) -> bool:
+    """Whether `save_final` writes more than adapters."""
+    return peft.kind == "none" or peft.merge or _base_has_no_name(settings)
+
+
+def _base_has_no_name(settings: Model) -> bool:
+    return settings.init == "random" or str(settings.path).endswith(".gguf")
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ from packtrain.data.tokens.cache import cache_folder
 from packtrain.errors import LostPeers, UserError
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
 from packtrain.model.precision import precision_of
+from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
@@ -171,6 +172,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     own_heartbeat().enter("proof")
     run.attention = own_attention(base_model(run.model))
     trainer, decision = _build(run, objective, data, checkpoint)
+    _try_saving(run)
     before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
     log.fact("ready", f"{begins} after {time.perf_counter() - started:.1f} s")
@@ -271,6 +273,15 @@ def _build(
     trainer.close_proofs = close_proofs
     objective.prove(trainer, log, run.attention, preflight=prove, ranks=ranks, precision=precision)
     return trainer, decision
+
+
+def _try_saving(run: Run) -> None:
+    """Mends or refuses now what the library would refuse to save when the training is done."""
+    whole = results.saves_whole_model(run.config.model, run.config.peft)
+    if whole and (remark := mend_generation_config(run.model, run.tokenizer)):
+        run.log.warn(remark)
+    if run.ranks.main:
+        try_saving(run.model, run.tokenizer, whole=whole)
 
 
 def origin_of(

@@ -1,0 +1,136 @@
+"""No training is lost at its end: what the library refuses to save is found before step 1, and weights are written first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from here import train_here
+from running import LLAMA, Run, base_config, train
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from packtrain.config.compose import load_config
+from packtrain.data.sources.quickstart import tokenizer
+from packtrain.errors import UserError
+
+AS_LLAMA_2 = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}
+SHORT: dict[str, Any] = {"max_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as one downloads it."""
+    folder, words = tmp_path_factory.mktemp("model"), tokenizer()
+    settings = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    config = LlamaConfig(vocab_size=len(words), pad_token_id=0, bos_token_id=None, eos_token_id=2, **settings)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def starting_from(model: Path, folder: Path, generation: dict | str, **groups: dict) -> dict:
+    """A config that trains `model`, whose generation_config.json says `generation`."""
+    text = generation if isinstance(generation, str) else json.dumps(generation)
+    (model / "generation_config.json").write_text(text)
+    config = base_config(folder, **{"trainer": SHORT, **groups})
+    return {**config, "model": {"path": str(model)}}
+
+
+def generation(folder: Path) -> dict:
+    """What a folder says of generation, after it was loaded as users load it."""
+    AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    return json.loads((folder / "generation_config.json").read_text())
+
+
+def said(run: Run) -> list[str]:
+    log = (run.folder / "logs" / "rank-00000.log").read_text()
+    return [line for line in log.splitlines() if "generation_config.json" in line]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "places", "processes"),
+    [
+        ([], ["final", "checkpoints/step-000001"], 1),
+        (["peft=lora", "peft.merge=true"], ["final-merged"], 1),
+        (["strategy=fsdp2", "peft=lora", "peft.merge=true"], ["final-merged"], 2),
+    ],
+    ids=["full", "merged", "merged-of-shards"],
+)
+def test_sampling_settings_that_the_library_refuses_are_saved_with_sampling_on(
+    pretrained: Path, tmp_path: Path, overrides: list[str], places: list[str], processes: int
+) -> None:
+    config = starting_from(pretrained, tmp_path, AS_LLAMA_2, trainer={**SHORT, "checkpoint_every": 1})
+    run = train(tmp_path, config, *overrides, processes=processes)
+    for place in places:
+        assert {**AS_LLAMA_2, "do_sample": True}.items() <= generation(run.folder / place).items()
+    (line,) = said(run)
+    assert "with do_sample: true" in line and "`temperature` is set to `0.6`" in line
+
+
+def test_the_same_for_preferences(pretrained: Path, tmp_path: Path) -> None:
+    config = starting_from(pretrained, tmp_path, {"temperature": 0.6}, data={"train": "quickstart"})
+    config["batch"] = {"examples_per_step": 4, "tokens_per_device": 512}
+    run = train(tmp_path, config, command="dpo")
+    assert {"do_sample": True, "temperature": 0.6}.items() <= generation(run.folder / "final").items()
+
+
+@pytest.mark.parametrize(
+    ("given", "kept", "words"),
+    [
+        ({"early_stopping": True, "temperature": 0.7}, {"early_stopping": True, "temperature": 0.7}, "as it came"),
+        ({"top_k": 5, "of_ours": [1]}, {"top_k": 5, "of_ours": [1], "do_sample": True}, "with do_sample: true"),
+        ({"pad_token_id": -1, "of_ours": 1}, {"pad_token_id": 0, "of_ours": 1}, ""),  # transformers sets it itself
+        ("{half", {"eos_token_id": 2}, "is not valid JSON"),
+    ],
+)
+def test_what_else_a_generation_config_may_say_costs_nothing(
+    pretrained: Path, tmp_path: Path, given: dict | str, kept: dict, words: str
+) -> None:
+    run = train(tmp_path, starting_from(pretrained, tmp_path, given))
+    found = generation(run.folder / "final")
+    assert kept.items() <= found.items() and ("do_sample" in found) == ("do_sample" in kept)
+    assert (words in said(run)[0]) if words else not said(run)
+
+
+@pytest.mark.parametrize("fails_in", ["packtrain-saving-", "final"])
+def test_a_tokenizer_that_cannot_be_saved_costs_no_training(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(starting_from(pretrained, tmp_path, {})))
+    save = PreTrainedTokenizerBase.save_pretrained
+
+    def refuse(self: Any, folder: Any, **given: Any) -> Any:
+        if Path(folder).name.startswith(fails_in):
+            raise TypeError("this tokenizer has a lambda")
+        return save(self, folder, **given)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", refuse)
+    with pytest.raises(UserError, match=r"model\.tokenizer: the tokenizer cannot be saved: this tokenizer has a lambda"):
+        train_here(load_config(str(path), []), tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").exists() == (fails_in == "final")
+    if fails_in == "final":
+        assert load_file(tmp_path / "run" / "final" / "model.safetensors")
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
+
+
+def test_weights_are_written_though_a_config_is_refused(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(starting_from(pretrained, tmp_path, {})))
+    save = LlamaConfig.save_pretrained
+
+    def refuse(self: Any, folder: Any, **given: Any) -> Any:
+        if Path(folder).name == "final":
+            raise ValueError("changed meanwhile")
+        return save(self, folder, **given)
+
+    monkeypatch.setattr(LlamaConfig, "save_pretrained", refuse)
+    with pytest.raises(UserError, match=r"model\.path: the model's config cannot be saved: changed meanwhile"):
+        train_here(load_config(str(path), []), tmp_path / "run")
+    files = {file.name for file in (tmp_path / "run" / "final").iterdir()}
+    assert {"model.safetensors", "generation_config.json", "tokenizer.json"} <= files and "config.json" not in files
