@@ -109,7 +109,9 @@ def test_a_tokenizer_that_cannot_be_saved_costs_no_training(
         return save(self, folder, **given)
 
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", refuse)
-    with pytest.raises(UserError, match=r"model\.tokenizer: the tokenizer cannot be saved: this tokenizer has a lambda"):
+    with pytest.raises(
+        UserError, match=r"model\.tokenizer: the tokenizer cannot be saved: this tokenizer has a lambda"
+    ):
         train_here(load_config(str(path), []), tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").exists() == (fails_in == "final")
     if fails_in == "final":
