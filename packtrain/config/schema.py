@@ -98,7 +98,9 @@ class DataSource:
         "Hub id, or a .jsonl/.json/.parquet/.arrow/.csv/.tsv/.txt file (text also .gz or .zst), a glob or a folder of these, a "
         "saved data set; or quickstart.",
     )
-    split: str = key("train", "Split of a hub data set or a saved DatasetDict.")
+    split: str = key(
+        "train", "Split of a hub data set, of a saved DatasetDict, or of a folder whose file names speak of it."
+    )
     subset: str | None = key(None, "Configuration name of a hub data set.")
     weight: float = key(
         1.0, "Times that each document appears in an epoch; 0.5 takes a random half.", above=0, maximum=10**4

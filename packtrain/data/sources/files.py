@@ -100,6 +100,11 @@ def _one_object(path: Path) -> UserError | None:
             except (ValueError, RecursionError):
                 return None  # read line by line it is named, or skipped
             line = ""
+    if not isinstance(value, dict) or not value:
+        return None
+    if all(isinstance(part, dict) for part in value.values()):
+        what, fix = "the rows are spread inside an object", 'With pandas: to_json(PATH, orient="records", lines=True).'
+        return UserError(what, where=str(path), fix=fix)
     lists = [name for name, part in value.items() if isinstance(part, list) and not value.keys() & set(COLUMNS)]
     if not lists and line:
         return None

@@ -224,7 +224,12 @@ def test_files_of_arrow_are_read_with_and_without_an_index(tmp_path):
             '{\n "text": "a"\n}\n{\n "text": "b"\n}\n',
             "an object of several lines\n    → Write an object a line: jq -c .",
         ),
+        (
+            '{"text": {"0": "a", "1": "b"}}',
+            'inside an object\n    → With pandas: to_json(PATH, orient="records", lines=True)',
+        ),
         ('{"text": "a"}\n{\n', "x.json:2: broken JSON"),
+        ("12", "x.json:1: expected an object ({...}), found a number"),
         ("{\n", "x.json:1: broken JSON"),
     ],
 )
