@@ -48,6 +48,7 @@ _OTHER_NAMES = {
     "trainer.keep_checkpoints": ("save_total_limit",),
     "model.tokenizer": ("tokenizer_name_or_path",),
     "data.overlong": ("truncation_mode",),
+    "data.split_text": ("sample_by",),
     "topology.kind": ("use_cpu",),
 }
 FOREIGN = {name: key for key, names in _OTHER_NAMES.items() for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from running import Run, base_config, conversations, packtrain, train, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -215,3 +217,21 @@ def test_truncated_and_dropped_documents_are_counted_in_the_summary(tmp_path: Pa
     assert summary["truncated"] > 0
     assert sum(summary["dropped"].values()) >= 1
     assert isinstance(Run(tmp_path / "run").summary["dropped"], dict)
+
+
+def test_a_compressed_text_is_trained_without_the_held_out_part_of_the_config(tmp_path: Path) -> None:
+    text = "\n\n".join(message["content"] for row in conversations(40) for message in row["messages"])
+    (tmp_path / "words.txt.gz").write_bytes(gzip.compress(text.encode("utf-16")))
+    data = {"train": str(tmp_path / "words.txt.gz"), "eval": 0.1, "split_text": "paragraph"}
+    config = base_config(tmp_path, data=data, trainer={"max_steps": 2, "eval_every": 1})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    done = packtrain(
+        "sft", "run.yaml", "data.eval=null", "data.split_text=document", "data.max_length=64", cwd=tmp_path
+    )
+    assert "trainer.eval_every=1: dropped, as data.eval was changed" in done.stderr
+    assert "words.txt.gz: the file is 1 row (data.split_text=line would make" in done.stdout
+    run = Run(tmp_path / "run")
+    report = run.summary["data"]
+    assert (report["rows"], report["split"], report["cut_tokens"]) == (1, 1, 0) and report["documents"] > 10
+    assert "eval_every: null" in (run.folder / "config.yaml").read_text()
+    assert run.summary["eval_loss"] is None and len(run.steps) == 2
