@@ -7,7 +7,10 @@ import sys
 
 def _work() -> int:
     from packtrain.config.compose import load_config
-    from packtrain.train.run import train
+    from packtrain.fast_imports import fast_imports
+
+    with fast_imports():
+        from packtrain.train.run import train
 
     verb, config = sys.argv[-2:]
     return train(verb, load_config(config, []))

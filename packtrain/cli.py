@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 
 from packtrain import __version__
 from packtrain.errors import UserError
+from packtrain.fast_imports import fast_imports
 from packtrain.launch.exit_status import exit_code_of
 
 if TYPE_CHECKING:
@@ -217,8 +218,8 @@ def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
 
 
 def _train(verb: str, config: RunConfig) -> int:
-    from packtrain.train.run import train
-
+    with fast_imports():
+        from packtrain.train.run import train
     return train(verb, config)
 
 

@@ -20,7 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        subprocess.run([sys.executable, "-c", "import packtrain.train.run"], check=False)
+        subprocess.run([sys.executable, "-c", "import packtrain.train.verify.measure"], check=False)
     # Tiny models gain nothing from a second thread, which costs a third more: it spins while it waits.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.addinivalue_line("markers", 'slow: takes more than a few seconds; left out by -m "not slow"')

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from packtrain.fast_imports import fast_imports
 from packtrain.launch.worker import EXIT_DIR, PARENT, end_with_parent, leave
 
 
@@ -22,8 +23,9 @@ def main(log: str, arguments: list[str]) -> None:
     os.environ[PARENT] = str(os.getpid())
     # Never closed: Python writes the last traceback to it after main() has ended.
     sys.stderr = open(log, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-    from accelerate.commands.launch import launch_command, launch_command_parser
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    with fast_imports():
+        from accelerate.commands.launch import launch_command, launch_command_parser
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
         launch_command(launch_command_parser().parse_args(arguments))

@@ -45,13 +45,11 @@ from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, results
 from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
 from packtrain.train.console import Log, quiet_libraries, warnings_to
-from packtrain.train.dpo import DPO
 from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepTrainer
 from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
-from packtrain.train.sft import SFT
 from packtrain.train.sync.checks import (
     agree_on_data,
     agree_on_model,
@@ -61,7 +59,6 @@ from packtrain.train.sync.checks import (
     limit_collectives,
 )
 from packtrain.train.sync.store_barrier import Peers, join, preparing_s
-from packtrain.train.verify.measure import Subject, verify
 
 
 class TrainingObjective(Protocol):
@@ -200,6 +197,9 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
 
 def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """The proof of `packtrain verify` in this process; see train/verify/measure.py."""
+    from packtrain.train.dpo import DPO
+    from packtrain.train.verify.measure import Subject, verify
+
     objective = _objective(config)
     dpo = objective if isinstance(objective, DPO) else None
     subject = Subject(config.model, config.peft, config.packing, config.objective, config.trainer, dpo)
@@ -207,10 +207,14 @@ def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> in
 
 
 def _objective(config: RunConfig) -> TrainingObjective:
-    """The objective of the config, with its groups of the config."""
+    """The objective of the config, with its groups of the config; the other one, and TRL's trainer for it, is not imported."""
     objective, packing = config.objective, config.packing
     if objective.kind == "sft":
+        from packtrain.train.sft import SFT
+
         return SFT(objective, packing)
+    from packtrain.train.dpo import DPO
+
     reference = reference_of(config.model, config.peft, objective, config.strategy)
     cache = cache_folder(config.data.cache_dir) / "reference"
     return DPO(objective, packing, config.batch, config.model, config.peft, reference, cache)

@@ -26,6 +26,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # as many threads everywhe
 _CONTEXT = multiprocessing.get_context("forkserver")
 WARM = (
     "packtrain.train.run",
+    "packtrain.train.verify.measure",  # and with it both objectives
     "packtrain.cli",
     "packtrain.launch.execute",
     "packtrain.config.compose",

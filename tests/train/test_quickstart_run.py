@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from running import Run, packtrain
 
 
@@ -17,17 +19,55 @@ def environment_of(folder: Path) -> dict[str, str]:
     return {**os.environ, "PACKTRAIN_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_learnt(tmp_path: Path) -> None:
-    environment = environment_of(tmp_path)
+WATCHED = """
+import atexit, gc, json, sys
+
+def collecting(phase, _):
+    training = sys.modules.get("packtrain.train.run")
+    while_importing.append(training is not None and not hasattr(training, "train"))
+
+def tell():
+    if "packtrain.train.run" in sys.modules:  # not a process that prepares data
+        facts = {"collections": sum(while_importing), "frozen": gc.get_freeze_count(), "modules": list(sys.modules)}
+        open("start.json", "w").write(json.dumps(facts))
+
+while_importing = []
+gc.callbacks.append(collecting)
+atexit.register(tell)
+"""
+"""Python runs this before the command: it notes what is imported, and how often Python looked for garbage meanwhile."""
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The folder in which the quickstart was run, and what it said."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    (folder / "sitecustomize.py").write_text(WATCHED)
     result = subprocess.run(
         # a twentieth of its 800 steps: most of what is learnt is learnt by then
         [sys.executable, "-m", "packtrain", "sft", "recipes/quickstart-sft.yaml", "trainer.max_steps=40"],
-        cwd=tmp_path,  # not the checkout: the recipe is found in the package
-        env=environment,
+        cwd=folder,  # not the checkout: the recipe is found in the package
+        env={**environment_of(folder), "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         timeout=1500,
     )
+    return folder, result
+
+
+def test_a_run_imports_without_the_garbage_collector_and_nothing_of_what_it_does_not_do(quickstart) -> None:
+    facts = json.loads((quickstart[0] / "start.json").read_text())
+    assert facts["collections"] == 0  # a quarter of the time of the imports
+    assert facts["frozen"] > 100_000
+    other_objective = ["packtrain.train.dpo", "trl.trainer.dpo_trainer"]
+    other_verbs = ["packtrain.train.verify", "packtrain.diagnose", "packtrain.launch.sbatch"]
+    trackers = ["tensorboard", "torch.utils.tensorboard", "wandb", "mlflow"]
+    assert {*facts["modules"]} & {*other_objective, *other_verbs, *trackers} == set()
+
+
+def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_learnt(quickstart) -> None:
+    tmp_path, result = quickstart
+    environment = environment_of(tmp_path)
     assert result.returncode == 0, result.stderr
     run = Run(tmp_path / "runs" / "quickstart-sft")
     assert run.summary["eval_loss"] < run.summary["first_eval_loss"] / 4  # halved long before the 800 steps are over
