@@ -159,7 +159,8 @@ def checked_object(row: Any) -> RawRow:
     """`row` if it is a JSON object."""
     if isinstance(row, dict):
         return row
-    return BadRow("not an object", f"expected an object ({{...}}), found {json_type(row)}")
+    fix = "If the file is one list of rows, call it .json." if isinstance(row, list) else ""
+    return BadRow("not an object", f"expected an object ({{...}}), found {json_type(row)}", fix=fix)
 
 
 def wrong_type(expected: str, value: Any, where: str) -> BadRow:

@@ -147,7 +147,10 @@ def _table(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[Chunk]:
     first = 1
     for batch in batches:
         for start in range(0, batch.num_rows, CHUNK_ROWS):
-            part = batch.slice(start, CHUNK_ROWS)
+            rows = range(start, min(start + CHUNK_ROWS, batch.num_rows))
+            part = (
+                batch if len(rows) == batch.num_rows else batch.take(pa.array(rows))
+            )  # a slice is pickled with the rest
             yield TableChunk(str(path), first, part, part.num_rows)
             first += part.num_rows
 

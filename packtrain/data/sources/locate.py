@@ -172,7 +172,8 @@ def locate(
     if files != [local]:
         files = _without_asides(files, where)
     if not files:
-        raise UserError(f"there is nothing to read in {path!r}", where=where, fix=_READABLE)
+        what = "it is not a kind of file that is read" if found == [local] else "there is nothing to read in it"
+        raise UserError(f"{path!r}: {what}", where=where, fix=f"{_READABLE} Rename a file that is one of these.")
     splits = _splits(local, files) if local.is_dir() else {}
     if (source.split != "train" and len(splits) < 2) or source.subset is not None:
         what = f"there is no {'split' if source.subset is None else 'subset'} to choose in plain files"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,7 @@ def test_files_of_arrow_are_read_with_and_without_an_index(tmp_path):
     for name in ("indexed.arrow", "stream.arrow"):
         chunks = list(files.read_file(tmp_path / name))
         assert [len(chunk) for chunk in chunks] == [256, 256, 88]
+        assert len(pickle.dumps(chunks[2])) < 4_000  # not the whole table
         assert list(chunks[2].rows())[-1] == (f"{tmp_path / name}, row 600", {"text": "row 599"})
     with pytest.raises(UserError, match="cannot read the file"):
         rows(tmp_path / "other.arrow", b"hello")
