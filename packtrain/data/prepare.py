@@ -48,7 +48,7 @@ from packtrain.wording import counted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 7
+VERSION = 8
 """Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
 FEW_ROWS = 1000
 FEW_CHUNKS = 8

@@ -23,6 +23,7 @@ FATES = np.dtype(  # the fields of Fate
         ("truncated", bool),
         ("split", bool),
         ("apart", bool),
+        ("retold", bool),
     ],
     align=True,
 )
@@ -42,6 +43,7 @@ class Fate(NamedTuple):
     truncated: bool = False
     split: bool = False
     apart: bool = False
+    retold: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class RowCounts:
 
     `dropped` counts rows by reason; `dropped_chunks` counts parts of split documents that hold no trained token.
     `pairs_apart` counts kept rows whose prompt tokenises differently once its completion follows (see tokens/encode.py).
+    `retold` counts kept rows that TRL's training version of the chat template renders, since the model's own would render
+    earlier turns otherwise than they were said (Qwen3 strips their thoughts).
     """
 
     rows: int = 0
@@ -60,6 +64,7 @@ class RowCounts:
     dropped_chunks: int = 0
     cut_tokens: int = 0
     pairs_apart: int = 0
+    retold: int = 0
 
 
 def count(fates: np.ndarray, reasons: Sequence[str]) -> RowCounts:
@@ -74,6 +79,7 @@ def count(fates: np.ndarray, reasons: Sequence[str]) -> RowCounts:
         dropped_chunks=int(fates["dropped_chunks"].sum(dtype=np.int64)),
         cut_tokens=int(fates["cut_tokens"].sum()),
         pairs_apart=int((fates["apart"] & (fates["dropped"] == 0)).sum()),
+        retold=int((fates["retold"] & (fates["dropped"] == 0)).sum()),
     )
 
 

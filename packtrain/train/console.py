@@ -173,6 +173,9 @@ def _documents(report: DataReport) -> str:
             shortened += f", {apart:,} of them shorter than two tokens and not shared"
         if report.pairs_apart:
             shortened += f", {report.pairs_apart:,} of them tokenised differently once the answer follows"
+    if report.retold:
+        what = "rendered by TRL's training version of the chat template, as the model's own rewrites earlier turns"
+        shortened += f"; {report.retold:,} {what}"
     return (
         f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"
         f" {report.trained_tokens:,} trained; {shortened}; dropped: {dropped}"

@@ -20,7 +20,7 @@ tokens of each document (TRL's `keep_start`), or loses the beginning of the prom
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,7 +33,7 @@ from packtrain.data.formats.preferences import PreferenceExample, prompt_of, rea
 from packtrain.data.row_counts import Fate
 from packtrain.data.sources.chunks import BadRow, Chunk, NoPair, RawRow
 from packtrain.data.tokens.chat_template import ADVICE, Template
-from packtrain.data.tokens.loss_mask import ChatEncoder
+from packtrain.data.tokens.loss_mask import REFUSED, ChatEncoder, LossOn
 from packtrain.data.tokens.tokenizer import PlainTokenizer
 from packtrain.errors import Problem, UserError
 
@@ -48,6 +48,8 @@ NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to s
 AS_TEXT = (
     "the model has no chat template, so alpaca rows become plain text: Below is an instruction that describes a task …"
 )
+Flags = dict[str, bool]
+"""Fields of a row's Fate."""
 IdsAndMask = tuple[np.ndarray, np.ndarray]
 """Ids int32[n] of a document and its trained targets bool[n]."""
 
@@ -86,7 +88,7 @@ class Encoder:
         for where, row in chunk.rows():
             content = self._content(row, format)
             try:
-                documents, apart = self._tokens(row, format)
+                documents, flags = self._tokens(row, format)
             except BadRow as bad:
                 fates.append(Fate(content, dropped=bad.reason))
                 if self.data.bad_rows == "error" and not isinstance(bad, NoPair):
@@ -97,7 +99,7 @@ class Encoder:
                 what = f"{longest} tokens, but data.max_length={self.data.max_length}"
                 fix = "Raise data.max_length, or set data.overlong to truncate or drop."
                 problems.append(Problem(what, where, fix))
-            parts, fate = self._fitted(documents, Fate(content, apart=apart), format)
+            parts, fate = self._fitted(documents, Fate(content, **flags), format)
             kept.extend(parts)
             fates.append(fate)
         joined = Documents(
@@ -142,26 +144,44 @@ class Encoder:
             raise BadRow("no chat template", what, fix=ADVICE)
         return ChatEncoder(self.tokenizer, self.template)
 
-    def _tokens(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], bool]:
-        """The row's documents, and whether a token crosses the border of prompt and completion."""
+    @cached_property
+    def _training(self) -> ChatEncoder | None:
+        """TRL's version of the template for training, if it has one."""
+        if self.template is None or self.template.marked is None:
+            return None
+        return ChatEncoder(self.tokenizer, replace(self.template, text=self.template.marked, marked=None))
+
+    def _chatted(self, conversation: Conversation, loss_on: LossOn) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Ids and mask of a conversation, and whether the own template rewrites its earlier turns, so TRL's version was taken."""
+        try:
+            return *self._chat.encode(conversation, loss_on), False
+        except BadRow as bad:
+            if bad.reason == REFUSED and self._training is not None:
+                with suppress(BadRow):
+                    return *self._training.encode(conversation, loss_on), True
+            raise
+
+    def _tokens(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], Flags]:
+        """The row's documents, and what is to be counted of it."""
         if isinstance(row, BadRow):
             raise row
         try:
-            documents, apart = self._documents(self._row(row), format)
+            documents, flags = self._documents(self._row(row), format)
         except UnicodeEncodeError as error:
             what = f"not UTF-8: a lone surrogate \\u{ord(error.object[error.start]):04x} in the text"
             fix = "Write it anew with the two halves of the character together."
             raise BadRow("not UTF-8", what, fix=fix) from None
         for _, mask in documents:
             mask[:1] = False
-        return documents, apart
+        return documents, flags
 
-    def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], bool]:
+    def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
         as_text = format == "alpaca" and self.template is None
-        example, loss_on, apart = alpaca_as_text(row) if as_text else read_row(row, format), self.data.loss_on, False
+        example, loss_on = alpaca_as_text(row) if as_text else read_row(row, format), self.data.loss_on
+        apart = retold = False
         if isinstance(example, Conversation):
             default = "assistant" if example.answer_from is None else "completion"
-            ids, mask = self._chat.encode(example, default if loss_on == "auto" else loss_on)
+            ids, mask, retold = self._chatted(example, default if loss_on == "auto" else loss_on)
         elif isinstance(example, PromptCompletion):
             ids, prompt_tokens, apart = self._pair(example)
             mask = np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens)
@@ -170,7 +190,7 @@ class Encoder:
             mask = np.ones(len(ids), dtype=bool)
         else:
             ids, mask = self._given(example)
-        return [(ids, mask)], apart
+        return [(ids, mask)], {"apart": apart, "retold": retold}
 
     def _given(self, tokens: Tokens) -> IdsAndMask:
         ids, mask, loss_on = tokens.input_ids, tokens.mask, self.data.loss_on
@@ -241,10 +261,10 @@ class PairEncoder(Encoder):
                 return number_of(prompt_of(self._row(row), format))
         return super()._content(row, format)
 
-    def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], bool]:
+    def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
         prompt, *answered = self._encoded(read_preference(row, format))
         border = min(_common(prompt, ids) for ids in answered)
-        return [(ids, np.arange(len(ids)) >= border) for ids in answered], border < len(prompt)
+        return [(ids, np.arange(len(ids)) >= border) for ids in answered], {"apart": border < len(prompt)}
 
     def _encoded(self, choice: PreferenceExample) -> list[np.ndarray]:
         """Ids of the prompt, of prompt + chosen and of prompt + rejected."""

@@ -7,13 +7,15 @@ to tokens by their offsets; a border inside a token is refused. There are three 
 2. the marks of TRL's twin of the template, used only if both render this very conversation to the same text;
 3. prefixes: the conversation up to a turn, with the generation prompt, and up to the turn's end are rendered too. Each
    must be a prefix of the whole text, which proves that the template does not rewrite history (Qwen3, which strips
-   earlier thoughts, is refused). The turn is what lies between, through its end-of-turn token.
+   earlier thoughts, is refused; encode.py then takes TRL's version for training). The turn is what lies between, through
+   its end-of-turn token.
 
 Marks are trusted with three exceptions: the role's header before the answer and white space after its end-of-turn token
 are not trained, and marks over turns of the user or the system are refused.
 Every trained turn must end in a control token, else the model would not learn to stop: marks that leave it out are extended
-over it, and a turn without one is refused. So is a turn whose answer is missing in the text, and tools that the template
-leaves out. Way 3 costs two more renderings for each turn, the check of tools one.
+over it, and a turn without one is refused. So is a turn whose answer, thought or call of a tool is missing in the text, and
+tools that the template leaves out. Turns of weight 0 are not trained. Way 3 costs two more renderings for each turn, the check
+of tools one.
 Source: transformers' apply_chat_template(return_assistant_tokens_mask=True), TRL's assistant_only_loss.
 """
 
@@ -34,6 +36,7 @@ from packtrain.data.tokens.dialect import dialect_of, in_dialect_of
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 
 Span = tuple[int, int]
+LossOn = Literal["assistant", "completion", "all"]
 REFUSED = "loss mask cannot be verified"
 FOR_TOOLS = {
     "<|im_end|>": ("qwen3_instruct_2507", "qwen3_training"),
@@ -51,9 +54,7 @@ class ChatEncoder:
     tokenizer: PlainTokenizer
     template: Template
 
-    def encode(
-        self, conversation: Conversation, loss_on: Literal["assistant", "completion", "all"]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, conversation: Conversation, loss_on: LossOn) -> tuple[np.ndarray, np.ndarray]:
         """ids int32[n] and the trained targets bool[n]; raises BadRow when either is uncertain.
 
         `completion` trains the assistant's turns from `answer_from` on, or the last one. Without one the mask is False.
@@ -215,19 +216,31 @@ class ChatEncoder:
                 if dialect_of(template.text).thought:
                     fix = "It keeps those of the last turn: set data.loss_on=completion, or take the others out of the data."
                 raise BadRow(REFUSED, what, f"messages[{turn}].reasoning_content", fix)
-            if lost := next((name for name in _called(message) if name not in others), None):
+            calls, place = _called(message), f"messages[{turn}].tool_calls"
+            if lost := next((name for name in calls if name not in others), None):
                 what = f"the chat template ({template.name}) leaves out the call of {lost!r}"
-                raise BadRow(REFUSED, what, f"messages[{turn}].tool_calls", f"{self._better(conversation)}.")
-            if len(_called(message)) > 1:
-                until = conversation.messages[: turn + 1]
-                fewer = [*until[:-1], {**message, "tool_calls": message["tool_calls"][:1]}]
-                one, all_of_them = (
-                    self._whole(template, replace(conversation, messages=some)) for some in (fewer, until)
-                )
-                if one == all_of_them:
-                    what = f"the chat template ({template.name}) takes one call in a turn, and leaves out the others"
-                    fix = "Write them as turns with one call each."
-                    raise BadRow(REFUSED, what, f"messages[{turn}].tool_calls", fix)
+                raise BadRow(REFUSED, what, place, f"{self._better(conversation)}.")
+            if (
+                calls
+                and (len(calls) > 1 or template.has_marks)
+                and not self._tells_last_call(template, conversation, turn)
+            ):
+                what = f"the chat template ({template.name}) leaves out the call of {calls[-1]!r}, the last one of the turn"
+                fix = "Write it as a turn of its own." if len(calls) > 1 else f"{self._better(conversation)}."
+                raise BadRow(REFUSED, what, place, fix)
+
+    def _tells_last_call(self, template: Template, conversation: Conversation, turn: int) -> bool:
+        """Whether the text changes with the last call of the turn (its name may be among the tools, too)."""
+        until = conversation.messages[: turn + 1]
+        *calls, _ = until[turn]["tool_calls"]
+        fewer = {key: value for key, value in until[turn].items() if key != "tool_calls"} | (
+            {"tool_calls": calls} if calls else {}
+        )
+        try:
+            without = self._whole(template, replace(conversation, messages=[*until[:-1], fewer]))
+        except BadRow:
+            return True
+        return without != self._whole(template, replace(conversation, messages=until))
 
     def _whole(self, template: Template, conversation: Conversation) -> str:
         """The text of the whole conversation."""
