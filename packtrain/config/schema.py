@@ -123,7 +123,7 @@ class Data:
     )
     columns: dict[str, str] = key({}, "Our column name: the file's, where they differ (e.g. {prompt: question}).")
     chat_template: str | None = key(
-        None, "Jinja file, or a name from chatml, llama3, qwen3 …; the tokenizer's own if none."
+        None, "Jinja file, or a name from chatml, llama3, qwen3 …; the tokenizer's own if none. Saved with the model."
     )
     loss_on: Literal["auto", "assistant", "completion", "all"] = key(
         "auto",

@@ -121,7 +121,7 @@ def hold_out(parts: Sequence[Tokenised], fraction: float) -> list[np.ndarray]:
         if not documents[side].any():
             what = f"cannot hold out {fraction:g} of {len(content)} rows ({len(different)} different): {words}"
             fix = "Give data.eval a source of its own, or more rows."
-            texts = any(part.remark for part in parts)
+            texts = any(".txt" in part.remark for part in parts)
             fix += " A .txt file has more with data.split_text=line or paragraph." if texts else ""
             raise UserError(what, where="data.eval", fix=fix)
     return np.split(held, np.cumsum([len(part.store.fates) for part in parts])[:-1])

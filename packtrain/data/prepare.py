@@ -39,7 +39,7 @@ from packtrain.data.sources.chunks import BadRow, Chunk
 from packtrain.data.sources.locate import Files, Source, locate
 from packtrain.data.tokens.cache import StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
-from packtrain.data.tokens.encode import MOST_PROBLEMS, EncodedChunk, Encoder, PairEncoder
+from packtrain.data.tokens.encode import AS_TEXT, MOST_PROBLEMS, EncodedChunk, Encoder, PairEncoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.monitor import heartbeat
@@ -137,14 +137,15 @@ class _Tokeniser:
             self.console.print(f"{source.name}: {message}", highlight=False, markup=False)
 
         store, built = open_or_build(self.folder, key, partial(self._build, source), say)
-        return Tokenised(given, store, built, source.remark() if isinstance(source, Files) else "")
+        of_files = source.remark() if isinstance(source, Files) else ""
+        of_rows = f"{source.name}: {AS_TEXT}" if encoder.as_text(store.format) else ""
+        return Tokenised(given, store, built, "; ".join(filter(None, (of_files, of_rows))))
 
     def _build(self, source: Source, folder: Path) -> None:
         started = time.monotonic()
         chunks = source.chunks()
         format, seen = self._detect(source, chunks)
-        if note := self.workers.encoder.check(format, source.name):
-            self.console.print(f"{source.name}: {note}", highlight=False, markup=False)
+        self.workers.encoder.check(format, source.name)
         writer = StoreWriter(folder)
         columns = (
             TextColumn("tokenising"),

@@ -28,6 +28,7 @@ from packtrain.config.schema import Data, RunConfig
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData
 from packtrain.data.tokens.cache import cache_folder
+from packtrain.data.tokens.chat_template import give_template
 from packtrain.errors import LostPeers, UserError
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
 from packtrain.model.precision import precision_of
@@ -156,6 +157,8 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     run.tokenizer = load_tokenizer(config.model)
     show = ranks.main and sys.stderr.isatty()
     data: Any = objective.prepare_data(config.data, run.tokenizer, seed=config.trainer.seed, progress=show)
+    if config.data.chat_template:
+        give_template(run.tokenizer, config.data.chat_template)
     preparing = preparing_s(config.topology.step_timeout)
     agree_on_data(peers, data, timeout_s=preparing)
 

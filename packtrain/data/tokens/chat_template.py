@@ -97,6 +97,17 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
     return _checked(CHATML if key == "chatml" else _shipped(key), key)
 
 
+def give_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Make the template that `name` stands for the tokenizer's own, so that the trained model is asked as it was trained.
+
+    Its generation marks become `{% if true %}`: programs other than transformers do not know them.
+    """
+    template = choose_template(name, tokenizer)
+    if template is not None:
+        unmarked = re.sub(r"(\{%-?\s*)generation(\s*-?%\})", r"\1if true\2", template.text)
+        tokenizer.chat_template = re.sub(r"(\{%-?\s*)endgeneration(\s*-?%\})", r"\1endif\2", unmarked)
+
+
 def _checked(text: str, name: str, tools_text: str | None = None) -> Template:
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template

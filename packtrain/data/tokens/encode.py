@@ -109,21 +109,20 @@ class Encoder:
         )
         return EncodedChunk(joined, fates, problems[:MOST_PROBLEMS])
 
-    def check(self, format: Format, where: str) -> str | None:
-        """What to say about rows of the format, if anything.
+    def as_text(self, format: str) -> bool:
+        """Whether rows of the format become the plain text of Stanford Alpaca, for lack of a chat template."""
+        return format == "alpaca" and self.template is None
 
-        Raises UserError if this tokenizer, template and data.loss_on cannot serve them at all.
-        """
+    def check(self, format: Format, where: str) -> None:
+        """Raise UserError if this tokenizer, template and data.loss_on cannot serve rows of the format at all."""
         tokenizer, loss_on = self.tokenizer, self.data.loss_on
         if format in ("messages", "sharegpt") and self.template is None:
             raise UserError(f"{format} needs a chat template, and {tokenizer.name} has none", where=where, fix=ADVICE)
         if format == "text" and loss_on in ("assistant", "completion"):
             what = f"data.loss_on={loss_on}, but running text has no {loss_on}"
             raise UserError(what, where=where, fix="Set data.loss_on to all or auto.")
-        as_text = format == "alpaca" and self.template is None
-        if (as_text or format in ("text", "prompt_completion")) and tokenizer.eos_id is None:
+        if (self.as_text(format) or format in ("text", "prompt_completion")) and tokenizer.eos_id is None:
             raise UserError(f"the tokenizer {tokenizer.name} has no EOS token", where=where, fix=NO_EOS)
-        return AS_TEXT if as_text else None
 
     def _content(self, row: RawRow, format: Format) -> int:
         """The hash of the row's content: equal rows have equal hashes."""
@@ -176,8 +175,8 @@ class Encoder:
         return documents, flags
 
     def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        as_text = format == "alpaca" and self.template is None
-        example, loss_on = alpaca_as_text(row) if as_text else read_row(row, format), self.data.loss_on
+        example = alpaca_as_text(row) if self.as_text(format) else read_row(row, format)
+        loss_on = self.data.loss_on
         apart = retold = False
         if isinstance(example, Conversation):
             default = "assistant" if example.answer_from is None else "completion"

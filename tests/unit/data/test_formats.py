@@ -206,17 +206,18 @@ def test_a_history_that_is_no_pairs_is_refused(ready, tmp_path, history):
         ready(write(tmp_path / "train.jsonl", ALPACA | {"history": history}))
 
 
-def test_alpaca_without_a_chat_template_is_stanfords_text_and_that_is_said(tmp_path, capsys):
+def test_alpaca_without_a_chat_template_is_stanfords_text_and_that_is_said(tmp_path):
     bare = tokenizer_of("smollm").__class__(
         tokenizer_object=TOKENIZER.backend_tokenizer, eos_token="<|im_end|>", bos_token=None
     )
     data = Data(train=write(tmp_path / "train.jsonl", ALPACA), cache_dir=str(tmp_path / "cache"))
-    prepared = prepare(data, bare, seed=0, progress=True)
+    prepared = prepare(data, bare, seed=0)
     (text,) = texts(prepared)
     assert text.endswith("### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:3<|im_end|>")
     assert trained(prepared) == "3<|im_end|>"
-    said = " ".join(capsys.readouterr().err.split())
-    assert "the model has no chat template, so alpaca rows become plain text: Below is an instruction" in said
+    for _ in range(2):  # also where it comes from the cache
+        (remark,) = prepare(data, bare, seed=0).train.report.remarks
+        assert "the model has no chat template, so alpaca rows become plain text: Below is an instruction" in remark
     more = ALPACA | {"system": "Answer with care."}
     with pytest.raises(UserError, match=r"system: the model has no chat template[\s\S]*Set data.chat_template"):
         prepare(replace(data, train=write(tmp_path / "more.jsonl", more)), bare, seed=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -14,7 +15,7 @@ from packtrain.config.rules.paths_and_packages import template_names
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens import chat_template
-from packtrain.data.tokens.chat_template import CHATML, Template, choose_template
+from packtrain.data.tokens.chat_template import CHATML, Template, choose_template, give_template
 from packtrain.data.tokens.loss_mask import REFUSED, ChatEncoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import UserError
@@ -270,6 +271,16 @@ def test_a_template_file_is_read_and_an_unknown_name_gets_suggestions(tmp_path):
 
 def test_every_name_is_a_template_that_compiles():
     assert all(choose_template(name, tokenizer_of("llama3")) for name in template_names())
+
+
+@pytest.mark.parametrize("name", ["qwen3_training", "chatml", "gptoss_training"])
+def test_a_template_that_data_names_goes_with_the_model_without_its_marks(name):
+    tokenizer = copy.deepcopy(tokenizer_of("qwen3"))
+    template = choose_template(name, tokenizer)
+    give_template(tokenizer, name)
+    assert template is not None and template.has_marks and not chat_template.has_marks(str(tokenizer.chat_template))
+    marked = tokenizer.apply_chat_template(TURNS, chat_template=template.text, tokenize=False)
+    assert tokenizer.apply_chat_template(TURNS, tokenize=False) == marked
 
 
 def test_a_tokenizer_written_in_python_is_refused():

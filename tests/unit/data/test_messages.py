@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,3 +253,16 @@ def test_pairs_of_calls_train_the_call(tmp_path):
     }
     train = prepare_pairs(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), TOKENIZER, seed=0).train
     assert TOKENIZER.decode(train[0].chosen.input_ids[train[0].chosen.loss_mask]) == f"{NO_THOUGHT}{ONE}\n"
+
+
+def test_qwen3_strips_earlier_thoughts_so_trls_version_for_training_is_taken_and_counted(tmp_path):
+    own = tokenizer_for(shipped("qwen3"))
+    rows = [of(ASK, END), of(ASK, END, ASK, END), of(ASK, called(PARIS), RESULT, END)]
+    data = Data(train=write(tmp_path, *rows), cache_dir=str(tmp_path / "cache"))
+    train = prepare(data, own, seed=0).train
+    assert (train.report.kept, train.report.retold) == (3, 2)
+    found = [own.decode(train[at].input_ids[train[at].loss_mask]).replace("\n<think>", "<think>") for at in range(3)]
+    assert [one.rstrip("\n") for one in found] == [SUNNY, SUNNY + SUNNY, NO_THOUGHT + ONE + SUNNY]
+    last = prepare(replace(data, loss_on="completion"), own, seed=0).train
+    assert last.report.retold == 0
+    assert all(own.decode(last[at].input_ids[last[at].loss_mask]) == SUNNY for at in range(3))
