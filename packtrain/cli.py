@@ -214,7 +214,7 @@ def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
         return 0
     from packtrain.launch.execute import execute
 
-    return execute(launch, run, lambda: _train(verb, run))
+    return execute(launch, run, lambda: _train(verb, run), split_arguments(arguments)[0])
 
 
 def _train(verb: str, config: RunConfig) -> int:

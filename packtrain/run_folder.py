@@ -3,6 +3,9 @@
 A run begins in two steps, because most failing runs fail before their first step, on data or model, and must not replace an
 earlier run in the folder. `open_attempt` makes only logs/, with config.yaml, plan.json and so on in logs/attempt/; `begin`,
 when training can start, moves an earlier run away and these files to their places.
+
+Nothing of the user's is replaced, moved or removed: a folder is packtrain's if it has the mark, which `open_attempt` sets in one
+that has nothing under packtrain's names; what has other names is left alone, and what gives way is moved, never removed.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import errno
 import json
 import os
 import platform
+import shlex
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,8 +25,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from packtrain.config.schema import Trainer
+from packtrain.errors import Problem, UserError
 
 DISK_S = 3
+REPLACED_LOGS = ("attempt", "lock", "channel.json", "ranks.json", "diagnosis.txt", "stacks-rank-*")
+"""What a run replaces in logs/; to all else there it appends."""
 _STALLED = "stalled disk"
 _Found = TypeVar("_Found")
 _REPORTED = (
@@ -31,10 +39,13 @@ _REPORTED = (
 
 
 class _Entry:
-    """A file or folder of a run folder, by its name: a descriptor, so that each path has a docstring (`doc`)."""
+    """A file or folder of a run folder, by its name: a descriptor, so that each path has a docstring (`doc`).
 
-    def __init__(self, name: str, doc: str) -> None:
-        self.name, self.__doc__ = name, doc
+    A `result` is what a run makes that has begun to train.
+    """
+
+    def __init__(self, name: str, doc: str, *, result: bool = False) -> None:
+        self.name, self.__doc__, self.result = name, doc, result
 
     def __get__(self, folder: RunFolder, owner: type) -> Path:
         return folder.root / self.name
@@ -44,19 +55,26 @@ class _Entry:
 class RunFolder:
     """Paths below `trainer.output_dir`."""
 
+    mark = _Entry(".packtrain", "Says that packtrain made the folder.")
     config = _Entry("config.yaml", "The resolved config.")
     plan = _Entry("plan.json", "The launch plan.")
     accelerate = _Entry("accelerate.yaml", "accelerate's settings, where several processes are launched.")
     deepspeed = _Entry("deepspeed.json", "DeepSpeed's settings, where the strategy is one of its own.")
     environment = _Entry("env.json", "Versions and platform.")
-    metrics = _Entry("metrics.jsonl", "One JSON line per logged step.")
-    summary = _Entry("summary.json", "How the run ended, with its counts.")
+    metrics = _Entry("metrics.jsonl", "One JSON line per logged step.", result=True)
+    summary = _Entry("summary.json", "How the run ended, with its counts.", result=True)
     verification = _Entry(
         "verify.json", "What `packtrain verify` found; it has a folder of its own and leaves that of the run alone."
     )
-    checkpoints = _Entry("checkpoints", "step-000123/ each.")
-    final = _Entry("final", "The trained model (or adapters) and tokenizer, for from_pretrained.")
+    checkpoints = _Entry("checkpoints", "step-000123/ each.", result=True)
+    final = _Entry("final", "The trained model (or adapters) and tokenizer, for from_pretrained.", result=True)
+    adapters = _Entry("final-adapters", "The adapters, where final/ has the merged model.", result=True)
+    merged = _Entry("final-merged", "The merged model, where final/ has the adapters.", result=True)
+    tensorboard = _Entry("tensorboard", "Its event files.", result=True)
     logs = _Entry("logs", "What every process said, one file each.")
+    logs_before = _Entry(
+        "logs-before", "logs/ of an earlier run, while logs/ belongs to a new one that will move the earlier one away."
+    )
 
     root: Path
 
@@ -70,11 +88,6 @@ class RunFolder:
         """The folder of config.yaml, plan.json, env.json and so on of a run that has not begun to train."""
         return RunFolder(self.logs / "attempt")
 
-    @property
-    def _earlier_logs(self) -> Path:
-        """The logs of an earlier run, while logs/ belongs to a new run that will move the earlier one away."""
-        return self.root / "logs-before"
-
     def log(self, rank: int) -> Path:
         """Log file of a rank."""
         return self.logs / f"rank-{rank:05d}.log"
@@ -83,63 +96,124 @@ class RunFolder:
         """`status` of summary.json; None where no run ended here."""
         try:
             return json.loads(self.summary.read_text())["status"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
+
+    def check_ours(self, inputs: Iterable[tuple[str, str]] = ()) -> None:
+        """Raises UserError if a run would replace or move what packtrain did not make, or what it reads itself.
+
+        `inputs` are the paths that it reads, each after the config key that names it.
+        """
+        marked, entries = self.mark.exists(), self._entries()
+        where = f"trainer.output_dir ({self.root})"
+        if marked and self.plan.exists():  # then config.yaml is a run's: it may be run again, and is kept
+            entries.remove(self.config)
+        fix = "Name another folder, or copy it elsewhere."
+        taken = [
+            Problem(f"{key} ({path}) lies where the run writes its own {entry.name}", where, fix)
+            for key, path in inputs
+            for entry in entries
+            if _is_in(Path(path).expanduser(), entry)
+        ]
+        if taken:
+            raise UserError(taken)
+        in_logs = (
+            [path for name in REPLACED_LOGS for path in self.logs.glob(name)] if self.logs.is_dir() else [self.logs]
+        )
+        entries = [entry for entry in entries if entry != self.logs] + in_logs
+        if foreign := [] if marked else [str(entry) for entry in entries if os.path.lexists(entry)]:
+            several = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+            fix = f"Name another folder, or move it away. If an earlier packtrain made this one: touch {shlex.quote(str(self.mark))}"
+            raise UserError(f"packtrain did not make {foreign[0]}{several} and would replace it", where=where, fix=fix)
 
     def gives_way(self, resume: str) -> bool:
         """Whether the new run will move an earlier one away instead of resuming it; `resume` is trainer.resume.
 
-        A finished run gives way, an unfinished one only to `never`; a folder that `resume` lies in stays.
+        A finished run gives way, and one without checkpoints, an unfinished one only to `never`; a folder that `resume` lies in
+        stays.
         """
-        ran = self.metrics.exists() or self.summary.exists() or self.checkpoints.exists()
-        if resume not in ("auto", "never") and self.root.resolve() in Path(resume).expanduser().resolve().parents:
-            return False
-        return ran and (resume != "auto" or self.status() == "done")
+        if resume not in ("auto", "never"):
+            return self._ran() and not self._has(Path(resume).expanduser())
+        goes_on = resume == "auto" and self.status() != "done" and any(self.checkpoints.glob("step-*"))
+        return self._ran() and not goes_on
 
-    def open_attempt(self, resume: str) -> None:
-        """Makes logs/ and logs/attempt/, nothing else. Raises OSError also if `begin` would later."""
+    def open_attempt(self, resume: str, inputs: Iterable[tuple[str, str]] = ()) -> None:
+        """Makes the mark, logs/ and logs/attempt/, nothing else. Raises UserError by `check_ours`, and OSError also if `begin` would later."""
+        self.check_ours(inputs)
+        gives_way = self.gives_way(resume)
         needed = [self.root] if self.root.exists() else []
-        if self.gives_way(resume):
-            needed.append(self.root.absolute().parent)
-            if self.root.resolve() in (Path.cwd(), *Path.cwd().parents):
-                raise OSError(errno.EBUSY, "it holds a run and cannot be moved from under this process", str(self.root))
-            if self.logs.exists() and not self._earlier_logs.exists():
-                self.logs.rename(self._earlier_logs)
-                self._take_back_own_log()
-        for place in needed:
+        for place in [*needed, *([Path(os.path.realpath(self.root)).parent] if gives_way else [])]:
             if not os.access(place, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+        self._set_mark()
+        if gives_way and self.logs.exists() and not self.logs_before.exists():
+            self.logs.rename(self.logs_before)
+            self._take_back_own_log()
         self.attempt.root.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, checkpoint: Path | None) -> Path | None:
+        """Makes this the folder of the attempt, which goes on from `checkpoint`. Whatever it would replace is moved, never deleted:
+        an earlier run, or, where that goes on, its final model if it has one.
+
+        Returns where that is: the first free `NAME.1`, `NAME.2`, … Open log files move along.
+        """
+        moved = None
+        if checkpoint is None or not self._has(checkpoint):
+            if self._ran():
+                moved = self._move([entry for entry in self._entries() if entry != self.logs])
+        elif self.final.exists() or self.status() == "done":
+            moved = self._move([self.final, self.adapters, self.merged, self.summary])
+        for file in list(self.attempt.root.iterdir()):
+            if file.name == self.config.name and self.config.exists() and _differ(file, self.config):
+                self.config.rename(self.logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{self.config.name}")
+            os.replace(file, self.root / file.name)
+        self.attempt.root.rmdir()
+        return moved
+
+    def _entries(self) -> list[Path]:
+        """What a run writes, replaces or moves, whether it is there or not."""
+        entries = [self.root / one.name for one in vars(type(self)).values() if isinstance(one, _Entry)]
+        return [entry for entry in entries if entry not in (self.mark, self.verification)]
+
+    def _ran(self) -> bool:
+        results = [one for one in vars(type(self)).values() if isinstance(one, _Entry) and one.result]
+        return any(os.path.lexists(self.root / one.name) for one in results)
+
+    def _has(self, checkpoint: Path) -> bool:
+        return _is_in(checkpoint, self.root) or _is_in(checkpoint, self.checkpoints)
+
+    def _set_mark(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        if not self.mark.exists():
+            self.mark.write_text("packtrain made this folder: a new run may move what earlier ones wrote here.\n")
 
     def _take_back_own_log(self) -> None:
         """Slurm opened the log of this job, and put its script there, before the run began: both stay in logs/."""
         if job := os.environ.get("SLURM_JOB_ID"):
             self.logs.mkdir()
-            for file in [*self._earlier_logs.glob(f"slurm-{job}.*")]:
+            for file in [*self.logs_before.glob(f"slurm-{job}.*")]:
                 file.rename(self.logs / file.name)
 
-    def begin(self, resume: str) -> Path | None:
-        """Makes this the folder of the attempt; an earlier run that gives way to it is moved, nothing is ever deleted.
-
-        Returns the new name of what was moved: the first free `NAME.1`, `NAME.2`, … Open log files move along.
-        """
-        moved = self._make_room() if self.gives_way(resume) else None
-        for file in list(self.attempt.root.iterdir()):
-            os.replace(file, self.root / file.name)
-        self.attempt.root.rmdir()
-        return moved
-
-    def _make_room(self) -> Path:
-        number = 1
-        while (target := self.root.with_name(f"{self.root.name}.{number}")).exists():
+    def _move(self, entries: Iterable[Path]) -> Path:
+        """Moves what is there of `entries` into a new folder beside this one, and returns it."""
+        root, number = Path(os.path.realpath(self.root)), 1
+        while os.path.lexists(target := root.parent / f"{root.name}.{number}"):
             number += 1
-        self.root.rename(target)
-        self.root.mkdir()
-        earlier = RunFolder(target)
-        earlier.logs.rename(self.logs)
-        if earlier._earlier_logs.exists():
-            earlier._earlier_logs.rename(earlier.logs)
+        moved = RunFolder(target)
+        moved._set_mark()
+        for entry in entries:
+            if os.path.lexists(entry):
+                entry.rename(moved.logs if entry == self.logs_before else target / entry.name)
         return target
+
+
+def _is_in(path: Path, place: Path) -> bool:
+    """Whether a path is `place` or below it, links followed."""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(place))
+
+
+def _differ(one: Path, other: Path) -> bool:
+    return one.read_bytes() != other.read_bytes()
 
 
 def write_json(path: Path, content: Any) -> None:

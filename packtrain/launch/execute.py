@@ -24,6 +24,7 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
 from packtrain.launch.coordinator import Coordinator, Reporter
+from packtrain.launch.inputs import inputs
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
 from packtrain.launch.run_lock import check_free, locked
 from packtrain.launch.srun import run_srun
@@ -45,12 +46,12 @@ _OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLU
 """Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher; a process without any of them was started by hand."""
 
 
-def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> int:
+def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int], given: str | None = None) -> int:
     """Carries out the plan to its end and returns the exit code: 0, or the most informative one of the workers.
 
-    A run of one process is `train()` in this one; other plans start their commands. Raises UserError if the plan cannot be
-    carried out from here, the run folder cannot be written or another run is going on in it; CheckFailed if the machines
-    differ where they must not; PeerFailed if one is missing.
+    A run of one process is `train()` in this one; other plans start their commands. `given` is the path of the config. Raises
+    UserError if the plan cannot be carried out from here, the run folder cannot be written, has what others made, or another
+    run is going on in it; CheckFailed if the machines differ where they must not; PeerFailed if one is missing.
     """
     if plan.obstacles and not plan.lacks_gpus_alone:
         raise UserError(list(plan.obstacles))
@@ -60,7 +61,7 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int]) -> in
     with ExitStack() as stack:
         if _is_first(plan):
             check_free(folder.root)
-        open_attempt = partial(_open_attempt, plan, config, folder, stack)
+        open_attempt = partial(_open_attempt, plan, config, given, folder, stack)
         if plan.in_process:
             if _is_first(plan):
                 open_attempt()
@@ -175,13 +176,13 @@ def _launcher_log(plan: LaunchPlan, folder: RunFolder) -> Path:
     return folder.logs / (LAUNCHER_LOG if plan.node == 0 else f"launcher-{plan.node:05d}.log")
 
 
-def _open_attempt(plan: LaunchPlan, config: RunConfig, folder: RunFolder, stack: ExitStack) -> None:
+def _open_attempt(plan: LaunchPlan, config: RunConfig, given: str | None, folder: RunFolder, stack: ExitStack) -> None:
     """Writes config, plan and environment, touching nothing of an earlier run. Raises UserError if it cannot.
 
     The folder is locked until the `stack` ends.
     """
     with _writing():
-        folder.open_attempt(config.trainer.resume)
+        folder.open_attempt(config.trainer.resume, inputs(config, given))
         stack.enter_context(locked(folder.root))
         folder.attempt.config.write_text(to_yaml(config), encoding="utf-8")
         write_json(folder.attempt.plan, plan.to_json())

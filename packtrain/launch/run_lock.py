@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from packtrain.errors import UserError
 from packtrain.monitor.channel import PUBLISHED
+from packtrain.run_folder import RunFolder
 
 LOCK = "lock"
 
@@ -39,7 +40,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def is_locked(folder: Path) -> bool:
     """Whether a run is going on in `folder`."""
-    if not (folder / "logs" / LOCK).exists():
+    if not (folder / "logs" / LOCK).exists() or not RunFolder(folder).mark.exists():  # to lock a file empties it
         return False
     try:
         with locked(folder):

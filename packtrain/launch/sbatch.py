@@ -44,6 +44,11 @@ class Job:
     program: tuple[str, ...]
 
     @property
+    def config(self) -> str | None:
+        """The path of the config, or its name; None where the arguments are all overrides."""
+        return next((one for one in self.arguments[:1] if "=" not in one or Path(one).is_file()), None)
+
+    @property
     def is_sweep(self) -> bool:
         """Whether it is a job array."""
         return bool(self.points[0].chosen)

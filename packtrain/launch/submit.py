@@ -12,9 +12,11 @@ from pathlib import Path
 
 from packtrain.config.yaml_files import shown
 from packtrain.errors import UserError
+from packtrain.launch.inputs import inputs
 from packtrain.launch.sbatch import Job, plan_job, script, summary
 
 _TIMEOUT_S = 120
+_MADE = "# Made by packtrain sbatch"
 _NAMED = ("account", "partition", "qos", "gres", "memory")
 """Keys of topology whose names appear in sbatch's own error messages."""
 
@@ -28,10 +30,14 @@ def this_program() -> tuple[str, ...]:
 def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json: bool) -> int:
     """Plans the job, then has sbatch `test` its script, `submit`s it, or writes it (to `file`, else to stdout); returns 0.
 
-    Raises UserError where the job is impossible, sbatch is missing or refuses, or a file cannot be written.
+    Raises UserError where the job is impossible, sbatch is missing or refuses, or a file cannot be written or is another's.
     """
     plan = plan_job(job)
     text = script(job, plan)
+    for point in job.points:
+        job.run_folder(point).check_ours(inputs(point.config, job.config))
+    if file is not None and file.is_file() and _MADE not in file.read_text(encoding="utf-8", errors="replace"):
+        raise UserError("packtrain did not make this file, and would replace it", where=str(file), fix="Name another.")
     if job.topology.cpus_per_node is None and "--exclusive" not in job.topology.sbatch:
         note = "topology.cpus_per_node is not set; many clusters then give a job one core of each machine"
         print(f"note: {note}", file=sys.stderr)

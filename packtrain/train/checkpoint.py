@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,8 +75,8 @@ def complete(staging: Path, target: Path) -> None:
     for path in (*files, staging / MANIFEST):
         _sync(path)
     _sync(staging)
-    if target.exists():
-        shutil.rmtree(target)
+    if target.exists():  # without its manifest, so perhaps not ours
+        _move_aside(target)
     staging.rename(target)
     _sync(target.parent)
 
@@ -94,9 +95,12 @@ def set_aside(checkpoints: Path, after: int) -> list[str]:
     remarks = []
     for step, later in listed(checkpoints).items():
         if step > after:
-            target = later.with_name(f"aside-{time.strftime('%Y%m%d-%H%M%S')}-{later.name}")
-            remarks.append(f"checkpoint {later.name} is set aside: it is {later.rename(target).name} now")
+            remarks.append(f"checkpoint {later.name} is set aside: it is {_move_aside(later).name} now")
     return remarks
+
+
+def _move_aside(checkpoint: Path) -> Path:
+    return checkpoint.rename(checkpoint.with_name(f"aside-{time.strftime('%Y%m%d-%H%M%S')}-{checkpoint.name}"))
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -153,15 +157,24 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> None:
         raise UserError(differing)
 
 
-def prune(checkpoints: Path, keep: int | None, best: Path | None) -> None:
-    """Removes all but the newest `keep` checkpoints and the best one, and the remains of interrupted writes."""
+def prune(checkpoints: Path, keep: int | None, best: Path | None, origin: dict[str, Any]) -> None:
+    """Removes all but the newest `keep` checkpoints of this run and the best one, and the remains of interrupted writes.
+
+    Those with another `origin` (see `check_origin`) were put there by someone.
+    """
     for leftover in checkpoints.glob(".step-*.partial"):
         shutil.rmtree(leftover, ignore_errors=True)
     if keep is None:
         return
-    for old in list(listed(checkpoints).values())[:-keep]:
+    for old in [one for one in listed(checkpoints).values() if _of_run(one, origin)][:-keep]:
         if best is None or old.resolve() != best.resolve():
             shutil.rmtree(old)
+
+
+def _of_run(checkpoint: Path, origin: dict[str, Any]) -> bool:
+    with suppress(OSError, ValueError):
+        return json.loads((checkpoint / ORIGIN).read_text()) == origin
+    return False
 
 
 def _hash(path: Path) -> str:
@@ -209,7 +222,9 @@ class CheckpointHooks(TrainerHooks):
         if main:
             complete(staging, folder_of(folder, step))
             best = self.state.best_global_step
-            prune(folder, self.settings.keep_checkpoints, folder_of(folder, best) if best else None)
+            prune(
+                folder, self.settings.keep_checkpoints, folder_of(folder, best) if best else None, self.settings.origin
+            )
         self._barrier("rank 0 to complete the checkpoint")
 
     def _barrier(self, what: str) -> None:

@@ -51,12 +51,12 @@ def save_final(
     if peft.kind == "lora":
         saved = {folder.final: f"the adapters of {base_of(settings.path) or settings.path}"}
         if _base_has_no_name(settings):
-            adapters = folder.final.with_name("final-adapters")
+            adapters = folder.adapters
             saved = {folder.final: "the merged model", adapters: "the adapters"}
             merged.append(folder.final)
         if peft.merge:
-            merged.append(folder.final.with_name("final-merged"))
-            saved[merged[-1]] = "the merged model"
+            merged.append(folder.merged)
+            saved[folder.merged] = "the merged model"
     trainer.save_model(str(adapters))
     if not trainer.accelerator.is_main_process:
         return []

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from packtrain.attention.backends import own_attention
 from packtrain.config.schema import Data, RunConfig
+from packtrain.config.yaml_files import shown
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData
 from packtrain.data.tokens.cache import cache_folder
@@ -361,18 +362,16 @@ def _wait_for_all(run: Run, stage: str) -> None:
 
 
 def _prepare_run_folder(run: Run, checkpoint: Path | None) -> None:
-    """Takes over the run folder once every process is ready to train.
-
-    Moves away an earlier run, or those files of an earlier attempt of this run that would be wrong from now on.
-    """
+    """Takes over the run folder once every process is ready to train: what would be wrong from now on is moved away."""
     with waiting("all ranks to be ready to train"):
         PartialState().wait_for_everyone()
     if not run.ranks.main:
         return
     folder = run.folder
     try:
-        if moved := folder.begin(run.config.trainer.resume):
-            run.log.say(escape(f"{folder.root} held another run: it is in {moved} now"))
+        if moved := folder.begin(checkpoint):
+            what = "its earlier results are" if checkpoint else "it is"
+            run.log.say(escape(f"{folder.root} held another run: {what} in {shown(moved)} now"))
     except OSError as error:
         raise UserError(f"cannot begin: {error}", where=f"trainer.output_dir ({folder.root})") from error
     folder.summary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The run folder: an attempt that fails costs an earlier run nothing, one that trains moves it aside."""
+"""The run folder: an attempt that fails costs an earlier run nothing, one that trains moves it aside; others' files are left alone."""
 
 from __future__ import annotations
 
@@ -7,17 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.run_folder import RunFolder, write_json
+from packtrain.errors import UserError
+from packtrain.launch.run_lock import LOCK
+from packtrain.monitor.channel import PUBLISHED
+from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
+from packtrain.run_folder import REPLACED_LOGS, RunFolder, write_json
 
 
 def finished(root: Path) -> RunFolder:
     folder = RunFolder(root)
-    folder.logs.mkdir(parents=True)
+    folder.open_attempt("auto")
+    folder.attempt.root.rmdir()
     folder.log(0).write_text("the earlier run\n")
     folder.config.write_text("earlier: 1\n")
+    folder.plan.write_text("{}\n")
     folder.metrics.write_text("{}\n")
     write_json(folder.summary, {"status": "done"})
     return folder
+
+
+def checkpoint_of(folder: RunFolder) -> Path:
+    place = folder.checkpoints / "step-000003"
+    place.mkdir(parents=True)
+    return place
 
 
 def attempt(folder: RunFolder, resume: str = "auto") -> None:
@@ -32,6 +44,7 @@ def contents(root: Path) -> dict[str, str]:
 @pytest.mark.parametrize("failed_before", [0, 1, 2])
 def test_a_finished_run_is_moved_whole_when_another_begins_and_not_before(tmp_path: Path, failed_before: int) -> None:
     folder = finished(tmp_path / "run")
+    (folder.root / "notes.md").write_text("the user's\n")
     earlier = contents(folder.root)
     for _ in range(failed_before):
         attempt(folder)
@@ -39,13 +52,15 @@ def test_a_finished_run_is_moved_whole_when_another_begins_and_not_before(tmp_pa
         assert contents(folder.root) == earlier
     attempt(folder)
     with folder.log(0).open("a") as log:
-        moved = folder.begin("auto")
+        moved = folder.begin(None)
         log.write("training\n")
     assert moved == tmp_path / "run.1"
-    assert contents(moved) == earlier
+    mark = {".packtrain": earlier.pop(".packtrain")}
+    notes = {"notes.md": earlier.pop("notes.md")}
+    assert contents(moved) == earlier | mark
     assert contents(RunFolder(moved).logs) == {"rank-00000.log": "the earlier run\n"}
-    assert not RunFolder(moved).attempt.root.exists() and sorted(os.listdir(moved)) == sorted([*earlier, "logs"])
-    assert contents(folder.root) == {"config.yaml": "coming: 1\n"}
+    assert not RunFolder(moved).attempt.root.exists() and sorted(os.listdir(moved)) == sorted([*earlier, *mark, "logs"])
+    assert contents(folder.root) == {"config.yaml": "coming: 1\n"} | mark | notes
     assert folder.log(0).read_text().endswith("training\n") and os.listdir(folder.logs) == ["rank-00000.log"]
 
 
@@ -53,25 +68,56 @@ def test_a_finished_run_is_moved_whole_when_another_begins_and_not_before(tmp_pa
 def test_an_unfinished_run_stays_unless_it_is_to_start_anew(tmp_path: Path, resume: str, moves: bool) -> None:
     folder = finished(tmp_path / "run")
     write_json(folder.summary, {"status": "stopped"})
+    checkpoint = checkpoint_of(folder)
     attempt(folder, resume)
     assert folder.config.read_text() == "earlier: 1\n"
-    assert (folder.begin(resume) is not None) == moves
+    assert (folder.begin(None if moves else checkpoint) is not None) == moves
     assert folder.config.read_text() == "coming: 1\n"
     assert folder.metrics.exists() != moves
+    kept = [file.read_text() for file in folder.logs.glob("*-config.yaml")]
+    assert kept == ([] if moves else ["earlier: 1\n"])
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_in_its_folder_stays_in_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_killed_run_that_nothing_can_go_on_from_is_moved(tmp_path: Path, damaged: bool) -> None:
+    folder = finished(tmp_path / "run")
+    folder.summary.unlink()
+    if damaged:
+        checkpoint_of(folder)
+    attempt(folder)
+    moved = folder.begin(None)
+    assert moved is not None and (moved / "metrics.jsonl").exists() and not folder.metrics.exists()
+    assert (moved / "config.yaml").read_text() == "earlier: 1\n" and (moved / "checkpoints").exists() == damaged
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_in_its_folder_stays_in_it_and_its_results_move(tmp_path: Path) -> None:
     folder = finished(tmp_path / "run")
     assert not folder.gives_way(str(folder.checkpoints / "step-000003"))
     assert folder.gives_way(str(tmp_path / "other" / "step-000003"))
+    checkpoint = checkpoint_of(folder)
+    folder.final.mkdir()
+    attempt(folder, str(checkpoint))
+    moved = folder.begin(checkpoint)
+    assert moved is not None and set(os.listdir(moved)) == {".packtrain", "final", "summary.json"}
+    assert folder.metrics.exists() and checkpoint.exists()
 
 
-def test_the_folder_that_one_stands_in_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_that_one_stands_in_stays_when_the_run_in_it_is_moved(tmp_path: Path, monkeypatch) -> None:
     finished(tmp_path / "run")
     monkeypatch.chdir(tmp_path / "run")
-    with pytest.raises(OSError, match="cannot be moved"):
-        RunFolder(Path(".")).open_attempt("auto")
-    assert (tmp_path / "run" / "logs").exists() and not (tmp_path / "run" / "logs-before").exists()
+    here = RunFolder(Path("."))
+    attempt(here)
+    assert here.begin(None) == tmp_path / "run.1"
+    assert os.getcwd() == str(tmp_path / "run") and here.config.read_text() == "coming: 1\n"
+
+
+def test_a_link_to_a_run_folder_stays_one(tmp_path: Path) -> None:
+    finished(tmp_path / "disk" / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "run")
+    folder = RunFolder(tmp_path / "link")
+    attempt(folder)
+    assert folder.begin(None) == tmp_path / "disk" / "run.1"
+    assert folder.root.is_symlink() and (tmp_path / "disk" / "run" / "config.yaml").read_text() == "coming: 1\n"
 
 
 def test_the_log_that_slurm_has_opened_stays_when_an_earlier_run_gives_way(tmp_path, monkeypatch) -> None:
@@ -80,7 +126,93 @@ def test_the_log_that_slurm_has_opened_stays_when_an_earlier_run_gives_way(tmp_p
         (folder.logs / name).write_text(name)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     attempt(folder)
-    moved = folder.begin("auto")
+    moved = folder.begin(None)
     assert moved is not None
     assert {file.name for file in folder.logs.glob("slurm*")} == {"slurm-7.log", "slurm-7.sbatch"}
     assert (moved / "logs" / "slurm-6.log").exists() and (moved / "logs" / "rank-00000.log").exists()
+
+
+FOREIGN = (
+    *("config.yaml", "plan.json", "env.json", "accelerate.yaml", "deepspeed.json", "metrics.jsonl", "summary.json"),
+    *("final/model.safetensors", "final-merged/a", "final-adapters/a", "checkpoints/step-000001/a", "tensorboard/a"),
+    *("logs-before/a", "logs/lock", "logs/channel.json", "logs/attempt/config.yaml", "final", "checkpoints", "logs"),
+)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "elsewhere/step-000001"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_others_made_under_a_name_of_ours_is_refused_and_nothing_touched(
+    tmp_path: Path, name: str, resume: str
+) -> None:
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("the user's\n")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    with pytest.raises(UserError) as refused:
+        RunFolder(tmp_path / "run").open_attempt(resume)
+    (problem,) = refused.value.problems
+    found = tmp_path / "run" / Path(name).parts[0]
+    assert (
+        f"packtrain did not make {found}" in problem.what and "touch" in problem.fix and "output_dir" in problem.where
+    )
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_link_that_leads_nowhere_is_someones_too(tmp_path: Path) -> None:
+    (tmp_path / "final").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(UserError, match="did not make"):
+        RunFolder(tmp_path).open_attempt("auto")
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "logs/slurm-1.log", "logs/rank-00000.log", "slurm-1.out", "verify.json", "a/final"]
+)
+def test_what_has_other_names_or_is_only_added_to_is_no_reason_to_refuse(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("the user's\n")
+    folder = RunFolder(tmp_path / "run")
+    attempt(folder)
+    assert folder.begin(None) is None and file.read_text() == "the user's\n"
+
+
+@pytest.mark.parametrize("mine", [False, True])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "run/final",
+            "run/final/adapters",
+            "run/metrics.jsonl",
+            "run/checkpoints/step-000001",
+            "link",
+            "other/../run/final",
+        ),
+        *("run/final-merged", "run/logs/rank-00000.log"),
+    ],
+)
+def test_what_a_run_reads_may_not_lie_where_it_writes(tmp_path: Path, path: str, mine: bool) -> None:
+    folder = finished(tmp_path / "run") if mine else RunFolder(tmp_path / "run")
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "final")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=r"data\.train \(.*\) lies where the run writes its own"):
+        folder.open_attempt("auto", [("model.path", "owner/name"), ("data.train", str(tmp_path / path))])
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_a_run_reads_may_lie_beside(tmp_path: Path) -> None:
+    folder = finished(tmp_path / "run")
+    folder.open_attempt(
+        "auto", [("model.path", str(tmp_path / "run")), ("data.train", str(tmp_path / "run/data.jsonl"))]
+    )
+    folder.open_attempt("auto", [("the config", str(folder.config))])  # a run's own may be run again
+    folder.plan.unlink()
+    with pytest.raises(UserError, match="the config"):
+        folder.open_attempt("auto", [("the config", str(folder.config))])
+
+
+def test_the_names_in_logs_are_those_that_are_written_there(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    written = {folder.attempt.root.name, LOCK, PUBLISHED, RANKS, DIAGNOSIS}
+    assert written == {name for name in REPLACED_LOGS if "*" not in name}
+    assert [name for name in REPLACED_LOGS if stacks_of(tmp_path, 3).match(name)]

@@ -43,6 +43,7 @@ def leave(
     """A run as it is left by ranks that ended with `codes`."""
     run = RunFolder(folder)
     run.logs.mkdir(parents=True, exist_ok=True)
+    run.mark.touch()
     ends = [(code is not None and ProcessState(77, "gone", code, told=True)) or UNKNOWN for code in codes]
     ranks = [RankState(rank, "n0", 77, phase, 7, heard_s=1.0, process=end) for rank, end in enumerate(ends)]
     (run.logs / RANKS).write_text(json.dumps({"ranks": [asdict(one) for one in ranks]}))

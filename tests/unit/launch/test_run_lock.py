@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 from packtrain.errors import UserError
-from packtrain.launch.run_lock import check_free, is_locked, locked
+from packtrain.launch.run_lock import LOCK, check_free, is_locked, locked
 from packtrain.run_folder import RunFolder
 
 
 def test_a_folder_is_locked_by_one_run_until_it_ends_even_when_it_is_moved(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    folder.summary.parent.mkdir()
+    check_free(folder.root)
+    folder.open_attempt("auto")
     folder.summary.write_text('{"status": "done"}')
     check_free(folder.root)
     folder.open_attempt("auto")
     with locked(folder.root):
-        assert folder.begin("auto") is not None
+        assert folder.begin(None) is not None
         assert is_locked(folder.root)
         with pytest.raises(UserError, match="a run is going on in"):
             check_free(folder.root)
@@ -32,7 +33,14 @@ def test_a_folder_is_locked_by_one_run_until_it_ends_even_when_it_is_moved(tmp_p
     assert not is_locked(folder.root)
 
 
-LOCK = """
+def test_a_file_of_that_name_that_others_made_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / LOCK).write_text("the user's\n")
+    check_free(tmp_path)
+    assert (tmp_path / "logs" / LOCK).read_text() == "the user's\n"
+
+
+LOCKING = """
 import sys
 from pathlib import Path
 from packtrain.errors import UserError
@@ -51,7 +59,7 @@ while locks < 200:
 
 def test_a_lock_goes_with_its_run_and_is_never_held_twice(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    command = [sys.executable, "-c", LOCK, str(tmp_path)]
+    command = [sys.executable, "-c", LOCKING, str(tmp_path)]
     several = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     for one in several:
         assert one.communicate(timeout=120)[1] == ""

@@ -22,6 +22,7 @@ from packtrain.config.keys import keys
 from packtrain.config.rules.slurm import gpus_of, seconds_of
 from packtrain.config.sweep import load_points
 from packtrain.config.yaml_files import shipped
+from packtrain.run_folder import RunFolder
 
 RUN = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32", "trainer.output_dir=runs/x"]
 MACHINES = ["topology.nodes=2", "topology.gpus_per_node=4"]
@@ -229,6 +230,7 @@ def test_a_job_goes_back_into_the_queue_only_when_it_was_stopped_in_time_and_got
     code: int, checkpoint: bool, comes_back: bool, tmp_path: Path
 ) -> None:
     made = tmp_path / "home/runs/x/checkpoints/step-000020"
+    RunFolder(made.parents[1]).open_attempt("auto")
     (made.parent / "step-000010").mkdir(parents=True)
     variables = {"CHECKPOINT": str(made)} if checkpoint else {}
     run(script("topology.requeue=true"), tmp_path / "home", CODE=str(code), **variables)
@@ -389,7 +391,7 @@ def test_a_job_that_would_come_back_is_told_not_to_before_it_is_stopped() -> Non
 
 def test_submitting_leaves_an_earlier_run_in_its_place(tmp_path: Path) -> None:
     earlier = tmp_path / "home/runs/x"
-    (earlier / "logs").mkdir(parents=True)
+    RunFolder(earlier).open_attempt("auto")
     (earlier / "logs/rank-00000.log").write_text("earlier\n")
     (earlier / "summary.json").write_text('{"status": "done"}')
     assert sbatch(*MACHINES, "--submit").code == 0
@@ -418,8 +420,23 @@ def test_a_script_can_be_written_to_a_file(tmp_path: Path) -> None:
     done = sbatch(*MACHINES, "-o", "job.sbatch")
     assert (done.code, done.stdout) == (0, "") and "sbatch job.sbatch" in done.stderr
     assert Path("job.sbatch").read_text().replace("-o job.sbatch", "") == script()
+    assert sbatch(*MACHINES, "-o", "job.sbatch").code == 0  # its own may be replaced
     assert sbatch(*MACHINES, "-o", "no/job.sbatch").code == 2
     assert sbatch(*MACHINES, "-o", "own.sbatch", "--submit").code == 0 and Path("own.sbatch").exists()
+
+
+def test_files_of_others_are_refused_and_not_touched(tmp_path: Path) -> None:
+    theirs = tmp_path / "home/runs/x/metrics.jsonl"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("theirs\n")
+    for option in ("--submit", "--test-only"):
+        done = sbatch(*MACHINES, option)
+        assert done.code == 2 and f"packtrain did not make {theirs}" in done.stderr
+    moved = theirs.rename("run.jsonl")
+    done = sbatch(*MACHINES, "-o", "run.jsonl")
+    assert done.code == 2 and "packtrain did not make this file" in done.stderr
+    assert moved.read_text() == "theirs\n" and not [*theirs.parent.iterdir()]
+    assert not (tmp_path / "called").exists()
 
 
 def test_test_only_asks_sbatch_and_touches_nothing(tmp_path: Path) -> None:
