@@ -208,7 +208,7 @@ class Encoder:
         return ids[:-1] if len(ids) and ids[-1] == self.tokenizer.eos_id else ids
 
     def _whole(self, text: str) -> np.ndarray:
-        return self.tokenizer.encode(text, special=True).ids
+        return self.tokenizer.ids(text, special=True)
 
     def _ended(self, ids: np.ndarray) -> np.ndarray:
         """`ids` with EOS after them, unless it is there."""
@@ -221,7 +221,7 @@ class Encoder:
         whole = self._whole(pair.prompt + pair.completion)
         if len(whole) > len(prompt) and np.array_equal(whole[: len(prompt)], prompt):
             return self._ended(whole), len(prompt), False
-        completion = self.tokenizer.encode(pair.completion).ids
+        completion = self.tokenizer.ids(pair.completion)
         return self._ended(np.concatenate([prompt, completion])), len(prompt), True
 
     def _fitted(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:

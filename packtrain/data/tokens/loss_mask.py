@@ -109,7 +109,7 @@ class ChatEncoder:
             answered = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
             self._check_said(template, side, answered, text, text)
             texts.append(text)
-        return [self.tokenizer.encode(text).ids for text in texts]
+        return [self.tokenizer.ids(text) for text in texts]
 
     def _spans(
         self,
@@ -179,7 +179,7 @@ class ChatEncoder:
         except BadRow:
             return frozenset(ends)
         _, answer, rest = text.rpartition("ANSWER")
-        tail = self.tokenizer.encode(rest.lstrip()).ids if answer else []
+        tail = self.tokenizer.ids(rest.lstrip()) if answer else []
         if len(tail) and int(tail[0]) in self.tokenizer.special_ids:
             ends.add(int(tail[0]))
         return frozenset(ends)

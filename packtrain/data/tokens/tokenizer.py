@@ -1,7 +1,7 @@
 """Text to token ids with the place of every token in the text.
 
 A PlainTokenizer is the part of a transformers tokenizer that tokenising processes need: it pickles as JSON, calls the Rust tokenizer
-directly (transformers' wrapper costs more than tokenising a short text), and never truncates or pads. Tokenizers written in
+directly, word by word (words.py), and never truncates or pads. Tokenizers written in
 Python are refused: they give no offsets of their tokens, which an exact loss mask needs.
 """
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from tokenizers import Tokenizer
 
+from packtrain.data.tokens.words import Words
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,28 +50,39 @@ class PlainTokenizer:
     name: str = field(default="tokenizer", compare=False)
 
     @cached_property
-    def _rust(self) -> Tokenizer:
-        tokenizer = Tokenizer.from_str(self.backend)
-        tokenizer.encode_special_tokens = self.encode_special_tokens
-        return tokenizer
+    def _words(self) -> Words:
+        rust = Tokenizer.from_str(self.backend)
+        rust.encode_special_tokens = self.encode_special_tokens
+        return Words(rust)
 
     def __getstate__(self) -> dict[str, object]:
-        return {key: value for key, value in self.__dict__.items() if key != "_rust"}
+        return {key: value for key, value in self.__dict__.items() if key != "_words"}
 
-    def encode(self, text: str, *, special: bool = False) -> Encoded:
-        """`text` as tokens; with `special`, also what the tokenizer itself adds around a text (e.g. BOS).
+    def ids(self, text: str, *, special: bool = False) -> np.ndarray:
+        """`text` as ids int32[n]; with `special`, also what the tokenizer itself adds around a text (e.g. BOS).
 
         Raises UnicodeEncodeError for text with lone surrogates.
         """
+        ids = self._tokens(text, special)[:, 0]
+        return ids[ids >= 0]
+
+    def encode(self, text: str) -> Encoded:
+        """`text` as tokens with their places; raises UnicodeEncodeError for text with lone surrogates."""
+        tokens = self._tokens(text)
+        before = np.cumsum(tokens[:, 3]) - tokens[:, 3]  # characters of the pieces before
+        real = tokens[:, 0] >= 0
+        starts, ends = (tokens[:, 1] + before)[real], (tokens[:, 2] + before)[real]
+        starts[:1] = 0
+        starts[1:] = np.minimum(starts[1:], np.maximum.accumulate(ends[:-1]))
+        return Encoded(tokens[real, 0], starts, ends)
+
+    def _tokens(self, text: str, special: bool = False) -> np.ndarray:
+        """As Words.of: int32[n, 4]."""
         try:
-            encoding = self._rust.encode(text, add_special_tokens=special)
+            return np.frombuffer(self._words.of(text, special=special), np.int32).reshape(-1, 4)
         except TypeError:
             text.encode()  # the Rust side raises TypeError for lone surrogates
             raise
-        offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        starts, ends = offsets[:, 0], offsets[:, 1]
-        covered = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]) if len(ends) else ends
-        return Encoded(np.asarray(encoding.ids, dtype=np.int32), np.minimum(starts, np.maximum(covered, 0)), ends)
 
     @cached_property
     def content(self) -> str:
