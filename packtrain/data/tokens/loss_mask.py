@@ -340,14 +340,14 @@ def _tokens_between(encoded: Encoded, text: str, start: int, end: int, special_i
 
     A control token may reach over white space behind it (tokens that swallow it are common), text may not.
     """
-    across_start = (encoded.starts < start) & (encoded.ends > start)
-    across_end = (encoded.starts < end) & (encoded.ends > end)
-    for at in np.flatnonzero(across_end):
+    before, until = encoded.starts < start, encoded.starts < end
+    across_start, across_end = before & (encoded.ends > start), until & (encoded.ends > end)
+    for at in across_end.nonzero()[0]:
         if int(encoded.ids[at]) in special_ids and not text[end : int(encoded.ends[at])].strip():
             across_end[at] = False
-    across = np.flatnonzero(across_start | across_end)
+    across = (across_start | across_end).nonzero()[0]
     if len(across):
         token = text[int(encoded.starts[across[0]]) : int(encoded.ends[across[0]])]
         what = f"the border of an assistant's turn falls inside the token {token!r}"
         raise BadRow(REFUSED, what, "messages", f"Trim the white space at the turn's ends. {ADVICE}")
-    return np.flatnonzero((encoded.starts >= start) & (encoded.starts < end))
+    return (until & ~before).nonzero()[0]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """ids int32[n]; token t covers the characters starts[t]:ends[t] of the text (int64[n]).
+    """ids int32[n]; token t covers the characters starts[t]:ends[t] of the text (int32[n]).
 
     `starts` are corrected for tokenizers that leave white space out of a token's offsets though the token holds it:
     characters that no token claims belong to the token after them.
@@ -69,7 +69,7 @@ class PlainTokenizer:
     def encode(self, text: str) -> Encoded:
         """`text` as tokens with their places; raises UnicodeEncodeError for text with lone surrogates."""
         tokens = self._tokens(text)
-        before = np.cumsum(tokens[:, 3]) - tokens[:, 3]  # characters of the pieces before
+        before = np.cumsum(tokens[:, 3], dtype=np.int32) - tokens[:, 3]  # characters of the pieces before
         real = tokens[:, 0] >= 0
         starts, ends = (tokens[:, 1] + before)[real], (tokens[:, 2] + before)[real]
         starts[:1] = 0
