@@ -7,6 +7,7 @@ it ends. Machines that share the disk see it if the file system has locks (NFS, 
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,7 +41,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 def is_locked(folder: Path) -> bool:
     """Whether a run is going on in `folder`."""
-    if not (folder / "logs" / LOCK).exists() or not RunFolder(folder).mark.exists():  # to lock a file empties it
+    # an unmarked folder may have someone's file of that name, which a lock would empty
+    if not os.path.exists(folder / "logs" / LOCK) or not os.path.exists(RunFolder(folder).mark):
         return False
     try:
         with locked(folder):

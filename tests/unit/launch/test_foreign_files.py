@@ -1,0 +1,117 @@
+"""The commands refuse a run folder in which others' files would be lost, before anything is touched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from packtrain.run_folder import RunFolder
+from tests.unit.command_line import packtrain
+
+LAUNCHED = ("topology.kind=local", "topology.gpus_per_node=2")
+MINE = "the user's\n"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder with data and a config whose run folder is exp/, and below it the user's data."""
+    (tmp_path / "exp").mkdir()
+    for name in ("data.jsonl", "exp/data.jsonl"):
+        (tmp_path / name).write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    config = {
+        "model": {"init": "random", "config": {"model_type": "llama"}, "tokenizer": "quickstart"},
+        "data": {"train": "data.jsonl", "cache_dir": "cache"},
+        "batch": {"examples_per_step": 1},
+        "trainer": {"max_steps": 1, "output_dir": "exp"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def state(folder: Path) -> dict[str, tuple[int, bytes]]:
+    found = {}
+    for path in folder.rglob("*"):
+        kind = os.lstat(path)
+        found[str(path)] = (kind.st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+    return found
+
+
+def refused(home: Path, *arguments: str, config: str = "run.yaml", verb: str = "sft", folder: str = ".") -> str:
+    """The words in which a run is refused; nothing was touched."""
+    before = state(home)
+    done = packtrain(verb, config, *arguments, folder=home / folder)
+    assert done.returncode == 2 and state(home) == before, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("more", [(), LAUNCHED, ("trainer.resume=never",), ("objective=dpo",)], ids=str)
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "metrics.jsonl", "final/model.safetensors", "checkpoints/step-000001/x"]
+)
+def test_files_under_names_of_a_run_are_refused(home: Path, name: str, more: tuple[str, ...]) -> None:
+    file = home / "exp" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(MINE)
+    said = refused(home, *more, verb="dpo" if "objective=dpo" in more else "sft")
+    assert f"trainer.output_dir (exp): packtrain did not make exp/{name.partition('/')[0]} and would replace it" in said
+    assert "→ Name another folder, or move it away. If an earlier packtrain made this one: touch exp/.packtrain" in said
+
+
+@pytest.mark.parametrize("more", [("--dry-run",), ()])
+def test_what_only_plans_needs_no_folder_and_touches_none(home: Path, more: tuple[str, ...]) -> None:
+    (home / "exp" / "config.yaml").write_text(MINE)
+    before = state(home)
+    assert packtrain("sft" if more else "plan", "run.yaml", *more, folder=home).returncode == 0
+    assert state(home) == before
+
+
+def test_the_config_itself_is_not_replaced(home: Path) -> None:
+    shutil.move(home / "run.yaml", home / "exp" / "config.yaml")
+    said = "the config ({}) lies where the run writes its own config.yaml"
+    assert said.format("exp/config.yaml") in refused(home, config="exp/config.yaml")
+    here = refused(home, "trainer.output_dir=.", config="config.yaml", folder="exp")
+    assert said.format("config.yaml") in here
+    RunFolder(home / "exp").mark.touch()  # an attempt of before, which left nothing else
+    assert said.format("exp/config.yaml") in refused(home, config="exp/config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        ("data.train", "exp/metrics.jsonl"),
+        ("data.train", "exp/*.jsonl"),
+        ("data.eval", "exp/metrics.jsonl"),
+        ("model.tokenizer", "exp/final"),
+        ("data.chat_template", "exp/final/chat.jinja"),
+        ("model.path", "link"),
+    ],
+)
+def test_what_a_run_reads_is_not_replaced(home: Path, key: str, path: str) -> None:
+    run = RunFolder(home / "exp")
+    run.open_attempt("auto")
+    run.metrics.write_text(MINE)
+    run.final.mkdir()
+    (run.final / "chat.jinja").write_text(MINE)
+    (home / "link").symlink_to("exp/final")
+    init = ["model.init=pretrained", "model.config={}"] if key == "model.path" else []
+    assert f"{key} (" in (said := refused(home, *init, f"{key}={path}")) and "lies where the run writes its own" in said
+
+
+def test_the_base_of_adapters_is_read_too(home: Path) -> None:
+    run = RunFolder(home / "exp")
+    run.open_attempt("auto")
+    run.final.mkdir()
+    (home / "adapters").mkdir()
+    (home / "adapters" / "adapter_config.json").write_text('{"base_model_name_or_path": "exp/final"}')
+    said = refused(home, "model.init=pretrained", "model.config={}", "model.path=adapters", "peft=lora")
+    assert "the base of model.path (exp/final) lies where the run writes its own final" in said
+
+
+def test_a_folder_behind_a_link_is_looked_at(home: Path) -> None:
+    (home / "exp" / "summary.json").write_text(MINE)
+    (home / "link").symlink_to("exp")
+    assert "packtrain did not make link/summary.json" in refused(home, "trainer.output_dir=link")
