@@ -1,4 +1,4 @@
-"""Rows under our column names: which columns each format has, which format a source has, and what makes rows equal."""
+"""Rows under our column names: which columns a source has, and so which format, and what makes rows equal."""
 
 from __future__ import annotations
 
@@ -8,26 +8,11 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from packtrain.config.row_columns import OPTIONAL, READ_TOO, REQUIRED
 from packtrain.config.schema import Format, ObjectiveKind
 from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
 
-REQUIRED: dict[str, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
-    "preference": ("chosen", "rejected"),
-    "ranked": ("answers",),
-    "sharegpt": ("conversations",),
-    "alpaca": ("instruction", "output"),
-    "tokenised": ("input_ids",),
-}
-PROMPTS = ("prompt", "conversations", "instruction")
-"""Columns that may hold the prompt of a preference."""
-READ_TOO = {"preference": PROMPTS, "ranked": (*PROMPTS, "scores", "ranks")}
-"""Columns beside the required ones and OPTIONAL that only this format reads."""
-MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
-OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs", *MASKS)
 ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages"}
 """Other names that our columns may have without data.columns."""
 LISTS = ("answers", "responses", "completions", "candidates")

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from packtrain.config.row_columns import MASKS
 from packtrain.config.schema import Format
-from packtrain.data.formats.columns import MASKS, Row, list_of
+from packtrain.data.formats.columns import Row, list_of
 from packtrain.data.formats.messages import Messages, messages_of, system_of, tools_of, variables_of
 from packtrain.data.sources.chunks import BadRow, wrong_type
 

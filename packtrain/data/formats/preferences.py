@@ -29,8 +29,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from packtrain.config.row_columns import PROMPTS
 from packtrain.config.schema import Format
-from packtrain.data.formats.columns import LISTS, PROMPTS, Row, list_column, list_of
+from packtrain.data.formats.columns import LISTS, Row, list_column, list_of
 from packtrain.data.formats.conversations import Conversation, PromptCompletion, asked_in_columns, refuse_media
 from packtrain.data.formats.messages import Messages, messages_in, messages_of, system_of, tools_of, variables_of
 from packtrain.data.sources.chunks import BadRow, NoPair, wrong_type

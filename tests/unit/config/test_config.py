@@ -12,7 +12,7 @@ import pytest
 from packtrain.config import help as key_help
 from packtrain.config.compose import changes, load_config, to_yaml
 from packtrain.config.keys import ADVICE, FOREIGN, keys
-from packtrain.config.rules.combinations import COLUMNS, check
+from packtrain.config.rules.combinations import check
 from packtrain.config.schema import Batch, DataSource, Optim, RunConfig, groups
 from packtrain.config.sweep import load_points
 from packtrain.config.yaml_files import shipped
@@ -178,12 +178,7 @@ def test_numbers_of_yaml_1_1_that_look_like_text_are_numbers(number: str) -> Non
     assert load_config(write(f"optim: {{learning_rate: {number}}}\n"), COMPLETE).optim.learning_rate == 2e-5
 
 
-def test_names_of_columns_are_those_that_the_data_stage_knows() -> None:
-    from packtrain.data.formats import columns
-
-    required = {name for needed in columns.REQUIRED.values() for name in needed}
-    read_too = {name for more in columns.READ_TOO.values() for name in more}
-    assert set(COLUMNS) == required | read_too | set(columns.OPTIONAL)
+def test_a_chat_template_is_named_as_the_model_is() -> None:
     assert load_config(None, [*COMPLETE, "data.chat_template=Llama3.2"]).data.chat_template == "Llama3.2"
 
 
