@@ -78,7 +78,8 @@ def read_row(row: Row, format: Format) -> Example:
 def refuse_media(row: Row) -> None:
     """Raise BadRow for a row with a picture, a film or a sound."""
     if given := next((name for name in MEDIA if row.values.get(name)), None):
-        raise BadRow("not text", "this row is not of text alone; packtrain trains on text", given)
+        fix = "If the text is whole without it, take the column out."
+        raise BadRow("not text", "this row is not of text alone; packtrain trains on text", given, fix)
 
 
 def _messages(row: Row) -> Conversation:

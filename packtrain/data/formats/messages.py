@@ -6,7 +6,7 @@ All become {"role", "content"} with the content as one string, and of what an as
 
     reasoning_content   its thought, also written `reasoning` or `thinking`
     tool_calls          [{"type": "function", "id", "function": {"name", "arguments": an object}}]; id only if given
-    weight              0 where the turn is not to be trained, also written `loss_weight` or `train`
+    weight              0 where the turn is not to be trained, also written `loss_weight`, `train` or `loss`
 
 tokens/dialect.py puts that into the words of one template. Errors name the field as it is called in the FILE.
 
@@ -35,6 +35,8 @@ SPEAKERS = {  # the words of ShareGPT and others for the roles
     "system": "system",
     **dict.fromkeys(("tool", *RESULTS), "tool"),
 }
+STAND_INS = {**dict.fromkeys(("function", "ipython"), "tool"), "developer": "system"}
+"""Roles that speak as another in a template that names only the other: most would leave out what they say."""
 PARTS = {
     **dict.fromkeys(("reasoning", "thinking"), "reasoning"),
     "text": "text",
@@ -44,7 +46,7 @@ PARTS = {
 """Types of parts; of those before `tool_result` an assistant's turn has some, in this order."""
 ORDER = tuple(dict.fromkeys(PARTS.values()))
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-WEIGHTS = ("weight", "loss_weight", "train")
+WEIGHTS = ("weight", "loss_weight", "train", "loss")
 UNKNOWN_ROLE = "unknown role"
 CALL = '{"name": …, "arguments": {…}}'
 Messages = list[dict[str, Any]]
@@ -76,11 +78,14 @@ def messages_in(value: Any, where: str, row: Row) -> Messages:
         raise wrong_type("an object", value, where)
     message, said = {key: part for key, part in value.items() if part is not None}, "content"
     if "from" in value and "role" not in value:
-        message, said = {key: message[key] for key in WEIGHTS if key in message}, "value"
+        message, said = {key: part for key, part in message.items() if key not in ("from", "value")}, "value"
         message |= {"role": _role_of_speaker(value["from"], f"{where}.from"), "content": value.get("value")}
+    if call := message.pop("function_call", None):  # as OpenAI's API had it before tool_calls
+        message.setdefault("tool_calls", [call])
     role = value["from"] if said == "value" else message.get("role")
+    wordless = message.get("tool_calls") or message.keys() & set(THOUGHTS)
     for key in ("role", "content"):
-        if key not in value and key not in message and not (key == "content" and message.get("tool_calls")):
+        if key not in value and key not in message and not (key == "content" and wordless):
             raise BadRow("missing field", f"no {key!r}; found: {', '.join(map(repr, value)) or 'nothing'}", where)
     if not isinstance(role, str):
         raise wrong_type("a string", role, f"{where}.role")
@@ -89,6 +94,8 @@ def messages_in(value: Any, where: str, row: Row) -> Messages:
         message |= {"role": "assistant", **_called(value[said], f"{where}.{said}")}
     elif role in RESULTS and role not in row.named:
         message["role"] = "tool"
+    elif role not in row.named and STAND_INS.get(role) in row.named:
+        message["role"] = STAND_INS[role]
     _check_role(message["role"], row.named, f"{where}.role")
     if isinstance(message.get("content"), list) and said == "content":
         return [_message(one, where, said) for one in _of_parts(message, where)]
@@ -101,7 +108,8 @@ def _message(message: dict[str, Any], where: str, said: str) -> dict[str, Any]:
     calls = message.pop("tool_calls", None)
     if calls := _tool_calls(calls, f"{where}.tool_calls") if calls else []:
         message["tool_calls"] = calls
-    message["content"] = text_of(message.get("content"), f"{where}.{said}", optional=bool(calls))
+    wordless = bool(calls) or bool(message.keys() & set(THOUGHTS))
+    message["content"] = text_of(message.get("content"), f"{where}.{said}", optional=wordless)
     if message["role"] == "assistant":
         _set_thought(message, where)
         if not (message["content"].strip() or message.keys() & {"tool_calls", "reasoning_content"}):

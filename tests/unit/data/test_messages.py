@@ -76,6 +76,16 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "parallel": (of(ASK, called(PARIS, ROME), RESULT, RESULT, END), [NO_THOUGHT + TWO, SUNNY]),
     "calls as JSON": (of(ASK, {**END, "content": "", "tool_calls": json.dumps([PARIS])}), [NO_THOUGHT + ONE]),
     "parameters": (of(ASK, called({"name": "weather", "parameters": PARIS["arguments"]})), [NO_THOUGHT + ONE]),
+    "OpenAI's earlier function_call": (
+        of(
+            ASK,
+            {"role": "assistant", "content": None, "function_call": wrapped(PARIS)["function"]},
+            {"role": "function", "name": "weather", "content": "25 degrees"},
+            END,
+        ),
+        [NO_THOUGHT + ONE, SUNNY],
+    ),
+    "a thought and a call alone": (of(ASK, called(PARIS, reasoning="Hm.")), [THOUGHT + ONE]),
     "beside words": (of(ASK, called(PARIS, content="Hm.")), [f"{NO_THOUGHT}Hm.\n{ONE}"]),
     "no arguments": (
         of(ASK, called({"name": "weather", "arguments": ""})),
@@ -141,7 +151,7 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "thinking": (of(ASK, {**END, "thinking": "Hm.", "reasoning": None}), [f"{THOUGHT}It is sunny.<|im_end|>"]),
     "weight 0": (of(ASK, {**END, "weight": 0}, {**ASK, "weight": 0}, {**END, "weight": 1}), [SUNNY]),
     "loss_weight 0": (of({**ASK, "loss_weight": 0.0}, {**END, "loss_weight": 0.0}, ASK, END), [SUNNY]),
-    "train": (turns(HUMAN, GPT, HUMAN, GPT) | {"tools": None}, [SUNNY, SUNNY]),
+    "loss": (of(ASK, {**END, "loss": False}, ASK, {**END, "loss": True}), [SUNNY]),
 }
 
 
@@ -159,10 +169,11 @@ def test_the_tools_are_seen_in_openais_form_whatever_the_file_has(tmp_path):
         assert f"<tools>\n{json.dumps(TOOLS[0])}\n</tools>" in text
 
 
-def test_turns_of_sharegpt_have_weights_too(tmp_path):
+def test_turns_of_sharegpt_have_weights_and_thoughts_too(tmp_path):
     row = turns(HUMAN, GPT, HUMAN, GPT)
     row["conversations"][1]["train"] = False
-    assert trained(write(tmp_path, row)) == [SUNNY]
+    row["conversations"][3]["reasoning"] = "Hm."
+    assert trained(write(tmp_path, row)) == [f"{THOUGHT}It is sunny.<|im_end|>"]
 
 
 def test_a_table_gives_each_call_its_own_arguments_and_no_nulls(tmp_path):
@@ -266,3 +277,12 @@ def test_qwen3_strips_earlier_thoughts_so_trls_version_for_training_is_taken_and
     last = prepare(replace(data, loss_on="completion"), own, seed=0).train
     assert last.report.retold == 0
     assert all(own.decode(last[at].input_ids[last[at].loss_mask]) == SUNNY for at in range(3))
+
+
+@pytest.mark.parametrize("role, spoken", [("developer", "system"), ("function", "user"), ("ipython", "user")])
+def test_roles_that_a_template_leaves_out_speak_as_the_one_it_has(tmp_path, role, spoken):
+    other = {"role": role, "content": "Mind the gap."}
+    messages = (other, ASK, END) if role == "developer" else (ASK, called(PARIS), other, END)
+    data = Data(train=write(tmp_path, {"messages": messages}), cache_dir=str(tmp_path / "cache"))
+    text = TOKENIZER.decode(prepare(data, TOKENIZER, seed=0).train[0].input_ids)
+    assert "Mind the gap." in text.split(f"<|im_start|>{spoken}\n")[-1].split("<|im_end|>")[0]
