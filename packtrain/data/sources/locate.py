@@ -77,7 +77,7 @@ class Files:
             return f"{self.name}: each {self.split_text} is a row"
         if len(self.paths) > 1:
             return f"{self.name}: each .txt file is a row (with data.split_text=line each line)"
-        lines = sum(1 for _ in texts(self.paths[0], "line"))
+        lines = sum(1 for path in self.paths for _ in texts(path, "line"))
         return f"{self.name}: the file is 1 row (data.split_text=line would make {lines:,})"
 
 

@@ -99,7 +99,7 @@ class Encoder:
                 what = f"{longest} tokens, but data.max_length={self.data.max_length}"
                 fix = "Raise data.max_length, or set data.overlong to truncate or drop."
                 problems.append(Problem(what, where, fix))
-            parts, fate = self._fitted(documents, Fate(content, **flags), format)
+            parts, fate = self._fitted(documents, Fate(content)._replace(**flags), format)
             kept.extend(parts)
             fates.append(fate)
         joined = Documents(

@@ -63,23 +63,19 @@ class PlainTokenizer:
 
         Raises UnicodeEncodeError for text with lone surrogates.
         """
-        ids = self._tokens(text, special)[:, 0]
-        return ids[ids >= 0]
+        return self._tokens(text, special)[:, 0].copy()
 
     def encode(self, text: str) -> Encoded:
         """`text` as tokens with their places; raises UnicodeEncodeError for text with lone surrogates."""
-        tokens = self._tokens(text)
-        before = np.cumsum(tokens[:, 3], dtype=np.int32) - tokens[:, 3]  # characters of the pieces before
-        real = tokens[:, 0] >= 0
-        starts, ends = (tokens[:, 1] + before)[real], (tokens[:, 2] + before)[real]
+        ids, starts, ends = self._tokens(text).T.copy()
         starts[:1] = 0
         starts[1:] = np.minimum(starts[1:], np.maximum.accumulate(ends[:-1]))
-        return Encoded(tokens[real, 0], starts, ends)
+        return Encoded(ids, starts, ends)
 
     def _tokens(self, text: str, special: bool = False) -> np.ndarray:
-        """As Words.of: int32[n, 4]."""
+        """As Words.of: int32[n, 3]."""
         try:
-            return np.frombuffer(self._words.of(text, special=special), np.int32).reshape(-1, 4)
+            return self._words.of(text, special=special)
         except TypeError:
             text.encode()  # the Rust side raises TypeError for lone surrogates
             raise
