@@ -104,27 +104,22 @@ class RunFolder:
 
         `inputs` are the paths that it reads, each after the config key that names it.
         """
-        marked, entries = self.mark.exists(), self._entries()
-        where = f"trainer.output_dir ({self.root})"
+        marked, where = self.mark.exists(), f"trainer.output_dir ({self.root})"
+        places = {os.path.realpath(entry): entry.name for entry in self._entries()}
         if marked and self.plan.exists():  # then config.yaml is a run's: it may be run again, and is kept
-            entries.remove(self.config)
-        fix = "Name another folder, or copy it elsewhere."
-        taken = [
-            Problem(f"{key} ({path}) lies where the run writes its own {entry.name}", where, fix)
-            for key, path in inputs
-            for entry in entries
-            if _is_in(Path(path).expanduser(), entry)
-        ]
+            places.pop(os.path.realpath(self.config), None)
+        taken, fix = [], "Name another folder, or copy it elsewhere."
+        for key, path in inputs:
+            real = Path(os.path.realpath(os.path.expanduser(path)))
+            if own := next((places[str(one)] for one in (real, *real.parents) if str(one) in places), None):
+                taken.append(Problem(f"{key} ({path}) lies where the run writes its own {own}", where, fix))
         if taken:
             raise UserError(taken)
-        in_logs = (
-            [path for name in REPLACED_LOGS for path in self.logs.glob(name)] if self.logs.is_dir() else [self.logs]
-        )
-        entries = [entry for entry in entries if entry != self.logs] + in_logs
-        if foreign := [] if marked else [str(entry) for entry in entries if os.path.lexists(entry)]:
-            several = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-            fix = f"Name another folder, or move it away. If an earlier packtrain made this one: touch {shlex.quote(str(self.mark))}"
-            raise UserError(f"packtrain did not make {foreign[0]}{several} and would replace it", where=where, fix=fix)
+        if not marked and (foreign := self._foreign()):
+            more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
+            touch = f"If an earlier packtrain made this one: touch {shlex.quote(str(self.mark))}"
+            fix = f"Name another folder, or move it away. {touch}"
+            raise UserError(f"packtrain did not make {foreign[0]}{more} and would replace it", where=where, fix=fix)
 
     def gives_way(self, resume: str) -> bool:
         """Whether the new run will move an earlier one away instead of resuming it; `resume` is trainer.resume.
@@ -138,7 +133,7 @@ class RunFolder:
         return self._ran() and not goes_on
 
     def open_attempt(self, resume: str, inputs: Iterable[tuple[str, str]] = ()) -> None:
-        """Makes the mark, logs/ and logs/attempt/, nothing else. Raises UserError by `check_ours`, and OSError also if `begin` would later."""
+        """Makes the mark, logs/ and logs/attempt/, nothing else. Raises UserError as `check_ours`, OSError also if `begin` would."""
         self.check_ours(inputs)
         gives_way = self.gives_way(resume)
         needed = [self.root] if self.root.exists() else []
@@ -170,14 +165,21 @@ class RunFolder:
         self.attempt.root.rmdir()
         return moved
 
-    def _entries(self) -> list[Path]:
-        """What a run writes, replaces or moves, whether it is there or not."""
-        entries = [self.root / one.name for one in vars(type(self)).values() if isinstance(one, _Entry)]
-        return [entry for entry in entries if entry not in (self.mark, self.verification)]
+    def _entries(self, *, results: bool = False) -> list[Path]:
+        """What a run writes, replaces or moves, whether it is there or not; with `results` only those."""
+        kinds = [one for one in vars(type(self)).values() if isinstance(one, _Entry) and (one.result or not results)]
+        return [self.root / one.name for one in kinds if self.root / one.name not in (self.mark, self.verification)]
 
     def _ran(self) -> bool:
-        results = [one for one in vars(type(self)).values() if isinstance(one, _Entry) and one.result]
-        return any(os.path.lexists(self.root / one.name) for one in results)
+        return any(os.path.lexists(entry) for entry in self._entries(results=True))
+
+    def _foreign(self) -> list[Path]:
+        """What is there under names of a run; of a folder logs/ only what a run would replace in it."""
+        entries = self._entries()
+        if self.logs.is_dir():
+            entries.remove(self.logs)
+            entries += [path for name in REPLACED_LOGS for path in self.logs.glob(name)]
+        return [entry for entry in entries if os.path.lexists(entry)]
 
     def _has(self, checkpoint: Path) -> bool:
         return _is_in(checkpoint, self.root) or _is_in(checkpoint, self.checkpoints)
