@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -235,3 +236,24 @@ def test_a_compressed_text_is_trained_without_the_held_out_part_of_the_config(tm
     assert (report["rows"], report["split"], report["cut_tokens"]) == (1, 1, 0) and report["documents"] > 10
     assert "eval_every: null" in (run.folder / "config.yaml").read_text()
     assert run.summary["eval_loss"] is None and len(run.steps) == 2
+
+
+def test_calls_of_tools_are_trained_with_the_template_that_the_error_names_and_it_goes_with_the_model(
+    tmp_path: Path,
+) -> None:
+    call = json.dumps({"name": "weather", "arguments": {"city": "Paris"}})
+    turns = [("human", "Is it sunny?"), ("function_call", call), ("observation", "sunny"), ("gpt", "It is.")]
+    talk = [{"from": speaker, "value": said} for speaker, said in turns]
+    tools = json.dumps([{"name": "weather", "description": "Tells it.", "parameters": {"type": "object"}}])
+    data = write_jsonl(tmp_path / "calls.jsonl", [{"conversations": talk, "tools": tools}] * 8)
+    batch = {"examples_per_step": 2, "tokens_per_device": 500}
+    config = base_config(tmp_path, data={"train": str(data), "max_length": 500}, batch=batch, trainer={"max_steps": 1})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    said = packtrain("sft", "run.yaml", cwd=tmp_path, expect=2).stderr
+    assert "calls.jsonl:1, tools: the chat template (the tokenizer's own) leaves out the tools" in said
+    (named,) = set(re.findall(r"data\.chat_template=\w+", said))
+    packtrain("sft", "run.yaml", named, cwd=tmp_path)
+    report = Run(tmp_path / "run").summary["data"]
+    assert (report["rows"], report["kept"], report["format"]) == (8, 8, "sharegpt")
+    kept = (tmp_path / "run" / "final" / "chat_template.jinja").read_text()
+    assert "<tool_call>" in kept and "generation %}" not in kept
