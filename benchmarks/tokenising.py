@@ -1,9 +1,14 @@
-"""Rows per second and peak memory of tokenising, and the time of a second start, on generated conversations.
+"""Rows per second and peak memory of tokenising, and the time of a second start.
 
-    python benchmarks/tokenising.py 200000 [--tokenizer FOLDER] [--workers N] [--words 60]
+    python benchmarks/tokenising.py 200000 [--tokenizer FOLDER] [--template NAME] [--workers N] [--words 60]
+    python benchmarks/tokenising.py 20000 --trl --template chatml [--data FILE.jsonl] …
+
+Conversations are generated, or those of FILE.jsonl over and over. `--trl` has TRL tokenise them too, with as many processes: the
+part of SFTTrainer that does it (`assistant_only_loss`, so the template needs generation marks), of which `trl_map_seconds` is
+the tokenising alone and `trl_seconds` includes the labels. Tokens and masks are compared.
 
 Memory is the highest sum, over this process and its workers, of resident memory that is not file-backed (RssAnon), and
-of resident memory as a whole (RSS, which counts shared pages once for each process), looked at every 0.2 s. Linux only.
+of resident memory as a whole (RSS, which counts shared pages once for each process), looked at every 0.2 s. CPU seconds are user and system time of all these processes. Linux only.
 """
 
 from __future__ import annotations
@@ -15,10 +20,17 @@ import random
 import tempfile
 import threading
 import time
+from itertools import cycle, islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 
 from packtrain.config.schema import Data
+from packtrain.data.dataset import TokenDataset
 from packtrain.data.prepare import prepare
+from packtrain.data.tokens.chat_template import choose_template
 
 
 def write_conversations(path: Path, rows: int, words: int) -> None:
@@ -66,12 +78,61 @@ def watch(peaks: list[int], stop: threading.Event) -> None:
             peaks[index] = max(peaks[index], figure)
 
 
+def cpu_seconds() -> float:
+    """User and system time of this process and of those it has waited for."""
+    return sum(os.times()[:4])
+
+
+def with_trl(path: Path, tokenizer: Any, template: str, workers: int, ours: TokenDataset) -> dict[str, object]:
+    """What TRL takes for the same rows, and whether its tokens and masks are ours."""
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    datasets.disable_caching()
+    datasets.disable_progress_bars()
+    rows = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(path.parent / "arrow"))
+    seconds: dict[str, float] = {}
+    plain_map = datasets.Dataset.map
+
+    def timed_map(self: Any, *given: Any, **named: Any) -> Any:
+        started = time.perf_counter()
+        result = plain_map(self, *given, **named)
+        seconds[named["desc"].split()[0]] = time.perf_counter() - started
+        return result
+
+    datasets.Dataset.map = timed_map  # type: ignore[method-assign]
+    config = SFTConfig(
+        output_dir=str(path.parent),
+        assistant_only_loss=True,
+        max_length=None,
+        dataset_num_proc=workers if workers > 1 else None,
+        use_cpu=True,
+        bf16=False,
+    )
+    trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=template, completion_only_loss=False)
+    started, cpu = time.perf_counter(), cpu_seconds()
+    made = SFTTrainer._prepare_dataset(trainer, rows, tokenizer, config, False, None, "train")  # type: ignore[arg-type]
+    figures: dict[str, object] = {
+        "trl_seconds": round(time.perf_counter() - started, 2),
+        "trl_cpu_seconds": round(cpu_seconds() - cpu, 2),
+        "trl_map_seconds": round(seconds["Tokenizing"], 2),
+    }
+    same_tokens = same_masks = len(made) == len(ours)
+    for row, document in zip(made, (ours[index] for index in range(len(ours))), strict=False):
+        same_tokens &= row["input_ids"] == document.input_ids.tolist()
+        same_masks &= ((np.array(row["labels"]) != -100) == document.loss_mask).all()
+    return {**figures, "same_tokens": bool(same_tokens), "same_masks": bool(same_masks)}
+
+
 def main() -> None:
     """Print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=int)
     parser.add_argument("--tokenizer", help="folder or hub id; the quickstart's small one if none")
-    parser.add_argument("--workers", type=int)
+    parser.add_argument("--template", help="as data.chat_template; the tokenizer's own if none")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--data", type=Path, help="a file of conversations (JSON Lines) in place of generated ones")
+    parser.add_argument("--trl", action="store_true", help="compare with TRL")
     parser.add_argument("--words", type=int, default=60, help="words of an answer, on average")
     arguments = parser.parse_args()
     if arguments.tokenizer:
@@ -84,15 +145,24 @@ def main() -> None:
         tokenizer = make_tokenizer()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.jsonl"
-        write_conversations(path, arguments.rows, arguments.words)
+        if arguments.data:
+            with open(arguments.data, "rb") as lines, open(path, "wb") as file:
+                file.writelines(islice(cycle(lines), arguments.rows))
+        else:
+            write_conversations(path, arguments.rows, arguments.words)
         os.utime(path, (0, 0))  # as old as real data: its hash is remembered
-        data = Data(train=str(path), cache_dir=f"{folder}/cache", workers=arguments.workers)
+        data = Data(
+            train=str(path),
+            cache_dir=f"{folder}/cache",
+            workers=arguments.workers,
+            chat_template=arguments.template,
+        )
         peaks, stop = [0, 0], threading.Event()
         watcher = threading.Thread(target=watch, args=(peaks, stop))
         watcher.start()
-        started = time.perf_counter()
-        report = prepare(data, tokenizer, seed=0, progress=True).train.report
-        seconds = time.perf_counter() - started
+        started, cpu = time.perf_counter(), cpu_seconds()
+        made = prepare(data, tokenizer, seed=0, progress=True).train
+        seconds, cpu, report = time.perf_counter() - started, cpu_seconds() - cpu, made.report
         stop.set()
         watcher.join()
         started = time.perf_counter()
@@ -103,10 +173,13 @@ def main() -> None:
             "megabytes": round(path.stat().st_size / 1e6, 1),
             "seconds": round(seconds, 2),
             "rows_per_second": round(report.rows / seconds),
+            "cpu_seconds": round(cpu, 2),
             "peak_anonymous_mib": peaks[0] // 1024,
             "peak_rss_mib": peaks[1] // 1024,
             "second_start_seconds": round(time.perf_counter() - started, 3),
         }
+        if arguments.trl and (template := choose_template(arguments.template, tokenizer)):
+            figures |= with_trl(path, tokenizer, template.text, arguments.workers, made)
         print(json.dumps(figures))
 
 
