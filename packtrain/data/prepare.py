@@ -4,7 +4,7 @@ The reader (this process) cuts sources into chunks, workers parse and tokenise t
 whatever the number of workers. Only a few chunks are in flight, so memory does not grow with the data.
 
 Workers are spawned, since a fork copies the locks of torch's and the tokenizer's threads in any state. A spawned worker costs
-a second of imports and 100 MB (no torch), so small data is tokenised in this process.
+a second of imports and 100 MB (no torch), so small data (the quickstart's, say) is tokenised in this process.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 VERSION = 8
 """Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
-FEW_ROWS = 1000
-FEW_CHUNKS = 8
+FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
+"""What this process tokenises itself, in less time than workers take to start."""
 MOST_WORKERS = 16
 LOOK_AHEAD = 3
 
@@ -204,7 +204,8 @@ class _Workers:
 
     def encode(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, EncodedChunk]]:
         first = list(islice(chunks, FEW_CHUNKS + 1))
-        small = len(first) <= FEW_CHUNKS and sum(map(len, first)) <= FEW_ROWS
+        rows, size = sum(map(len, first)), sum(chunk.size for chunk in first)
+        small = len(first) <= FEW_CHUNKS and rows <= FEW_ROWS and size <= FEW_BYTES
         if small or self.number == 1:
             yield from ((chunk, self.encoder.encode(chunk, format)) for chunk in chain(first, chunks))
             return
