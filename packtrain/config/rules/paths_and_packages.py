@@ -38,10 +38,16 @@ def check(
 
 @cache
 def template_names() -> tuple[str, ...]:
-    """The names that data.chat_template understands: chatml and the files that TRL brings, found without importing it."""
+    """The names that data.chat_template understands: chatml and the files that TRL brings."""
+    return tuple(sorted({"chatml", *template_files()}))
+
+
+@cache
+def template_files() -> dict[str, Path]:
+    """The chat templates that TRL brings, by name, found without importing it."""
     found = importlib.util.find_spec("trl")
     folders = [Path(place, "chat_templates") for place in (found.submodule_search_locations or ())] if found else []
-    return tuple(sorted({"chatml", *(file.stem for folder in folders for file in folder.glob("*.jinja"))}))
+    return {file.stem: file for folder in folders for file in folder.glob("*.jinja")}
 
 
 def as_name(text: str) -> str:

@@ -13,11 +13,10 @@ import os
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packtrain.config.rules.paths_and_packages import as_name, template_names
+from packtrain.config.rules.paths_and_packages import as_name, template_files, template_names
 from packtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def _checked(text: str, name: str, tools_text: str | None = None) -> Template:
 
 
 def _shipped(name: str) -> str:
-    return (files("trl") / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    return template_files()[name].read_text(encoding="utf-8")
 
 
 def _twin(text: str) -> str | None:
