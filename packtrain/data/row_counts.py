@@ -52,8 +52,8 @@ class RowCounts:
 
     `dropped` counts rows by reason; `dropped_chunks` counts parts of split documents that hold no trained token.
     `pairs_apart` counts kept rows whose prompt tokenises differently once its completion follows (see tokens/encode.py).
-    `retold` counts kept rows that TRL's training version of the chat template renders, since the model's own would render
-    earlier turns otherwise than they were said (Qwen3 strips their thoughts).
+    `retold` counts kept rows that TRL's training version of the chat template renders, since the model's own gives no exact
+    loss mask for them (Qwen3 strips the thoughts of earlier turns, GLM-4 ends no turn).
     """
 
     rows: int = 0

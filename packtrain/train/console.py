@@ -174,7 +174,7 @@ def _documents(report: DataReport) -> str:
         if report.pairs_apart:
             shortened += f", {report.pairs_apart:,} of them tokenised differently once the answer follows"
     if report.retold:
-        what = "rendered by TRL's training version of the chat template, as the model's own rewrites earlier turns"
+        what = "rendered by TRL's training version of the chat template, as the model's own gives no exact loss mask"
         shortened += f"; {report.retold:,} {what}"
     return (
         f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"

@@ -4,7 +4,7 @@ Templates agree on `content` and mostly on `tool_calls`, and on little else:
 
 - a thought is read from `reasoning_content`, `reasoning` or `thinking` (gpt-oss), by others from <think> in the content
   (SmolLM3, DeepSeek R1's distillates). In a template that knows none of these it would be lost: loss_mask.py refuses it;
-- SmolLM3 reads tools from `xml_tools`, and calls as <tool_call> in the content;
+- SmolLM3 reads tools from `xml_tools`, and calls as <tool_call> in the content; DeepSeek V3 wants arguments as JSON text;
 - Mistral's templates want an id of nine characters for each call and its answer, Hermes' the tool's name with the answer.
   Calls without an id get one by their place; answers without one are those of the first call still unanswered.
 """
@@ -29,6 +29,7 @@ class Dialect:
 
     thought: str | None
     calls_in_content: bool
+    arguments_as_text: bool
     tools: str
     short_ids: bool
 
@@ -44,6 +45,7 @@ def dialect_of(template: str) -> Dialect:
     return Dialect(
         thought=next((key for key in THOUGHTS if reads(key)), in_content),
         calls_in_content="<tool_call>" in template and not reads("tool_calls"),
+        arguments_as_text=re.search(r"\barguments['\"]?\]?\s*[+~]", template) is not None,
         tools="xml_tools" if re.search(r"\bxml_tools\b", template) else "tools",
         short_ids=re.search(r"id\s*\|\s*length\s*!=\s*9", template) is not None,
     )
@@ -69,6 +71,11 @@ def _spoken(message: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
             message["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{message['content']}"
         else:
             message[dialect.thought] = thought
+    if dialect.arguments_as_text and "tool_calls" in message:
+        functions = [call["function"] for call in message["tool_calls"]]
+        texts = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
+        together = zip(message["tool_calls"], texts, strict=True)
+        message["tool_calls"] = [{**call, "function": function} for call, function in together]
     if dialect.calls_in_content:
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls", ())]
         parts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]

@@ -151,7 +151,7 @@ class Encoder:
         return ChatEncoder(self.tokenizer, replace(self.template, text=self.template.marked, marked=None))
 
     def _chatted(self, conversation: Conversation, loss_on: LossOn) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Ids and mask of a conversation, and whether the own template rewrites its earlier turns, so TRL's version was taken."""
+        """Ids and mask of a conversation, and whether TRL's version was taken, as the own template gives no exact mask."""
         try:
             return *self._chat.encode(conversation, loss_on), False
         except BadRow as bad:

@@ -206,16 +206,22 @@ class ChatEncoder:
     def _check_said(
         self, template: Template, conversation: Conversation, turns: list[int], answers: str, others: str
     ) -> None:
-        """Raise BadRow if something that these turns say is lost: answers must be in `answers`, calls and thoughts in `others`."""
+        """Raise BadRow if something that these turns say is lost: answers must be in `answers`, calls and thoughts in `others`.
+
+        Thoughts must follow each other, so that one does not stand for another.
+        """
         _check_content(conversation, turns, answers)
+        seen = found = 0
         for turn in turns:
             message = conversation.messages[turn]
-            if (thought := _thought(message)) not in others:
+            thought = _thought(message)
+            if thought and (found := others.find(thought, seen)) < 0:
                 what = f"the chat template ({template.name}) leaves out the thought {thought[:40]!r}"
                 fix = f"{self._better(conversation)}, or take the thoughts out of the data."
-                if dialect_of(template.text).thought:
+                if dialect_of(template.text).thought and len(turns) > 1:
                     fix = "It keeps those of the last turn: set data.loss_on=completion, or take the others out of the data."
                 raise BadRow(REFUSED, what, f"messages[{turn}].reasoning_content", fix)
+            seen = found + len(thought) if thought else seen
             calls, place = _called(message), f"messages[{turn}].tool_calls"
             if lost := next((name for name in calls if name not in others), None):
                 what = f"the chat template ({template.name}) leaves out the call of {lost!r}"

@@ -144,7 +144,7 @@ def test_gpt_oss_reads_thinking_and_its_template_drops_what_was_thought_before_a
     found = trained("gptoss", Conversation([ASK, calls("Paris", **thought)], TOOLS))
     assert "".join(found) == "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + COMMENTARY % "Paris"
     with pytest.raises(BadRow, match=r"leaves out the thought 'Hm.'") as caught:
-        trained("gptoss", Conversation([ASK, calls("Paris", **thought), result(), END], TOOLS))
+        trained("gptoss", Conversation([ASK, calls("Paris", **thought), result(), {**END, **thought}], TOOLS))
     assert "data.loss_on=completion" in caught.value.fix
 
 
@@ -188,3 +188,15 @@ def test_what_a_template_marks_itself_is_adapted_alike():
     chat = ChatEncoder(plain_tokenizer(tokenizer_for(text)), Template(text, None))
     ids, mask = chat.encode(Conversation([ASK, {**END, "reasoning_content": "Hm."}]), "assistant")
     assert tokenizer_for(text).decode(ids[mask]) == "<think>\nHm.\n</think>\n\nIt is sunny.<|im_end|>"
+
+
+def test_arguments_are_text_where_the_template_strings_them_together():
+    """As DeepSeek V3's does."""
+    text = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call['function']['name'] + ': ' + call['function']['arguments'] + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    chat = ChatEncoder(plain_tokenizer(tokenizer_for(text)), Template(text, None))
+    ids, mask = chat.encode(Conversation([ASK, calls("Paris 中")]), "assistant")
+    assert tokenizer_for(text).decode(ids[mask]) == 'weather: {"city": "Paris 中"}\n<|im_end|>'
