@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 from transformers import GenerationConfig, modeling_utils
@@ -31,15 +31,14 @@ def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> st
     """
     base = base_model(model)
     align_special_tokens(base, tokenizer)  # as transformers' Trainer does later, which may mend it
-    with suppress(OSError):  # of a hub id
-        try:
-            json.loads(Path(base.name_or_path, GENERATION_CONFIG_NAME).read_bytes())
-        except ValueError:
-            return (
-                f"{GENERATION_CONFIG_NAME} of {base.name_or_path} is not valid JSON: one is made of the model's config"
-            )
-    settings: Any = base.generation_config
-    if not (refused := _refusal(settings)):
+    source, settings = base.name_or_path, cast(Any, base.generation_config)
+    try:
+        json.loads(Path(source, GENERATION_CONFIG_NAME).read_bytes() if source else "{}")
+    except OSError:  # of a hub id
+        pass
+    except ValueError:
+        return f"{GENERATION_CONFIG_NAME} of {source} is not valid JSON: one is made of the model's config"
+    if settings is None or not (refused := _refusal(settings)):  # None: a model that cannot generate
         return ""
     before, settings.do_sample = settings.do_sample, True
     if not _refusal(settings):
@@ -65,7 +64,7 @@ def weights_first(model: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[No
 
     A generation config is written as it is. Raises UserError at the end of the block for what could not be written.
     """
-    config, settings = type(base_model(model).config), type(base_model(model).generation_config)
+    config, kind = type(base_model(model).config), type(tokenizer)
     failed: list[tuple[Exception, str, str]] = []
 
     def put_off(save: Callable[..., Any], what: str, where: str) -> Callable[..., Any]:
@@ -80,11 +79,10 @@ def weights_first(model: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[No
     def unchecked(settings: GenerationConfig, folder: Any, **_: Any) -> None:
         settings.to_json_file(Path(folder, GENERATION_CONFIG_NAME), keys_to_pop=["compile_config"])
 
-    kind = type(tokenizer)
     with ExitStack() as stack:
         for owner, name, save, what, where in (
             (config, "save_pretrained", config.save_pretrained, "the model's config", "model.path"),
-            (settings, "save_pretrained", unchecked, GENERATION_CONFIG_NAME, "model.path"),
+            (GenerationConfig, "save_pretrained", unchecked, GENERATION_CONFIG_NAME, "model.path"),
             (kind, "save_pretrained", kind.save_pretrained, "the tokenizer", "model.tokenizer"),
             (modeling_utils, "custom_object_save", custom_object_save, "the model's code", "model.path"),
         ):

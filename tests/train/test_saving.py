@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from packtrain.config.compose import load_config
 from packtrain.data.sources.quickstart import tokenizer
 from packtrain.errors import UserError
+from packtrain.model.save import mend_generation_config, try_saving
 
 AS_LLAMA_2 = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}
 SHORT: dict[str, Any] = {"max_steps": 2}
@@ -136,3 +137,11 @@ def test_weights_are_written_though_a_config_is_refused(
         train_here(load_config(str(path), []), tmp_path / "run")
     files = {file.name for file in (tmp_path / "run" / "final").iterdir()}
     assert {"model.safetensors", "generation_config.json", "tokenizer.json"} <= files and "config.json" not in files
+
+
+def test_a_model_that_cannot_generate_is_saved(pretrained: Path, tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(pretrained)
+    model.generation_config, model.can_generate = None, lambda: False
+    words = AutoTokenizer.from_pretrained(pretrained)
+    assert mend_generation_config(model, words) == ""
+    try_saving(model, words, whole=True)
