@@ -210,8 +210,9 @@ def open_or_build(
     with _only_one(folder, key, say):
         if (found := _whole(final, say)) is not None:
             return found, False
-        (folder / "README.txt").write_text(README.replace("THIS_FOLDER", str(folder)), encoding="utf-8")
-        for left in folder.glob("*.building"):
+        if not (folder / "README.txt").exists():  # it may be the user's: he names the folder
+            (folder / "README.txt").write_text(README.replace("THIS_FOLDER", str(folder)), encoding="utf-8")
+        for left in folder.glob(f"{'[0-9a-f]' * len(key)}.building"):
             if left == building or time.time() - _newest(left) > STALLED_S:  # too old to be in use
                 shutil.rmtree(left, ignore_errors=True)
         shutil.rmtree(final, ignore_errors=True)

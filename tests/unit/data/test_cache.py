@@ -301,3 +301,13 @@ def test_quickstart_trains_on_one_split_and_evaluates_on_the_other(tmp_path, mon
     assert prepared.train.report.format == "messages"
     assert len(prepared.train) > len(prepared.eval) > 0
     assert prepared.train.fingerprint != prepared.eval.fingerprint
+
+
+def test_a_folder_of_the_users_is_no_less_for_being_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "STALLED_S", 0)
+    mine = [tmp_path / "cache" / "README.txt", tmp_path / "cache" / "our.building" / "plan.txt"]
+    mine[1].parent.mkdir(parents=True)
+    for file in mine:
+        file.write_text("the user's")
+    go(tmp_path, write(tmp_path / "train.jsonl", 5))
+    assert [file.read_text() for file in mine] == ["the user's", "the user's"]
