@@ -72,15 +72,18 @@ def _spoken(message: dict[str, Any], dialect: Dialect) -> dict[str, Any]:
         else:
             message[dialect.thought] = thought
     if dialect.arguments_as_text and "tool_calls" in message:
-        functions = [call["function"] for call in message["tool_calls"]]
-        texts = [{**one, "arguments": json.dumps(one["arguments"], ensure_ascii=False)} for one in functions]
-        together = zip(message["tool_calls"], texts, strict=True)
-        message["tool_calls"] = [{**call, "function": function} for call, function in together]
+        message["tool_calls"] = [_with_text(call) for call in message["tool_calls"]]
     if dialect.calls_in_content:
         calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls", ())]
         parts = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
         message["content"] = "\n".join(filter(None, parts))
     return message
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with its arguments as JSON text."""
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def _with_ids(messages: Messages, short: bool) -> Messages:

@@ -226,11 +226,8 @@ class ChatEncoder:
             if lost := next((name for name in calls if name not in others), None):
                 what = f"the chat template ({template.name}) leaves out the call of {lost!r}"
                 raise BadRow(REFUSED, what, place, f"{self._better(conversation)}.")
-            if (
-                calls
-                and (len(calls) > 1 or template.has_marks)
-                and not self._tells_last_call(template, conversation, turn)
-            ):
+            unsure = len(calls) > 1 or (calls and template.has_marks)
+            if unsure and not self._tells_last_call(template, conversation, turn):
                 what = f"the chat template ({template.name}) leaves out the call of {calls[-1]!r}, the last one of the turn"
                 fix = "Write it as a turn of its own." if len(calls) > 1 else f"{self._better(conversation)}."
                 raise BadRow(REFUSED, what, place, fix)
@@ -238,10 +235,9 @@ class ChatEncoder:
     def _tells_last_call(self, template: Template, conversation: Conversation, turn: int) -> bool:
         """Whether the text changes with the last call of the turn (its name may be among the tools, too)."""
         until = conversation.messages[: turn + 1]
-        *calls, _ = until[turn]["tool_calls"]
-        fewer = {key: value for key, value in until[turn].items() if key != "tool_calls"} | (
-            {"tool_calls": calls} if calls else {}
-        )
+        fewer = {**until[turn], "tool_calls": until[turn]["tool_calls"][:-1]}
+        if not fewer["tool_calls"]:
+            del fewer["tool_calls"]
         try:
             without = self._whole(template, replace(conversation, messages=[*until[:-1], fewer]))
         except BadRow:
