@@ -88,8 +88,8 @@ def watch(out: str, began: float) -> None:
 
 
 def run_of(config: Path, out: Path) -> list[str]:
-    """The arguments that train by `config` into a folder below `out`."""
-    return [verb_of(config), str(config), f"trainer.output_dir={out / 'run'}"]
+    """The arguments that train by `config` into a new folder below `out`."""
+    return [verb_of(config), str(config), f"trainer.output_dir={tempfile.mkdtemp(dir=out)}"]
 
 
 def verb_of(config: Path) -> str:
