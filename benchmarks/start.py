@@ -77,7 +77,7 @@ def watch(out: str, began: float) -> None:
             Path(out).write_text(json.dumps({**marks, "cpu": usage.user + usage.system}))
             os._exit(0)
         if phase == "data":
-            mark("run folder, answers")
+            mark("answers, evaluation")
         elif phase == "forward":
             mark("first batch")
         return enter(self, phase, **place)
