@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from data_tokenizers import shipped, tokenizer_for
+from data_tokenizers import STYLES, shipped, tokenizer_for, tokenizer_of
 
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.sources.chunks import BadRow
@@ -200,3 +201,29 @@ def test_arguments_are_text_where_the_template_strings_them_together():
     chat = ChatEncoder(plain_tokenizer(tokenizer_for(text)), Template(text, None))
     ids, mask = chat.encode(Conversation([ASK, calls("Paris 中")]), "assistant")
     assert tokenizer_for(text).decode(ids[mask]) == 'weather: {"city": "Paris 中"}\n<|im_end|>'
+
+
+def test_mistral_moves_the_tools_to_the_last_question_so_only_the_last_answer_is_sure():
+    messages = [ASK, calls("Paris"), result(), END, {**ASK, "content": "And Rome?"}, calls("Rome"), result(), END]
+    with pytest.raises(BadRow, match="rewrites what comes before this turn") as caught:
+        trained("mistral_v3", Conversation(messages, TOOLS))
+    assert caught.value.field == "messages[1]" and "data.loss_on=completion" in caught.value.fix
+    assert trained("mistral_v3", Conversation(messages, TOOLS), "completion") == [" It is sunny.<EOS>"]
+
+
+@pytest.mark.parametrize("style, thought", [("smollm", False), ("smollm", True), ("llama3", False)])
+def test_the_template_that_the_error_names_trains_what_was_left_out(style, thought):
+    more = {"reasoning_content": "Hm."} if thought else {}
+    conversation = Conversation([ASK, calls("Paris", **more), result(), {**END, **more}], TOOLS)
+    tokenizer = plain_tokenizer(tokenizer_of(style))
+    own = choose_template(None, tokenizer_of(style))
+    assert own is not None
+    with pytest.raises(BadRow, match="leaves out the tools") as caught:
+        ChatEncoder(tokenizer, own).encode(conversation, "assistant")
+    (name,) = re.findall(r"data\.chat_template=(\w+)", caught.value.fix)
+    named = choose_template(name, tokenizer_of(style))
+    assert named is not None
+    ids, mask = ChatEncoder(tokenizer, named).encode(conversation, "assistant")
+    found = tokenizer_of(style).decode(ids[mask])
+    assert found.count("Paris") == 1 and found.count("Hm.") == 2 * thought and "25 degrees" not in found
+    assert found.rstrip().endswith(STYLES[style].end)
