@@ -1,4 +1,4 @@
-"""Saving what from_pretrained loads, so that no training is lost at its end: tried before step 1, and the weights first.
+"""Saving what from_pretrained loads, so that no training is lost at its end: tried before step 1, and the weights come what may.
 
 transformers checks when it saves what it did not check when it loaded, and writes the weights last: a generation_config.json
 with `do_sample: false` and a temperature, as Llama 2 ships, would cost the training.
@@ -7,15 +7,14 @@ with `do_sample: false` and a temperature, as Llama 2 ships, would cost the trai
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
-from unittest.mock import patch
 
-from transformers import GenerationConfig, modeling_utils
-from transformers.dynamic_module_utils import custom_object_save
+from huggingface_hub import save_torch_state_dict
+from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import align_special_tokens
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -27,7 +26,7 @@ from packtrain.model.load import base_model
 def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     """Switches sampling on where the library refuses to save without it. Returns what will be saved and why, "" as a rule.
 
-    What sampling does not mend is left as it came, and saved so (`weights_first`).
+    What sampling does not mend is left as it came, and saved so.
     """
     base = base_model(model)
     align_special_tokens(base, tokenizer)  # as transformers' Trainer does later, which may mend it
@@ -44,7 +43,15 @@ def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> st
     if not _refusal(settings):
         return f"{GENERATION_CONFIG_NAME} is saved with do_sample: true, since the library says of it: {refused}"
     settings.do_sample = before
+    base.generation_config = _AsItCame.from_dict(settings.to_dict())
     return f"{GENERATION_CONFIG_NAME} is saved as it came, though the library says of it: {refused}"
+
+
+class _AsItCame(GenerationConfig):
+    """A generation config that is saved without the library's checks."""
+
+    def save_pretrained(self, save_directory: Any, *given: Any, **settings: Any) -> None:
+        self.to_json_file(Path(save_directory, GENERATION_CONFIG_NAME), keys_to_pop=["compile_config"])
 
 
 def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -> None:
@@ -52,45 +59,38 @@ def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -
 
     Raises UserError for what cannot be saved.
     """
-    with TemporaryDirectory(prefix="packtrain-saving-") as folder, weights_first(model, tokenizer):
-        for one in {model, base_model(model)} if whole else {model}:
-            one.save_pretrained(folder, state_dict={}, save_embedding_layers=False)  # PEFT would ask the hub about them
-        tokenizer.save_pretrained(folder)
+    with TemporaryDirectory(prefix="packtrain-saving-") as folder:
+        with _told("the model's config", "model.path"):
+            for one in {model, base_model(model)} if whole else {model}:
+                # PEFT would ask the hub about embedding layers
+                one.save_pretrained(folder, state_dict={}, save_embedding_layers=False)
+        with _told("the tokenizer", "model.tokenizer"):
+            tokenizer.save_pretrained(folder)
 
 
 @contextmanager
-def weights_first(model: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Inside the block `save_pretrained` of the model writes the weights, whatever becomes of the config, which it writes before.
+def weights_at_least(model: Any, folder: str | Path, weights: dict[str, Any] | None = None) -> Iterator[None]:
+    """Writes the weights (of `model`, if none are given) where the block fails to save them: they are what took the time.
 
-    A generation config is written as it is. Raises UserError at the end of the block for what could not be written.
+    Raises UserError then, with the library's reason.
     """
-    config, kind = type(base_model(model).config), type(tokenizer)
-    failed: list[tuple[Exception, str, str]] = []
+    with _told("the model's config or tokenizer", f"saving into {folder}"):
+        try:
+            yield
+        except Exception:
+            if not any(Path(folder).glob("*.safetensors")):
+                save_torch_state_dict(model.state_dict() if weights is None else weights, folder)
+            raise
 
-    def put_off(save: Callable[..., Any], what: str, where: str) -> Callable[..., Any]:
-        def attempt(*args: Any, **kwargs: Any) -> None:
-            try:
-                save(*args, **kwargs)
-            except Exception as error:  # of every kind, some from code that came with the model
-                failed.append((error, what, where))
 
-        return attempt
-
-    def unchecked(settings: GenerationConfig, folder: Any, **_: Any) -> None:
-        settings.to_json_file(Path(folder, GENERATION_CONFIG_NAME), keys_to_pop=["compile_config"])
-
-    with ExitStack() as stack:
-        for owner, name, save, what, where in (
-            (config, "save_pretrained", config.save_pretrained, "the model's config", "model.path"),
-            (GenerationConfig, "save_pretrained", unchecked, GENERATION_CONFIG_NAME, "model.path"),
-            (kind, "save_pretrained", kind.save_pretrained, "the tokenizer", "model.tokenizer"),
-            (modeling_utils, "custom_object_save", custom_object_save, "the model's code", "model.path"),
-        ):
-            stack.enter_context(patch.object(owner, name, put_off(save, what, where)))
+@contextmanager
+def _told(what: str, where: str) -> Iterator[None]:
+    """Makes a UserError of what the block raises, but for a full disk: train/library_errors.py has the words for that."""
+    try:
         yield
-    for error, what, where in failed:
+    except Exception as error:  # of every kind, some from code that came with the model
         if isinstance(error, OSError) and error.errno:
-            raise error  # a full disk, for which train/library_errors.py has the words
+            raise
         raise UserError(f"{what} cannot be saved: {_first(error)}", where=where) from error
 
 

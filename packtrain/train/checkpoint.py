@@ -24,7 +24,7 @@ from transformers.trainer_callback import ExportableState
 
 from packtrain.errors import Problem, UserError
 from packtrain.model.load import base_model
-from packtrain.model.save import weights_first
+from packtrain.model.save import weights_at_least
 from packtrain.model.spread import load_shards, load_weights, save_shards, whole_weights
 from packtrain.monitor.heartbeat import waiting
 from packtrain.run_folder import write_json
@@ -244,8 +244,8 @@ class CheckpointHooks(TrainerHooks):
             self._save(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As the base class, but the weights are written whatever becomes of config and tokenizer."""
-        with weights_first(self.model, cast(Any, self.processing_class)):
+        """As the base class; the weights are written whatever becomes of config and tokenizer."""
+        with weights_at_least(self.model, output_dir or str(self.args.output_dir), state_dict):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -27,7 +27,7 @@ from packtrain.attention.backends import attention_of
 from packtrain.config.schema import Model, Peft
 from packtrain.data.prepare import PreparedData
 from packtrain.model.load import base_model, load_model
-from packtrain.model.save import weights_first
+from packtrain.model.save import weights_at_least
 from packtrain.model.spread import loading_whole
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.dpo_reference import base_of
@@ -68,7 +68,7 @@ def save_final(
         whole = cast(Any, model).merge_and_unload()
         whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended
         for place in merged:
-            with weights_first(whole, tokenizer):
+            with weights_at_least(whole, place):
                 whole.save_pretrained(place)
                 tokenizer.save_pretrained(place)
     for place in saved:
