@@ -7,8 +7,9 @@ field as it is called in the FILE. Shapes follow TRL's dataset formats
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,20 @@ def read_row(row: Row, format: Format) -> Example:
     if format not in ("text", "tokenised"):
         refuse_media(row)
     return READERS[format](row)
+
+
+def in_file(bad: BadRow, row: Row, format: Format) -> BadRow:
+    """An error in the conversation of a row with its place as the file has it: parts and `system` change the numbers."""
+    ours = {"messages": "messages", "sharegpt": "conversations"}.get(format)
+    at = re.match(r"messages(?:\[(\d+)\])?", bad.field)
+    if ours is None or at is None:
+        return bad
+    name, place = row.name(ours), ""
+    if at[1]:
+        turns, turn = list_of(row.take(ours), name), int(at[1]) - len(system_of(row)) * (format == "sharegpt")
+        before = [replace(row, values={**row.values, name: turns[: index + 1]}) for index in range(len(turns))]
+        place = next((f"[{index}]" for index, one in enumerate(before) if len(messages_of(one, ours)) > turn), "")
+    return BadRow(bad.reason, bad.what, f"{name}{place}{bad.field[at.end() :]}", bad.fix)
 
 
 def refuse_media(row: Row) -> None:

@@ -28,7 +28,15 @@ import numpy as np
 
 from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row, content_of, number_of
-from packtrain.data.formats.conversations import Conversation, PromptCompletion, Text, Tokens, alpaca_as_text, read_row
+from packtrain.data.formats.conversations import (
+    Conversation,
+    PromptCompletion,
+    Text,
+    Tokens,
+    alpaca_as_text,
+    in_file,
+    read_row,
+)
 from packtrain.data.formats.preferences import PreferenceExample, prompt_of, read_preference
 from packtrain.data.row_counts import Fate
 from packtrain.data.sources.chunks import BadRow, Chunk, NoPair, RawRow
@@ -180,7 +188,10 @@ class Encoder:
         apart = retold = False
         if isinstance(example, Conversation):
             default = "assistant" if example.answer_from is None else "completion"
-            ids, mask, retold = self._chatted(example, default if loss_on == "auto" else loss_on)
+            try:
+                ids, mask, retold = self._chatted(example, default if loss_on == "auto" else loss_on)
+            except BadRow as bad:
+                raise in_file(bad, row, format) from bad
         elif isinstance(example, PromptCompletion):
             ids, prompt_tokens, apart = self._pair(example)
             mask = np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens)

@@ -286,3 +286,20 @@ def test_roles_that_a_template_leaves_out_speak_as_the_one_it_has(tmp_path, role
     data = Data(train=write(tmp_path, {"messages": messages}), cache_dir=str(tmp_path / "cache"))
     text = TOKENIZER.decode(prepare(data, TOKENIZER, seed=0).train[0].input_ids)
     assert "Mind the gap." in text.split(f"<|im_start|>{spoken}\n")[-1].split("<|im_end|>")[0]
+
+
+def test_what_the_template_leaves_out_is_named_by_its_place_in_the_file(tmp_path):
+    plain = tokenizer_for(shipped("qwen2_5"))
+    thinks = {"from": "gpt", "value": "It is sunny.", "thinking": "Hm."}
+    results = parts("assistant", ("tool_call", PARIS), ("tool_result", "25"), ("text", "It is sunny."))
+    rows = {
+        "train.jsonl:1, messages[2].reasoning_content": of(ASK, results, {**END, "thinking": "Hm."}),
+        "train.jsonl:1, conversations[1].reasoning_content": {
+            "conversations": [turns(HUMAN)["conversations"][0], thinks],
+            "system": "Answer with care.",
+        },
+    }
+    for place, row in rows.items():
+        with pytest.raises(UserError) as caught:
+            prepare(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), plain, seed=0)
+        assert f"{place}: the chat template (the tokenizer's own) leaves out the thought 'Hm.'" in str(caught.value)
