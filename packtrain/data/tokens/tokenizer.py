@@ -63,17 +63,17 @@ class PlainTokenizer:
 
         Raises UnicodeEncodeError for text with lone surrogates.
         """
-        return self._tokens(text, special)[:, 0].copy()
+        return self._tokens(text, special)[0]
 
     def encode(self, text: str) -> Encoded:
         """`text` as tokens with their places; raises UnicodeEncodeError for text with lone surrogates."""
-        ids, starts, ends = self._tokens(text).T.copy()
+        ids, starts, ends = self._tokens(text)
         starts[:1] = 0
         starts[1:] = np.minimum(starts[1:], np.maximum.accumulate(ends[:-1]))
         return Encoded(ids, starts, ends)
 
     def _tokens(self, text: str, special: bool = False) -> np.ndarray:
-        """As Words.of: int32[n, 3]."""
+        """As Words.of: int32[3, n]."""
         try:
             return self._words.of(text, special=special)
         except TypeError:

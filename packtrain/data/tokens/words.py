@@ -62,7 +62,7 @@ class Words(dict[str, bytes]):
             self._before, self._behind = tokens[:before], tokens[before + number :]
 
     def of(self, text: str, *, special: bool) -> np.ndarray:
-        """The tokens of `text`, int32[n, 3]: id, start, end; with `special`, also what the tokenizer adds around it."""
+        """The tokens of `text`, int32[3, n]: id, start, end; with `special`, also what the tokenizer adds around it."""
         if self._control is None:
             return _placed(self._encoded(text, special=special))
         pieces = [piece for part in self._control.split(text) for piece in _PIECES.findall(part)]
@@ -91,11 +91,10 @@ class Words(dict[str, bytes]):
 
 
 def _placed(tokens: bytes) -> np.ndarray:
-    """The tokens of pieces, with their places in the text: int32[n, 3]."""
-    fields = np.frombuffer(tokens, np.int32).reshape(-1, 4)
-    placed = fields[:, :3].copy()
-    placed[:, 1:] += (np.cumsum(fields[:, 3], dtype=np.int32) - fields[:, 3])[:, None]
-    return placed[placed[:, 0] >= 0]
+    """The tokens of pieces, with their places in the text: int32[3, n]."""
+    fields = np.frombuffer(tokens, np.int32).reshape(-1, 4).T.copy()
+    fields[1:3] += np.cumsum(fields[3], dtype=np.int32) - fields[3]
+    return fields[:3] if fields[0].min(initial=0) == 0 else fields[:3, fields[0] >= 0]
 
 
 def _control_tokens(rust: Tokenizer) -> re.Pattern[str] | None:
