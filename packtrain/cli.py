@@ -114,6 +114,7 @@ def plan(arguments: Arguments = None, as_json: AsJson = False) -> None:
         from packtrain.plan.view import plan_json, print_plan
 
         run, launch = _config_and_plan(arguments)
+        _note_if_refused(run, arguments)
         if as_json:
             print(json.dumps(plan_json(run, launch), indent=2))
         else:
@@ -210,6 +211,7 @@ def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
     if dry_run:
         from packtrain.plan.view import print_plan
 
+        _note_if_refused(run, arguments)
         print_plan(run, launch, verb, arguments or [])
         return 0
     from packtrain.launch.execute import execute
@@ -272,6 +274,18 @@ def _note(line: str) -> None:
     """Says on stderr what was made of the config, once for all processes that another launcher has started."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
+
+
+def _note_if_refused(run: RunConfig, arguments: list[str] | None) -> None:
+    """Says what is wrong with the run folder, where training would end on it; a plan needs none."""
+    from packtrain.launch.inputs import inputs
+    from packtrain.run_folder import RunFolder
+
+    try:
+        RunFolder.of(run.trainer).check_ours(inputs(run, split_arguments(arguments)[0]))
+    except UserError as refused:
+        for problem in refused.problems:
+            _note(f"note: a run would be refused: {problem.where}: {problem.what}")
 
 
 def _said_by(verb: str | None) -> list[str]:

@@ -11,10 +11,12 @@ that has nothing under packtrain's names; what has other names is left alone, an
 from __future__ import annotations
 
 import errno
+import filecmp
 import json
 import os
 import platform
 import shlex
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -135,11 +137,9 @@ class RunFolder:
     def open_attempt(self, resume: str, inputs: Iterable[tuple[str, str]] = ()) -> None:
         """Makes the mark, logs/ and logs/attempt/, nothing else. Raises UserError as `check_ours`, OSError also if `begin` would."""
         self.check_ours(inputs)
+        if self.root.exists() and not _may_write(self.root):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.root))
         gives_way = self.gives_way(resume)
-        needed = [self.root] if self.root.exists() else []
-        for place in [*needed, *([Path(os.path.realpath(self.root)).parent] if gives_way else [])]:
-            if not os.access(place, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
         self._set_mark()
         if gives_way and self.logs.exists() and not self.logs_before.exists():
             self.logs.rename(self.logs_before)
@@ -148,7 +148,7 @@ class RunFolder:
 
     def begin(self, checkpoint: Path | None) -> Path | None:
         """Makes this the folder of the attempt, which goes on from `checkpoint`. Whatever it would replace is moved, never deleted:
-        an earlier run, or, where that goes on, its final model if it has one.
+        an earlier run, or, where that goes on, its final model if it has one, with a copy of its metrics.
 
         Returns where that is: the first free `NAME.1`, `NAME.2`, … Open log files move along.
         """
@@ -158,10 +158,13 @@ class RunFolder:
                 moved = self._move([entry for entry in self._entries() if entry != self.logs])
         elif self.final.exists() or self.status() == "done":
             moved = self._move([self.final, self.adapters, self.merged, self.summary])
+            if self.metrics.exists():  # the run that goes on cuts off what is after its checkpoint
+                shutil.copy2(self.metrics, moved)
         for file in list(self.attempt.root.iterdir()):
-            if file.name == self.config.name and self.config.exists() and _differ(file, self.config):
-                self.config.rename(self.logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{self.config.name}")
-            os.replace(file, self.root / file.name)
+            place = self.root / file.name
+            if place.exists() and not filecmp.cmp(file, place, shallow=False):
+                place.rename(self.logs / f"{time.strftime('%Y%m%d-%H%M%S')}-{file.name}")
+            os.replace(file, place)
         self.attempt.root.rmdir()
         return moved
 
@@ -171,7 +174,7 @@ class RunFolder:
         return [self.root / one.name for one in kinds if self.root / one.name not in (self.mark, self.verification)]
 
     def _ran(self) -> bool:
-        return any(os.path.lexists(entry) for entry in self._entries(results=True))
+        return any(_holds_something(entry) for entry in self._entries(results=True))
 
     def _foreign(self) -> list[Path]:
         """What is there under names of a run; of a folder logs/ only what a run would replace in it."""
@@ -179,10 +182,11 @@ class RunFolder:
         if self.logs.is_dir():
             entries.remove(self.logs)
             entries += [path for name in REPLACED_LOGS for path in self.logs.glob(name)]
-        return [entry for entry in entries if os.path.lexists(entry)]
+        return [entry for entry in entries if _holds_something(entry)]
 
     def _has(self, checkpoint: Path) -> bool:
-        return _is_in(checkpoint, self.root) or _is_in(checkpoint, self.checkpoints)
+        """Whether a checkpoint is of the run in this folder, not of another one whose folder lies in this one."""
+        return _is_in(checkpoint, self.checkpoints) or os.path.realpath(checkpoint.parent) == os.path.realpath(self.root)
 
     def _set_mark(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -197,9 +201,11 @@ class RunFolder:
                 file.rename(self.logs / file.name)
 
     def _move(self, entries: Iterable[Path]) -> Path:
-        """Moves what is there of `entries` into a new folder beside this one, and returns it."""
+        """Moves what is there of `entries` into a new folder, and returns it: beside this one, or in it where nothing can be moved
+        there (a mounted volume, a parent folder of someone else)."""
         root, number = Path(os.path.realpath(self.root)), 1
-        while os.path.lexists(target := root.parent / f"{root.name}.{number}"):
+        beside = _may_write(root.parent) and root.parent.stat().st_dev == root.stat().st_dev
+        while os.path.lexists(target := (root.parent if beside else root) / f"{root.name}.{number}"):
             number += 1
         moved = RunFolder(target)
         moved._set_mark()
@@ -214,8 +220,13 @@ def _is_in(path: Path, place: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(place))
 
 
-def _differ(one: Path, other: Path) -> bool:
-    return one.read_bytes() != other.read_bytes()
+def _holds_something(path: Path) -> bool:
+    """Whether there is a file, a link that leads nowhere, or a folder that is not empty: an empty one is as good as none."""
+    return os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir()))
+
+
+def _may_write(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def write_json(path: Path, content: Any) -> None:

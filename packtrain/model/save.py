@@ -40,7 +40,7 @@ def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> st
     if settings is None or not (refused := _refusal(settings)):  # None: a model that cannot generate
         return ""
     before, settings.do_sample = settings.do_sample, True
-    if not _refusal(settings):
+    if not _refusal(settings) and settings.temperature != 0:  # with 0 greedy answers are meant, and sampling fails
         return f"{GENERATION_CONFIG_NAME} is saved with do_sample: true, since the library says of it: {refused}"
     settings.do_sample = before
     base.generation_config = _AsItCame.from_dict(settings.to_dict())

@@ -82,6 +82,7 @@ def test_the_same_for_preferences(pretrained: Path, tmp_path: Path) -> None:
     ("given", "kept", "words"),
     [
         ({"early_stopping": True, "temperature": 0.7}, {"early_stopping": True, "temperature": 0.7}, "as it came"),
+        ({"temperature": 0.0}, {"temperature": 0.0}, "as it came"),
         ({"top_k": 5, "of_ours": [1]}, {"top_k": 5, "of_ours": [1], "do_sample": True}, "with do_sample: true"),
         ({"pad_token_id": -1, "of_ours": 1}, {"pad_token_id": 0, "of_ours": 1}, ""),  # transformers sets it itself
         ("{half", {"eos_token_id": 2}, "is not valid JSON"),

@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_in_its_folder_stays_in_it_and_its_
     folder.final.mkdir()
     attempt(folder, str(checkpoint))
     moved = folder.begin(checkpoint)
-    assert moved is not None and set(os.listdir(moved)) == {".packtrain", "final", "summary.json"}
+    assert moved is not None and set(os.listdir(moved)) == {".packtrain", "final", "summary.json", "metrics.jsonl"}
     assert folder.metrics.exists() and checkpoint.exists()
 
 
@@ -118,6 +118,41 @@ def test_a_link_to_a_run_folder_stays_one(tmp_path: Path) -> None:
     attempt(folder)
     assert folder.begin(None) == tmp_path / "disk" / "run.1"
     assert folder.root.is_symlink() and (tmp_path / "disk" / "run" / "config.yaml").read_text() == "coming: 1\n"
+
+
+def test_another_run_whose_folder_lies_in_this_one_is_not_this_one(tmp_path: Path) -> None:
+    folder = finished(tmp_path / "runs")
+    assert folder.gives_way(str(folder.root / "a" / "checkpoints" / "step-000003"))
+    assert not folder.gives_way(str(folder.root / "kept-step-000003"))
+
+
+@pytest.mark.parametrize("why", ["mounted", "of someone else"])
+def test_an_earlier_run_is_moved_into_its_folder_where_it_cannot_go_beside(tmp_path: Path, monkeypatch, why) -> None:
+    folder = finished(tmp_path / "run")
+    if why == "mounted":
+        stat = Path.stat
+        other = os.stat_result((*os.stat(tmp_path)[:2], -1, *os.stat(tmp_path)[3:]))
+        monkeypatch.setattr(Path, "stat", lambda self, **how: other if self == tmp_path else stat(self, **how))
+    else:
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    attempt(folder)
+    assert folder.begin(None) == tmp_path / "run" / "run.1"
+    assert (tmp_path / "run" / "run.1" / "summary.json").exists() and os.listdir(tmp_path) == ["run"]
+    write_json(folder.summary, {"status": "done"})
+    attempt(folder)
+    assert folder.begin(None) == tmp_path / "run" / "run.2" and (tmp_path / "run" / "run.1").exists()
+
+
+def test_files_put_into_a_folder_whose_first_run_failed_are_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    attempt(folder)
+    folder.environment.write_text("the user's\n")
+    attempt(folder)
+    write_json(folder.attempt.environment, {})
+    folder.begin(None)
+    assert folder.environment.read_text() == "{}\n"
+    assert [file.read_text() for file in folder.logs.glob("*-env.json")] == ["the user's\n"]
 
 
 def test_the_log_that_slurm_has_opened_stays_when_an_earlier_run_gives_way(tmp_path, monkeypatch) -> None:
@@ -162,6 +197,18 @@ def test_a_link_that_leads_nowhere_is_someones_too(tmp_path: Path) -> None:
     (tmp_path / "final").symlink_to(tmp_path / "unmounted")
     with pytest.raises(UserError, match="did not make"):
         RunFolder(tmp_path).open_attempt("auto")
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_folders_made_for_a_run_are_used_as_long_as_they_are_empty(tmp_path: Path, linked: bool) -> None:
+    folder, place = RunFolder(tmp_path / "run"), tmp_path / "run" / "checkpoints"
+    folder.final.mkdir(parents=True)
+    (tmp_path / "scratch").mkdir()
+    place.symlink_to(tmp_path / "scratch") if linked else place.mkdir()
+    attempt(folder)
+    assert folder.begin(None) is None and place.is_symlink() == linked
+    checkpoint_of(folder)
+    assert folder.gives_way("never")
 
 
 @pytest.mark.parametrize(

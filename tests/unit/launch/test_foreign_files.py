@@ -62,11 +62,13 @@ def test_files_under_names_of_a_run_are_refused(home: Path, name: str, more: tup
 
 
 @pytest.mark.parametrize("more", [("--dry-run",), ()])
-def test_what_only_plans_needs_no_folder_and_touches_none(home: Path, more: tuple[str, ...]) -> None:
+def test_what_only_plans_says_that_a_run_would_be_refused_and_touches_nothing(home: Path, more: tuple[str, ...]) -> None:
     (home / "exp" / "config.yaml").write_text(MINE)
     before = state(home)
-    assert packtrain("sft" if more else "plan", "run.yaml", *more, folder=home).returncode == 0
-    assert state(home) == before
+    done = packtrain("sft" if more else "plan", "run.yaml", *more, folder=home)
+    assert done.returncode == 0 and state(home) == before
+    note = "note: a run would be refused: trainer.output_dir (exp): packtrain did not make exp/config.yaml"
+    assert note in done.stderr and "note" not in done.stdout
 
 
 def test_the_config_itself_is_not_replaced(home: Path) -> None:
