@@ -186,7 +186,8 @@ class RunFolder:
 
     def _has(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is of the run in this folder, not of another one whose folder lies in this one."""
-        return _is_in(checkpoint, self.checkpoints) or os.path.realpath(checkpoint.parent) == os.path.realpath(self.root)
+        real = os.path.realpath(checkpoint)
+        return os.path.dirname(real) == os.path.realpath(self.root) or _is_in(checkpoint, self.checkpoints)
 
     def _set_mark(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)

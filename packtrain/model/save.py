@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import align_special_tokens
@@ -72,14 +73,14 @@ def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -
 def weights_at_least(model: Any, folder: str | Path, weights: dict[str, Any] | None = None) -> Iterator[None]:
     """Writes the weights (of `model`, if none are given) where the block fails to save them: they are what took the time.
 
-    Raises UserError then, with the library's reason.
+    Raises UserError then, with the library's reason, but what the library raised where the weights fail too.
     """
-    with _told("the model's config or tokenizer", f"saving into {folder}"):
-        try:
-            yield
-        except Exception:
-            if not any(Path(folder).glob("*.safetensors")):
-                save_torch_state_dict(model.state_dict() if weights is None else weights, folder)
+    try:
+        yield
+    except Exception:
+        if not any(Path(folder).glob("*.safetensors")):
+            save_torch_state_dict(model.state_dict() if weights is None else weights, folder)
+        with _told("the model's config or tokenizer", f"saving into {folder}"):
             raise
 
 
@@ -89,7 +90,7 @@ def _told(what: str, where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of every kind, some from code that came with the model
-        if isinstance(error, OSError) and error.errno:
+        if isinstance(error, SafetensorError) or (isinstance(error, OSError) and error.errno):
             raise
         raise UserError(f"{what} cannot be saved: {_first(error)}", where=where) from error
 

@@ -24,7 +24,7 @@ def explained(error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch) -
     """The message to the user for `error`; None if it may be a bug of packtrain.
 
     NCCL and the store have their own error types. Errors of gloo and torch.save are recognised by the source file that they
-    name, those of safetensors by the system's message, and out of memory on CPUs by the allocator's name.
+    name, those of safetensors by its first words, and out of memory on CPUs by the allocator's name.
     """
     said = str(error).strip().partition("\n")[0]
     if ranks.world_size > 1 and (isinstance(error, torch.distributed.DistError) or "gloo/" in said):
@@ -44,7 +44,7 @@ def explained(error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch) -
         fix = "the system kills for want of memory: set it lower, or to 0"
         return PeerFailed(said, where="trainer.loader_workers", fix=fix)
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-    if full or "inline_container.cc" in said or "No space left" in said:
+    if full or "inline_container.cc" in said or "Error while serializing" in said:
         fix = f"make room and {_GO_ON}"
         return UserError(f"cannot write: {said}", where=f"trainer.output_dir ({folder.root})", fix=fix)
     return None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from here import ALONE
+from safetensors import SafetensorError
 
 from packtrain.config.schema import Batch, RunConfig, Trainer
 from packtrain.errors import LostPeers, PeerFailed, UserError
@@ -32,6 +33,7 @@ GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00
         (RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer"), None, ""),  # it is alone
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), PeerFailed, "worker (pid 7)"),
         (OSError(errno.ENOSPC, "No space left on device"), UserError, "cannot write"),
+        (SafetensorError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"), UserError, "quota"),
         (RuntimeError("shapes differ"), None, ""),
     ],
 )

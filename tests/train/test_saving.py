@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 from here import train_here
 from running import LLAMA, Run, base_config, train
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from packtrain.config.compose import load_config
 from packtrain.data.sources.quickstart import tokenizer
 from packtrain.errors import UserError
-from packtrain.model.save import mend_generation_config, try_saving
+from packtrain.model.save import mend_generation_config, try_saving, weights_at_least
 
 AS_LLAMA_2 = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}
 SHORT: dict[str, Any] = {"max_steps": 2}
@@ -137,6 +139,17 @@ def test_weights_are_written_though_a_config_is_refused(
     final = tmp_path / "run" / "final"
     assert not (final / "config.json").exists()
     assert load_file(final / "model.safetensors").keys() == load_file(pretrained / "model.safetensors").keys()
+
+
+def test_a_full_disk_is_no_fault_of_config_or_tokenizer(pretrained: Path, tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(pretrained)
+    size, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most))
+    try:
+        with pytest.raises(SafetensorError, match="Error while serializing"), weights_at_least(model, tmp_path):
+            model.save_pretrained(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
 
 
 def test_a_model_that_cannot_generate_is_saved(pretrained: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_files_under_names_of_a_run_are_refused(home: Path, name: str, more: tup
 
 
 @pytest.mark.parametrize("more", [("--dry-run",), ()])
-def test_what_only_plans_says_that_a_run_would_be_refused_and_touches_nothing(home: Path, more: tuple[str, ...]) -> None:
+def test_what_only_plans_says_so_and_touches_nothing(home: Path, more: tuple[str, ...]) -> None:
     (home / "exp" / "config.yaml").write_text(MINE)
     before = state(home)
     done = packtrain("sft" if more else "plan", "run.yaml", *more, folder=home)
