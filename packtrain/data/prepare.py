@@ -3,8 +3,9 @@
 The reader (this process) cuts sources into chunks, workers parse and tokenise them, and results are written in order,
 whatever the number of workers. Only a few chunks are in flight, so memory does not grow with the data.
 
-Workers are spawned, since a fork copies the locks of torch's and the tokenizer's threads in any state. A spawned worker costs
-a second of imports and 100 MB (no torch), so small data (the quickstart's, say) is tokenised in this process.
+Workers are forks of a server that has imported this module and nothing more: forks of this process would copy the locks of
+torch's and the tokenizer's threads in any state. The server takes a second to start, so small data (up to FEW_ROWS, FEW_BYTES)
+is tokenised in this process.
 """
 
 from __future__ import annotations
@@ -231,7 +232,8 @@ class _Workers:
         # Sent by file: Python hangs if a worker dies before it has read arguments larger than a pipe's buffer.
         encoder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="packtrain-")), "encoder")
         encoder.write_bytes(pickle.dumps(self.encoder))
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
         pool = ProcessPoolExecutor(self.number, context, initializer=_start_worker, initargs=(encoder,))
         self.stack.callback(pool.shutdown, wait=True, cancel_futures=True)
         return pool
