@@ -13,7 +13,7 @@ from packtrain.config.schema import Format, ObjectiveKind
 from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
 
-ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages"}
+ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages", "tools": "functions"}
 """Other names that our columns may have without data.columns."""
 LISTS = ("answers", "responses", "completions", "candidates")
 """Columns that hold all answers to a prompt."""

@@ -17,7 +17,7 @@ import numpy as np
 from packtrain.config.row_columns import MASKS
 from packtrain.config.schema import Format
 from packtrain.data.formats.columns import Row, list_of
-from packtrain.data.formats.messages import Messages, messages_of, system_of, tools_of, variables_of
+from packtrain.data.formats.messages import Messages, messages_of, system_of, tools_of, variables_of, with_system
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
@@ -84,7 +84,8 @@ def in_file(bad: BadRow, row: Row, format: Format) -> BadRow:
         return bad
     name, place = row.name(ours), ""
     if at[1]:
-        turns, turn = list_of(row.take(ours), name), int(at[1]) - len(system_of(row)) * (format == "sharegpt")
+        turns, read = list_of(row.take(ours), name), messages_of(row, ours)
+        turn = int(at[1]) - (len(with_system(row, read)) - len(read))
         before = [replace(row, values={**row.values, name: turns[: index + 1]}) for index in range(len(turns))]
         place = next((f"[{index}]" for index, one in enumerate(before) if len(messages_of(one, ours)) > turn), "")
     return BadRow(bad.reason, bad.what, f"{name}{place}{bad.field[at.end() :]}", bad.fix)
@@ -97,14 +98,23 @@ def refuse_media(row: Row) -> None:
         raise BadRow("not text", "this row is not of text alone; packtrain trains on text", given, fix)
 
 
+def refuse_of_chats(row: Row, fix: str) -> None:
+    """Raise BadRow, with the advice `fix`, for a row of plain text with what only a chat template has a place for."""
+    if given := next((ours for ours in ("system", "history", "tools") if row.optional(ours)), None):
+        what = "the row is read as plain text, which has no place for this"
+        raise BadRow("not plain text", what, row.name(given), fix)
+
+
 def _messages(row: Row) -> Conversation:
-    return Conversation(messages_of(row, "messages"), tools_of(row), variables_of(row))
+    return Conversation(with_system(row, messages_of(row, "messages")), tools_of(row), variables_of(row))
 
 
 def _prompt_completion(row: Row) -> Conversation | PromptCompletion:
     if isinstance(row.take("prompt"), str):
+        named = f"{{instruction: {row.name('prompt')}, output: {row.name('completion')}}}"
+        refuse_of_chats(row, f"Set data.format=alpaca and data.columns={named}, or take the column out.")
         return PromptCompletion(row.text("prompt", may_be_empty=True), row.text("completion"))
-    before, after = messages_of(row, "prompt"), messages_of(row, "completion")
+    before, after = with_system(row, messages_of(row, "prompt")), messages_of(row, "completion")
     return Conversation([*before, *after], tools_of(row), variables_of(row), answer_from=len(before))
 
 
@@ -113,7 +123,7 @@ def _text(row: Row) -> Text:
 
 
 def _sharegpt(row: Row) -> Conversation:
-    return Conversation([*system_of(row), *messages_of(row, "conversations")], tools_of(row))
+    return Conversation(with_system(row, messages_of(row, "conversations")), tools_of(row))
 
 
 def _alpaca(row: Row) -> Conversation:
@@ -131,8 +141,9 @@ def asked_in_columns(row: Row) -> Messages:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) and said for said in pair):
             raise BadRow("wrong type", "expected [question, answer], two strings", f"{where}[{index}]")
         messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair, strict=True)]
-    instruction, extra = row.text("instruction"), _input(row)
-    return [*messages, {"role": "user", "content": f"{instruction}\n{extra}" if extra else instruction}]
+    extra = _input(row)
+    asked = (row.text("instruction", may_be_empty=bool(extra)), extra)
+    return [*messages, {"role": "user", "content": "\n".join(part for part in asked if part.strip())}]
 
 
 def _input(row: Row) -> str:
@@ -143,9 +154,7 @@ def _input(row: Row) -> str:
 
 def alpaca_as_text(row: Row) -> PromptCompletion:
     """A row in the words of Stanford Alpaca, for models without a chat template; raises BadRow for what needs one."""
-    if given := next((ours for ours in ("system", "history", "tools") if row.optional(ours)), None):
-        what = "the model has no chat template, and Alpaca's plain text has no place for this"
-        raise BadRow("no chat template", what, row.name(given), "Set data.chat_template.")
+    refuse_of_chats(row, "Set data.chat_template: the model has none.")
     extra = _input(row)
     question = (ALPACA_WITH_INPUT if extra else ALPACA).format(instruction=row.text("instruction"), input=extra)
     return PromptCompletion(question, row.text("output"))

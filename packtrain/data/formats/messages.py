@@ -53,17 +53,20 @@ Messages = list[dict[str, Any]]
 
 
 def messages_of(row: Row, ours: str) -> Messages:
-    """The messages of a column; raises BadRow where there are none. Calls that follow each other are parallel ones."""
-    where, before = row.name(ours), None
+    """The messages of a column; raises BadRow where there are none.
+
+    A turn of CALLS goes on with what the assistant just said: text or other calls, which are parallel ones then.
+    """
+    where = row.name(ours)
     messages: Messages = []
     for index, one in enumerate(list_of(row.take(ours), where)):
         read = messages_in(one, f"{where}[{index}]", row)
-        speaker = one.get("role", one.get("from"))
-        if speaker in CALLS and before in CALLS and read[0].keys() == {"role", "content", "tool_calls"}:
-            messages[-1]["tool_calls"] += read[0]["tool_calls"]
+        last = messages[-1] if messages else {}
+        goes_on = one.get("role", one.get("from")) in CALLS and read[0].keys() == {"role", "content", "tool_calls"}
+        if goes_on and last.get("role") == "assistant" and "weight" not in last:
+            last["tool_calls"] = [*last.get("tool_calls", ()), *read[0]["tool_calls"]]
         else:
             messages += read
-        before = speaker
     if not messages:
         raise BadRow("empty", "there are no messages", where)
     return messages
@@ -119,6 +122,9 @@ def _message(message: dict[str, Any], where: str, said: str) -> dict[str, Any]:
 
 def _set_weight(message: dict[str, Any], where: str) -> None:
     """Leave `weight` 0 where an assistant's turn is not trained, and no other weight."""
+    if message.get("train_detail"):  # axolotl's
+        fix = "Set weight to 0 for all of the turn, or take train_detail out to train it."
+        raise BadRow("weight", "a turn is trained or not, with no parts of it left out", f"{where}.train_detail", fix)
     given = {key: message.pop(key) for key in WEIGHTS if key in message}
     for key, weight in given.items():
         if not isinstance(weight, (int, float)) or weight not in (0, 1):
@@ -271,6 +277,12 @@ def system_of(row: Row) -> Messages:
     """The message of the column `system`, if any."""
     system = row.optional("system")
     return [{"role": "system", "content": text_of(system, row.name("system"))}] if system else []
+
+
+def with_system(row: Row, messages: Messages) -> Messages:
+    """The messages after that of the column `system`, unless they begin with the same."""
+    said = system_of(row)
+    return messages if said == messages[:1] else [*said, *messages]
 
 
 def variables_of(row: Row) -> dict[str, Any]:

@@ -32,8 +32,14 @@ from typing import Any
 from packtrain.config.row_columns import PROMPTS
 from packtrain.config.schema import Format
 from packtrain.data.formats.columns import LISTS, Row, list_column, list_of
-from packtrain.data.formats.conversations import Conversation, PromptCompletion, asked_in_columns, refuse_media
-from packtrain.data.formats.messages import Messages, messages_in, messages_of, system_of, tools_of, variables_of
+from packtrain.data.formats.conversations import (
+    Conversation,
+    PromptCompletion,
+    asked_in_columns,
+    refuse_media,
+    refuse_of_chats,
+)
+from packtrain.data.formats.messages import Messages, messages_in, messages_of, tools_of, variables_of, with_system
 from packtrain.data.sources.chunks import BadRow, NoPair, wrong_type
 
 ASKED = ("question", "query", "problem")
@@ -80,10 +86,13 @@ def prompt_of(row: Row, format: Format) -> str | Messages:
 
 def _of_strings(row: Row) -> PreferenceExample:
     chosen, rejected = row.text("chosen"), row.text("rejected")
+    asked = next((name for name in ASKED if name in row.values), "")
+    named = row.name("prompt") if row.has("prompt") else asked
+    refuse_of_chats(row, f"{f'Set data.columns={{instruction: {named}}}, or take' if named else 'Take'} the column out.")
     if row.has("prompt"):
         prompt = row.text("prompt", may_be_empty=True)
         return PreferenceExample(PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected))
-    if asked := next((name for name in ASKED if name in row.values), None):
+    if asked:
         what = f"there is no prompt; the column {asked!r} looks like one"
         raise BadRow("no prompt", what, asked, f"Set data.columns={{prompt: {asked}}}, or rename the column.")
     border = _border(chosen, rejected)
@@ -107,8 +116,8 @@ def _of_messages(row: Row) -> PreferenceExample:
     if not prompt:
         what = "there is no prompt: chosen and rejected begin with different messages"
         raise BadRow("no common prompt", what, row.name("chosen"), "Put the prompt into a column of its own.")
-    if prompt[0]["role"] != "system":
-        prompt = [*system_of(row), *prompt]
+    if not _has_instruction(row):  # which has it already
+        prompt = with_system(row, prompt)
     for ours, answer in (("chosen", chosen), ("rejected", rejected)):
         if answer[0]["role"] in ASKING:
             what = f"the answer begins with what the {answer[0]['role']} says"
@@ -122,7 +131,8 @@ def _of_messages(row: Row) -> PreferenceExample:
 
 def _has_instruction(row: Row) -> bool:
     """Whether the prompt is Alpaca's."""
-    return row.has("instruction") and not row.has("prompt") and not row.has("conversations")
+    same = row.name("instruction") == row.name("prompt")
+    return row.has("instruction") and (same or not row.has("prompt")) and not row.has("conversations")
 
 
 def _prompt(row: Row) -> Messages | None:

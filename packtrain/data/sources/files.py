@@ -177,7 +177,8 @@ def texts(path: Path, split: SplitText) -> Iterator[tuple[int, RawRow, int]]:
     Blank ones are no rows; a text has no line end before or after it.
     """
     with open_text(path, newline=None) as file:
-        lines = enumerate(iter(lambda: file.readline(LONGEST_TEXT + 1), ""), 1)
+        read = iter(lambda: file.readline(LONGEST_TEXT + 1), "")
+        lines = enumerate((line.removeprefix("\ufeff") for line in read), 1)  # files with a mark, joined
         if split == "paragraph":
             groups = (group for blank, group in groupby(lines, lambda line: line[1].isspace()) if not blank)
         else:

@@ -32,7 +32,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.chat_template import Template, has_marks
-from packtrain.data.tokens.dialect import dialect_of, in_dialect_of
+from packtrain.data.tokens.dialect import in_dialect_of
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
 
 Span = tuple[int, int]
@@ -196,7 +196,7 @@ class ChatEncoder:
 
     def _better(self, conversation: Conversation) -> str:
         """The advice to take a template with tools (and thoughts) whose end of a turn is a control token here."""
-        thinks = any("reasoning_content" in message for message in conversation.messages)
+        thinks = any(_thought(message) for message in conversation.messages if message["role"] == "assistant")
         for end, names in FOR_TOOLS.items():
             ids = self.tokenizer.encode(end).ids.tolist()
             if len(ids) == 1 and ids[0] in self.tokenizer.special_ids and not (thinks and names[-1] == "llama3_1"):
@@ -218,7 +218,7 @@ class ChatEncoder:
             if thought and (found := others.find(thought, seen)) < 0:
                 what = f"the chat template ({template.name}) leaves out the thought {thought[:40]!r}"
                 fix = f"{self._better(conversation)}, or take the thoughts out of the data."
-                if dialect_of(template.text).thought and len(turns) > 1:
+                if len(turns) > 1 and _thought(conversation.messages[turns[-1]]) in others:
                     fix = "It keeps those of the last turn: set data.loss_on=completion, or take the others out of the data."
                 raise BadRow(REFUSED, what, f"messages[{turn}].reasoning_content", fix)
             seen = found + len(thought) if thought else seen

@@ -149,6 +149,14 @@ def test_gpt_oss_reads_thinking_and_its_template_drops_what_was_thought_before_a
     assert "data.loss_on=completion" in caught.value.fix
 
 
+def test_only_a_template_that_keeps_the_last_thought_is_said_to_keep_it():
+    """DeepSeek V3's keeps none, nor those within the content."""
+    for thinking in ({"reasoning_content": "Hm."}, {"content": f"<think>Hm.</think>{END['content']}"}):
+        with pytest.raises(BadRow, match="leaves out the thought") as caught:
+            trained("deepseekv3", Conversation([ASK, {**END, **thinking}] * 2))
+        assert caught.value.fix.startswith("Set data.chat_template to one that has thoughts, or")
+
+
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "hermes", "mistral_v3", "qwen3_instruct_2507"])
 @pytest.mark.parametrize("loss_on", ["assistant", "all"])
 def test_thoughts_that_the_template_leaves_out_are_refused(name, loss_on):

@@ -70,6 +70,8 @@ def test_running_text_is_a_document_or_its_lines_or_its_paragraphs(tmp_path, spl
     ):
         assert rows(tmp_path / name, content, split) == wanted
     assert rows(tmp_path / "blank.txt", b"\n \n\n", split) == []
+    joined = b"\xef\xbb\xbf".join((b"", b"One\n", b"two\n\n", b" \nthree\n", b"  four"))  # files with a mark, by cat
+    assert rows(tmp_path / "joined.txt", joined, split) == wanted
 
 
 def test_each_way_to_split_a_text_has_its_own_cache_and_is_remarked(tmp_path):

@@ -189,15 +189,40 @@ ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
         ({}, "Add.\n1 and 2"),
         ({"input": ""}, "Add."),
         ({"input": None}, "Add."),
+        ({"instruction": ""}, "1 and 2"),
         ({"history": [["Hello", "there"]]}, "Hello<|im_end|>\n<|im_start|>assistant\nthere<|im_end|>\n{}Add.\n1 and 2"),
     ],
-    ids=["input", "no input", "null", "history"],
+    ids=["input", "no input", "null", "no instruction", "history"],
 )
 def test_alpaca_is_asked_as_others_ask_it(ready, tmp_path, more, wanted):
     row = ALPACA | {"system": "Answer with care."} | more
     (text,) = texts(ready(write(tmp_path / "train.jsonl", row)))
     asked = wanted.format("<|im_start|>user\n")
     assert text == "<|im_start|>system\nAnswer with care.<|im_end|>\n" + ASKED.format(asked)
+
+
+def test_a_system_column_comes_first_whatever_the_format_and_once(ready, tmp_path):
+    system = {"role": "system", "content": "Answer with care."}
+    turns = [{"from": "human", "value": QUESTION["content"]}, {"from": "gpt", "value": ANSWER["content"]}]
+    (wanted,) = texts(ready(write(tmp_path / "train.jsonl", {"messages": [system, QUESTION, ANSWER]})))
+    for row in (
+        GOOD,
+        {"messages": [system, QUESTION, ANSWER]},
+        {"conversations": turns},
+        {"conversations": [{"from": "system", "value": system["content"]}, *turns]},
+        {"prompt": [QUESTION], "completion": [ANSWER]},
+    ):
+        assert texts(ready(write(tmp_path / "train.jsonl", row | {"system": system["content"]}))) == [wanted]
+
+
+@pytest.mark.parametrize("more", [{"system": "Answer with care."}, {"history": [["Hello", "there"]]}])
+def test_what_plain_text_has_no_place_for_is_refused_and_the_advice_reads_it(ready, tmp_path, more):
+    path = write(tmp_path / "train.jsonl", {"q": "Add.", "completion": "3", **more})
+    with pytest.raises(UserError, match=rf"{next(iter(more))}: the row is read as plain text") as caught:
+        ready(path, columns={"prompt": "q"})
+    assert "Set data.format=alpaca and data.columns={instruction: q, output: completion}" in str(caught.value)
+    (text,) = texts(ready(path, format="alpaca", columns={"instruction": "q", "output": "completion"}))
+    assert all(said in text for said in ("Add.", "3", *np.ravel([*more.values()])))
 
 
 @pytest.mark.parametrize("history", [[["Hello"]], ["Hello"], [["Hello", None]], "Hello", 7])
@@ -219,7 +244,7 @@ def test_alpaca_without_a_chat_template_is_stanfords_text_and_that_is_said(tmp_p
         (remark,) = prepare(data, bare, seed=0).train.report.remarks
         assert "the model has no chat template, so alpaca rows become plain text: Below is an instruction" in remark
     more = ALPACA | {"system": "Answer with care."}
-    with pytest.raises(UserError, match=r"system: the model has no chat template[\s\S]*Set data.chat_template"):
+    with pytest.raises(UserError, match=r"system: the row is read as plain text[\s\S]*Set data.chat_template: the"):
         prepare(replace(data, train=write(tmp_path / "more.jsonl", more)), bare, seed=0)
 
 

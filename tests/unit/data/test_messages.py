@@ -119,6 +119,14 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ),
         [NO_THOUGHT + TWO, SUNNY],
     ),
+    "ms-swift, words before a call": (
+        of(ASK, {**END, "content": "Hm."}, {"role": "tool_call", "content": json.dumps(PARIS)}),
+        [f"{NO_THOUGHT}Hm.\n{ONE}"],
+    ),
+    "words that are not trained before a call": (
+        of(ASK, {**END, "weight": 0}, {"role": "tool_call", "content": json.dumps(PARIS)}),
+        [NO_THOUGHT + ONE],
+    ),
     "parts": (
         of(
             parts("user", ("text", ASK["content"])),
@@ -167,6 +175,9 @@ def test_the_tools_are_seen_in_openais_form_whatever_the_file_has(tmp_path):
         data = Data(train=write(tmp_path, of(ASK, END, tools=tools)), cache_dir=str(tmp_path / "cache"))
         text = TOKENIZER.decode(prepare(data, TOKENIZER, seed=0).train[0].input_ids)
         assert f"<tools>\n{json.dumps(TOOLS[0])}\n</tools>" in text
+    earlier = {"messages": [ASK, END], "functions": [WEATHER]}  # OpenAI's name for them before tool_calls
+    data = Data(train=write(tmp_path, earlier), cache_dir=str(tmp_path / "cache"))
+    assert TOKENIZER.decode(prepare(data, TOKENIZER, seed=0).train[0].input_ids) == text
 
 
 def test_turns_of_sharegpt_have_weights_and_thoughts_too(tmp_path):
@@ -213,6 +224,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two thoughts": (of(ASK, {**END, "reasoning": "a", "thinking": "b"}), "messages[1].thinking: reasoning and thinking diff"),
     "a thought of numbers": (of(ASK, {**END, "reasoning": 7}), "messages[1].reasoning: expected a string, found a number: 7"),
     "half a weight": (of(ASK, {**END, "weight": 0.5}), "messages[1].weight: expected 0 or 1 (a turn is trained or not), found"),
+    "weights within a turn": (of(ASK, {**END, "train_detail": [{}]}), "messages[1].train_detail: a turn is trained or not"),
     "a weight in words": (of(ASK, {**END, "train": "yes"}), "messages[1].train: expected 0 or 1"),
     "two weights": (of(ASK, {**END, "train": True, "weight": 0}), "train: weight and train say different things"),
     "a user to train": (of({**ASK, "weight": 1}, END), "messages[0].weight: what the user says is to be trained"),

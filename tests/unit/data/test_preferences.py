@@ -172,6 +172,17 @@ def test_a_system_column_comes_before_the_turns(tmp_path):
     expected = documents(ours(tmp_path, [{"prompt": [SYSTEM, ASK], "chosen": [GOOD], "rejected": [BAD]}]))
     for name in ("sharegpt", "answers as strings", "sharegpt, implicit"):
         assert documents(ours(tmp_path, [{**SAME_PAIR[name], "system": SYSTEM["content"]}])) == expected
+    for asked in ("prompt", "question"):  # plain text has no place for it; the advice makes a conversation of the row
+        row = {
+            "system": SYSTEM["content"],
+            asked: ASK["content"],
+            "chosen": GOOD["content"],
+            "rejected": BAD["content"],
+        }
+        for columns in ({}, {"prompt": asked}):
+            with pytest.raises(UserError, match=rf"system: the row is read as plain text[\s\S]*{{instruction: {asked}}}"):
+                ours(tmp_path, [row], columns=columns)
+        assert documents(ours(tmp_path, [row], columns={"instruction": asked})) == expected
 
 
 REFUSED: dict[str, tuple[Any, str, str]] = {
