@@ -96,17 +96,23 @@ def detect_format(
     needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in shown)
     if objective == "dpo" and not set(fits) & set(OF_PAIRS):
         seen = f"these are {' or '.join(fits)}" if fits else "the columns are not those of preference pairs"
-        fix = f"Rename with data.columns, or train on them with packtrain sft. Needed are {needs}; prompt if any."
+        fix = f"Rename with data.columns.OURS=THEIRS, or train on them with packtrain sft. Needed are {needs}; prompt if any."
         raise UserError(f"{seen}; {found}", where=where, fix=fix)
     if len(fits) != 1:
         what = f"the columns fit {' and '.join(fits)}" if fits else "the columns fit no known format"
-        fix = f"Set data.format to {' or '.join(fits)}." if fits else f"Rename with data.columns. Needed are {needs}."
+        fix = (
+            f"Set data.format to {' or '.join(fits)}."
+            if fits
+            else f"Rename with data.columns.OURS=THEIRS. Needed are {needs}."
+        )
         raise UserError(f"{what}; {found}", where=where, fix=fix)
     if fits[0] in OF_PAIRS and objective == "sft":
         raise UserError("these are preference pairs", where=where, fix="Train on them with packtrain dpo.")
     if missing := _missing(fits[0], names, columns):
         what = f"data.format={fits[0]} needs the column {missing[0]!r}; {found}"
-        raise UserError(what, where=where, fix=f"Rename with data.columns, or set data.format. Needed are {needs}.")
+        raise UserError(
+            what, where=where, fix=f"Rename with data.columns.OURS=THEIRS, or set data.format. Needed are {needs}."
+        )
     return cast(Format, fits[0])
 
 

@@ -111,8 +111,8 @@ def _messages(row: Row) -> Conversation:
 
 def _prompt_completion(row: Row) -> Conversation | PromptCompletion:
     if isinstance(row.take("prompt"), str):
-        named = f"{{instruction: {row.name('prompt')}, output: {row.name('completion')}}}"
-        refuse_of_chats(row, f"Set data.format=alpaca and data.columns={named}, or take the column out.")
+        keys = f"data.columns.instruction={row.name('prompt')} data.columns.output={row.name('completion')}"
+        refuse_of_chats(row, f"Set data.format=alpaca {keys}, or take the column out.")
         return PromptCompletion(row.text("prompt", may_be_empty=True), row.text("completion"))
     before, after = with_system(row, messages_of(row, "prompt")), messages_of(row, "completion")
     return Conversation([*before, *after], tools_of(row), variables_of(row), answer_from=len(before))

@@ -88,13 +88,13 @@ def _of_strings(row: Row) -> PreferenceExample:
     chosen, rejected = row.text("chosen"), row.text("rejected")
     asked = next((name for name in ASKED if name in row.values), "")
     named = row.name("prompt") if row.has("prompt") else asked
-    refuse_of_chats(row, f"{f'Set data.columns={{instruction: {named}}}, or take' if named else 'Take'} the column out.")
+    refuse_of_chats(row, f"{f'Set data.columns.instruction={named}, or take' if named else 'Take'} the column out.")
     if row.has("prompt"):
         prompt = row.text("prompt", may_be_empty=True)
         return PreferenceExample(PromptCompletion(prompt, chosen), PromptCompletion(prompt, rejected))
     if asked:
         what = f"there is no prompt; the column {asked!r} looks like one"
-        raise BadRow("no prompt", what, asked, f"Set data.columns={{prompt: {asked}}}, or rename the column.")
+        raise BadRow("no prompt", what, asked, f"Set data.columns.prompt={asked}, or rename the column.")
     border = _border(chosen, rejected)
     if border and chosen[border] != rejected[border] and chosen[border - 1] == " ":
         border -= 1  # most tokenizers keep a space with the word behind it
@@ -183,7 +183,7 @@ def _best_and_worst(row: Row) -> Row:
     answers = list_of(row.values[column], column)
     if not any(row.has(ours) for ours in PROMPTS):  # the common beginning of answers in a list is not a prompt
         asked = next((name for name in ASKED if name in row.values), "…")
-        fix = f"Set data.columns={{prompt: {asked}}}, or rename the column."
+        fix = f"Set data.columns.prompt={asked}, or rename the column."
         raise BadRow("no prompt", f"there is no prompt; found: {found}", fix=fix)
     if len(answers) < 2:
         raise NoPair(ONE, f"there is {'one answer' if answers else 'no answer'}", column)
@@ -205,7 +205,7 @@ def _worth(row: Row, column: str, answers: list[Any]) -> list[float]:
         what = (
             f"nothing says which answer is better: no list of {SCORES[1]} or {RANKS[0]}, nor one of them in each answer"
         )
-        raise BadRow("not ranked", what, column, f"Name their column with data.columns={{scores: …}}. {INSTEAD}")
+        raise BadRow("not ranked", what, column, f"Name their column with data.columns.scores=…. {INSTEAD}")
     place, numbers = found
     if len(numbers) != len(answers):
         raise BadRow("lengths differ", f"{len(numbers)} {place} for {len(answers)} answers", place)

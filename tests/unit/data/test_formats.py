@@ -220,7 +220,7 @@ def test_what_plain_text_has_no_place_for_is_refused_and_the_advice_reads_it(rea
     path = write(tmp_path / "train.jsonl", {"q": "Add.", "completion": "3", **more})
     with pytest.raises(UserError, match=rf"{next(iter(more))}: the row is read as plain text") as caught:
         ready(path, columns={"prompt": "q"})
-    assert "Set data.format=alpaca and data.columns={instruction: q, output: completion}" in str(caught.value)
+    assert "Set data.format=alpaca data.columns.instruction=q data.columns.output=completion" in str(caught.value)
     (text,) = texts(ready(path, format="alpaca", columns={"instruction": "q", "output": "completion"}))
     assert all(said in text for said in ("Add.", "3", *np.ravel([*more.values()])))
 

@@ -180,7 +180,9 @@ def test_a_system_column_comes_before_the_turns(tmp_path):
             "rejected": BAD["content"],
         }
         for columns in ({}, {"prompt": asked}):
-            with pytest.raises(UserError, match=rf"system: the row is read as plain text[\s\S]*{{instruction: {asked}}}"):
+            with pytest.raises(
+                UserError, match=rf"system: the row is read as plain text[\s\S]*columns.instruction={asked}"
+            ):
                 ours(tmp_path, [row], columns=columns)
         assert documents(ours(tmp_path, [row], columns={"instruction": asked})) == expected
 
