@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "rejected null": ({"prompt": "Hello", "chosen": "I", "rejected": None}, "wrong type", "rejected: expected a string or a list"),
     "nothing in common": ({"chosen": [ASK, GOOD], "rejected": [user("Who?"), BAD]}, "no common prompt", "different messages"),
     "strings apart": ({"chosen": "Hello", "rejected": "Who?"}, "no common prompt", "begin differently"),
-    "prompt elsewhere": ({"question": "Why?", "chosen": "It is", "rejected": "It was"}, "no prompt", "{prompt: question}"),
+    "prompt elsewhere": ({"question": "Why?", "chosen": "It is", "rejected": "It was"}, "no prompt", "data.columns.prompt=question"),
     "another question": (
         {"chosen": [ASK, GOOD, TALK[0], BAD], "rejected": [ASK, GOOD, TALK[2], BAD]},
         "not an answer",
@@ -296,7 +296,7 @@ MISRANKED: dict[str, tuple[Any, str, str]] = {
     "no text": ({"answers": [{"score": 1}, {"text": "b", "score": 2}]}, "missing field", "answers[0]: no text of the answer"),
     "an empty one": ({"answers": ["", "b"], "scores": [1, 2]}, "empty", "answers[0]: the answer is empty"),
     "a pair": ({"chosen": "a", "rejected": "b"}, "missing column", "no column 'answers' or 'responses'"),
-    "no prompt": ({"prompt": ..., "answers": ["I say a", "I say b"], "scores": [1, 2], "question": "?"}, "no prompt", "{prompt: question}"),
+    "no prompt": ({"prompt": ..., "answers": ["I say a", "I say b"], "scores": [1, 2], "question": "?"}, "no prompt", "data.columns.prompt=question"),
 }  # fmt: skip
 
 
