@@ -106,9 +106,9 @@ class RunFolder:
 
         `inputs` are the paths that it reads, each after the config key that names it.
         """
-        marked, where = self.mark.exists(), f"trainer.output_dir ({self.root})"
-        places = {os.path.realpath(entry): entry.name for entry in self._entries()}
-        if marked and self.plan.exists():  # then config.yaml is a run's: it may be run again, and is kept
+        marked, where = os.path.exists(self.mark), f"trainer.output_dir ({self.root})"
+        places = {os.path.realpath(entry): entry.name for entry in self.entries()}
+        if marked and os.path.exists(self.plan):  # then config.yaml is a run's: it may be run again, and is kept
             places.pop(os.path.realpath(self.config), None)
         taken, fix = [], "Name another folder, or copy it elsewhere."
         for key, path in inputs:
@@ -155,7 +155,7 @@ class RunFolder:
         moved = None
         if checkpoint is None or not self._has(checkpoint):
             if self._ran():
-                moved = self._move([entry for entry in self._entries() if entry != self.logs])
+                moved = self._move([entry for entry in self.entries() if entry != self.logs])
         elif self.final.exists() or self.status() == "done":
             moved = self._move([self.final, self.adapters, self.merged, self.summary])
             if self.metrics.exists():  # the run that goes on cuts off what is after its checkpoint
@@ -168,18 +168,18 @@ class RunFolder:
         self.attempt.root.rmdir()
         return moved
 
-    def _entries(self, *, results: bool = False) -> list[Path]:
+    def entries(self, *, results: bool = False) -> list[Path]:
         """What a run writes, replaces or moves, whether it is there or not; with `results` only those."""
         kinds = [one for one in vars(type(self)).values() if isinstance(one, _Entry) and (one.result or not results)]
         return [self.root / one.name for one in kinds if self.root / one.name not in (self.mark, self.verification)]
 
     def _ran(self) -> bool:
-        return any(_holds_something(entry) for entry in self._entries(results=True))
+        return any(_holds_something(entry) for entry in self.entries(results=True))
 
     def _foreign(self) -> list[Path]:
         """What is there under names of a run; of a folder logs/ only what a run would replace in it."""
-        entries = self._entries()
-        if self.logs.is_dir():
+        entries = self.entries()
+        if os.path.isdir(self.logs):
             entries.remove(self.logs)
             entries += [path for name in REPLACED_LOGS for path in self.logs.glob(name)]
         return [entry for entry in entries if _holds_something(entry)]
@@ -223,7 +223,9 @@ def _is_in(path: Path, place: Path) -> bool:
 
 def _holds_something(path: Path) -> bool:
     """Whether there is a file, a link that leads nowhere, or a folder that is not empty: an empty one is as good as none."""
-    return os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir()))
+    with suppress(OSError):  # no folder, or one that may not be read
+        return any(path.iterdir())
+    return os.path.lexists(path)
 
 
 def _may_write(folder: Path) -> bool:

@@ -193,6 +193,16 @@ def test_what_others_made_under_a_name_of_ours_is_refused_and_nothing_touched(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+def test_a_folder_that_may_not_be_read_is_someones(tmp_path: Path, monkeypatch) -> None:
+    def closed(self: Path) -> None:
+        raise PermissionError
+
+    (tmp_path / "final").mkdir()
+    monkeypatch.setattr(Path, "iterdir", closed)
+    with pytest.raises(UserError, match="did not make"):
+        RunFolder(tmp_path).check_ours()
+
+
 def test_a_link_that_leads_nowhere_is_someones_too(tmp_path: Path) -> None:
     (tmp_path / "final").symlink_to(tmp_path / "unmounted")
     with pytest.raises(UserError, match="did not make"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,6 +23,7 @@ from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, ParsedChunk, RawRow
 from packtrain.data.sources.files import READABLE, kind_of, read_file, suffix_of, texts
 from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
+from packtrain.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import datasets
@@ -159,6 +160,7 @@ def locate(
         return Table(f"{local} [{source.split}]", _saved(local, source))
     if local.is_dir():  # without hidden files: copies that editors, notebooks and macOS keep
         found = glob.glob(f"{glob.escape(str(local))}/**", recursive=True)
+        found = _without_runs(local, map(Path, found))
     elif local.exists():
         found = [local]
     elif any(sign in path for sign in "*?["):
@@ -191,6 +193,13 @@ def locate(
 
 def _is_text(path: Path) -> bool:
     return kind_of(path) == ".txt"
+
+
+def _without_runs(folder: Path, files: Iterable[Path]) -> list[Path]:
+    """The files but for those that runs of packtrain write, into `folder` itself or below it."""
+    marks = glob.glob(f"{glob.escape(str(folder))}/**/{RunFolder(folder).mark.name}", recursive=True)
+    written = {entry for mark in marks for entry in RunFolder(Path(mark).parent).entries()}
+    return [one for one in files if written.isdisjoint((one, *one.parents))]
 
 
 def _without_asides(files: list[Path], where: str) -> list[Path]:

@@ -27,6 +27,7 @@ from packtrain.data.sources import locate as sources
 from packtrain.data.sources import offline as hub
 from packtrain.data.tokens.cache import StoreWriter
 from packtrain.errors import UserError
+from packtrain.run_folder import RunFolder
 
 TOKENIZER = tokenizer_of("smollm")
 QUESTION, ANSWER = {"role": "user", "content": "Hello there!"}, {"role": "assistant", "content": "How are you?"}
@@ -173,6 +174,16 @@ def test_hidden_files_of_a_folder_are_not_read(tmp_path):
     for name in ("a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "._a.jsonl"):
         (folder / name).write_text('{"text": "Hello there!"}\n')
     assert len(go(tmp_path, folder).train) == 1
+
+
+@pytest.mark.parametrize("place", ["", "out"])
+def test_what_runs_wrote_into_a_folder_of_data_is_not_read(tmp_path, place):
+    run = RunFolder(tmp_path / "data" / place)
+    run.open_attempt("auto")
+    for file in (tmp_path / "data" / "rows.jsonl", run.metrics, run.final / "config.json", run.attempt.environment):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text('{"text": "Hello there!"}\n')
+    assert len(go(tmp_path, tmp_path / "data").train) == 1
 
 
 def test_a_folder_among_the_matches_of_a_glob_is_passed_over(tmp_path):
