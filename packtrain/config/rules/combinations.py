@@ -75,6 +75,8 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     for key, value in (("data.train", data.train), ("data.eval", data.eval)):
         if any(not source.path for source in sources(value)):
             yield Fault((key,), "a source has no path", "Give it a file, a folder, or a hub id.")
+    if data.eval in ([], "None", "none"):
+        yield Fault(("data.eval",), f"found {data.eval!r}, which is no source", "null holds nothing out.")
     if isinstance(data.eval, float) and not 0 < data.eval < 1:
         what = f"found the number {data.eval:g}"
         yield Fault(("data.eval",), what, "A fraction of data.train lies between 0 and 1; null holds nothing out.")

@@ -396,6 +396,8 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["trainer.early_stop_patience=5"], "trainer.early_stop_patience", "needs evaluations"),
         (["trainer.early_stop_patience=5", "data.eval=0.1"], "trainer.early_stop_patience", "during training"),
         (["data.eval=1.0"], "data.eval", "between 0 and 1"),
+        (["data.eval=[]"], "data.eval", "null holds nothing out"),
+        (["data.eval=None"], "data.eval", "null holds nothing out"),
         (["trainer.resume=somewhere"], "trainer.resume", "no checkpoint folder somewhere"),
         (["data.format=preference"], "data.format", "packtrain dpo"),
         (["data.overlong=keep_end"], "data.overlong", "keep_end is for preference pairs"),
