@@ -16,6 +16,26 @@ ObjectiveKind = Literal["sft", "dpo"]
 TokenLoss = Literal["nll", "dft"]
 Split = Literal["train", "eval"]
 Format = Literal["messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "tokenised"]
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+    "preference": ("chosen", "rejected"),
+    "ranked": ("answers",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "tokenised": ("input_ids",),
+}
+"""The columns that rows of a format must have, by packtrain's names; `data.columns` maps these to the file's."""
+PROMPTS = ("prompt", "conversations", "instruction")
+"""Columns that may hold the prompt of a preference."""
+READ_TOO = {"preference": PROMPTS, "ranked": (*PROMPTS, "scores", "ranks")}
+"""Columns beside the required ones and OPTIONAL that only this format reads."""
+MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
+OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs", *MASKS)
+_OF_FORMATS = (*REQUIRED.values(), *READ_TOO.values())
+COLUMNS = tuple(dict.fromkeys((*(name for names in _OF_FORMATS for name in names), *OPTIONAL)))
+"""All of packtrain's names of columns."""
 SplitText = Literal["document", "line", "paragraph"]
 LossType = Literal[
     "sigmoid",

@@ -10,10 +10,9 @@ import re
 from collections.abc import Iterator, Set
 
 from packtrain.config.keys import Fault, keys, near
-from packtrain.config.row_columns import COLUMNS
 from packtrain.config.rules.dpo_losses import dpo_rules
 from packtrain.config.rules.secrets import speaks_of_secrets
-from packtrain.config.schema import SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
+from packtrain.config.schema import COLUMNS, SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 _OF_LAUNCH = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"  # set for each process

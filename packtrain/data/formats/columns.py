@@ -8,8 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from packtrain.config.row_columns import OPTIONAL, READ_TOO, REQUIRED
-from packtrain.config.schema import Format, ObjectiveKind
+from packtrain.config.schema import OPTIONAL, READ_TOO, REQUIRED, Format, ObjectiveKind
 from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
 

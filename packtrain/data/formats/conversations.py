@@ -1,6 +1,6 @@
 """Parses rows with one answer: a conversation, a prompt with its completion, text, or tokens.
 
-One function reads one format; a new format is one more entry of READERS, with its columns in columns.py. Errors name the
+One function reads one format; a new format is one more entry of READERS, with its columns in config/schema.py. Errors name the
 field as it is called in the FILE. Shapes follow TRL's dataset formats
 (https://huggingface.co/docs/trl/dataset_formats), ShareGPT and Stanford Alpaca.
 """
@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.config.row_columns import MASKS
-from packtrain.config.schema import Format
+from packtrain.config.schema import MASKS, Format
 from packtrain.data.formats.columns import Row, list_of
 from packtrain.data.formats.messages import Messages, messages_of, system_of, tools_of, variables_of, with_system
 from packtrain.data.sources.chunks import BadRow, wrong_type

@@ -29,8 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from packtrain.config.row_columns import PROMPTS
-from packtrain.config.schema import Format
+from packtrain.config.schema import PROMPTS, Format
 from packtrain.data.formats.columns import LISTS, Row, list_column, list_of
 from packtrain.data.formats.conversations import (
     Conversation,

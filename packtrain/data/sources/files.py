@@ -18,8 +18,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from packtrain.config.row_columns import COLUMNS
-from packtrain.config.schema import SplitText
+from packtrain.config.schema import COLUMNS, SplitText
 from packtrain.data.sources.chunks import (
     CHUNK_BYTES,
     CHUNK_ROWS,

@@ -187,6 +187,15 @@ def test_ids_of_the_data_stay_but_where_the_template_wants_nine_characters():
         assert {one["name"] for one in said} == {"weather"}
 
 
+def trained_by(text: str, answer: dict) -> str:
+    """What is trained of an answer to ASK with the template `text`."""
+    words = tokenizer_for(text)
+    ids, mask = ChatEncoder(plain_tokenizer(words), Template(text, None)).encode(
+        Conversation([ASK, answer]), "assistant"
+    )
+    return words.decode(ids[mask])
+
+
 def test_what_a_template_marks_itself_is_adapted_alike():
     """DeepSeek-like: <think> in the content, by the template's own words."""
     text = (
@@ -194,9 +203,7 @@ def test_what_a_template_marks_itself_is_adapted_alike():
         "{% if '</think>' in c and not loop.last %}{% set c = c.split('</think>')[-1] %}{% endif %}"
         "{{ c + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    chat = ChatEncoder(plain_tokenizer(tokenizer_for(text)), Template(text, None))
-    ids, mask = chat.encode(Conversation([ASK, {**END, "reasoning_content": "Hm."}]), "assistant")
-    assert tokenizer_for(text).decode(ids[mask]) == "<think>\nHm.\n</think>\n\nIt is sunny.<|im_end|>"
+    assert trained_by(text, {**END, "reasoning_content": "Hm."}) == "<think>\nHm.\n</think>\n\nIt is sunny.<|im_end|>"
 
 
 def test_arguments_are_text_where_the_template_strings_them_together():
@@ -206,9 +213,7 @@ def test_arguments_are_text_where_the_template_strings_them_together():
         "{{ call['function']['name'] + ': ' + call['function']['arguments'] + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    chat = ChatEncoder(plain_tokenizer(tokenizer_for(text)), Template(text, None))
-    ids, mask = chat.encode(Conversation([ASK, calls("Paris 中")]), "assistant")
-    assert tokenizer_for(text).decode(ids[mask]) == 'weather: {"city": "Paris 中"}\n<|im_end|>'
+    assert trained_by(text, calls("Paris 中")) == 'weather: {"city": "Paris 中"}\n<|im_end|>'
 
 
 def test_mistral_moves_the_tools_to_the_last_question_so_only_the_last_answer_is_sure():
