@@ -320,7 +320,7 @@ def _serving(port: int) -> Server:
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         what = f"port {port} is taken{holder_of(port)}" if taken else f"port {port} cannot be had: {error.strerror}"
-        fix = f"Set another one on every machine, e.g. topology.main_port={port + 1}."
+        fix = f"Set another one on every machine, e.g. topology.main_port={port + 10}."
         raise CheckFailed(what, where="topology.main_port", fix=fix) from error
 
 
@@ -377,7 +377,7 @@ def _not_for_us(place: Place, what: str) -> CheckFailed:
         f"at {place.address}:{place.port} {what}",
         where="trainer.output_dir, topology.main_address, topology.main_port",
         fix="Give all machines of a run the same packtrain and trainer.output_dir, and use another port for another run or program, "
-        f"e.g. topology.main_port={place.port + 1}. A run that has started cannot be joined.",
+        f"e.g. topology.main_port={place.port + 10}. A run that has started cannot be joined.",
     )
 
 

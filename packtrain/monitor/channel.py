@@ -30,6 +30,7 @@ ADDRESS = "PACKTRAIN_CHANNEL"
 """Environment variable of a worker: HOST:PORT of the channel."""
 PUBLISHED = "channel.json"
 CALL_S = 5.0
+_LAST_ANSWERS_S = 1.0
 MOST_BYTES = 16 * 2**20
 _IDLE_S = 30
 _HEADER = "X-Packtrain-Secret"
@@ -81,6 +82,7 @@ class Server(ThreadingHTTPServer):
         self.secret = secret
         self.port: int = self.socket.getsockname()[1]
         self._handlers: dict[str, tuple[Handler, bool]] = {}
+        self._answering, self._in_progress = threading.Condition(), 0
         threading.Thread(target=self.serve_forever, args=(0.1,), name="channel", daemon=True).start()
 
     def serve(self, name: str, handler: Handler, *, open: bool = False) -> None:
@@ -88,9 +90,23 @@ class Server(ThreadingHTTPServer):
         self._handlers[name] = (handler, open)
 
     def close(self) -> None:
-        """Stops listening; calls in progress are still answered."""
+        """Stops listening, when calls in progress have been answered: the process may end after this."""
         self.shutdown()
+        with self._answering:
+            self._answering.wait_for(lambda: not self._in_progress, _LAST_ANSWERS_S)
         self.server_close()
+
+    @contextmanager
+    def in_progress(self) -> Iterator[None]:
+        """Inside the block a call is being answered."""
+        with self._answering:
+            self._in_progress += 1
+        try:
+            yield
+        finally:
+            with self._answering:
+                self._in_progress -= 1
+                self._answering.notify_all()
 
     def answer(self, name: str, secret: str, body: bytes) -> tuple[int, Mapping[str, Any]]:
         """The HTTP status and the result of the handler `name`."""
@@ -122,8 +138,10 @@ class _Request(BaseHTTPRequestHandler):
         if not length.isdigit() or int(length) > MOST_BYTES:
             self.send_error(413)
             return
-        status, answer = self.server.answer(self.path[1:], self.headers.get(_HEADER, ""), self.rfile.read(int(length)))
-        self._reply(status, json.dumps(answer).encode())
+        body = self.rfile.read(int(length))
+        with self.server.in_progress():
+            status, answer = self.server.answer(self.path[1:], self.headers.get(_HEADER, ""), body)
+            self._reply(status, json.dumps(answer).encode())
 
     def _reply(self, status: int, body: bytes) -> None:
         self.send_response(status)

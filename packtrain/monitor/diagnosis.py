@@ -233,8 +233,11 @@ def _all_wait(states: Sequence[RankState]) -> Diagnosis | None:
     """Groups ranks by the collective (or place) in which they wait; the culprits are the least advanced group, by the number of
     the collective if all are of one process group; of equal groups the smaller one."""
     groups: dict[Any, list[RankState]] = defaultdict(list)
-    for one in (live := live_of(states)):
-        groups[one.pending or one.progress].append(one)
+    for one in sorted(live := live_of(states), key=lambda one: one.pending is None):
+        where = one.pending or one.progress
+        if not (one.pending or one.finished):  # its answer is lost, which is no sign that it waits elsewhere
+            where = next((known for known, ours in groups.items() if ours[0].progress == one.progress), where)
+        groups[where].append(one)
     if not groups:
         return None
     one_group = len({one.pending.group for one in live if one.pending}) == 1

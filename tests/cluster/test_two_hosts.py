@@ -195,7 +195,7 @@ def test_a_taken_port_is_named_with_its_holder_on_both_machines(waits: dict[str,
     assert here.took() < START_S
     assert there.took() < START_S
     assert f"port 29602 is taken by process {waits['holder'].process.pid} (" in here.text
-    assert "topology.main_port=29603" in here.text
+    assert "topology.main_port=29612" in here.text
     assert "at n1:29602 a program listens that does not answer" in there.text
 
 
@@ -264,13 +264,13 @@ def test_machines_with_another_number_of_gpus_are_told_at_once(hosts: TwoHosts, 
     smi.chmod(0o755)
     path, visible = f"{smi.parent}:{os.environ['PATH']}", {1: "0,1", 2: "0"}
     by_gpus = ("topology.gpus_per_node=null",)
-    by_number = ("topology.gpus_per_node=2", "topology.main_port=29501", "trainer.output_dir=other")
+    by_number = ("topology.gpus_per_node=2", "topology.main_port=29510", "trainer.output_dir=other")
     runs = [
         sft(hosts, host, folder, *given, PATH=path, CUDA_VISIBLE_DEVICES=gpus)
         for given in (by_gpus, by_number)
         for host, gpus in visible.items()
     ]
-    assert both(runs) == [3] * 4, runs[0].text
+    assert both(runs) == [3] * 4, [run.text for run in runs]
     assert all("do not have the same number of GPUs (n1: 2, n2: 1)" in run.text for run in runs[:2])
     assert all("2 GPUs on each machine are needed, but some have fewer (n2: 1)" in run.text for run in runs[2:])
     assert all("Set topology.gpus_per_node=1 on every machine" in run.text for run in runs)
@@ -278,7 +278,7 @@ def test_machines_with_another_number_of_gpus_are_told_at_once(hosts: TwoHosts, 
 
 def test_a_foreign_launch_with_the_number_of_one_machine_is_refused(hosts: TwoHosts, folder: Path) -> None:
     common = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "2", "--num_processes", "2"]
-    common += ["--main_process_ip", "n1", "--main_process_port", "29502", "--same_network"]
+    common += ["--main_process_ip", "n1", "--main_process_port", "29520", "--same_network"]
     common += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     script = ["-m", "packtrain", "sft", "run.yaml", "topology=env", "topology.nodes=2", "topology.gpus_per_node=2"]
     runs = [hosts.start(host, *common, "--machine_rank", str(host - 1), *script, cwd=folder) for host in (1, 2)]

@@ -41,6 +41,25 @@ def test_only_joining_is_open_to_those_without_the_secret(server: Server) -> Non
         stranger.call("stop", {})
 
 
+def test_what_is_being_answered_is_answered_before_the_server_ends(server: Server) -> None:
+    begun, done, answers = threading.Event(), threading.Event(), []
+
+    def slow(_: object) -> dict[str, bool]:
+        begun.set()
+        time.sleep(0.5)
+        done.set()
+        return {"answered": True}
+
+    server.serve("slow", slow, open=True)
+    caller = threading.Thread(target=lambda: answers.append(Client("127.0.0.1", server.port).call("slow", {})))
+    caller.start()
+    assert begun.wait(5)
+    server.close()
+    assert done.is_set()
+    caller.join(5)
+    assert answers == [{"answered": True}]
+
+
 def test_people_are_told_what_it_is(server: Server) -> None:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=5) as page:
         assert page.read() == b"a run of packtrain\n"

@@ -108,6 +108,17 @@ def test_where_all_wait_in_the_same_operation_nobody_is_named_but_what_lies_betw
     )
 
 
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_rank_whose_answer_was_lost_is_not_said_to_wait_elsewhere(silent: int) -> None:
+    states = [waits(one, "backward") for one in range(2)]
+    states[silent] = replace(states[silent], pending=None, waits="the others")
+    found = named(states)
+    assert (found.cause, found.ranks) == ("network", ())
+    assert found.what.startswith("ranks 0 and 1 on n0 wait in gloo:all_reduce number 37 (Float 4), in the backward pass")
+    states[silent] = replace(states[silent], finished=Collective("gloo:all_reduce", 36, "0", "Float 4"))
+    assert named(states).cause == "collectives"
+
+
 def test_of_ranks_that_died_those_are_named_that_were_not_ended_for_it() -> None:
     states = [ended(0, -6), ended(1, -11), waits(2, "backward"), ended(3, -15)]
     found = named(states)
