@@ -146,6 +146,16 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         self.clock.enter("optimizer")
         return total
 
+    def _prepare_input(self, data: Any) -> Any:
+        """`data` (a tensor, or a dict, list or tuple of them) on this device, bit for bit.
+
+        transformers would cast floating-point tensors to the format of DeepSpeed's weights: in bfloat16 a precomputed
+        log-probability of -387.3 becomes -388.
+        """
+        if isinstance(data, torch.Tensor):
+            return data.to(self.args.device)
+        return super()._prepare_input(data) if isinstance(data, (dict, list, tuple)) else data
+
     def _watch_first_steps(self, batches: list[MicroBatch]) -> None:
         """Compares the first packed rows with their documents alone; this time does not count as training."""
         rows = [batch.inputs for batch in batches if "segments" in batch.inputs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 import subprocess
@@ -206,6 +207,15 @@ def test_preferences_train_the_same_on_four_processes_of_which_some_have_no_pair
     for ours, theirs in zip(run.steps, preferred.steps, strict=True):
         for figure in FIGURES:
             assert ours[figure] == pytest.approx(theirs[figure], rel=1e-5, abs=1e-5), (ours["step"], figure)
+
+
+@NEEDS_DEEPSPEED
+def test_bfloat16_weights_of_deepspeed_do_not_round_the_precomputed_reference(folder: Path) -> None:
+    overrides = ["strategy=zero2", "model.dtype=bfloat16", "objective.reference=precomputed", "trainer.max_steps=1"]
+    run = train(folder, pairs_of(folder), *overrides, name="precomputed", command="dpo", processes=2)
+    (step,) = run.steps
+    assert step["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert step["rewards/chosen"] == step["rewards/rejected"] == 0
 
 
 def test_a_model_that_is_not_spread_as_asked_for_is_found_out() -> None:
