@@ -114,7 +114,9 @@ def test_a_rank_whose_answer_was_lost_is_not_said_to_wait_elsewhere(silent: int)
     states[silent] = replace(states[silent], pending=None, waits="the others")
     found = named(states)
     assert (found.cause, found.ranks) == ("network", ())
-    assert found.what.startswith("ranks 0 and 1 on n0 wait in gloo:all_reduce number 37 (Float 4), in the backward pass")
+    assert found.what.startswith(
+        "ranks 0 and 1 on n0 wait in gloo:all_reduce number 37 (Float 4), in the backward pass"
+    )
     states[silent] = replace(states[silent], finished=Collective("gloo:all_reduce", 36, "0", "Float 4"))
     assert named(states).cause == "collectives"
 
