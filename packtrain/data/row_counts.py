@@ -51,7 +51,7 @@ class RowCounts:
     """What one pass over the rows counted. `kept` rows gave at least one document; `cut_tokens` were lost to data.max_length.
 
     `dropped` counts rows by reason; `dropped_chunks` counts parts of split documents that hold no trained token.
-    `pairs_apart` counts kept rows whose prompt tokenises differently once its completion follows (see tokens/encode.py).
+    `apart` counts kept rows with a token across the border between what is asked and an answer (see tokens/encode.py).
     `retold` counts kept rows that TRL's training version of the chat template renders, since the model's own gives no exact
     loss mask for them (Qwen3 strips the thoughts of earlier turns, GLM-4 ends no turn).
     """
@@ -63,7 +63,7 @@ class RowCounts:
     split: int = 0
     dropped_chunks: int = 0
     cut_tokens: int = 0
-    pairs_apart: int = 0
+    apart: int = 0
     retold: int = 0
 
 
@@ -78,7 +78,7 @@ def count(fates: np.ndarray, reasons: Sequence[str]) -> RowCounts:
         split=int(fates["split"].sum()),
         dropped_chunks=int(fates["dropped_chunks"].sum(dtype=np.int64)),
         cut_tokens=int(fates["cut_tokens"].sum()),
-        pairs_apart=int((fates["apart"] & (fates["dropped"] == 0)).sum()),
+        apart=int((fates["apart"] & (fates["dropped"] == 0)).sum()),
         retold=int((fates["retold"] & (fates["dropped"] == 0)).sum()),
     )
 

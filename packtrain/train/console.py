@@ -171,8 +171,10 @@ def _documents(report: DataReport) -> str:
         shortened += f"; prompts are {pairs.prompt_share:.0%} of the tokens"
         if apart := pairs.pairs - pairs.shareable:
             shortened += f", {apart:,} of them shorter than two tokens and not shared"
-        if report.pairs_apart:
-            shortened += f", {report.pairs_apart:,} of them tokenised differently once the answer follows"
+        if report.apart:
+            shortened += f", {report.apart:,} of them tokenised differently once the answer follows"
+    elif report.apart:
+        shortened += f"; {report.apart:,} in parts, as a token would lie over the border of an answer"
     if report.retold:
         what = "rendered by TRL's training version of the chat template, as the model's own gives no exact loss mask"
         shortened += f"; {report.retold:,} {what}"

@@ -70,10 +70,10 @@ def test_prompts_that_are_not_token_exact_or_too_short_to_share_are_told_of(tmp_
     ]
     data = Data(train=str(write_jsonl(tmp_path / "pairs.jsonl", rows)), cache_dir=str(tmp_path), workers=1)
     report = prepare_pairs(data, load_tokenizer(Model(tokenizer="quickstart")), seed=0).train.report
-    assert report.pairs_apart and report.pairs and report.pairs.pairs - report.pairs.shareable == 1
+    assert report.apart and report.pairs and report.pairs.pairs - report.pairs.shareable == 1
     said = _documents(report)
     assert "1 of them shorter than two tokens and not shared" in said
-    assert (report.pairs_apart, "1 of them tokenised differently once the answer follows" in said) == (1, True)
+    assert (report.apart, "1 of them tokenised differently once the answer follows" in said) == (1, True)
     assert "pairs (of ranked lists, the best answer with the worst)" in _documents(replace(report, format="ranked"))
 
 

@@ -5,7 +5,8 @@ if the tokenizer adds one; rendered conversations contain their own.
 
 Prompt and completion as strings are tokenised together, and the border is where the prompt's own tokens end (what TRL
 does). If the text does not begin with the prompt's own tokens (a token crosses the border), both are tokenised separately and
-joined, since that is what the model sees at inference; such rows are counted.
+joined, since that is what the model sees at inference; such rows are counted, as are conversations with a token across the
+border of a turn (loss_mask.py).
 
 A document that is cut keeps its first tokens; `split` gives consecutive parts of data.max_length, without overlap.
 
@@ -158,8 +159,11 @@ class Encoder:
             return None
         return ChatEncoder(self.tokenizer, replace(self.template, text=self.template.marked, marked=None))
 
-    def _chatted(self, conversation: Conversation, loss_on: LossOn) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Ids and mask of a conversation, and whether TRL's version was taken, as the own template gives no exact mask."""
+    def _chatted(self, conversation: Conversation, loss_on: LossOn) -> tuple[np.ndarray, np.ndarray, bool, bool]:
+        """Ids and mask of a conversation, whether its parts were tokenised apart, and whether TRL's version was taken.
+
+        That is where the own template gives no exact mask.
+        """
         try:
             return *self._chat.encode(conversation, loss_on), False
         except BadRow as bad:
@@ -189,7 +193,7 @@ class Encoder:
         if isinstance(example, Conversation):
             default = "assistant" if example.answer_from is None else "completion"
             try:
-                ids, mask, retold = self._chatted(example, default if loss_on == "auto" else loss_on)
+                ids, mask, apart, retold = self._chatted(example, default if loss_on == "auto" else loss_on)
             except BadRow as bad:
                 raise in_file(bad, row, format) from bad
         elif isinstance(example, PromptCompletion):

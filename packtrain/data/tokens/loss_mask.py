@@ -1,7 +1,8 @@
 """Conversations to tokens with a loss mask that is exact to the token, or an error; never a guess.
 
 The conversation is rendered to text once and tokenised once. The model's turns are found as spans of characters and mapped
-to tokens by their offsets; a border inside a token is refused. There are three ways to find the spans:
+to tokens by their offsets. Where a border falls inside a token (the answer begins with white space, as the header before
+it ends), the texts on both sides are tokenised apart, as they are when the model is asked. Three ways find the spans:
 
 1. the template's own `{% generation %}` marks;
 2. the marks of TRL's twin of the template, used only if both render this very conversation to the same text;
@@ -54,10 +55,11 @@ class ChatEncoder:
     tokenizer: PlainTokenizer
     template: Template
 
-    def encode(self, conversation: Conversation, loss_on: LossOn) -> tuple[np.ndarray, np.ndarray]:
-        """ids int32[n] and the trained targets bool[n]; raises BadRow when either is uncertain.
+    def encode(self, conversation: Conversation, loss_on: LossOn) -> tuple[np.ndarray, np.ndarray, bool]:
+        """ids int32[n], the trained targets bool[n], and whether the text was tokenised apart at a border of a turn.
 
-        `completion` trains the assistant's turns from `answer_from` on, or the last one. Without one the mask is False.
+        `completion` trains the assistant's turns from `answer_from` on, or the last one; without one nothing is. Raises BadRow
+        when ids or targets are uncertain.
         """
         template = self.template.for_tools() if conversation.tools else self.template
         given, conversation = conversation, in_dialect_of(template.text, conversation)
@@ -65,7 +67,6 @@ class ChatEncoder:
         if given.tools:
             self._check_tools(template, given, text)
         encoded = self.tokenizer.encode(text)
-        mask = np.zeros(len(encoded.ids), dtype=bool)
         turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         untrained = [turn for turn in turns if conversation.messages[turn].get("weight") == 0]
         if loss_on == "all":
@@ -73,24 +74,25 @@ class ChatEncoder:
                 what = "this turn is not to be trained (weight 0), but data.loss_on=all trains everything"
                 raise BadRow("weight", what, f"messages[{untrained[0]}]", "Set data.loss_on=assistant.")
             self._check_said(template, given, turns[-1:], text, text)
-            mask[:] = True
-            return encoded.ids, mask
+            return encoded.ids, np.ones(len(encoded.ids), dtype=bool), False
         wanted = turns
         if loss_on == "completion":
             first = conversation.answer_from
             wanted = turns[-1:] if first is None else [turn for turn in turns if turn >= first]
         wanted = [turn for turn in wanted if turn not in untrained]
         if not wanted:
-            return encoded.ids, mask
+            return encoded.ids, np.zeros(len(encoded.ids), dtype=bool), False
         spans, whole = self._spans(template, conversation, text, marks, turns, wanted)
         if not whole:
             _check_others(conversation, text, spans, template.name)
         spoken = "\n".join(text[start:end] for start, end in spans)
         self._check_said(template, given, wanted, spoken if whole else text, text if template.has_marks else spoken)
-        parts = [_tokens_between(encoded, text, start, end, self.tokenizer.special_ids) for start, end in spans]
+        encoded, apart = self._apart(encoded, text, spans, wanted)
+        mask = np.zeros(len(encoded.ids), dtype=bool)
+        parts = [((encoded.starts >= start) & (encoded.starts < end)).nonzero()[0] for start, end in spans]
         for part, following in zip(parts, [*parts[1:], None], strict=True):
             mask[self._through_its_end(part, following, encoded, text, whole)] = True
-        return encoded.ids, mask
+        return encoded.ids, mask, apart
 
     def encode_pair(self, chosen: Conversation, rejected: Conversation) -> list[np.ndarray]:
         """ids int32[n] of the prompt with the generation prompt, of the chosen and of the rejected conversation.
@@ -244,6 +246,27 @@ class ChatEncoder:
             return True
         return without != self._whole(template, replace(conversation, messages=until))
 
+    def _apart(self, encoded: Encoded, text: str, spans: list[Span], turns: list[int]) -> tuple[Encoded, bool]:
+        """The tokens of `text` with none across a border of `spans` (those of `turns`), and whether that changed them.
+
+        Raises BadRow for a tokenizer whose tokens of parts are not those of a text.
+        """
+        cuts: set[int] = set()
+        while True:
+            crossed = [_crossed(encoded, text, span, self.tokenizer.special_ids) for span in spans]
+            if not (found := {border for borders in crossed for border in borders}):
+                return encoded, bool(cuts)
+            if not self.tokenizer.joins:
+                first = next(number for number, borders in enumerate(crossed) if borders)
+                place = f"messages[{turns[first]}]" if len(spans) == len(turns) else "messages"
+                at = crossed[first][0]
+                near = text[max(0, at - 12) : at + 12]
+                what = f"the border of an assistant's turn falls inside a token, in {near!r}, and this tokenizer cannot"
+                what += " tokenise the texts on both sides apart: it puts a space before each text"
+                raise BadRow(REFUSED, what, place, f"Trim the white space at the turn's ends. {ADVICE}")
+            cuts |= found
+            encoded = self.tokenizer.encode(text, sorted(cuts))
+
     def _whole(self, template: Template, conversation: Conversation) -> str:
         """The text of the whole conversation."""
         conversation = in_dialect_of(template.text, conversation)
@@ -337,19 +360,14 @@ def _called(message: dict[str, Any]) -> list[str]:
     return [call["function"]["name"] for call in message.get("tool_calls", ())]
 
 
-def _tokens_between(encoded: Encoded, text: str, start: int, end: int, special_ids: frozenset[int]) -> np.ndarray:
-    """Indices of the tokens of text[start:end]; raises BadRow when a token lies across one of the borders.
+def _crossed(encoded: Encoded, text: str, span: Span, special_ids: frozenset[int]) -> list[int]:
+    """The borders of the span that fall inside a token.
 
-    A control token may reach over white space behind it (tokens that swallow it are common), text may not.
+    A control token may reach over white space behind the end (tokens that swallow it are common).
     """
-    before, until = encoded.starts < start, encoded.starts < end
-    across_start, across_end = before & (encoded.ends > start), until & (encoded.ends > end)
-    for at in across_end.nonzero()[0]:
-        if int(encoded.ids[at]) in special_ids and not text[end : int(encoded.ends[at])].strip():
-            across_end[at] = False
-    across = (across_start | across_end).nonzero()[0]
-    if len(across):
-        token = text[int(encoded.starts[across[0]]) : int(encoded.ends[across[0]])]
-        what = f"the border of an assistant's turn falls inside the token {token!r}"
-        raise BadRow(REFUSED, what, "messages", f"Trim the white space at the turn's ends. {ADVICE}")
-    return (until & ~before).nonzero()[0]
+    start, end = span
+    crossed = [start] if ((encoded.starts < start) & (encoded.ends > start)).any() else []
+    for at in ((encoded.starts < end) & (encoded.ends > end)).nonzero()[0]:
+        if int(encoded.ids[at]) not in special_ids or text[end : int(encoded.ends[at])].strip():
+            return [*crossed, end]
+    return crossed

@@ -8,9 +8,11 @@ Python are refused: they give no offsets of their tokens, which an exact loss ma
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -65,12 +67,27 @@ class PlainTokenizer:
         """
         return self._tokens(text, special)[0]
 
-    def encode(self, text: str) -> Encoded:
-        """`text` as tokens with their places; raises UnicodeEncodeError for text with lone surrogates."""
+    def encode(self, text: str, cuts: Sequence[int] = ()) -> Encoded:
+        """`text` as tokens with their places, tokenised in parts that end at the characters `cuts` (ascending).
+
+        Raises UnicodeEncodeError for text with lone surrogates.
+        """
+        if cuts:
+            bounds = [0, *cuts, len(text)]
+            parts = [(start, self.encode(text[start:end])) for start, end in pairwise(bounds)]
+            ids = np.concatenate([part.ids for _, part in parts])
+            starts = np.concatenate([part.starts + start for start, part in parts])
+            return Encoded(ids, starts, np.concatenate([part.ends + start for start, part in parts]))
         ids, starts, ends = self._tokens(text)
         starts[:1] = 0
         starts[1:] = np.minimum(starts[1:], np.maximum.accumulate(ends[:-1]))
         return Encoded(ids, starts, ends)
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether the tokens of two texts make one text: not where a space is put before each, as in Llama 2's tokenizer."""
+        rust = Tokenizer.from_str(self.backend)
+        return rust.decode(2 * self.ids("a").tolist()) == rust.decode(self.ids("aa").tolist())
 
     def _tokens(self, text: str, special: bool = False) -> np.ndarray:
         """As Words.of: int32[3, n]."""

@@ -90,7 +90,7 @@ def test_the_report_says_what_pairs_are_made_of(tmp_path):
 def test_a_prompt_whose_tokens_change_before_an_answer_is_cut_to_what_stays_and_counted(tmp_path):
     dropped = row("Hello ", "you", "you")
     pairs = ready(tmp_path, [row("Hello ", "there", "you"), row("Hello", " there", " you"), dropped]).train
-    assert (pairs.report.pairs_apart, pairs.report.kept) == (1, 2)
+    assert (pairs.report.apart, pairs.report.kept) == (1, 2)
     assert texts(pairs)[0] == ("Hello", " there<|im_end|>", " you<|im_end|>")
 
 

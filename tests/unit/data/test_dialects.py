@@ -61,7 +61,7 @@ def encoder(name: str) -> ChatEncoder:
 def trained(name: str, conversation: Conversation, loss_on: Any = "assistant") -> list[str]:
     """The text of each run of trained tokens, white space at its end cut off."""
     chat = encoder(name)
-    ids, mask = chat.encode(conversation, loss_on)
+    ids, mask, _ = chat.encode(conversation, loss_on)
     borders = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]]))).reshape(-1, 2)
     return [tokenizer_for(text_of(name)).decode(ids[start:end]).rstrip() for start, end in borders]
 
@@ -190,7 +190,7 @@ def test_ids_of_the_data_stay_but_where_the_template_wants_nine_characters():
 def trained_by(text: str, answer: dict) -> str:
     """What is trained of an answer to ASK with the template `text`."""
     words = tokenizer_for(text)
-    ids, mask = ChatEncoder(plain_tokenizer(words), Template(text, None)).encode(
+    ids, mask, _ = ChatEncoder(plain_tokenizer(words), Template(text, None)).encode(
         Conversation([ASK, answer]), "assistant"
     )
     return words.decode(ids[mask])
@@ -236,7 +236,7 @@ def test_the_template_that_the_error_names_trains_what_was_left_out(style, thoug
     (name,) = re.findall(r"data\.chat_template=(\w+)", caught.value.fix)
     named = choose_template(name, tokenizer_of(style))
     assert named is not None
-    ids, mask = ChatEncoder(tokenizer, named).encode(conversation, "assistant")
+    ids, mask, _ = ChatEncoder(tokenizer, named).encode(conversation, "assistant")
     found = tokenizer_of(style).decode(ids[mask])
     assert found.count("Paris") == 1 and found.count("Hm.") == 2 * thought and "25 degrees" not in found
     assert found.rstrip().endswith(STYLES[style].end)

@@ -19,6 +19,7 @@ from data_tokenizers import SMOLLM, tokenizer_of
 from packtrain.config.schema import Data, DataSource
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
+from packtrain.train.console import _documents
 
 TOKENIZER = tokenizer_of("smollm")
 QUESTION, ANSWER = {"role": "user", "content": "Hello there!"}, {"role": "assistant", "content": "How are you?"}
@@ -167,11 +168,28 @@ def test_each_format_is_recognised_and_trains_its_targets(ready, tmp_path, row, 
 def test_a_pair_is_tokenised_as_trl_does_and_apart_only_where_a_token_crosses_the_border(ready, tmp_path):
     rows = [{"prompt": "Hello there!", "completion": " How are you?"}, {"prompt": "Hello ", "completion": "there"}]
     train = ready(write(tmp_path / "train.jsonl", *rows)).train
-    assert train.report.pairs_apart == 1
+    assert train.report.apart == 1
     assert train[0].input_ids.tolist() == TOKENIZER("Hello there! How are you?<|im_end|>")["input_ids"]
     prompt = TOKENIZER("Hello ")["input_ids"]
     assert train[1].input_ids[: len(prompt)].tolist() == prompt
     assert train[1].loss_mask.tolist() == [False] * len(prompt) + [True] * (len(train[1].input_ids) - len(prompt))
+
+
+WHITE = {
+    "alpaca": {"instruction": "Hello there!", "input": "", "output": "\nHow are you?"},
+    "sharegpt": {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "\nHow are you?"}]},
+    "messages": {"messages": [QUESTION, ANSWER | {"content": "\nHow are you?"}]},
+}
+
+
+@pytest.mark.parametrize("format", WHITE)
+def test_an_answer_that_begins_with_a_newline_is_trained_with_it_and_said(ready, tmp_path, format):
+    plain = json.loads(json.dumps(WHITE[format]).replace(r"\nHow", "How"))
+    prepared = ready(write(tmp_path / "train.jsonl", WHITE[format], plain))
+    assert [trained(prepared, row) for row in (0, 1)] == ["\nHow are you?<|im_end|>", "How are you?<|im_end|>"]
+    assert texts(prepared)[0].endswith("<|im_start|>assistant\n\nHow are you?<|im_end|>\n")
+    assert prepared.train.report.apart == 1
+    assert "; 1 in parts, as a token would lie over the border of an answer;" in _documents(prepared.train.report)
 
 
 def test_loss_on_all_trains_every_token_but_the_first(ready, tmp_path):

@@ -199,7 +199,7 @@ def test_quickstart_names_pairs_where_pairs_are_prepared(tmp_path, monkeypatch):
     assert made.eval is not None and (len(made.train), len(made.eval)) == (500, 200)
     splits: tuple[Split, Split] = ("train", "eval")
     for side, split in zip((made.train, made.eval), splits, strict=True):
-        assert side.report.dropped == {} and side.report.truncated == side.report.pairs_apart == 0
+        assert side.report.dropped == {} and side.report.truncated == side.report.apart == 0
         pair, row = side[0], preferences(split, count=1)[0]
         told = tokenizer().decode(pair.rejected.input_ids[pair.rejected.loss_mask])
         assert told == answers(row)[1] + "<|im_end|>\n"
