@@ -2,7 +2,7 @@
 
 (If it is the model without its adapters, or with earlier ones, nothing is loaded; plan/dpo_reference.py decides.)
 Precomputed log-probabilities are kept beside the data cache, named by a hash of everything they depend on: pairs, weights,
-precision, model settings, LD-DPO's alpha. Each process computes its share and rank 0 writes the file.
+precision, model settings, LD-DPO's alpha; in 16 bits also the rows that they were computed in, and by what. Each process computes its share and rank 0 writes the file.
 """
 
 from __future__ import annotations
@@ -80,6 +80,12 @@ def precompute(
             np.save(file, reduced)
         aside.replace(done)
     return reduced
+
+
+def computer(device: torch.device) -> str:
+    """What rounds: the device's name and torch's version."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name}, torch {torch.__version__}"
 
 
 def cache_key(*depends_on: object) -> str:

@@ -63,6 +63,12 @@ class Schedule:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}}  # cheaper to plan again in another process than to send
 
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What the rows depend on, besides the documents' lengths and the number of ranks."""
+        sizes = (self.limits, self.examples_per_step, self.rows_per_step, self.attention_cost)
+        return self.packing, *sizes, self.seed, self.shuffle
+
     def steps_per_epoch(self, epoch: int) -> int:
         """Optimizer steps of one whole pass over the data."""
         if self.examples_per_step is not None:

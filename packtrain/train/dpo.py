@@ -23,10 +23,10 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model, weights_hash
 from packtrain.model.precision import Precision
-from packtrain.model.reference import cache_key, load_reference, precompute
+from packtrain.model.reference import cache_key, computer, load_reference, precompute
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import PairRows
-from packtrain.packing.schedule import Schedule, make_schedule
+from packtrain.packing.schedule import Schedule
 from packtrain.plan.dpo_reference import DpoReference
 from packtrain.proof.choice import AttentionChoice, prove_pairs
 from packtrain.train import console
@@ -161,17 +161,22 @@ class DPO:
                 check_start(trainer)
 
     def _with_reference(self, steps: Steps, trainer: PackedDPOTrainer, ranks: Ranks, precision: Precision) -> PairSteps:
-        """`steps` with the reference's log-probabilities of every pair; the reference is the model before step 1."""
-        whole = replace(
-            cast(PairSteps, steps), schedule=make_schedule(self.slots(steps.data), self._packing, self._batch)
-        )
+        """`steps` with the reference's log-probabilities of every pair; the reference is the model before step 1.
+
+        They are computed in the rows of the first pass: in 16 bits an answer has another one in another row.
+        """
+        pairs, schedule = cast(PairSteps, steps), steps.schedule
+        once = replace(schedule, total_steps=schedule.steps_per_epoch(0))
 
         def logps(numbers: np.ndarray) -> torch.Tensor:
             trainer.clock.enter("proof")
-            return torch.stack(trainer.policy_logps(whole.collate(numbers)), dim=1)
+            return torch.stack(trainer.policy_logps(pairs.collate(numbers)), dim=1)
 
-        key = cache_key(steps.data.fingerprint, self._identity, precision, trainer.ld_alpha)
-        return replace(cast(PairSteps, steps), reference=precompute(self._cache / key, whole.schedule, ranks, logps))
+        rows = None
+        if trainer.compute_dtype.itemsize == 2:
+            rows = (schedule.settings, pairs.layout, trainer.settings.backend, ranks.world_size, computer(ranks.device))
+        key = cache_key(pairs.data.fingerprint, self._identity, precision, trainer.ld_alpha, rows)
+        return replace(pairs, reference=precompute(self._cache / key, once, ranks, logps))
 
 
 def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:

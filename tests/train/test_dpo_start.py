@@ -79,9 +79,19 @@ def test_log_probabilities_that_are_out_of_date_are_told_from_those_computed_ane
     assert "take the folder `reference` of the data cache away" in said and "dropout" not in said
 
 
-def kept(folder: Path) -> PackedDPOTrainer:
+def test_log_probabilities_that_were_rounded_to_16_bits_are_no_rounding_of_the_model(tmp_path: Path) -> None:
+    trainer = kept(tmp_path, model=policy().bfloat16())
+    assert check_start(trainer) == pytest.approx(math.log(2), abs=1e-6)
+    known = torch.from_numpy(trainer.steps.reference)
+    trainer.steps = replace(trainer.steps, reference=known.bfloat16().float().numpy())
+    with pytest.raises(CheckFailed, match="the log-probabilities that were kept are stale"):
+        check_start(trainer)
+
+
+def kept(folder: Path, model: Any = None) -> Any:
     """A trainer with log-probabilities that were computed before."""
-    trainer = ours(folder, "padding", reference=None, loss_type=["sigmoid"], precompute_ref_log_probs=True)
+    given = {"loss_type": ["sigmoid"], "precompute_ref_log_probs": True}
+    trainer = ours(folder, "padding", model=model, reference=None, **given)
     with torch.no_grad():
         batch = cast(PairSteps, trainer.steps).collate(range(len(PAIRS)))
         known = np.stack([part.numpy() for part in trainer.policy_logps(batch)], axis=1)

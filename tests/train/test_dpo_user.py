@@ -115,6 +115,18 @@ def test_a_second_model_its_own_folder_and_what_it_said_once_are_the_same_refere
         trained(start, "stale", objective=against("precomputed"))
 
 
+def test_in_16_bits_the_kept_log_probabilities_are_those_of_the_rows_that_are_trained(
+    start: RunConfig, tmp_path: Path
+) -> None:
+    rounded = replace(start, model=replace(start.model, dtype="bfloat16"), objective=against("precomputed"))
+    rounded = replace(rounded, packing=Packing(mode="padding"))
+    for name, a_row in (("rows", 256), ("other-rows", 160)):
+        run = trained(rounded, name, batch=replace(start.batch, tokens_per_device=a_row))
+        assert run.losses[0] == pytest.approx(LN2, abs=1e-6)
+        assert run.steps[0]["rewards/chosen"] == run.steps[0]["rewards/rejected"] == 0
+    assert len(list((tmp_path / "cache" / "reference").iterdir())) == 2
+
+
 def test_kept_log_probabilities_are_named_by_the_pairs_the_weights_and_the_settings(
     start: RunConfig, tmp_path: Path
 ) -> None:

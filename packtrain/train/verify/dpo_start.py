@@ -116,18 +116,23 @@ def start_of(trainer: PackedDPOTrainer) -> Start:
 def _rounding(trainer: PackedDPOTrainer, batch: MicroBatch, longest: float) -> float:
     """Nats by which the two log-probabilities of an answer may differ by rounding alone; `longest` is the largest of any.
 
-    Sums are made in float32. In 16 bits an answer gets another value in another row or with its adapters merged, by some
-    units in the last place a token (0.64 nats over 358 tokens of SmolLM2-135M in bfloat16, where that is 0.0078); in the same
-    row by the same weights, it is as much as two calls of the model differ.
+    Sums are made in float32. In 16 bits the same row has, by the same weights, what two calls of the model have (precomputed
+    ones come from the same row; a hundredth of what another row would change is left to them). Only a reference with adapters
+    merged into its weights rounds otherwise, by some units in the last place a token (0.64 nats over 358 tokens of
+    SmolLM2-135M in bfloat16, where that is 0.0078).
     """
     rounding = 4 * torch.finfo(torch.float32).eps * longest
     if trainer.compute_dtype.itemsize > 2:
         return rounding
-    if "ref_chosen_logps" in batch.inputs or (trainer.ref_model is not None and hasattr(trainer.model, "peft_config")):
-        tokens = int(batch.inputs["completion_mask"].sum(dim=1).max())
-        return rounding + 16 * torch.finfo(trainer.compute_dtype).eps * math.sqrt(tokens)
     with evaluating(trainer.model):
-        return rounding + 4 * _apart(trainer.policy_logps(batch), trainer.policy_logps(batch))
+        rounding += 4 * _apart(trainer.policy_logps(batch), trainer.policy_logps(batch))
+    tokens = int(batch.inputs["completion_mask"].sum(dim=1).max())
+    otherwise = 16 * torch.finfo(trainer.compute_dtype).eps * math.sqrt(tokens)
+    weights = trainer.model.named_parameters()
+    adapts = any("lora_B" in name and bool(_local(weight).any()) for name, weight in weights)
+    if trainer.ref_model is not None and most_of_all(adapts, trainer.args.device):
+        return rounding + otherwise
+    return rounding + (otherwise / 100 if "ref_chosen_logps" in batch.inputs else 0)
 
 
 def _causes(
@@ -239,7 +244,11 @@ def _training(model: Any) -> Iterator[None]:
 
 
 def _first(trainer: PackedDPOTrainer) -> MicroBatch:
-    """The first micro-batch of the run with a pair in it; the first pair where this process has none."""
+    """The first micro-batch of this process, or of another one if it has no pair, in the run's first step.
+
+    A run that was resumed in a later pass takes the step of the first pass: precomputed log-probabilities are of its rows.
+    """
     steps = cast(PairSteps, trainer.steps)
-    batches: list[Any] = [batch for batch in steps[trainer.settings.first_step % max(len(steps), 1)] if batch.examples]
-    return batches[0] if batches else steps.collate([0])
+    step = trainer.settings.first_step % min(len(steps), steps.schedule.steps_per_epoch(0))
+    layout = steps.schedule.layout(step, steps.world_size)
+    return next(steps.collate(pairs) for part in (layout[steps.rank], *layout) for pairs in part if len(pairs))

@@ -9,7 +9,7 @@ of gradients are in memory at a time, the definition's and those of one mode: le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -176,7 +176,7 @@ def compare_pairs(trainer: PackedDPOTrainer, backend: str | None, *, shares: boo
     model, autocast, padded = trainer.model, trainer.settings.autocast, cast(PairSteps, trainer.steps)
     pairs: list[Preference] = padded.data
     trainer.precompute_ref_logps, trainer.ref_model = True, None
-    logps = _logps_of_each(trainer)
+    logps = _logps_of(trainer, ([number] for number in range(len(pairs))))
     padded = replace(padded, reference=logps + np.random.default_rng(0).normal(0, _OFF, logps.shape).astype(np.float32))
     flat, shared = replace(padded, layout="flat"), replace(padded, layout="shared")
     every = list(range(len(pairs)))
@@ -309,23 +309,25 @@ def start_on_random_pairs(
     With `precomputed` log-probabilities, those of the random pairs are computed here.
     """
     padded = cast(PairSteps, trainer.steps)
-    trainer.steps = replace(padded, layout=layout, reference=_logps_of_each(trainer) if precomputed else None)
+    trainer.steps = laid_out = replace(padded, layout=layout)
 
     def attending(model: Any) -> AbstractContextManager[Any]:
         packs = model is not None and backend is not None and layout != "padding"
         return attending_by(base_model(cast(Any, model)), cast(str, backend)) if packs else nullcontext()
 
     with attending(trainer.model), attending(trainer.ref_model):
+        if precomputed:
+            trainer.steps = replace(laid_out, reference=_logps_of(trainer, [range(len(padded.data))]))
         start = start_of(trainer)
     trainer.steps = padded
     return start
 
 
-def _logps_of_each(trainer: PackedDPOTrainer) -> np.ndarray:
-    """float32 [pairs, 2]: log-probabilities of each pair alone, by the model."""
+def _logps_of(trainer: PackedDPOTrainer, micro_batches: Iterable[Sequence[int]]) -> np.ndarray:
+    """float32 [pairs, 2]: log-probabilities of the pairs of these `micro_batches`, by the model."""
     steps = cast(PairSteps, trainer.steps)
     with torch.no_grad(), evaluating(base_model(trainer.model)):
-        each = [trainer.policy_logps(steps.collate([number])) for number in range(len(steps.data))]
+        each = [trainer.policy_logps(steps.collate(numbers)) for numbers in micro_batches]
     return torch.cat([torch.stack(one, dim=1).float().cpu() for one in each]).numpy()
 
 
