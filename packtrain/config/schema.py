@@ -15,7 +15,9 @@ PackingMode = Literal["padding", "padding_free", "packed"]
 ObjectiveKind = Literal["sft", "dpo"]
 TokenLoss = Literal["nll", "dft"]
 Split = Literal["train", "eval"]
-Format = Literal["messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "tokenised"]
+Format = Literal[
+    "messages", "prompt_completion", "text", "preference", "ranked", "sharegpt", "alpaca", "xlam", "tokenised"
+]
 REQUIRED: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
     "prompt_completion": ("prompt", "completion"),
@@ -24,6 +26,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "ranked": ("answers",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
+    "xlam": ("query", "answers", "tools"),
     "tokenised": ("input_ids",),
 }
 """The columns that rows of a format must have, by packtrain's names; `data.columns` maps these to the file's."""

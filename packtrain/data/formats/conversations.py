@@ -2,7 +2,7 @@
 
 One function reads one format; a new format is one more entry of READERS, with its columns in config/schema.py. Errors name the
 field as it is called in the FILE. Shapes follow TRL's dataset formats
-(https://huggingface.co/docs/trl/dataset_formats), ShareGPT and Stanford Alpaca.
+(https://huggingface.co/docs/trl/dataset_formats), ShareGPT, Stanford Alpaca and Salesforce's xLAM.
 """
 
 from __future__ import annotations
@@ -16,11 +16,21 @@ import numpy as np
 
 from packtrain.config.schema import MASKS, Format
 from packtrain.data.formats.columns import Row, list_of
-from packtrain.data.formats.messages import Messages, messages_of, system_of, tools_of, variables_of, with_system
+from packtrain.data.formats.messages import (
+    Messages,
+    calls_in,
+    messages_of,
+    system_of,
+    tools_of,
+    variables_of,
+    with_system,
+)
 from packtrain.data.sources.chunks import BadRow, wrong_type
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Columns whose content a text without them would lack."""
+WANTED = ("label", "kto_tag")
+"""Columns that say of each answer alone whether it is wanted (TRL's and LLaMA-Factory's data for KTO)."""
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:"
@@ -72,6 +82,7 @@ def read_row(row: Row, format: Format) -> Example:
     """A row as an example; raises BadRow naming the field."""
     if format not in ("text", "tokenised"):
         refuse_media(row)
+        refuse_unwanted(row)
     return READERS[format](row)
 
 
@@ -95,6 +106,16 @@ def refuse_media(row: Row) -> None:
     if given := next((name for name in MEDIA if row.values.get(name)), None):
         fix = "If the text is whole without it, take the column out."
         raise BadRow("not text", "this row is not of text alone; packtrain trains on text", given, fix)
+
+
+def refuse_unwanted(row: Row) -> None:
+    """Raise BadRow for an answer that is marked as one not to give."""
+    if given := next((name for name in WANTED if str(row.values.get(name)).lower() == "false"), None):
+        what = "this answer is one not to give (false), and packtrain sft would teach it"
+        fix = (
+            "Take the column out to train on all answers, or write pairs of a better and a worse one for packtrain dpo."
+        )
+        raise BadRow("unwanted answer", what, given, fix)
 
 
 def refuse_of_chats(row: Row, fix: str) -> None:
@@ -128,6 +149,12 @@ def _sharegpt(row: Row) -> Conversation:
 def _alpaca(row: Row) -> Conversation:
     answer = {"role": "assistant", "content": row.text("output")}
     return Conversation([*asked_in_columns(row), answer], tools_of(row))
+
+
+def _xlam(row: Row) -> Conversation:
+    asked = {"role": "user", "content": row.text("query")}
+    calls = {"role": "assistant", "content": "", **calls_in(row.take("answers"), row.name("answers"))}
+    return Conversation([*system_of(row), asked, calls], tools_of(row))
 
 
 def asked_in_columns(row: Row) -> Messages:
@@ -192,6 +219,7 @@ READERS: dict[str, Callable[[Row], Example]] = {
     "text": _text,
     "sharegpt": _sharegpt,
     "alpaca": _alpaca,
+    "xlam": _xlam,
     "tokenised": _tokenised,
 }
 

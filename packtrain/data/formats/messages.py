@@ -94,7 +94,7 @@ def messages_in(value: Any, where: str, row: Row) -> Messages:
         raise wrong_type("a string", role, f"{where}.role")
     if role in CALLS and said in value:
         message.pop("content", None)
-        message |= {"role": "assistant", **_called(value[said], f"{where}.{said}")}
+        message |= {"role": "assistant", **calls_in(value[said], f"{where}.{said}")}
     elif role in RESULTS and role not in row.named:
         message["role"] = "tool"
     elif role not in row.named and STAND_INS.get(role) in row.named:
@@ -201,15 +201,15 @@ def _part(part: Any, where: str) -> tuple[str, Any]:
         raise BadRow("not text", what, where)
     key = next((key for key in (named, "value", "text", "content") if part.get(key) is not None), None)
     if kind == "tool_call":
-        call = _called(part if key is None else part[key], where if key is None else f"{where}.{key}")["tool_calls"]
+        call = calls_in(part if key is None else part[key], where if key is None else f"{where}.{key}")["tool_calls"]
         return kind, [{**one, "id": part["id"]} if part.get("id") else one for one in call]
     if key is None:
         raise BadRow("missing field", f"no 'value'; found: {', '.join(map(repr, part))}", where)
     return kind, text_of(part[key], f"{where}.{key}")
 
 
-def _called(value: Any, where: str) -> dict[str, Any]:
-    """What a turn of CALLS says: calls as JSON, after a thought in <think> if there is one."""
+def calls_in(value: Any, where: str) -> dict[str, Any]:
+    """What a turn of CALLS says: calls as JSON, after a thought in <think> if there is one; raises BadRow where there is no call."""
     said: dict[str, Any] = {}
     if isinstance(value, str):
         if value.lstrip().startswith("<think>"):

@@ -175,6 +175,21 @@ def test_a_pair_is_tokenised_as_trl_does_and_apart_only_where_a_token_crosses_th
     assert train[1].loss_mask.tolist() == [False] * len(prompt) + [True] * (len(train[1].input_ids) - len(prompt))
 
 
+@pytest.mark.parametrize("column", ["label", "kto_tag"])
+@pytest.mark.parametrize("row", [GOOD, {"prompt": "Hello", "completion": " there!"}], ids=["messages", "strings"])
+def test_answers_that_are_marked_as_ones_not_to_give_are_refused_or_left_out_and_never_taught(
+    ready, tmp_path, column, row
+):
+    path = write(tmp_path / "train.jsonl", row | {column: True}, row | {column: False})
+    with pytest.raises(
+        UserError, match=f"(?s)jsonl:2, {column}: this answer is one not to give .*packtrain dpo.*bad_rows=skip"
+    ):
+        ready(path)
+    report = ready(path, bad_rows="skip").train.report
+    assert (report.kept, report.dropped) == (1, {"unwanted answer": 1})
+    assert ready(write(tmp_path / "class.jsonl", {"text": "Hello there!", column: False})).train.report.kept == 1
+
+
 WHITE = {
     "alpaca": {"instruction": "Hello there!", "input": "", "output": "\nHow are you?"},
     "sharegpt": {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "\nHow are you?"}]},

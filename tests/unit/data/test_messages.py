@@ -150,6 +150,10 @@ CALLS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ),
         [THOUGHT + ONE],
     ),
+    "xlam": (
+        {"query": ASK["content"], "answers": json.dumps([PARIS, ROME]), "tools": json.dumps([WEATHER])},
+        [NO_THOUGHT + TWO],
+    ),
     "a tool that is not listed": (
         of(ASK, called({**PARIS, "name": "other"})),
         [NO_THOUGHT + ONE.replace("weather", "other")],
@@ -227,13 +231,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "weights within a turn": (of(ASK, {**END, "train_detail": [{}]}), "messages[1].train_detail: a turn is trained or not"),
     "a weight in words": (of(ASK, {**END, "train": "yes"}), "messages[1].train: expected 0 or 1"),
     "two weights": (of(ASK, {**END, "train": True, "weight": 0}), "train: weight and train say different things"),
+    "xlam without calls": ({"query": "?", "answers": "[]", "tools": json.dumps([WEATHER])}, "answers: an empty list; expect"),
+    "xlam with words": ({"query": "?", "answers": "It is.", "tools": json.dumps([WEATHER])}, "answers: expected a call of a "),
     "a user to train": (of({**ASK, "weight": 1}, END), "messages[0].weight: what the user says is to be trained"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("row, words", REFUSED.values(), ids=REFUSED.keys())
 def test_what_cannot_be_right_is_named_with_its_place(tmp_path, row, words):
-    path = write(tmp_path, of(ASK, END) if "messages" in row else turns(HUMAN, GPT), row)
+    good = {"query": "?", "answers": [PARIS], "tools": [WEATHER]} if "query" in row else turns(HUMAN, GPT)
+    path = write(tmp_path, of(ASK, END) if "messages" in row else good, row)
     with pytest.raises(UserError) as caught:
         trained(path)
     message = str(caught.value)
