@@ -24,6 +24,7 @@ FATES = np.dtype(  # the fields of Fate
         ("split", bool),
         ("apart", bool),
         ("retold", bool),
+        ("unrolled", bool),
     ],
     align=True,
 )
@@ -44,6 +45,7 @@ class Fate(NamedTuple):
     split: bool = False
     apart: bool = False
     retold: bool = False
+    unrolled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,8 @@ class RowCounts:
     `dropped` counts rows by reason; `dropped_chunks` counts parts of split documents that hold no trained token.
     `apart` counts kept rows with a token across the border between what is asked and an answer (see tokens/encode.py).
     `retold` counts kept rows that TRL's training version of the chat template renders, since the model's own gives no exact
-    loss mask for them (Qwen3 strips the thoughts of earlier turns, GLM-4 ends no turn).
+    loss mask for them (Qwen3 strips the thoughts of earlier turns, GLM-4 ends no turn). `unrolled` counts kept rows that became
+    a document for each question, as no template gives an exact loss mask for all of them (Mistral's with tools).
     """
 
     rows: int = 0
@@ -65,6 +68,7 @@ class RowCounts:
     cut_tokens: int = 0
     apart: int = 0
     retold: int = 0
+    unrolled: int = 0
 
 
 def count(fates: np.ndarray, reasons: Sequence[str]) -> RowCounts:
@@ -80,6 +84,7 @@ def count(fates: np.ndarray, reasons: Sequence[str]) -> RowCounts:
         cut_tokens=int(fates["cut_tokens"].sum()),
         apart=int((fates["apart"] & (fates["dropped"] == 0)).sum()),
         retold=int((fates["retold"] & (fates["dropped"] == 0)).sum()),
+        unrolled=int((fates["unrolled"] & (fates["dropped"] == 0)).sum()),
     )
 
 

@@ -178,6 +178,9 @@ def _documents(report: DataReport) -> str:
     if report.retold:
         what = "rendered by TRL's training version of the chat template, as the model's own gives no exact loss mask"
         shortened += f"; {report.retold:,} {what}"
+    if report.unrolled:
+        what = "became a document for each question, as the chat template rewrites what came before the last one"
+        shortened += f"; {report.unrolled:,} {what}"
     return (
         f"{made} of {counted(report.rows, 'rows')} ({report.format}), {report.tokens:,} tokens,"
         f" {report.trained_tokens:,} trained; {shortened}; dropped: {dropped}"

@@ -8,6 +8,10 @@ does). If the text does not begin with the prompt's own tokens (a token crosses 
 joined, since that is what the model sees at inference; such rows are counted, as are conversations with a token across the
 border of a turn (loss_mask.py).
 
+Templates that rewrite history (Mistral's put the tools in front of the last question) leave no text in which all answers follow
+what the model sees when it is asked. Then each question with its answers becomes a document, after all that came before, which
+is not trained again; such rows are counted. TRL's version of a template for training is preferred where there is one.
+
 A document that is cut keeps its first tokens; `split` gives consecutive parts of data.max_length, without overlap.
 
 A preference pair becomes two documents, prompt + chosen and prompt + rejected, with the ids and targets of TRL's DPOTrainer:
@@ -23,6 +27,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -159,17 +164,24 @@ class Encoder:
             return None
         return ChatEncoder(self.tokenizer, replace(self.template, text=self.template.marked, marked=None))
 
-    def _chatted(self, conversation: Conversation, loss_on: LossOn) -> tuple[np.ndarray, np.ndarray, bool, bool]:
-        """Ids and mask of a conversation, whether its parts were tokenised apart, and whether TRL's version was taken.
-
-        That is where the own template gives no exact mask.
-        """
+    def _chatted(self, conversation: Conversation, loss_on: LossOn) -> tuple[list[IdsAndMask], Flags]:
+        """The documents of a conversation: one, or where no template gives an exact mask for all of it one for each question."""
         try:
-            return *self._chat.encode(conversation, loss_on), False
+            ids, mask, apart = self._chat.encode(conversation, loss_on)
+            return [(ids, mask)], {"apart": apart}
         except BadRow as bad:
-            if bad.reason == REFUSED and self._training is not None:
+            if bad.reason != REFUSED:
+                raise
+            if self._training is not None:
                 with suppress(BadRow):
-                    return *self._training.encode(conversation, loss_on), True
+                    ids, mask, apart = self._training.encode(conversation, loss_on)
+                    return [(ids, mask)], {"apart": apart, "retold": True}
+            questions = _questions(conversation) if loss_on == "assistant" else []
+            if len(questions) > 1:
+                with suppress(BadRow):
+                    encoded = [self._chat.encode(asked, "completion") for asked in questions]
+                    documents = [(ids, mask) for ids, mask, _ in encoded if mask.any()]
+                    return documents, {"apart": any(apart for *_, apart in encoded), "unrolled": True}
             raise
 
     def _tokens(self, row: RawRow, format: Format) -> tuple[list[IdsAndMask], Flags]:
@@ -189,14 +201,14 @@ class Encoder:
     def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
         example = alpaca_as_text(row) if self.as_text(format) else read_row(row, format)
         loss_on = self.data.loss_on
-        apart = retold = False
+        apart = False
         if isinstance(example, Conversation):
             default = "assistant" if example.answer_from is None else "completion"
             try:
-                ids, mask, apart, retold = self._chatted(example, default if loss_on == "auto" else loss_on)
+                return self._chatted(example, default if loss_on == "auto" else loss_on)
             except BadRow as bad:
                 raise in_file(bad, row, format) from bad
-        elif isinstance(example, PromptCompletion):
+        if isinstance(example, PromptCompletion):
             ids, prompt_tokens, apart = self._pair(example)
             mask = np.arange(len(ids)) >= (0 if loss_on == "all" else prompt_tokens)
         elif isinstance(example, Text):
@@ -204,7 +216,7 @@ class Encoder:
             mask = np.ones(len(ids), dtype=bool)
         else:
             ids, mask = self._given(example)
-        return [(ids, mask)], {"apart": apart, "retold": retold}
+        return [(ids, mask)], {"apart": apart}
 
     def _given(self, tokens: Tokens) -> IdsAndMask:
         ids, mask, loss_on = tokens.input_ids, tokens.mask, self.data.loss_on
@@ -240,13 +252,28 @@ class Encoder:
         return self._ended(np.concatenate([prompt, completion])), len(prompt), True
 
     def _fitted(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
-        """The parts of the document that are kept, each with a trained token, and the updated `fate`."""
-        ((ids, mask),) = documents
+        """The parts of the documents that are kept, each with a trained token, and the updated `fate`."""
+        fitted = [self._fitted_alone(document, fate, format) for document in documents]
+        kept = [part for parts, _ in fitted for part in parts]
+        fates = [of_one for parts, of_one in fitted if parts]
+        if len(documents) == 1 or not fates:
+            return kept, fitted[0][1] if fitted else fate._replace(dropped=UNTRAINED)
+        return kept, fate._replace(
+            documents=len(kept),
+            cut_tokens=sum(one.cut_tokens for one in fates),
+            dropped_chunks=sum(one.dropped_chunks for one in fates) + len(documents) - len(fates),
+            truncated=any(one.truncated for one in fates),
+            split=any(one.split for one in fates),
+        )
+
+    def _fitted_alone(self, document: IdsAndMask, fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
+        """As `_fitted`, of one document."""
+        ids, mask = document
         limit = self.data.max_length or len(ids)
         if not mask.any():
             return [], fate._replace(dropped=UNTRAINED)
         if len(ids) <= limit:
-            return documents, fate._replace(documents=1)
+            return [document], fate._replace(documents=1)
         if self.data.overlong == "drop":
             return [], fate._replace(dropped=TOO_LONG)
         if self.data.overlong != "split" and not (self.data.overlong == "auto" and format == "text"):
@@ -315,6 +342,17 @@ class PairEncoder(Encoder):
                 return [], fate._replace(dropped=SAME_ONCE_CUT)
         lost = sum(len(ids) for ids, _ in documents) - sum(len(ids) for ids, _ in kept)
         return kept, fate._replace(documents=2, truncated=True, cut_tokens=lost)
+
+
+def _questions(conversation: Conversation) -> list[Conversation]:
+    """The conversation up to each question that the assistant answers, whose answers begin at `answer_from`."""
+    messages = conversation.messages
+    asked = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    parts = [
+        replace(conversation, messages=messages[:end], answer_from=start + 1)
+        for start, end in pairwise([*asked, len(messages)])
+    ]
+    return [part for part in parts if any(one["role"] == "assistant" for one in part.messages[part.answer_from :])]
 
 
 def _common(first: np.ndarray, second: np.ndarray) -> int:
