@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -90,50 +91,69 @@ def by_sdpa(mask: torch.Tensor | None) -> Attend:
 
 def compare_on_gpu(repeat: int, rows: list[int], documents: list[str]) -> None:
     """A table for every length of row and of documents."""
-    heads, kv_heads, width, device = 32, 8, 128, torch.device("cuda", torch.cuda.current_device())
-    MODULE.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
-    kernels = usable_kernels(LayerFeatures(torch.bfloat16, heads // kv_heads, width, width), device)
-    peak = peak_of(device)
+    shape, device = (32, 8, 128), torch.device("cuda", torch.cuda.current_device())
+    kernels, lines = usable_kernels(LayerFeatures(torch.bfloat16, 4, 128, 128), device)
+    print(*lines, sep="\n")
     for row in rows:
         for kind in documents:
-            segments = filled(row, kind)
-            if segments is None:
-                continue
-            tensors = drawn(row, heads, kv_heads, width, device, torch.bfloat16)
-            contestants = {kernel.name: by_kernel(kernel, segments) for kernel in kernels}
-            contestants["segmented"] = by_segments(segments)
-            contestants["padded sdpa"] = by_padding(segments, device)
-            if row <= MASK_LIMIT:
-                contestants["sdpa, dense block mask"] = by_sdpa(dense_mask(segments, device))
-            print(
-                f"\n{row} tokens in {len(segments.lengths)} documents ({kind}), {heads} / {kv_heads} heads of {width}, bfloat16"
-            )
-            work = (
-                7 * heads * width * sum(length * length for length in segments.lengths)
-            )  # 2 d l²/2 a product and head
-            fits = {name: attend for name, attend in contestants.items() if fits_in_memory(name, attend, tensors)}
-            memory = {name: peak_memory(attend, tensors) for name, attend in fits.items()}
-            for name, one in taking_turns(fits, tensors, repeat).items():
-                share = f"{work / one / peak:>7.1%} of peak" if peak else ""
+            print(f"\n{row} tokens in documents of {kind}, 32 / 8 heads of 128, bfloat16")
+            for one in compare_row(row, kind, kernels, repeat, device, shape, torch.bfloat16):
+                share = f"{one['share']:>7.1%} of peak" if one["share"] else ""
                 print(
-                    f"{name:<30}{one * 1e3:>10.2f} ms{row / one:>14,.0f} tokens/s{memory[name] / 2**30:>8.2f} GiB{share}"
+                    f"{one['attention']:<30}{one['ms']:>10.2f} ms{one['tokens_per_second']:>14,.0f} tokens/s"
+                    f"{one['gib']:>8.2f} GiB{share}"
                 )
 
 
-def usable_kernels(needs: LayerFeatures, device: torch.device) -> list[Kernel]:
-    """The kernels that are right on the device; prints what the others lack."""
-    usable = []
+def compare_row(
+    row: int,
+    kind: str,
+    kernels: list[Kernel],
+    repeat: int,
+    device: torch.device,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> list[dict[str, Any]]:
+    """The figures of every attention of a row of documents of `kind`; `shape` is heads, key heads, their width."""
+    segments, (heads, kv_heads, width) = filled(row, kind), shape
+    if segments is None:
+        return []
+    MODULE.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
+    tensors, peak = drawn(row, heads, kv_heads, width, device, dtype), peak_of(device)
+    contestants = {kernel.name: by_kernel(kernel, segments) for kernel in kernels}
+    contestants["segmented"] = by_segments(segments)
+    contestants["padded sdpa"] = by_padding(segments, device)
+    if row <= MASK_LIMIT:
+        contestants["sdpa, dense block mask"] = by_sdpa(dense_mask(segments, device))
+    work = 7 * heads * width * sum(length * length for length in segments.lengths)  # 2 d l²/2 a product and head
+    fits = {name: attend for name, attend in contestants.items() if fits_in_memory(name, attend, tensors)}
+    memory = {name: peak_memory(attend, tensors) / 2**30 for name, attend in fits.items()}
+    return [
+        {
+            "attention": name,
+            "ms": seconds * 1e3,
+            "tokens_per_second": row / seconds,
+            "gib": memory[name],
+            "share": work / seconds / peak if peak else None,
+        }
+        for name, seconds in taking_turns(fits, tensors, repeat).items()
+    ]
+
+
+def usable_kernels(needs: LayerFeatures, device: torch.device) -> tuple[list[Kernel], list[str]]:
+    """The kernels that are right on the device; a line on each, with how far it is off or what it lacks."""
+    usable, lines = [], []
     for name, load in CANDIDATES:
         try:
             kernel = Kernel(name, load())
             error = kernel_error(kernel, needs, device)
         except Exception as reason:  # of every type, as kernels refuse
-            print(f"{name}: {(str(reason) or type(reason).__name__).splitlines()[0]}")
+            lines.append(f"{name}: {(str(reason) or type(reason).__name__).splitlines()[0][:100]}")
             continue
-        print(f"{name}: off by {error:.2g} (tolerance {tolerance_of(needs.dtype):.2g})")
+        lines.append(f"{name}: off by {error:.2g} (tolerance {tolerance_of(needs.dtype):.2g})")
         if error <= tolerance_of(needs.dtype):
             usable.append(kernel)
-    return usable
+    return usable, lines
 
 
 def filled(row: int, kind: str) -> Segments | None:
@@ -226,7 +246,9 @@ def fits_in_memory(name: str, attend: Attend, tensors: Tensors) -> bool:
 
 
 def peak_memory(attend: Attend, tensors: Tensors) -> int:
-    """Bytes that one forward and backward takes beyond its inputs."""
+    """Bytes on the GPU that one forward and backward takes beyond its inputs."""
+    if not tensors[0].is_cuda:
+        return 0
     synchronise(tensors[0])
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -238,6 +260,8 @@ def peak_of(device: torch.device) -> float | None:
     """Dense bfloat16 FLOP/s that the maker states, None where TRL does not know the device."""
     from trl.trainer.utils import get_peak_flops
 
+    if device.type != "cuda":
+        return None
     return get_peak_flops(torch.cuda.get_device_name(device), "bfloat16")
 
 

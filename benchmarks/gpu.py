@@ -1,0 +1,250 @@
+"""Everything of packtrain that needs a GPU, in one command: tests/gpu, kernels, and training speed beside TRL's.
+
+    python benchmarks/gpu.py [--minutes 10] [--only NAME,NAME] [--output benchmarks/RESULTS.md] [--logs FOLDER]
+    python benchmarks/gpu.py --tiny --output FILE      # every part of it on a CPU, with tiny models: a test of this script
+
+Needs no network: weights are random, with the sizes of Qwen3-0.6B and 8B, and documents are random tokens, as long as real
+conversations are (lengths.json). With several GPUs strategies are compared besides. Each part runs in processes of its own
+(gpu_parts.py) with a time limit; one that fails is listed, and the others go on. The section "On GPUs" of the output file is
+replaced by what was measured; the exit code is 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gpu_parts
+from gpu_parts import Part
+
+HEADING = "## On GPUs"
+MODES = ("packed", "padding_free", "padding")
+LEAST_S = 5
+"""Less time than this is none."""
+WARM = (
+    "attention",
+    "packtrain.cli",
+    "packtrain.launch.execute",
+    "packtrain.train.verify.measure",
+    "deepspeed",
+    "pytest",
+)
+
+
+def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
+    """All parts, the most telling first: those that no time is left for are listed as such."""
+    train, by_trl = gpu_parts.train, gpu_parts.train_by_trl
+    parts = [Part("tests/gpu", gpu_parts.gpu_tests, limit_s=180)]
+    for task in gpu_parts.TASKS:
+        for mode in MODES if task != "LoRA 8B" else ("packed", "padding"):
+            parts.append(
+                Part(f"{task}, {mode}", train, {"task": task, "changes": [f"packing.mode={mode}"]}, group=task)
+            )
+        given = {"task": task}
+        parts.append(Part(f"{task}, TRL padding", by_trl, given, group=task))
+        if task.startswith("sft"):
+            parts.append(Part(f"{task}, TRL padding_free", by_trl, {**given, "padding_free": True}, group=task))
+    ranks = 2 if tiny else gpus
+    parts.append(Part("kernels", gpu_parts.kernels))
+    for strategy in ("ddp", "fsdp2", "zero3") if ranks > 1 else ():
+        given = {"task": "sft 0.6B", "changes": ["packing.mode=packed", f"strategy={strategy}"]}
+        needs = "deepspeed" if strategy.startswith("zero") else ""
+        name = f"sft 0.6B, packed, {strategy} on {ranks}"
+        parts.append(Part(name, train, given, processes=ranks, group="several GPUs", needs=needs))
+    return parts
+
+
+class Failed(Exception):
+    """A part that has no result; the message says why."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--only", default="", help="parts whose names begin so, comma-separated")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("RESULTS.md"))
+    parser.add_argument("--logs", type=Path, help="folder for what the parts print; a temporary one if none")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    import torch
+
+    gpus = torch.cuda.device_count()  # asked of the driver: a context would take memory from the parts
+    if not gpus and not options.tiny:
+        print("there is no GPU here; --tiny runs everything on a CPU", file=sys.stderr)
+        return 2
+    until = time.monotonic() + 60 * options.minutes
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="packtrain-gpu-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    # forked from a process that has imported everything: not with CUDA, which does not survive a fork
+    context = multiprocessing.get_context("forkserver" if options.tiny else "spawn")
+    if options.tiny:
+        context.set_forkserver_preload([*WARM])
+    parts = [part for part in parts_of(gpus, tiny=options.tiny) if part.name.startswith(tuple(options.only.split(",")))]
+    results, failed = {}, {}
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(2 if options.tiny else 1) as turns:
+        folder = Path(temporary)
+        gpu_parts.write_inputs(folder, tiny=options.tiny)
+        always = Part("versions", gpu_parts.versions)
+        going = {
+            part.name: turns.submit(run, part, folder, logs, context, until, tiny=options.tiny)
+            for part in [always, *parts]
+        }
+        for name, part in going.items():
+            try:
+                results[name] = part.result()
+            except Failed as reason:
+                failed[name] = str(reason)
+                print(f"{name}: FAILED: {reason}", flush=True)
+    text = section(results, failed, parts, " ".join(sys.argv[1:]))
+    replace_section(options.output, text)
+    print(f"{text}\n\nwhat the parts printed is in {logs}")
+    return 1 if failed or results.get("tests/gpu", {}).get("failed") else 0
+
+
+def run(part: Part, folder: Path, logs: Path, context: Any, until: float, *, tiny: bool) -> Any:
+    """The result of a part. Raises Failed with the reason if there is none."""
+    limit = min(part.limit_s, left := until - time.monotonic())
+    if left < LEAST_S:
+        raise Failed("not run: no time was left")
+    if part.needs and gpu_parts.lacks(part.needs):
+        raise Failed(f"not run: {part.needs} is not installed")
+    log = logs / f"{part.name.replace('/', '-').replace(' ', '_')}.log"
+    log.unlink(missing_ok=True)
+    result, ranks = log.with_suffix(".json"), environments(part.processes)
+    result.unlink(missing_ok=True)
+    processes = [context.Process(target=work, args=(part, folder, log, result, own, tiny)) for own in ranks]
+    for process in processes:
+        process.start()
+    started = time.monotonic()
+    ends = started + limit
+    for process in processes:
+        process.join(max(0.0, ends - time.monotonic()))
+    late = [process for process in processes if process.exitcode is None]
+    for process in processes:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        process.join()
+    if late:
+        raise Failed(f"not done after {limit:.0f} s")
+    if any(process.exitcode for process in processes) or not result.exists():
+        raise Failed(gpu_parts.reason_in(log))
+    print(f"{part.name}: {time.monotonic() - started:.1f} s", flush=True)
+    return json.loads(result.read_text())
+
+
+def environments(processes: int) -> list[dict[str, str]]:
+    """The variables of each process of a part: one sees the first GPU alone, several are told what torchrun would tell them."""
+    if processes == 1:
+        return [{"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "GROUP_RANK": 0}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank, **common} for rank in range(processes)]
+    return [{name: str(value) for name, value in one.items()} for one in ranks]
+
+
+def work(part: Part, folder: Path, log: Path, result: Path, environment: dict[str, str], tiny: bool) -> None:
+    """A process of a part."""
+    os.setsid()
+    os.environ.update(environment)
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    sys.stdout = sys.stderr = log.open("a", buffering=1)
+    for stream in (1, 2):
+        os.dup2(sys.stdout.fileno(), stream)
+    try:
+        measured = part.work(folder, tiny=tiny, **part.given)
+    except BaseException as error:
+        if not isinstance(error, SystemExit):  # packtrain has said why
+            traceback.print_exc()
+        os._exit(1)
+    if environment.get("RANK", "0") == "0":
+        result.write_text(json.dumps(measured))
+    os._exit(0)  # threads of libraries may not end
+
+
+def section(results: dict[str, Any], failed: dict[str, str], parts: Sequence[Part], arguments: str) -> str:
+    """The section of the results in Markdown."""
+    found = results.get("versions", {})
+    devices = found.pop("devices", ["?"])
+    lines = [HEADING, "", f"    python benchmarks/gpu.py {arguments}".rstrip(), ""]
+    memory = found.pop("memory", None)
+    has = f"{len(devices)} × {devices[0]}" + (f" of {memory:.0f} GiB" if memory else "")
+    installed = ", ".join(f"{name} {version or 'none'}" for name, version in found.items())
+    lines += [f"{datetime.date.today():%d %B %Y}; {has}; {installed}.", ""]
+    lines += training_table([part for part in parts if part.group and part.name in results], results)
+    lines += kernel_tables(results.get("kernels"))
+    if tests := results.get("tests/gpu"):
+        skipped = sum(tests["skipped"].values())
+        lines += [f"tests/gpu: {tests['passed']} passed, {len(tests['failed'])} failed, {skipped} skipped.", ""]
+        lines += [f"- skipped: {count} × {why}" for why, count in tests["skipped"].items()] + [""]
+        failed = failed | dict(tests["failed"])
+    lines += ["What failed:" if failed else "Nothing failed.", ""]
+    lines += [f"- {name}: {why}" for name, why in failed.items()]
+    return "\n".join(lines).rstrip()
+
+
+def training_table(parts: Sequence[Part], results: dict[str, Any]) -> list[str]:
+    """One row a run. TRL's MFU is made of packtrain's for the same documents, by the ratio of the speeds."""
+    if not parts:
+        return []
+    lines = ["Random weights; real tokens a second, padding not counted, after the steps that warm up.", ""]
+    lines += [
+        "| run | tokens/s | MFU | s a step | peak GiB | first loss | last loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for part in parts:
+        one = results[part.name]
+        known = [results[p.name] for p in parts if p.group == part.group and results[p.name]["mfu"]]
+        mfu = one["mfu"] or (known and known[0]["mfu"] / known[0]["tokens_per_second"] * one["tokens_per_second"])
+        lines.append(
+            f"| {part.name} | {one['tokens_per_second']:,.0f} | {f'{mfu:.1%}' if mfu else ''} | {one['seconds_per_step']:.3f} "
+            f"| {one['peak']:.1f} | {one['losses'][0]:.5f} | {one['losses'][1]:.5f} |"
+        )
+    return [*lines, ""]
+
+
+def kernel_tables(measured: dict[str, Any] | None) -> list[str]:
+    """How far kernels are off, and a row for each attention of each row of documents, forward and backward."""
+    if not measured:
+        return []
+    lines = ["Kernels against the definition in float64:", "", *(f"- {one}" for one in measured["kernels"]), ""]
+    lines += ["| row | documents | attention | ms | tokens/s | GiB | of peak |", "|---|---|---|---|---|---|---|"]
+    for one in measured["rows"]:
+        share = f"{one['share']:.1%}" if one["share"] else ""
+        lines.append(
+            f"| {one['row']:,} | {one['documents']} | {one['attention']} | {one['ms']:.2f} "
+            f"| {one['tokens_per_second']:,.0f} | {one['gib']:.2f} | {share} |"
+        )
+    return [*lines, ""]
+
+
+def replace_section(file: Path, text: str) -> None:
+    """Puts the section in place of an earlier one, else at the end."""
+    old = file.read_text() if file.exists() else ""
+    before, heading, rest = old.partition(f"{HEADING}\n")
+    _, following, after = rest.partition("\n## ")
+    file.write_text(
+        f"{before.rstrip()}\n\n{text}\n{following}{after}".lstrip() if heading else f"{old.rstrip()}\n\n{text}\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
