@@ -42,6 +42,9 @@ SHARDED = {  # what a strategy shards over the processes
 }
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
 _LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
+COMPARED_PAIRS = 4
+CHECKED_LOGITS = 2**27
+"""The first pairs whose answers packtrain dpo compares before step 1, and the most of their logits (train/verify/dpo_start.py)."""
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
 
 
@@ -180,8 +183,10 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
     # the optimizer's step: DeepSpeed's float32 gradients, AdamW's temporary list of tensors
     stepping = (4 if rounded else 0) + (trained_width if config.optim.name == "adamw_torch" else 0)
     after = 0 if name == "zero3_offload" else stepped * stepping - (activations or 0)  # activations are freed by then
+    checking = 0 if name == "zero3_offload" else _first_check(config, model) - (activations or 0)
+    checking -= split["gradients"] + split["optimizer"]  # which are not there before step 1
     return Memory(
-        **{**split, "buffers": max(buffers, after), "activations": activations},
+        **{**split, "buffers": max(buffers, after, checking), "activations": activations},
         parameters=model.all,
         trained=model.trained,
         host=host,
@@ -204,6 +209,16 @@ def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
     if config.peft.kind == "none" or "lm_head" in config.peft.modules_to_save:
         head += layers.vocabulary * layers.hidden * 4
     return waiting + max(working, head), ""
+
+
+def _first_check(config: RunConfig, model: _Model) -> int:
+    """Bytes that the check of the first pairs takes before step 1: their logits, also in float32, and log-probabilities."""
+    if config.objective.kind != "dpo" or not config.verify.preflight:
+        return 0
+    compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
+    longest, vocabulary = config.data.max_length, model.sizes.get("vocab_size")
+    every = 2 * COMPARED_PAIRS * longest * vocabulary if longest and vocabulary else CHECKED_LOGITS
+    return min(every, CHECKED_LOGITS) * (compute + 8)
 
 
 def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: int) -> int:

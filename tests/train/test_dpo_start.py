@@ -185,6 +185,24 @@ def test_a_fault_that_is_none_of_those_known_is_said_to_be_so(tmp_path: Path) ->
         check_start(trainer)
 
 
+@pytest.mark.parametrize("precomputed", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_check_makes_few_logits_whatever_the_layout_and_the_reference(
+    layout: PairRows, precomputed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, made = 8 * 5 * cast(Any, policy()).config.vocab_size, []
+    monkeypatch.setattr(dpo_start, "CHECKED_LOGITS", most)
+    given: dict[str, Any] = {"reference": None if precomputed else policy(), "loss_type": ["sigmoid"]}
+    trainer = ours(tmp_path, layout, precompute_ref_log_probs=precomputed, **given)
+    for model in filter(None, (trainer.model, trainer.ref_model)):
+        model.lm_head.register_forward_hook(lambda *call: made.append(call[-1].numel()))
+    check_pair_forward(trainer, "sdpa")
+    assert made and max(made) <= most
+    trainer.model.lm_head.register_forward_hook(lambda *call: 1.1 * call[-1])  # which the fused head does not know
+    with pytest.raises(CheckFailed, match="from padded batches and full logits"):
+        check_pair_forward(trainer, "sdpa")
+
+
 @pytest.mark.parametrize("layout", ["flat", "shared"])
 def test_a_row_whose_tokens_see_too_much_or_come_back_wrong_is_caught(
     layout: PairRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,9 +11,11 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -23,21 +25,21 @@ from packtrain.errors import CheckFailed, Problem
 from packtrain.model.load import base_model, load_tokenizer
 from packtrain.model.spread import most_of_all
 from packtrain.packing.collate import IGNORE
-from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
+from packtrain.plan.memory import CHECKED_LOGITS, COMPARED_PAIRS
+from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model, vocabulary_of
 from packtrain.train.dpo_trainer import PackedDPOTrainer
 from packtrain.train.loader import MicroBatch, PairSteps
 
 Logps = tuple[torch.Tensor, torch.Tensor]
 """float32 [pairs] of chosen and of rejected answers."""
 _SIDES = ("chosen", "rejected")
-_COMPARED_PAIRS = 4
-"""Full logits of padded answers take far more time and memory than a row: 4 GB for a pair of 4,096 tokens and 128k words."""
 
 
 @torch.no_grad()
 def check_pair_forward(trainer: PackedDPOTrainer, attention: str) -> None:
-    """Compares the first answers' log-probabilities as training computes them with those of a padded batch and full logits.
+    """Compares log-probabilities of the first answers as training computes them with those of a padded batch and the model's logits.
 
+    Those of COMPARED_PAIRS pairs and at most CHECKED_LOGITS logits: of all tokens of short answers, of every n-th of long ones.
     `attention` is the model's original implementation. Raises CheckFailed if they differ.
     """
     model, base = trainer.model, base_model(trainer.model)
@@ -45,18 +47,19 @@ def check_pair_forward(trainer: PackedDPOTrainer, attention: str) -> None:
     call = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
     pairs = len(labels) // 2
-    few = [side + pair for side in (0, pairs) for pair in range(min(pairs, _COMPARED_PAIRS))]
+    few = [side + pair for side in (0, pairs) for pair in range(min(pairs, COMPARED_PAIRS))]
+    columns = _spread(labels[few, 1:], CHECKED_LOGITS // (len(few) * vocabulary_of(base)))
+    cut = {"logits_to_keep": columns} if "logits_to_keep" in signature(type(base).forward).parameters else {}
     with evaluating(model), trainer.accelerator.autocast():
         layout = {"layout": inputs["layout"]} if "layout" in inputs else {}
-        ours = model(**call, **layout, labels=labels, fused_lm_head=True).log_probs.sum(dim=1).float()
+        ours = model(**call, **layout, labels=labels, fused_lm_head=True).log_probs[few][:, columns].sum(dim=1).float()
         with (
             attention_of(base, attention),
             refusals_of_a_model(f"{type(base).__name__} cannot run padded pairs", fix="please report this model"),
         ):
-            logits = model(**{name: rows[few] for name, rows in call.items()}, use_cache=False).logits[:, :-1].float()
-    ours, target = ours[few], labels[few, 1:]
-    theirs = logits.log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0].masked_fill(target == IGNORE, 0)
-    theirs = theirs.sum(dim=1)
+            logits = model(**{name: rows[few] for name, rows in call.items()}, **cut, use_cache=False).logits
+    logits = logits if logits.shape[1] == len(columns) else logits[:, columns]
+    theirs = -F.cross_entropy(logits.transpose(1, 2).float(), labels[few][:, columns + 1], reduction="none").sum(dim=1)
     off = ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-8)).item()
     if not off <= loss_tolerance_of(trainer.compute_dtype):  # NaN fails too
         worst = int((ours - theirs).abs().argmax())
@@ -65,6 +68,15 @@ def check_pair_forward(trainer: PackedDPOTrainer, attention: str) -> None:
             f"and full logits of {type(base).__name__}",
             fix="its output head or attention is of a kind that packtrain dpo does not know: please report this model",
         )
+
+
+def _spread(targets: torch.Tensor, most: int) -> torch.Tensor:
+    """int64 [n]: at most so many of the columns of `targets` [rows, T] in which a row has a label, from the first to the last."""
+    columns = (targets != IGNORE).any(dim=0).nonzero()[:, 0]
+    most = max(most, 2)
+    if len(columns) <= most:
+        return columns
+    return columns[torch.linspace(0, len(columns) - 1, most, device=columns.device).round().long()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,16 @@ def test_a_reference_model_is_counted_where_one_is_kept() -> None:
         assert known([*llama, *kept_elsewhere]).reference == 0
 
 
+def test_the_first_check_of_pairs_is_counted_where_training_takes_less() -> None:
+    few = [*sized("llama", vocab_size=100_000), "peft=lora", "data.max_length=64", "batch.tokens_per_device=128"]
+    pairs = [*few, "objective.kind=dpo"]
+    checked = known(pairs)
+    assert checked.total - checked.weights == 12 * 4 * 2 * 64 * 100_000  # four pairs: as made, in float32, normalised
+    assert checked.buffers > known([*pairs, "verify.preflight=false"]).buffers == known(few).buffers == 0
+    longer = known([*pairs, "data.max_length=10000", "batch.tokens_per_device=20000"])
+    assert longer.total - longer.weights < 12 * 2 * 2**27
+
+
 def test_adapters_are_counted_on_their_base_and_as_what_they_are_to_the_run(tmp_path: Path) -> None:
     base, earlier, other = (tmp_path / name for name in ("base", "earlier", "other"))
     for folder, of in ((base, None), (earlier, base), (other, "another/model")):
