@@ -4,8 +4,8 @@ The reader (this process) cuts sources into chunks, workers parse and tokenise t
 whatever the number of workers. Only a few chunks are in flight, so memory does not grow with the data.
 
 Workers are forks of a server that has imported this module and nothing more: forks of this process would copy the locks of
-torch's and the tokenizer's threads in any state. The server takes a second to start, so small data (up to FEW_ROWS, FEW_BYTES)
-is tokenised in this process.
+torch's and the tokenizer's threads in any state. The server takes a second to start; this process tokenises meanwhile, and
+alone where the data is small (up to FEW_ROWS, FEW_BYTES).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -201,7 +201,8 @@ class _Workers:
     encoder: Encoder
     number: int
     stack: ExitStack
-    pool: ProcessPoolExecutor | None = field(default=None)
+    pool: ProcessPoolExecutor | None = None
+    _ready: Future[None] = field(default_factory=Future)
 
     def encode(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, EncodedChunk]]:
         first = list(islice(chunks, FEW_CHUNKS + 1))
@@ -220,6 +221,10 @@ class _Workers:
         pool = self.pool = self.pool or self._started()
         waiting: deque[tuple[Chunk, Future[EncodedChunk]]] = deque()
         for chunk in chunks:
+            if not self._ready.done():
+                yield chunk, self.encoder.encode(chunk, format)
+                continue
+            self._ready.result()
             waiting.append((chunk, pool.submit(_encode, chunk, format)))
             if len(waiting) >= LOOK_AHEAD * self.number:
                 chunk, future = waiting.popleft()
@@ -236,6 +241,8 @@ class _Workers:
         context.set_forkserver_preload([__name__])
         pool = ProcessPoolExecutor(self.number, context, initializer=_start_worker, initargs=(encoder,))
         self.stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+        starter = self.stack.enter_context(ThreadPoolExecutor(1))
+        self._ready = starter.submit(lambda: pool.submit(_nothing).result())
         return pool
 
 
@@ -251,6 +258,10 @@ def _start_worker(encoder: Path) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _nothing() -> None:
+    """The first task of a pool: its end shows that the workers have started."""
 
 
 def _encode(chunk: Chunk, format: Format) -> EncodedChunk:

@@ -17,6 +17,7 @@ ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages", "tools"
 LISTS = ("answers", "responses", "completions", "candidates")
 """Columns that hold all answers to a prompt."""
 OF_PAIRS = ("preference", "ranked")
+_JSON = json.JSONEncoder(sort_keys=True, default=str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,5 +148,4 @@ def content_of(row: RawRow, format: Format, columns: Mapping[str, str]) -> int:
 
 def number_of(content: object) -> int:
     """A 64-bit hash of `content` as JSON."""
-    text = json.dumps(content, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(_JSON.encode(content).encode(), digest_size=8).digest(), "little")

@@ -9,7 +9,7 @@ it ends), the texts on both sides are tokenised apart, as they are when the mode
 3. prefixes: the conversation up to a turn, with the generation prompt, and up to the turn's end are rendered too. Each
    must be a prefix of the whole text, which proves that the template does not rewrite history (Qwen3, which strips
    earlier thoughts, is refused; encode.py then takes TRL's version for training). The turn is what lies between, through
-   its end-of-turn token.
+   its end-of-turn token. Of templates that provably write message by message (turn_by_turn.py) one rendering shows this.
 
 Marks are trusted with three exceptions: the role's header before the answer and white space after its end-of-turn token
 are not trained, and marks over turns of the user or the system are refused.
@@ -25,16 +25,18 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from packtrain.data.formats.conversations import Conversation
+from packtrain.data.formats.messages import THOUGHTS
 from packtrain.data.sources.chunks import BadRow
 from packtrain.data.tokens.chat_template import Template, has_marks
 from packtrain.data.tokens.dialect import in_dialect_of
 from packtrain.data.tokens.tokenizer import Encoded, PlainTokenizer
+from packtrain.data.tokens.turn_by_turn import turn_by_turn
 
 Span = tuple[int, int]
 LossOn = Literal["assistant", "completion", "all"]
@@ -46,6 +48,16 @@ FOR_TOOLS = {
 }
 """Templates with tools by the control token that ends a turn, the last one for thoughts."""
 ADVICE = "Set data.chat_template to a template with {% generation %} marks, or data.loss_on=completion or all."
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, the spans between generation marks, and the generation prompt and the places of the messages
+    where the template is known to write them one by one."""
+
+    text: str
+    marks: list[Span]
+    prompt: str = ""
+    begins: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,8 @@ class ChatEncoder:
         """
         template = self.template.for_tools() if conversation.tools else self.template
         given, conversation = conversation, in_dialect_of(template.text, conversation)
-        text, marks = self._render(template.text, conversation, conversation.messages)
+        rendered = self._render(template.text, conversation, conversation.messages)
+        text = rendered.text
         if given.tools:
             self._check_tools(template, given, text)
         encoded = self.tokenizer.encode(text)
@@ -82,7 +95,7 @@ class ChatEncoder:
         wanted = [turn for turn in wanted if turn not in untrained]
         if not wanted:
             return encoded.ids, np.zeros(len(encoded.ids), dtype=bool), False
-        spans, whole = self._spans(template, conversation, text, marks, turns, wanted)
+        spans, whole = self._spans(template, conversation, rendered, turns, wanted)
         if not whole:
             _check_others(conversation, text, spans, template.name)
         spoken = "\n".join(text[start:end] for start, end in spans)
@@ -102,7 +115,7 @@ class ChatEncoder:
         template = self.template.for_tools() if chosen.tools else self.template
         prompt = chosen.messages[: chosen.answer_from]
         asked = in_dialect_of(template.text, replace(chosen, messages=prompt))
-        texts = [self._render(template.text, asked, asked.messages, generation_prompt=True)[0]]
+        texts = [self._render(template.text, asked, asked.messages, generation_prompt=True).text]
         for side in (chosen, rejected):
             text = self._whole(template, side)
             if side.tools:
@@ -117,32 +130,36 @@ class ChatEncoder:
         self,
         template: Template,
         conversation: Conversation,
-        text: str,
-        marks: list[Span],
+        rendered: Rendered,
         turns: list[int],
         wanted: list[int],
     ) -> tuple[list[Span], bool]:
         """Spans of the wanted turns, and whether they are whole turns for certain (way 3)."""
+        text, marks = rendered.text, rendered.marks
         if not template.has_marks and template.marked is not None:
-            twin, marks = self._render(template.marked, conversation, conversation.messages)
-            marks = marks if twin == text else []
+            twin = self._render(template.marked, conversation, conversation.messages)
+            marks = twin.marks if twin.text == text else []
         marks = [span for span in (self._without_header(text, span) for span in marks) if span[0] < span[1]]
         if marks and len(wanted) == len(turns):
             return marks, False
         if marks and len(marks) == len(turns):
             return [marks[turns.index(turn)] for turn in wanted], False
-        return [self._prefix_span(template.text, conversation, text, turn) for turn in wanted], True
+        return [self._prefix_span(template.text, conversation, rendered, turn) for turn in wanted], True
 
-    def _prefix_span(self, template: str, conversation: Conversation, text: str, turn: int) -> Span:
-        messages, place = conversation.messages, f"messages[{turn}]"
+    def _prefix_span(self, template: str, conversation: Conversation, rendered: Rendered, turn: int) -> Span:
+        messages, place, text, begins = conversation.messages, f"messages[{turn}]", rendered.text, rendered.begins
+        if begins is not None and turn and text.startswith(rendered.prompt, begins[turn]):
+            start, end = begins[turn] + len(rendered.prompt), begins[turn + 1]
+            if start < end:
+                return start, start + len(text[start:end].rstrip())
         try:
-            before, _ = self._render(template, conversation, messages[:turn], generation_prompt=True)
+            before = self._render(template, conversation, messages[:turn], generation_prompt=True).text
         except BadRow as bad:
             what = f"the conversation before this turn cannot be rendered alone: {bad.what}"
             raise BadRow(REFUSED, what, place, ADVICE) from bad
         if not text.startswith(before):
             raise BadRow(REFUSED, "the chat template rewrites what comes before this turn", place, ADVICE)
-        through = text if turn + 1 == len(messages) else self._render(template, conversation, messages[: turn + 1])[0]
+        through = text if turn + 1 == len(messages) else self._render(template, conversation, messages[: turn + 1]).text
         if not text.startswith(through) or len(through) <= len(before):
             what = "the chat template renders this turn differently once others follow it (as Qwen3 strips thoughts)"
             raise BadRow(REFUSED, what, place, ADVICE)
@@ -165,8 +182,8 @@ class ChatEncoder:
         """
         question = Conversation([{"role": "user", "content": "question"}])
         try:
-            plain, _ = self._render(self.template.text, question, question.messages)
-            asked, _ = self._render(self.template.text, question, question.messages, generation_prompt=True)
+            plain = self._render(self.template.text, question, question.messages).text
+            asked = self._render(self.template.text, question, question.messages, generation_prompt=True).text
         except BadRow:  # the template requires more than a question
             return ""
         return asked.removeprefix(plain).split("<think>")[0] if asked.startswith(plain) else ""
@@ -177,7 +194,7 @@ class ChatEncoder:
         ends = set() if self.tokenizer.eos_id is None else {self.tokenizer.eos_id}
         probe = Conversation([{"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"}])
         try:
-            text, _ = self._render(self.template.text, probe, probe.messages)
+            text = self._render(self.template.text, probe, probe.messages).text
         except BadRow:
             return frozenset(ends)
         _, answer, rest = text.rpartition("ANSWER")
@@ -270,7 +287,7 @@ class ChatEncoder:
     def _whole(self, template: Template, conversation: Conversation) -> str:
         """The text of the whole conversation."""
         conversation = in_dialect_of(template.text, conversation)
-        return self._render(template.text, conversation, conversation.messages)[0]
+        return self._render(template.text, conversation, conversation.messages).text
 
     def _through_its_end(
         self, turn: np.ndarray, following: np.ndarray | None, encoded: Encoded, text: str, whole: bool
@@ -306,22 +323,28 @@ class ChatEncoder:
         messages: list[dict[str, Any]],
         *,
         generation_prompt: bool = False,
-    ) -> tuple[str, list[Span]]:
-        """The text, and the spans between generation marks where the template has them."""
-        marked = has_marks(template)
+    ) -> Rendered:
+        """The text of `messages`, which are those of the conversation or the first of them."""
+        marked, variables = has_marks(template), {**self.tokenizer.special_tokens, **conversation.variables}
+        # transformers gives thoughts and tools to templates under further names
+        plain = not (conversation.tools or any(message.keys() & THOUGHTS for message in messages))
         try:
+            if plain and not (marked or generation_prompt) and (by_turn := turn_by_turn(template)):
+                text, begins = by_turn.render(messages, variables)
+                whole = len(begins) == len(messages)
+                return Rendered(text, [], by_turn.prompt, [*begins, len(text)] if whole else None)
             texts, spans = render_jinja_template(
                 [messages],
                 tools=cast(Any, conversation.tools),
                 chat_template=template,
                 return_assistant_tokens_mask=marked,
                 add_generation_prompt=generation_prompt,
-                **{**self.tokenizer.special_tokens, **conversation.variables},
+                **variables,
             )
         except Exception as error:  # a template is a program and may raise anything
             what = f"the chat template refuses the conversation: {error}"
             raise BadRow("chat template refuses", what, "messages") from error
-        return texts[0], cast("list[list[Span]]", spans)[0] if marked else []
+        return Rendered(texts[0], cast("list[list[Span]]", spans)[0] if marked else [])
 
 
 def _check_others(conversation: Conversation, text: str, spans: list[Span], name: str) -> None:

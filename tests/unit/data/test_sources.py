@@ -215,7 +215,7 @@ def test_a_file_that_may_not_be_read_and_a_full_disk_are_errors_for_the_user(tmp
 
 def test_workers_that_die_before_they_start_are_an_error_and_no_endless_wait(tmp_path):
     (tmp_path / "big.jinja").write_text("{# " + "x" * 300_000 + " #}")  # more than a pipe holds
-    (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n' * 50)
+    (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n' * 200_000)  # not done before workers start
     program = f"""
         import os, sys
         if __name__ != "__main__":
