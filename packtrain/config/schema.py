@@ -39,6 +39,7 @@ OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_templ
 _OF_FORMATS = (*REQUIRED.values(), *READ_TOO.values())
 COLUMNS = tuple(dict.fromkeys((*(name for names in _OF_FORMATS for name in names), *OPTIONAL)))
 """All of packtrain's names of columns."""
+Rounding = Literal["nearest", "stochastic"]
 SplitText = Literal["document", "line", "paragraph"]
 LossType = Literal[
     "sigmoid",
@@ -282,6 +283,26 @@ class Optim:
     beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0, below=1)
     epsilon: float = key(1e-8, "AdamW's epsilon.", above=0)
     max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0)
+    master_weights: Literal["auto"] | bool = key(
+        "auto",
+        "Keep a float32 copy of each trained bfloat16 weight, which takes the updates (docs/precision.md); auto does, unless "
+        "optim.rounding is stochastic. DeepSpeed always does.",
+    )
+    rounding: Rounding = key(
+        "nearest",
+        "How results in float32 become bfloat16 weights: the nearest number, or one of its two neighbours by chance (from "
+        "trainer.seed), right in the mean and without memory for copies.",
+    )
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether trained bfloat16 weights have float32 copies, but for DeepSpeed, which keeps its own."""
+        return self.rounding == "nearest" if self.master_weights == "auto" else self.master_weights
+
+    @property
+    def steps_in_float32(self) -> bool:
+        """Whether the updates of trained bfloat16 weights are made in float32; else the optimizer rounds them as it does."""
+        return self.keeps_masters or self.rounding == "stochastic"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -45,6 +45,8 @@ _LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_p
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
 """The first pairs whose answers packtrain dpo compares before step 1, and the most of their logits (train/verify/dpo_start.py)."""
+STEPPED = 2**26
+"""Numbers that are float32 at a time while the step of 16-bit weights is made in float32 (train/optim/float32_step.py)."""
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
 
 
@@ -109,7 +111,7 @@ class _Model:
     """A model in numbers, computed once for all configs that are tried.
 
     `width` is the bytes of a weight. The numbers of weights: `all`, in the `linear` layers of its blocks, in the largest
-    `block`, outside of blocks (`rest`), and `trained`. `sizes` are the known values of its own config.
+    `block`, outside of blocks (`rest`), in the `largest` tensor, and `trained`. `sizes` are the known values of its own config.
     """
 
     width: int
@@ -117,6 +119,7 @@ class _Model:
     linear: int
     block: int
     rest: int
+    largest: int
     trained: int
     sizes: Mapping[str, Any]
 
@@ -154,6 +157,7 @@ def _measure(config: RunConfig, weights: Weights) -> _Model:
         linear=linear,
         block=max(blocks.values(), default=0),
         rest=rest,
+        largest=max(map(math.prod, shapes.values())),
         trained=sum(map(math.prod, trained)),
         sizes=weights.sizes,
     )
@@ -181,8 +185,10 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
     buffers = _buffers(config, model, processes, trained_width)
     stepped = math.ceil(model.trained / (processes if "optimizer" in SHARDED[name] else 1))
     # the optimizer's step: DeepSpeed's float32 gradients, AdamW's temporary list of tensors
-    stepping = (4 if rounded else 0) + (trained_width if config.optim.name == "adamw_torch" else 0)
-    after = 0 if name == "zero3_offload" else stepped * stepping - (activations or 0)  # activations are freed by then
+    stepping = stepped * ((4 if rounded else 0) + (trained_width if config.optim.name == "adamw_torch" else 0))
+    if trained_width == 2 and not rounded and config.optim.steps_in_float32:
+        stepping = _in_float32(config) * min(stepped, max(STEPPED, model.largest))
+    after = 0 if name == "zero3_offload" else stepping - (activations or 0)  # activations are freed by then
     checking = 0 if name == "zero3_offload" else _first_check(config, model) - (activations or 0)
     checking -= split["gradients"] + split["optimizer"]  # which are not there before step 1
     return Memory(
@@ -242,10 +248,18 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
 def _states(config: RunConfig, model: _Model, trained_width: int) -> int:
     """Bytes of all optimizer states; DeepSpeed's optimizers see flat float32 copies of the trained weights."""
     name, deepspeed = config.optim.name, config.strategy.name in STAGES
-    copies = 4 * model.trained if deepspeed else 0
+    masters = trained_width == 2 and config.optim.keeps_masters
+    copies = 4 * model.trained if deepspeed or masters else 0
     if name in ("sgd", "adafactor"):  # of a matrix adafactor keeps a row and a column: next to nothing
         return copies
-    return copies + 2 * model.trained * (1 if "8bit" in name else 4 if deepspeed else trained_width)
+    return copies + 2 * model.trained * (1 if "8bit" in name else 4 if copies else trained_width)
+
+
+def _in_float32(config: RunConfig) -> int:
+    """Bytes of each of the numbers that are in float32 for a step: the gradient; without masters the weight, moments, chance."""
+    moments = 0 if config.optim.name in ("sgd", "adafactor") or "8bit" in config.optim.name else 2
+    listed = 4 if config.optim.name == "adamw_torch" else 0
+    return listed + (4 if config.optim.keeps_masters else 4 * (3 + moments))
 
 
 def _reference(config: RunConfig, model: _Model) -> int:
@@ -261,7 +275,7 @@ def _reference(config: RunConfig, model: _Model) -> int:
 def _advice(config: RunConfig, processes: int) -> str:
     """What to try, the cheapest first; nothing that changes the training or would be refused with this config."""
     now, offload = config.strategy.name, "zero3_offload"
-    sharded = "zero3" if now in STAGES else "fsdp2"  # FSDP2 keeps no float32 copies of bfloat16 weights
+    sharded = "zero3" if now in STAGES else "fsdp2"  # FSDP2 keeps no float32 copies of float32 weights
     kinds = {name: replace(config, strategy=replace(config.strategy, name=name)) for name in (sharded, offload)}
     refused = [name for name, changed in kinds.items() if any(check_strategy(changed))]
     tries = {

@@ -27,8 +27,10 @@ from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, elements
 from packtrain.plan.dpo_reference import DpoReference
+from packtrain.plan.launcher_settings import STAGES
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import PairSteps, Steps
+from packtrain.train.optim.float32_step import loses_updates
 from packtrain.wording import counted
 
 
@@ -78,7 +80,9 @@ def warnings_to(log: Log) -> None:
     warnings.showwarning = note
 
 
-def about_model(log: Log, settings: Model, peft: Peft, model: PreTrainedModel, precision: Precision) -> None:
+def about_model(
+    log: Log, settings: Model, peft: Peft, optim: Optim, model: PreTrainedModel, precision: Precision, strategy: str
+) -> None:
     """The trained model and its number formats."""
     base = base_model(model)
     whole, trained = (_count(sum(map(elements, some))) for some in (base.parameters(), _trained(model)))
@@ -87,7 +91,17 @@ def about_model(log: Log, settings: Model, peft: Peft, model: PreTrainedModel, p
     if peft.kind == "lora":
         log.fact("adapters", f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}")
     computed = f", computed in {_dtype(precision.autocast)}" if precision.autocast else ""
-    log.fact("precision", f"{_dtype(precision.weights)} weights{computed}")
+    log.fact("precision", f"{_dtype(precision.weights)} weights{computed}{_updated(optim, model, strategy)}")
+
+
+def _updated(optim: Optim, model: PreTrainedModel, strategy: str) -> str:
+    """A clause on what takes the updates of bfloat16 weights, where some are trained."""
+    if not any(map(loses_updates, model.parameters())):
+        return ""
+    rounded = ", rounded by chance" if optim.rounding == "stochastic" else ""
+    if optim.keeps_masters or strategy in STAGES:
+        return f", float32 masters{rounded}"
+    return rounded or ", updates rounded to them"
 
 
 def about_steps(

@@ -7,7 +7,7 @@ loader item is a whole optimizer step of this process, which runs through these 
 2. counts       _get_num_items_in_batch: tokens and documents of the global step, summed over ranks before the first forward
 3. forward      training_step → `loss_of` (sft.py, dpo.py) → the wrapped model.forward (model/forward.py)
 4. backward     training_step: gradients are exchanged with the last micro-batch
-5. optimizer    transformers' own: clipping, optimizer, learning-rate schedule
+5. optimizer    transformers' own: clipping, optimizer (over bfloat16 weights by optim/float32_step.py), schedule
 6. log          `log`, and evaluation (metrics.py)
 7. checkpoint   `_save_checkpoint` (checkpoint.py)
 """
@@ -30,6 +30,8 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.train.checkpoint import CheckpointHooks
 from packtrain.train.loader import MicroBatch, step_loader
 from packtrain.train.metrics import LoggingHooks, StepFigures
+from packtrain.train.optim.float32_step import loses_updates, stepping_in_float32
+from packtrain.train.optim.lost_updates import LostUpdates, advice
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
 from packtrain.train.settings import LoopSettings
 from packtrain.train.sync.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
@@ -51,6 +53,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         self.settings, self.steps = settings, settings.steps
         self.watch: FirstStepWatch | None = None
         self._watched = 0
+        self.lost = LostUpdates()
         self.close_proofs: Callable[[], None] = lambda: None
         self.last_loss = torch.zeros((), device=self.args.device)
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
@@ -92,7 +95,19 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         self.close_proofs()
         prepared = super()._prepare_for_training(*args, **kwargs)
         check_active(self.settings.strategy, self.model_wrapped, self.model)
+        self.lost.watch(self.optimizer)
         return prepared
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As the base class; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does so."""
+        chosen, arguments = super().get_optimizer_cls_and_kwargs(args, model)
+        optim, coarse = self.settings.optim, any(loses_updates(weight) for weight in self.model.parameters())
+        coarse = coarse and not self.is_deepspeed_enabled
+        self.lost.advice = advice(rounds_plainly=coarse and not optim.steps_in_float32)
+        if coarse and optim.steps_in_float32:
+            how: Any = {"masters": optim.keeps_masters, "rounding": optim.rounding, "seed": args.seed}
+            chosen = stepping_in_float32(chosen, **how)
+        return chosen, arguments
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """1. The step's micro-batches, as the base class loads them, and their counts."""
@@ -126,6 +141,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         (5.) transformers clips gradients and steps optimizer and schedule.
         """
         self._watch_first_steps(inputs)
+        self.lost.open_step(self.state.global_step + 1)
         model.train()
         assert num_items_in_batch is not None
         total = torch.zeros((), device=self.args.device)

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -22,6 +22,7 @@ from packtrain.errors import CheckFailed
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, Steps, step_loader
+from packtrain.train.optim.lost_updates import MOST
 from packtrain.train.settings import TrainerHooks
 
 _OURS = {"learning_rate": "lr"}  # transformers' name: ours
@@ -95,8 +96,23 @@ class LoggingHooks(TrainerHooks):
             self.clock.enter("step end")
             self.refuse_nan(logs["loss"])
             logs |= {"tokens": self.state.num_input_tokens_seen, **self.step_figures.close()}
-            logs |= self.figures() | self.times.figures()
+            logs |= self.figures() | self.times.figures() | self._updates_lost()
         super().log(logs, start_time)
+
+    def _updates_lost(self) -> dict[str, float]:
+        """`updates_lost` of the steps since the last line, of all processes, if any was measured; warned of once."""
+        counts = self.lost.take(self.args.device)
+        if counts is None:
+            return {}
+        with waiting("the lost updates of all ranks"):
+            lost, updates = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum")).tolist()
+        if not updates:
+            return {}
+        share = lost / updates
+        if share > MOST and not self.lost.warned:
+            self.lost.warned = True
+            self.settings.say(f"{share:.0%} of the updates are lost in rounding: {self.lost.advice}")
+        return {"updates_lost": share}
 
     def refuse_nan(self, loss: float) -> None:
         """Raises CheckFailed on every process if the loss is not finite: the weights are lost from then on."""

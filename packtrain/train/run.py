@@ -252,7 +252,7 @@ def _build(
     until: Any = {"max_steps": config.trainer.max_steps, "epochs": config.trainer.epochs}
     steps = steps_over(data.train, **until, shuffle=config.data.shuffle)
     evaluation = steps_over(data.eval) if data.eval else None
-    console.about_model(log, config.model, config.peft, model, precision)
+    console.about_model(log, config.model, config.peft, config.optim, model, precision, ranks.strategy)
     console.about_steps(log, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
     console.attention(log, base, decision)
     if prove:
@@ -271,6 +271,7 @@ def _build(
         strategy=ranks.strategy,
         autocast=precision.autocast,
         backend=decision.backend.name if decision else None,
+        optim=config.optim,
         limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, precision, settings)

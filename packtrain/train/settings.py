@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from packtrain.model.precision import Precision
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.plan.launcher_settings import deepspeed_config
 from packtrain.train.loader import Steps
+from packtrain.train.optim.lost_updates import LostUpdates
 from packtrain.train.sync.rank_times import Machines, RankTimes, StepClock
 
 
@@ -26,7 +27,7 @@ class LoopSettings:
 
     `origin` holds the values that must be equal in a resumed run and its checkpoint, `strategy` is strategy.name, `autocast`
     the format of mixed precision (None: that of the weights), `backend` the attention backend of packed rows (None: the
-    model's own attention). `machines` is empty except on the main process.
+    model's own attention), `optim` the config's group. `machines` is empty except on the main process.
     """
 
     steps: Steps
@@ -42,6 +43,7 @@ class LoopSettings:
     strategy: str = "ddp"
     autocast: torch.dtype | None = None
     backend: str | None = None
+    optim: Optim = field(default_factory=Optim)
     limits: TimeLimits | None = None
 
     @property
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
         times: RankTimes
         step_figures: Any
         last_loss: torch.Tensor
+        lost: LostUpdates
 
         def refuse_nan(self, loss: float) -> None: ...
 else:  # at run time the mixins come before the real Trainer

@@ -64,7 +64,15 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(one.numel() * one.element_size() for one in tensors)
 
 
-@pytest.mark.parametrize("overrides", [[], ["peft=lora", "model.dtype=bfloat16", "optim.name=adamw_torch"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["peft=lora", "model.dtype=bfloat16", "optim.name=adamw_torch"],
+        ["model.dtype=bfloat16"],
+        ["model.dtype=bfloat16", "optim.rounding=stochastic"],
+    ],
+)
 def test_a_run_of_one_process_holds_what_was_estimated(overrides: list[str], tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "data.jsonl", conversations(8))
     sizes = {"model_type": "qwen3", **SIZES, "vocab_size": 4096, "max_position_embeddings": 512}

@@ -39,6 +39,7 @@ def check(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_data(config, given),
         *_batch(config),
         *_optim(config.optim),
+        *_rounding(config, given),
         *_trainer(config, given),
         *_objective(config, given),
         *_topology(config.topology),
@@ -157,6 +158,20 @@ def _optim(optim: Optim) -> Iterator[Fault]:
         yield Fault(("optim.warmup_steps", "optim.schedule"), what, "Choose optim.schedule=constant_with_warmup.")
 
 
+def _rounding(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
+    """optim.master_weights and optim.rounding where there is nothing for them to do."""
+    adapters, key = config.peft.kind == "lora" and not config.peft.modules_to_save, "peft.kind"
+    if not adapters and config.model.dtype != "float32":
+        return
+    if not adapters:
+        key = "model.dtype"
+    set_to = {"optim.master_weights": config.optim.master_weights is True}
+    set_to["optim.rounding"] = config.optim.rounding == "stochastic"
+    for one in [one for one, useless in set_to.items() if useless and one in given]:
+        what = f"{'adapters' if adapters else 'the weights'} are float32, so no update of theirs is rounded"
+        yield Fault((one, key), what, "Take it away: it is for trained weights in bfloat16.", because=key)
+
+
 def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     trainer = config.trainer
     if trainer.max_steps is not None and "trainer.epochs" in given:
@@ -211,6 +226,12 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
     elif name != "ddp" and optimizer not in (*_ADAMW, "sgd"):
         what = f"{optimizer} keeps a state for a whole weight, and {name} gives it parts of weights: the training would be another"
         yield Fault(("optim.name", "strategy.name"), what, "Choose optim=adamw or optim=sgd, or strategy=ddp.")
+    if name.startswith("zero") and config.optim.master_weights is False:
+        what = f"DeepSpeed, and so {name}, always keeps float32 copies of the weights"
+        yield Fault(("optim.master_weights", "strategy.name"), what, "Take it away, or use strategy=fsdp2.")
+    if name.startswith("zero") and config.optim.rounding == "stochastic":
+        what = f"DeepSpeed, and so {name}, rounds its float32 copies of the weights to the nearest number"
+        yield Fault(("optim.rounding", "strategy.name"), what, "Take it away, or use strategy=fsdp2.")
     if name != "ddp" and config.model.dtype == "float16":
         what = f"float16 weights cannot be spread by {name}"
         fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."

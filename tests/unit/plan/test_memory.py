@@ -73,7 +73,7 @@ def test_parameters_from_sizes_are_those_of_the_model_that_transformers_makes(
     assert known(sized(kind, **more)).parameters == expected
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     stored = known(["model.init=pretrained", f"model.path={tmp_path}", "model.dtype=auto"])
-    assert (stored.parameters, stored.weights, stored.optimizer) == (expected, 2 * expected, 4 * expected)
+    assert (stored.parameters, stored.weights, stored.optimizer) == (expected, 2 * expected, 12 * expected)
     for targets in ("all-linear", ["q_proj", "down_proj"]):
         adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
         trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
@@ -178,7 +178,9 @@ def test_adapters_are_counted_on_their_base_and_as_what_they_are_to_the_run(tmp_
     ("strategy", "dtype", "bytes_each"),
     [  # of weights, gradients and optimizer per parameter, as counted in DeepSpeed 0.19.8 and torch 2.13; P: over processes
         ("ddp", "float32", (4, 4, 8)),
-        ("ddp", "bfloat16", (2, 2, 4)),
+        ("ddp", "bfloat16", (2, 2, 12)),
+        ("ddp", "bfloat16 optim.rounding=stochastic", (2, 2, 4)),
+        ("ddp", "bfloat16 optim.master_weights=false", (2, 2, 4)),
         ("zero1", "float32", (4, 4, "12/P")),
         ("zero1", "bfloat16", (2, 2, "12/P")),
         ("zero2", "float32", (4, "4/P", "12/P")),
@@ -186,17 +188,26 @@ def test_adapters_are_counted_on_their_base_and_as_what_they_are_to_the_run(tmp_
         ("zero3", "float32", ("4/P", "4/P", "12/P")),
         ("zero3", "bfloat16", ("2/P", "2/P", "12/P")),
         ("fsdp2", "float32", ("4/P", "4/P", "8/P")),
-        ("fsdp2", "bfloat16", ("2/P", "2/P", "4/P")),
+        ("fsdp2", "bfloat16", ("2/P", "2/P", "12/P")),
+        ("fsdp2", "bfloat16 optim.rounding=stochastic", ("2/P", "2/P", "4/P")),
     ],
 )
 @pytest.mark.parametrize("processes", [1, 2, 64])
 def test_each_strategy_holds_what_its_framework_keeps(
     strategy: str, dtype: str, bytes_each: tuple[int | str, ...], processes: int
 ) -> None:
-    found = known([*sized("llama"), f"model.dtype={dtype}"], processes, strategy=strategy)
+    found = known([*sized("llama"), *f"model.dtype={dtype}".split()], processes, strategy=strategy)
     for part, each in zip((found.weights, found.gradients, found.optimizer), bytes_each, strict=True):
         whole, _, spread = str(each).partition("/")
         assert part == -(-int(whole) * found.parameters // (processes if spread else 1))
+
+
+def test_a_step_in_float32_takes_memory_for_a_part_of_the_weights_at_a_time() -> None:
+    large = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=1", "data.max_length=2"]
+    head = QWEN3_8B["vocab_size"] * QWEN3_8B["hidden_size"]  # the largest tensor is stepped by itself
+    for how, each in (("", 4), ("optim.rounding=stochastic", 20), ("optim.master_weights=false", 0)):
+        found = known([*large, *how.split(), "trainer.gradient_checkpointing=true"])
+        assert found.buffers == max(each * head - (found.activations or 0), 0), how
 
 
 def test_offloading_moves_everything_that_lasts_to_the_machines_own_memory() -> None:

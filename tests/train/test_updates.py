@@ -1,0 +1,216 @@
+"""Updates of bfloat16 weights are not lost in rounding: by float32 masters or by stochastic rounding; where they are, it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from here import train_here
+from running import Run, base_config, train
+from test_strategies import NEEDS_DEEPSPEED, cut
+from torch import nn
+from transformers import Adafactor
+
+from packtrain.config.compose import load_config
+from packtrain.errors import UserError
+from packtrain.train.optim import float32_step
+from packtrain.train.optim.float32_step import MASTER, round_to, stepping_in_float32
+from packtrain.train.optim.lost_updates import LostUpdates
+
+PLAIN, CHANCE = "optim.master_weights=false", "optim.rounding=stochastic"
+OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 2e-5, "weight_decay": 0.1}),
+    "adamw_fused": (torch.optim.AdamW, {"lr": 2e-5, "fused": True}),
+    "sgd": (torch.optim.SGD, {"lr": 2e-3}),
+    "adafactor": (Adafactor, {"lr": 2e-5, "scale_parameter": False, "relative_step": False}),
+}
+
+
+def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
+    trainer = {"max_steps": 5, "checkpoint_every": 3, "keep_checkpoints": None}
+    config = base_config(folder, trainer=trainer, **groups)
+    config["model"]["dtype"] = "bfloat16"
+    return config
+
+
+def here(folder: Path, *overrides: str, name: str, **groups: dict[str, Any]) -> Run:
+    """A run of one process in this one."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config_of(folder, **groups)))
+    return train_here(load_config(str(path), list(overrides)), folder / name)
+
+
+def lost(run: Run) -> list[float]:
+    return [line["updates_lost"] for line in run.steps if "updates_lost" in line]
+
+
+def said(run: Run) -> str:
+    return (run.folder / "logs" / "rank-00000.log").read_text()
+
+
+# The optimizer by itself.
+
+
+class Fitting:
+    """A small net that an optimizer fits to another one."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, **how: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 8))
+        target = nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 8))
+        self.inputs = torch.randn(256, 24)
+        with torch.no_grad():
+            self.wanted = target(self.inputs)
+        self.model.to(dtype)  # the float32 one starts at the same weights
+        if dtype == torch.float32:
+            self.model.to(torch.bfloat16).float()
+        made, arguments = OPTIMIZERS[kind]
+        made = stepping_in_float32(made, **{"seed": 1, "rounding": "nearest", **how}) if how else made
+        self.optimizer = made(self.model.parameters(), **arguments)
+
+    def loss(self) -> torch.Tensor:
+        dtype = next(self.model.parameters()).dtype
+        return ((self.model(self.inputs.to(dtype)).float() - self.wanted) ** 2).mean()
+
+    def train(self, steps: int) -> Fitting:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.loss().backward()
+            self.optimizer.step()
+        return self
+
+    def kept(self) -> list[torch.Tensor]:
+        """Masters, or weights."""
+        states = [self.optimizer.state[weight].get(MASTER, weight) for weight in self.model.parameters()]
+        return [one.detach().float() for one in states]
+
+    def exact_loss(self) -> float:
+        """The loss of `kept`, computed in float32."""
+        with torch.no_grad():
+            for weight, kept in zip(self.model.parameters(), self.kept(), strict=True):
+                weight.data = kept
+            return self.loss().item()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_masters_and_stochastic_rounding_learn_what_float32_does(kind: str) -> None:
+    start = Fitting(kind, torch.float32).exact_loss()
+    learnt = start - Fitting(kind, torch.float32).train(150).exact_loss()
+    assert learnt > 0.01 * start
+    plain = start - Fitting(kind, torch.bfloat16).train(150).exact_loss()
+    masters = start - Fitting(kind, torch.bfloat16, masters=True).train(150).exact_loss()
+    chance = start - Fitting(kind, torch.bfloat16, masters=False, rounding="stochastic").train(150).exact_loss()
+    assert masters == pytest.approx(learnt, rel=0.005)
+    assert chance == pytest.approx(learnt, rel=0.05)
+    assert plain < 0.5 * learnt, "nothing was to be lost"
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("how", [{"masters": True}, {"masters": False, "rounding": "stochastic"}], ids=str)
+def test_a_saved_state_goes_on_bit_for_bit(kind: str, how: dict[str, Any], tmp_path: Path) -> None:
+    unbroken = Fitting(kind, torch.bfloat16, **how).train(3)
+    torch.save([unbroken.model.state_dict(), unbroken.optimizer.state_dict()], tmp_path / "saved.pt")
+    weights, states = torch.load(tmp_path / "saved.pt", weights_only=True)
+    resumed = Fitting(kind, torch.bfloat16, **how)
+    resumed.model.load_state_dict(weights)
+    resumed.optimizer.load_state_dict(states)
+    for ours, theirs in zip(resumed.train(3).kept(), unbroken.train(3).kept(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_step_in_parts_is_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Fitting("adamw", torch.bfloat16, masters=True).train(3).kept()
+    monkeypatch.setattr(float32_step, "STEPPED", 100)
+    parts = Fitting("adamw", torch.bfloat16, masters=True).train(3).kept()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, whole, strict=True))
+
+
+def test_between_steps_the_optimizer_holds_the_weights_and_their_gradients() -> None:
+    fitting = Fitting("adamw", torch.bfloat16, masters=True).train(1)
+    weights = list(fitting.model.parameters())
+    held = [weight for group in fitting.optimizer.param_groups for weight in group["params"]]
+    assert all(ours is theirs for ours, theirs in zip(held, weights, strict=True))
+    assert set(fitting.optimizer.state) == set(weights)
+    for weight in weights:
+        assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+        assert torch.equal(weight, fitting.optimizer.state[weight][MASTER].bfloat16())
+
+
+def test_a_stochastic_rounding_is_right_in_the_mean_and_takes_a_neighbour() -> None:
+    exact = torch.tensor([1.0, -1.0, 1.001, -1.001, 3e-39, torch.inf, -torch.inf, torch.nan])
+    drawn = torch.stack([round_to(exact, torch.bfloat16, torch.Generator().manual_seed(seed)) for seed in range(2000)])
+    assert drawn[:, 0].eq(1).all() and drawn[:, 1].eq(-1).all(), "what needs no rounding stays"
+    assert set(drawn[:, 2].tolist()) == {1.0, 1.0078125}
+    assert drawn[:, 2:4].double().mean(0).tolist() == pytest.approx([1.001, -1.001], abs=3e-4)
+    assert drawn[:, 5].eq(torch.inf).all() and drawn[:, 6].eq(-torch.inf).all() and drawn[:, 7].isnan().all()
+
+
+@pytest.mark.parametrize(("dtype", "how", "least", "most"), [
+    (torch.float32, {}, 0, 0.01),
+    (torch.bfloat16, {}, 0.9, 1),
+    (torch.bfloat16, {"masters": True}, 0, 0.01),
+    (torch.bfloat16, {"masters": False, "rounding": "stochastic"}, 0, 0.01),
+])  # fmt: skip
+def test_lost_updates_are_counted(dtype: torch.dtype, how: dict[str, Any], least: float, most: float) -> None:
+    fitting, lost = Fitting("adamw", dtype, **how), LostUpdates()
+    lost.watch(fitting.optimizer)
+    lost.open_step(1)
+    fitting.train(1)
+    counts = lost.take(torch.device("cpu"))
+    assert counts is not None
+    assert counts[1] == sum(weight.numel() for weight in fitting.model.parameters())
+    assert least <= counts[0] / counts[1] <= most
+    assert lost.take(torch.device("cpu")) is None
+
+
+# Runs.
+
+
+def test_a_run_tells_of_lost_updates_and_loses_none_with_masters(tmp_path: Path) -> None:
+    slow = {"optim": {"learning_rate": 3e-6}}
+    plain = here(tmp_path, PLAIN, name="plain", **slow)
+    assert min(lost(plain)) > 0.9 and len(lost(plain)) == 3
+    assert "of the updates are lost in rounding: set optim.master_weights=true, optim.rounding=stochastic" in said(
+        plain
+    )
+    for name, *overrides in (("masters",), ("chance", CHANCE), ("float32", "model.dtype=float32")):
+        run = here(tmp_path, *overrides, name=name, **slow)
+        assert max(lost(run)) < 0.01, name
+        assert "lost in rounding" not in said(run)
+    assert "float32 masters" in said(Run(tmp_path / "masters"))
+
+
+@pytest.mark.parametrize(("strategy", "how"), [("ddp", CHANCE), ("fsdp2", "optim.master_weights=true")])
+def test_two_processes_go_on_bit_for_bit(tmp_path: Path, strategy: str, how: str) -> None:
+    overrides = [f"strategy={strategy}", how]
+    unbroken = train(tmp_path, config_of(tmp_path), *overrides, name="unbroken", processes=2)
+    resumed = train(tmp_path, config_of(tmp_path), *overrides, name=cut(unbroken, "resumed"), processes=2)
+    assert resumed.losses == unbroken.losses
+    weights = unbroken.weights()
+    assert all(torch.equal(weight, weights[name]) for name, weight in resumed.weights().items())
+
+
+@NEEDS_DEEPSPEED
+def test_the_masters_of_deepspeed_are_looked_at(tmp_path: Path) -> None:
+    slow = {"optim": {"learning_rate": 3e-6}}  # too slow for bfloat16, see above
+    run = train(tmp_path, config_of(tmp_path, **slow), "strategy=zero2", "trainer.max_steps=1", name="slow")
+    assert max(lost(run)) < 0.01
+
+
+@pytest.mark.parametrize(("overrides", "key"), [
+    (["model.dtype=float32", "optim.master_weights=true"], "optim.master_weights"),
+    (["model.dtype=float32", CHANCE], "optim.rounding"),
+    (["peft=lora", CHANCE], "optim.rounding"),
+    (["strategy=zero2", PLAIN], "optim.master_weights"),
+    (["strategy=zero2", CHANCE], "optim.rounding"),
+    (["optim.rounding=up"], "optim.rounding"),
+    (["optim.master_weights=maybe"], "optim.master_weights"),
+])  # fmt: skip
+def test_what_would_do_nothing_is_refused(overrides: list[str], key: str) -> None:
+    given = ["model.path=m", "data.train=d", "batch.examples_per_step=1", "model.dtype=bfloat16", *overrides]
+    with pytest.raises(UserError) as refused:
+        load_config(None, given)
+    assert key in str(refused.value)
