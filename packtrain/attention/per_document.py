@@ -21,7 +21,8 @@ from packtrain.packing.collate import IGNORE
 from packtrain.packing.segments import Segments
 
 _PER_TOKEN = ("input_ids", "shift_labels", "labels")
-_ROW_KEYS = ("segments", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_KERNEL_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_ROW_KEYS = ("segments", "position_ids", "label_places", *_KERNEL_KEYS)
 
 
 def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:

@@ -5,11 +5,11 @@
 shape [rows, L - 1] although the model runs on the flattened row: they are put back to their places in the padded batch,
 zero where there is no label, as by TRL's head. So TRL's loss code runs unmodified.
 
-Both use TRL's fused LM head (no full logits), which scores every position and, without Triton, recomputes the logits in the
-backward pass. On a CPU in float32 the loss of documents therefore goes through torch's own
-`linear_cross_entropy`, over the trained positions only, with its gradients made in the forward pass: 1.1 s in place of 2.9 s
-for 1,024 tokens of SmolLM2's vocabulary on 2 cores. Both are compared with the full logits before step 1, and replaced by
-them in models whose head they do not fit. For pairs, TRL's head is given the labelled positions only.
+Both use TRL's fused LM head (no full logits), which is given the labelled positions only. Where they are comes with the batch,
+from the CPU: TRL would ask the device, and wait for it. Without Triton that head recomputes the logits in the backward pass. On
+a CPU in float32 the loss of documents therefore goes through torch's own `linear_cross_entropy`, with its gradients made in the
+forward pass: 1.1 s in place of 2.9 s for 1,024 tokens of SmolLM2's vocabulary on 2 cores. Both are compared with the full
+logits before step 1, and replaced by them in models whose head they do not fit.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
+from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from packtrain.attention.backends import attend_by
 from packtrain.config.schema import Objective, TokenLoss
 from packtrain.errors import CheckFailed
 from packtrain.model.precision import compute_in
-from packtrain.packing.collate import IGNORE, PairLayout, on_device, row_arguments
+from packtrain.packing.collate import IGNORE, PairLayout, on_device, places_of, row_arguments, to_device
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 
 _HEAD_CHUNK = 512  # tokens whose logits exist at once
@@ -94,7 +95,8 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
     """Adds `loss_sum=True` to the forward of `model`, to which TRL's `add_fused_lm_head` was applied before.
 
     With it the forward takes a collated batch with `shift_labels` and returns a scalar: the sum (not the mean) of the
-    losses of all positions whose label is not IGNORE, connected to every parameter even where there is none.
+    losses of all positions whose label is not IGNORE, connected to every parameter even where there is none. Those positions are
+    `label_places` (packing/collate.py::places_of), read from the labels if not given.
     `neftune_alpha` adds NEFTune's noise while training, scaled by the length of each token's own document (the paper's
     formula on unpadded sequences), so that it does not depend on packing. The returned Head may be changed later.
 
@@ -103,27 +105,32 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
     _name_backbone(model)
     inner_forward = model.forward
     head = Head(loss)
-    linear = loss == "nll" and _is_linear(model)
+    linear, labelled = loss == "nll" and _is_linear(model), _LabelledHead(model, ("log_probs",))
 
     @functools.wraps(type(model).forward)
     def forward(
-        self: PreTrainedModel, *args: Any, loss_sum: bool = False, token_losses: bool = False, **kwargs: Any
+        self: PreTrainedModel,
+        *args: Any,
+        loss_sum: bool = False,
+        token_losses: bool = False,
+        label_places: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
         if not (loss_sum or token_losses):
             return inner_forward(*args, **kwargs)
+        labels = kwargs.pop("shift_labels")
         alpha = neftune_alpha if self.training else None
         with _embedding_noise(self, alpha, kwargs):
-            if head.fused and linear and _is_plain_cpu(self):
-                labels = kwargs.pop("shift_labels")
-                hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
-                linear_nll = _linear_nll if token_losses else _linear_nll_sum
-                return linear_nll(hidden, labels, self.get_output_embeddings())
             if getattr(self.config.get_text_config(), "output_router_logits", False):
                 kwargs["output_router_logits"] = False  # skips the model's own router loss, which is not used
             if head.fused:
-                log_probs = inner_forward(**kwargs, fused_lm_head=True).log_probs
+                places = places_of(labels) if label_places is None else label_places
+                hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
+                if linear and _is_plain_cpu(self):
+                    linear_nll = _linear_nll if token_losses else _linear_nll_sum
+                    return linear_nll(hidden, labels, places, self.get_output_embeddings())
+                log_probs = labelled.score(hidden, labels, places).log_probs
             else:
-                labels = kwargs.pop("shift_labels")
                 log_probs = _log_probs(inner_forward(**kwargs, use_cache=False).logits, labels)
         losses = _losses(log_probs, loss)
         return losses if token_losses else losses.sum()
@@ -159,7 +166,7 @@ def choose_head(
     CheckFailed if the model cannot run the batch.
     """
     name, labels = type(model).__name__, batch["shift_labels"]
-    plain = {name: value for name, value in batch.items() if name != "shift_labels"}
+    plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}
     with evaluating(model, autocast):
         with refusals_of_a_model(f"{name} cannot run a batch", fix="see what model.config sets"):
             theirs = _losses(_log_probs(model(**plain, use_cache=False).logits, labels), head.loss)
@@ -188,29 +195,27 @@ def _is_plain_cpu(model: PreTrainedModel) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
-def _linear_nll_sum(hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> torch.Tensor:
-    """Scalar Σ NLL of `hidden` [rows, T, d] under `labels` [rows, T] (IGNORE = not trained); `head` is an nn.Linear."""
-    trained = labels != IGNORE
-    if not trained.any():  # a differentiable zero that touches every parameter, as DDP's reducer needs
+def _linear_nll_sum(hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor, head: Any) -> torch.Tensor:
+    """Scalar Σ NLL of `hidden` [rows, T, d] under `labels` [rows, T] at `places`; `head` is an nn.Linear."""
+    if not len(places):  # a differentiable zero that touches every parameter, as DDP's reducer needs
         return F.linear(hidden[:, :1], head.weight, head.bias).sum() * 0.0
     return F.linear_cross_entropy(
-        hidden[trained],
+        hidden.flatten(0, 1)[places],
         head.weight,
-        labels[trained],
+        labels.flatten()[places],
         linear_bias=head.bias,
         reduction="sum",
         options=nn.LinearCrossEntropyOptions(batch_chunk_size=_HEAD_CHUNK),
     )
 
 
-def _linear_nll(hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> torch.Tensor:
+def _linear_nll(hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor, head: Any) -> torch.Tensor:
     """NLL [rows, T] of `hidden` [rows, T, d], 0 where there is no label."""
-    trained, losses = labels != IGNORE, hidden.new_zeros(labels.shape)
-    for part in trained.nonzero().split(_HEAD_CHUNK):
-        places = part.unbind(1)
-        logits = F.linear(hidden[places], head.weight, head.bias)
-        losses = losses.index_put(places, F.cross_entropy(logits, labels[places], reduction="none"))
-    return losses
+    rows, targets, losses = hidden.flatten(0, 1), labels.flatten(), hidden.new_zeros(labels.numel())
+    for part in places.split(_HEAD_CHUNK):
+        logits = F.linear(rows[part], head.weight, head.bias)
+        losses = losses.index_put((part,), F.cross_entropy(logits, targets[part], reduction="none"))
+    return losses.view(labels.shape)
 
 
 @contextmanager
@@ -225,7 +230,7 @@ def _embedding_noise(model: PreTrainedModel, alpha: float | None, batch: dict[st
         lengths = batch["attention_mask"].sum(dim=1, keepdim=True)
 
     def add_noise(module: nn.Module, inputs: Any, embeddings: torch.Tensor) -> torch.Tensor:
-        magnitude = alpha / torch.sqrt(lengths.to(embeddings.device) * embeddings.shape[-1])
+        magnitude = alpha / torch.sqrt(to_device(lengths, embeddings.device) * embeddings.shape[-1])
         return embeddings + torch.empty_like(embeddings).uniform_(-1, 1) * magnitude[..., None].to(embeddings.dtype)
 
     handle = model.get_input_embeddings().register_forward_hook(add_noise)
@@ -242,14 +247,16 @@ def add_pair_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
     """
     _name_backbone(model)
     inner = model.forward
-    head = _PairHead(model, outputs)
+    head = _LabelledHead(model, outputs)
 
     @functools.wraps(type(model).forward)
     def forward(
         self: PreTrainedModel, *args: Any, layout: PairLayout | None = None, scored: bool = False, **kwargs: Any
     ) -> Any:
         if scored:
-            return head.score(self.base_model, kwargs)
+            labels, places = kwargs.pop("shift_labels"), kwargs.pop("label_places", None)
+            hidden = self.base_model(**{**kwargs, "use_cache": False}).last_hidden_state
+            return head.score(hidden, labels, places_of(labels) if places is None else places)
         if layout is None:
             return inner(*args, **kwargs)
         row, shape = _row(kwargs["input_ids"], kwargs["labels"], layout)
@@ -260,8 +267,8 @@ def add_pair_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
     model.forward = types.MethodType(forward, model)
 
 
-class _PairHead:
-    """TRL's fused output head of `model`, applied to given hidden states instead of a backbone's."""
+class _LabelledHead:
+    """TRL's fused output head of `model`, applied to given hidden states instead of a backbone's, at given places."""
 
     def __init__(self, model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
         self.config, self._model = model.config, model
@@ -277,44 +284,51 @@ class _PairHead:
     def forward(self, *_: Any, **__: Any) -> Any:
         """Replaced by TRL's head."""
 
-    def score(self, backbone: torch.nn.Module, arguments: dict[str, Any]) -> FusedCausalLMOutput:
-        """The per-token figures [rows, T] of one call of the backbone, computed where `shift_labels` has a label."""
-        labels = arguments.pop("shift_labels")
-        arguments.pop("use_cache", None)
-        backbone_output = backbone(**arguments, use_cache=False)
-        hidden, labelled = backbone_output.last_hidden_state, labels != IGNORE
-        scored = self.forward(
-            hidden[labelled][None],
-            shift_labels=labels[labelled][None],
-            fused_lm_head=True,
-            output_router_logits=False,
-        )
+    def score(self, hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> FusedCausalLMOutput:
+        """The per-token figures [rows, T] of `hidden` [rows, T, d]: those of `labels` at `places`, elsewhere 0."""
+        with _every_position():
+            scored = self.forward(
+                hidden.flatten(0, 1)[places][None],
+                shift_labels=labels.flatten()[places][None],
+                fused_lm_head=True,
+                output_router_logits=False,
+            )
         figures = {
-            name: value.new_zeros(labels.shape).masked_scatter(labelled, value)
+            name: value.new_zeros(labels.numel()).index_put((places,), value[0]).view(labels.shape)
             for name, value in scored.items()
             if value.dim() > 0
         }
-        # connected to every parameter even without labels, as DDP's reducer needs
-        figures["log_probs"] = figures["log_probs"] + (hidden.sum() + scored.log_probs.sum()) * 0.0
+        if not len(places):  # connected to every parameter even without labels, as DDP's reducer needs
+            figures["log_probs"] = figures["log_probs"] + (hidden.sum() + scored.log_probs.sum()) * 0.0
         return FusedCausalLMOutput(**figures)
+
+
+@contextmanager
+def _every_position() -> Iterator[None]:
+    """Inside the block TRL's head scores all positions that it is given, without looking for those with labels."""
+    looks, trl_utils._use_triton = trl_utils._use_triton, lambda _: False
+    try:
+        yield
+    finally:
+        trl_utils._use_triton = looks
 
 
 def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: PairLayout) -> tuple[dict[str, Any], torch.Size]:
     """The arguments of a forward pass over the row, and the shape [2B, L - 1] of TRL's per-token figures."""
     device = input_ids.device
-    places = layout.rows.to(device), layout.columns.to(device)
-    following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    arguments = on_device(row_arguments(layout.segments), device)
-    row = {"input_ids": input_ids[places][None], "shift_labels": following[places][None], **arguments}
-    return row, labels[:, 1:].shape
+    places = to_device(layout.rows, device), to_device(layout.columns, device)
+    following = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    row = {"input_ids": input_ids[places][None], "shift_labels": following[places][None]}
+    if layout.trained is not None:
+        row["label_places"] = to_device(layout.trained, device)
+    return {**row, **on_device(row_arguments(layout.segments), device)}, labels[:, 1:].shape
 
 
 def _put_back(scores: FusedCausalLMOutput, layout: PairLayout, shape: torch.Size) -> FusedCausalLMOutput:
     """The per-token figures [1, T] of the row, at their places in the padded batch."""
-    inside = layout.columns < shape[1]  # the last token of the longest document predicts nothing
     device = next(iter(scores.values())).device
-    places = tuple(index[inside].to(device) for index in (layout.rows, layout.columns))
-    kept = inside.to(device)
+    inside = to_device(layout.inside, device)
+    places = to_device(layout.rows, device)[inside], to_device(layout.columns, device)[inside]
     return FusedCausalLMOutput(
-        **{name: value.new_zeros(shape).index_put(places, value[0, kept]) for name, value in scores.items()}
+        **{name: value.new_zeros(shape).index_put(places, value[0, inside]) for name, value in scores.items()}
     )

@@ -151,7 +151,7 @@ class RouterLoss:
 
         Raises CheckFailed where they differ by more than rounding, UserError where no layer has a router.
         """
-        plain = {name: value for name, value in batch.items() if name != "shift_labels"}
+        plain = {name: value for name, value in batch.items() if name not in ("shift_labels", "label_places")}
         with torch.no_grad(), evaluating(model, autocast):
             with self.watching() as loads:
                 model(**without_labels(batch), loss_sum=True)
@@ -185,7 +185,8 @@ class RouterLoss:
 
 def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
     """`batch` without labels, so that its forward pass can skip the output head."""
-    return {**batch, "shift_labels": torch.full_like(batch["shift_labels"], IGNORE)}
+    labels = torch.full_like(batch["shift_labels"], IGNORE)
+    return {**batch, "shift_labels": labels, "label_places": torch.zeros(0, dtype=torch.int64)}
 
 
 def _sum(loads: Sequence[Load]) -> Load:

@@ -13,7 +13,7 @@ segments: the prompt without its last token, and for each answer that last token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -85,13 +85,32 @@ def row_arguments(segments: Segments) -> dict[str, Any]:
     }
 
 
+def places_of(labels: torch.Tensor) -> torch.Tensor:
+    """int64 [n]: where `labels` [rows, T] has a label, counted through the rows.
+
+    Made with the batch on the CPU: a device would have to be waited for, since only it knows how many there are.
+    """
+    return (labels.flatten() != IGNORE).nonzero()[:, 0]
+
+
 @dataclass(frozen=True, slots=True)
 class PairLayout:
-    """A flattened row of T tokens: token t of it is at `rows[t]`, `columns[t]` (int64 [T]) of the padded batch."""
+    """A flattened row of T tokens: token t of it is at `rows[t]`, `columns[t]` (int64 [T]) of the padded batch.
+
+    `inside` (int64): the tokens that are not in the last column, which predicts nothing. `trained` (int64): those that predict
+    a token of an answer; None where that is to be read from the labels.
+    """
 
     segments: Segments
     rows: torch.Tensor
     columns: torch.Tensor
+    inside: torch.Tensor
+    trained: torch.Tensor | None = None
+
+    def pin_memory(self) -> PairLayout:
+        """In memory that a device reads by itself."""
+        pinned = {name: getattr(self, name).pin_memory() for name in ("rows", "columns", "inside")}
+        return replace(self, **pinned, trained=None if self.trained is None else self.trained.pin_memory())
 
 
 def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: PairRows) -> dict[str, Any]:
@@ -104,7 +123,10 @@ def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: PairRows
         return batch
     prompts = [pair.prompt if rows == "shared" else 0 for pair in pairs]
     groups = [(number, number + len(pairs)) for number in range(len(pairs))]
-    return {**batch, "layout": layout_of([len(document.input_ids) for document in documents], groups, prompts)}
+    layout = layout_of([len(document.input_ids) for document in documents], groups, prompts)
+    predicts = batch["completion_mask"].roll(-1, dims=1)  # the last column is none of `inside`
+    trained = layout.inside[predicts[layout.rows[layout.inside], layout.columns[layout.inside]].nonzero()[:, 0]]
+    return {**batch, "layout": replace(layout, trained=trained)}
 
 
 def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> PairLayout:
@@ -121,13 +143,24 @@ def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: 
             pieces.append((group[0], 0, common, None))
         pieces += [(row, common, lengths[row], prefix) for row in group]
     prefixes = tuple(prefix for *_, prefix in pieces)
+    columns = torch.cat([torch.arange(first, end) for _, first, end, _ in pieces])
     return PairLayout(
         Segments(tuple(end - first for _, first, end, _ in pieces), prefixes if any(prompts) else ()),
         rows=torch.cat([torch.full((end - first,), row) for row, first, end, _ in pieces]),
-        columns=torch.cat([torch.arange(first, end) for _, first, end, _ in pieces]),
+        columns=columns,
+        inside=(columns < max(lengths) - 1).nonzero()[:, 0],
     )
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on `device`; copied from pinned memory, so that it does not wait for the work that is queued there."""
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
 
 
 def on_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """`batch` with its tensors on `device`."""
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    return {
+        name: to_device(value, device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
+    }

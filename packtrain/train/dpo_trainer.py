@@ -103,7 +103,7 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         ]
         with self._without_gathering(), self.accelerator.autocast():
             loss = self._compute_loss(model, inputs, False)
-        self._take_figures(inputs["completion_mask"])
+        self._take_figures(batch)
         return loss
 
     def loss_alone(self, batch: MicroBatch, *, reference: tuple[torch.Tensor, torch.Tensor] | None = None) -> float:
@@ -160,11 +160,11 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         finally:
             self.accelerator = accelerator
 
-    def _take_figures(self, completion_mask: torch.Tensor) -> None:
+    def _take_figures(self, batch: MicroBatch) -> None:
         """Moves TRL's figures of a micro-batch into our sums, weighted by the unit that each is a mean over."""
         noted = self._metrics["train" if self.model.training else "eval"]
-        chosen, rejected = (part.sum().item() for part in completion_mask[:, 1:].chunk(2))
-        over = {PAIRS: len(completion_mask) // 2, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected}
+        chosen, rejected = batch.trained, batch.rejected
+        over = {PAIRS: batch.examples, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected}
         for index, (name, kind) in enumerate(FIGURES.items()):
             for value in noted.pop(name, ()):
                 self._sums[index] += torch.tensor([value * over[kind], over[kind]], dtype=torch.float64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any
 
@@ -22,24 +22,33 @@ from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.monitor.stacks import listen
-from packtrain.packing.collate import IGNORE, PairRows, collate_flat, collate_padded, collate_pairs
+from packtrain.packing.collate import PairRows, collate_flat, collate_padded, collate_pairs, places_of
 from packtrain.packing.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), documents. Fillers: slots only."""
+    """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), documents. Fillers: slots only.
+
+    Of pairs `trained` are the targets of the chosen answers, `rejected` those of the others.
+    """
 
     inputs: dict[str, Any]
     trained: int
     tokens: int
     slots: int
     examples: int
+    rejected: int = 0
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
         """Trained targets, tokens, slots, documents: summed over a step."""
         return self.trained, self.tokens, self.slots, self.examples
+
+    def pin_memory(self) -> MicroBatch:
+        """In memory that a device reads by itself; called by the DataLoader."""
+        inputs = {name: one.pin_memory() if hasattr(one, "pin_memory") else one for name, one in self.inputs.items()}
+        return replace(self, inputs=inputs)
 
 
 @dataclass(frozen=True)
@@ -64,9 +73,10 @@ class Steps(Dataset):
         documents: Any = [self.data[int(number)] for number in numbers]
         padded = self.layout == "padding"
         inputs = collate_padded(documents, self.pad_token_id) if padded else collate_flat(documents)
+        places = places_of(inputs["shift_labels"])
         return MicroBatch(
-            inputs=inputs,
-            trained=int((inputs["shift_labels"] != IGNORE).sum()),
+            inputs={**inputs, "label_places": places},
+            trained=len(places),
             tokens=sum(len(document.input_ids) for document in documents),
             slots=inputs["input_ids"].numel(),
             examples=len(documents),
@@ -75,7 +85,7 @@ class Steps(Dataset):
 
 @dataclass(frozen=True)
 class PairSteps(Steps):
-    """As Steps, of preference pairs: `examples` of a micro-batch are pairs, `trained` the targets of its chosen answers.
+    """As Steps, of preference pairs: `examples` of a micro-batch are pairs.
 
     `reference` float32 [pairs, 2] has the reference's log-probabilities of the chosen and the rejected answer of each pair.
     """
@@ -97,6 +107,7 @@ class PairSteps(Steps):
             tokens=tokens,
             slots=inputs["input_ids"].numel() if self.layout == "padding" else tokens,
             examples=len(pairs),
+            rejected=sum(int(pair.rejected.loss_mask[1:].sum()) for pair in pairs),
         )
 
 
@@ -139,6 +150,7 @@ def step_loader(steps: Steps, *, first: int = 0, workers: int = 0) -> DataLoader
         sampler=_FromStep(first, len(steps)),
         num_workers=workers,
         worker_init_fn=_ignore_signals_except_from_parent if workers else None,
+        pin_memory=torch.cuda.is_available(),
         # its own generator: a base seed drawn from the global one would make a resumed run differ from an unbroken one
         generator=torch.Generator().manual_seed(0),
     )

@@ -27,6 +27,7 @@ from transformers.integrations import TensorBoardCallback
 from packtrain.model.load import base_model
 from packtrain.model.spread import check_active
 from packtrain.monitor.heartbeat import waiting
+from packtrain.packing.collate import to_device
 from packtrain.train.checkpoint import CheckpointHooks
 from packtrain.train.loader import MicroBatch, step_loader
 from packtrain.train.metrics import LoggingHooks, StepFigures
@@ -169,7 +170,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         log-probability of -387.3 becomes -388.
         """
         if isinstance(data, torch.Tensor):
-            return data.to(self.args.device)
+            return to_device(data, self.args.device)
         return super()._prepare_input(data) if isinstance(data, (dict, list, tuple)) else data
 
     def _watch_first_steps(self, batches: list[MicroBatch]) -> None:

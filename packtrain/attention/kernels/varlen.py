@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from packtrain.attention.kernels.sinks import attend_with_sinks
+from packtrain.packing.collate import to_device
 from packtrain.packing.segments import Segments
 
 _ALIGNMENT = 8  # head dimensions that kernels take are multiples of 16 bytes
@@ -73,11 +74,11 @@ def borders_of(segments: Segments, device: torch.device) -> Borders:
     """The borders of a row on `device`, without waiting for the device."""
     lengths = [own + before for own, before in zip(segments.lengths, segments.prefix_lengths, strict=True)]
     with torch.inference_mode(False):  # an evaluation's cached tensors are used again in training
-        queries = _on(device, segments.cumulative_lengths())
+        queries = to_device(segments.cumulative_lengths(), device)
         if not any(segments.prefix_lengths):
             return Borders(queries, queries, max(segments.lengths), max(segments.lengths), None)
-        keys = _on(device, torch.tensor((0, *accumulate(lengths)), dtype=torch.int32))
-        return Borders(queries, keys, max(segments.lengths), max(lengths), _on(device, _gathered(segments)))
+        keys = to_device(torch.tensor((0, *accumulate(lengths)), dtype=torch.int32), device)
+        return Borders(queries, keys, max(segments.lengths), max(lengths), to_device(_gathered(segments), device))
 
 
 def _gathered(segments: Segments) -> torch.Tensor:
@@ -87,13 +88,6 @@ def _gathered(segments: Segments) -> torch.Tensor:
     for segment, prefix in enumerate(segments.shared):
         pieces += [own[segment]] if prefix is None else [own[prefix], own[segment]]
     return torch.cat(pieces)
-
-
-def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` on `device`; copied from pinned memory, so that it does not wait for the queued work."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def attend_by_segments(
