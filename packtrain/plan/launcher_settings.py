@@ -33,7 +33,8 @@ def deepspeed_config(strategy: str, *, dtype: str, max_grad_norm: float) -> dict
 
     Batches are left at one, as for transformers: a loader item is a whole optimizer step, and the trainer tells the engine
     which of its micro-batches is the last. Optimizer and schedule are transformers'. bf16 says that the WEIGHTS are bfloat16
-    (DeepSpeed then keeps float32 copies in its optimizer); `dtype` "auto" leaves that open until the model is loaded.
+    (DeepSpeed then keeps float32 copies in its optimizer); `dtype` "auto" leaves that open until the model is loaded. Gradients
+    are added up and reduced in float32: in bfloat16 the number of micro-batches and of processes would change their rounding.
     trainer.mixed_precision is autocast over the weights as they are, the same under every strategy.
     """
     stage = STAGES.get(strategy)
@@ -59,7 +60,9 @@ def deepspeed_config(strategy: str, *, dtype: str, max_grad_norm: float) -> dict
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": max_grad_norm,
-        "bf16": {"enabled": "auto" if dtype == "auto" else dtype == "bfloat16"},
+        "bf16": {"enabled": "auto" if dtype == "auto" else dtype == "bfloat16", "immediate_grad_update": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # transformers' fused AdamW is not on its list
         "steps_per_print": 10**9,  # in effect never: DeepSpeed's own lines on the terminal

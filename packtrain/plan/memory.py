@@ -41,6 +41,9 @@ SHARDED = {  # what a strategy shards over the processes
     "zero3_offload": ("weights", "gradients", "optimizer", "reference"),
 }
 _TILE = (4096, 32768)  # tokens and words whose logits exist at once (trl.kernels.chunked_logprob)
+_REDUCED = (
+    500_000_000  # gradients that ZeRO-1 of bfloat16 weights reduces at once (deepspeed's MEMORY_OPT_ALLREDUCE_SIZE)
+)
 _LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
@@ -169,7 +172,7 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
     trained_width = model.width if full or rounded else ADAPTER_BYTES
     parts = {
         "weights": model.all * model.width + (0 if full else model.trained * trained_width),
-        "gradients": model.trained * trained_width,
+        "gradients": model.trained * (4 if rounded else trained_width),  # DeepSpeed adds them up in float32
         "optimizer": _states(config, model, trained_width),
         "reference": _reference(config, model),
     }
@@ -184,10 +187,13 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
     activations, unknown = _activations(config, model)
     buffers = _buffers(config, model, processes, trained_width)
     stepped = math.ceil(model.trained / (processes if "optimizer" in SHARDED[name] else 1))
-    # the optimizer's step: DeepSpeed's float32 gradients, AdamW's temporary list of tensors
-    stepping = stepped * ((4 if rounded else 0) + (trained_width if config.optim.name == "adamw_torch" else 0))
+    # the optimizer's step: ZeRO-2 and 3's copy of float32 gradients, AdamW's temporary list of tensors
+    copied = 4 if rounded and name != "zero1" else 0
+    stepping = stepped * (copied + (trained_width if config.optim.name == "adamw_torch" else 0))
     if trained_width == 2 and not rounded and config.optim.steps_in_float32:
         stepping = _in_float32(config) * min(stepped, max(STEPPED, model.largest))
+    if rounded and name == "zero1" and processes > 1:
+        stepping = max(stepping, 4 * min(_REDUCED, model.trained))
     after = 0 if name == "zero3_offload" else stepping - (activations or 0)  # activations are freed by then
     checking = 0 if name == "zero3_offload" else _first_check(config, model) - (activations or 0)
     checking -= split["gradients"] + split["optimizer"]  # which are not there before step 1
@@ -239,10 +245,13 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
         gathered = 3 * model.block + model.rest  # a layer, what it was gathered in, and the next one; the rest stays
         reduced = 2 * model.block + model.rest if full else 0  # gradients, and what they are reduced in
         return copies + gathered * width + reduced * trained_width
-    bucket = min(BUCKET, model.trained) * trained_width
-    if STAGES[name] < 3:
-        return copies + 2 * bucket  # one is reduced while the other is filled (overlap_comm)
-    return copies + bucket + min(model.all, _LIVE) * width
+    rounded = width == 2
+    if name == "zero1" and rounded:
+        return copies  # no buckets: gradients are reduced when the step is complete
+    bucket = min(BUCKET, model.trained)
+    if STAGES[name] < 3:  # one is reduced while the other is filled (overlap_comm), in float32
+        return copies + (2 * trained_width + (4 if rounded else 0)) * bucket
+    return copies + 4 * bucket + min(model.all, _LIVE) * width
 
 
 def _states(config: RunConfig, model: _Model, trained_width: int) -> int:

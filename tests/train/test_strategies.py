@@ -209,6 +209,20 @@ def test_preferences_train_the_same_on_four_processes_of_which_some_have_no_pair
             assert ours[figure] == pytest.approx(theirs[figure], rel=1e-5, abs=1e-5), (ours["step"], figure)
 
 
+@pytest.mark.parametrize("name", [ZERO1, ZERO2, ZERO3])
+def test_gradients_of_bfloat16_weights_are_added_up_in_float32(folder: Path, name: str) -> None:
+    """In steps of eight micro-batches a process and of one, all of the same document: each eighth is exact in bfloat16,
+    sums of three or five of them are not."""
+    same = write_jsonl(folder / "same.jsonl", conversations(1) * 18)
+    config = base_config(folder, data={"train": str(same)}, optim={"name": "sgd", "learning_rate": 1e-30})
+    config["model"] |= {"config": MODEL, "dtype": "bfloat16"}
+    config["batch"] = {"examples_per_step": 16, "examples_per_device": 1}
+    overrides = [f"strategy={name}", "packing=padding", "trainer.max_steps=2"]
+    many, one = train(folder, config, *overrides, name=f"{name}-same", processes=2).steps
+    assert (many["examples"], one["examples"]) == (16, 2)
+    assert many["grad_norm"] == one["grad_norm"]
+
+
 @NEEDS_DEEPSPEED
 def test_bfloat16_weights_of_deepspeed_do_not_round_the_precomputed_reference(folder: Path) -> None:
     overrides = ["strategy=zero2", "model.dtype=bfloat16", "objective.reference=precomputed", "trainer.max_steps=1"]

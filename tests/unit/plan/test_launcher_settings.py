@@ -32,7 +32,7 @@ def test_deepspeeds_bf16_is_the_format_of_the_weights_which_may_be_known_only_wh
     dtype: str, enabled: bool | str
 ) -> None:
     made = deepspeed_config("zero2", dtype=dtype, max_grad_norm=1.0)
-    assert made is not None and made["bf16"] == {"enabled": enabled}
+    assert made is not None and made["bf16"]["enabled"] == enabled
 
 
 @pytest.mark.parametrize(

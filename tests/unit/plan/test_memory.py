@@ -182,11 +182,11 @@ def test_adapters_are_counted_on_their_base_and_as_what_they_are_to_the_run(tmp_
         ("ddp", "bfloat16 optim.rounding=stochastic", (2, 2, 4)),
         ("ddp", "bfloat16 optim.master_weights=false", (2, 2, 4)),
         ("zero1", "float32", (4, 4, "12/P")),
-        ("zero1", "bfloat16", (2, 2, "12/P")),
+        ("zero1", "bfloat16", (2, 4, "12/P")),
         ("zero2", "float32", (4, "4/P", "12/P")),
-        ("zero2", "bfloat16", (2, "2/P", "12/P")),
+        ("zero2", "bfloat16", (2, "4/P", "12/P")),
         ("zero3", "float32", ("4/P", "4/P", "12/P")),
-        ("zero3", "bfloat16", ("2/P", "2/P", "12/P")),
+        ("zero3", "bfloat16", ("2/P", "4/P", "12/P")),
         ("fsdp2", "float32", ("4/P", "4/P", "8/P")),
         ("fsdp2", "bfloat16", ("2/P", "2/P", "12/P")),
         ("fsdp2", "bfloat16 optim.rounding=stochastic", ("2/P", "2/P", "4/P")),
@@ -213,7 +213,7 @@ def test_a_step_in_float32_takes_memory_for_a_part_of_the_weights_at_a_time() ->
 def test_offloading_moves_everything_that_lasts_to_the_machines_own_memory() -> None:
     found = known([*sized("llama"), "model.dtype=bfloat16"], 2, strategy="zero3_offload")
     assert (found.weights, found.gradients, found.optimizer) == (0, 0, 0)
-    assert found.host == pytest.approx(20 / 2 * found.parameters, rel=1e-3)
+    assert found.host == pytest.approx(22 / 2 * found.parameters, rel=1e-3)
     assert found.buffers > 0 and "of the machine's own memory per process" in found.sentence()
     assert (
         known(sized("llama"), 64, strategy="zero3").host == 4 * found.parameters
@@ -245,7 +245,7 @@ def test_adapters_are_float32_under_ddp_and_in_the_models_format_under_deepspeed
     lora = [*sized("llama"), "model.dtype=bfloat16", "peft=lora"]
     ddp, zero2 = known(lora), known(lora, strategy="zero2")
     assert (ddp.gradients, ddp.optimizer) == (4 * ddp.trained, 8 * ddp.trained)
-    assert (zero2.gradients, zero2.optimizer) == (2 * ddp.trained, 12 * ddp.trained)
+    assert (zero2.gradients, zero2.optimizer) == (4 * ddp.trained, 12 * ddp.trained)
     assert ddp.weights == 2 * ddp.parameters + 4 * ddp.trained
 
 
