@@ -7,9 +7,9 @@ zero where there is no label, as by TRL's head. So TRL's loss code runs unmodifi
 
 Both use TRL's fused LM head (no full logits), which is given the labelled positions only. Where they are comes with the batch,
 from the CPU: TRL would ask the device, and wait for it. Without Triton that head recomputes the logits in the backward pass. On
-a CPU in float32 the loss of documents therefore goes through torch's own `linear_cross_entropy`, with its gradients made in the
-forward pass: 1.1 s in place of 2.9 s for 1,024 tokens of SmolLM2's vocabulary on 2 cores. Both are compared with the full
-logits before step 1, and replaced by them in models whose head they do not fit.
+a CPU the loss of documents therefore has its gradients made in the forward pass: by torch's own `linear_cross_entropy` in
+float32 (1.1 s in place of 2.9 s for 1,024 tokens of SmolLM2's vocabulary on 2 cores), by bf16_head.py in bfloat16. They are
+compared with the full logits before step 1, and replaced by them in models whose head they do not fit.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from packtrain.attention.backends import attend_by
 from packtrain.config.schema import Objective, TokenLoss
 from packtrain.errors import CheckFailed
+from packtrain.model.bf16_head import computes_in_bf16, nll_sum
 from packtrain.model.precision import compute_in
 from packtrain.packing.collate import IGNORE, PairLayout, on_device, places_of, row_arguments, to_device
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
@@ -192,13 +193,16 @@ def _is_linear(model: PreTrainedModel) -> bool:
 def _is_plain_cpu(model: PreTrainedModel) -> bool:
     head: Any = model.get_output_embeddings()
     weight = head.weight
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    in_float32 = weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    return weight.device.type == "cpu" and (in_float32 or computes_in_bf16(weight))
 
 
 def _linear_nll_sum(hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor, head: Any) -> torch.Tensor:
     """Scalar Σ NLL of `hidden` [rows, T, d] under `labels` [rows, T] at `places`; `head` is an nn.Linear."""
     if not len(places):  # a differentiable zero that touches every parameter, as DDP's reducer needs
         return F.linear(hidden[:, :1], head.weight, head.bias).sum() * 0.0
+    if computes_in_bf16(head.weight):
+        return nll_sum(hidden.flatten(0, 1)[places], head.weight, head.bias, labels.flatten()[places])
     return F.linear_cross_entropy(
         hidden.flatten(0, 1)[places],
         head.weight,
@@ -210,10 +214,11 @@ def _linear_nll_sum(hidden: torch.Tensor, labels: torch.Tensor, places: torch.Te
 
 
 def _linear_nll(hidden: torch.Tensor, labels: torch.Tensor, places: torch.Tensor, head: Any) -> torch.Tensor:
-    """NLL [rows, T] of `hidden` [rows, T, d], 0 where there is no label."""
-    rows, targets, losses = hidden.flatten(0, 1), labels.flatten(), hidden.new_zeros(labels.numel())
+    """float32 NLL [rows, T] of `hidden` [rows, T, d], 0 where there is no label."""
+    rows, targets = hidden.flatten(0, 1), labels.flatten()
+    losses = hidden.new_zeros(labels.numel(), dtype=torch.float32)
     for part in places.split(_HEAD_CHUNK):
-        logits = F.linear(rows[part], head.weight, head.bias)
+        logits = F.linear(rows[part], head.weight, head.bias).float()
         losses = losses.index_put((part,), F.cross_entropy(logits, targets[part], reduction="none"))
     return losses.view(labels.shape)
 

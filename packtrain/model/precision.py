@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,3 +46,15 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
             return inner(*args, **kwargs)
 
     base.forward = types.MethodType(convert_outputs_to_fp32(forward), base)
+
+
+@contextmanager
+def weights_cast_once() -> Iterator[None]:
+    """Inside the block autocast keeps its copies of trained weights from one forward pass to the next: one cast a step, not one
+    for each micro-batch. Nothing may change the weights inside it, or run them for training after a pass without gradients."""
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()

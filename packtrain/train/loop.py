@@ -25,6 +25,7 @@ from transformers import PrinterCallback
 from transformers.integrations import TensorBoardCallback
 
 from packtrain.model.load import base_model
+from packtrain.model.precision import weights_cast_once
 from packtrain.model.spread import check_active
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import to_device
@@ -147,14 +148,16 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         assert num_items_in_batch is not None
         total = torch.zeros((), device=self.args.device)
         self.open_step(inputs)
-        for number, batch in enumerate(inputs, start=1):
-            self.clock.enter("forward", micro=number)
-            with self._gradients_kept(model, last=number == len(inputs)):
-                with self.maybe_activation_offload_context:
-                    loss = self.loss_of(model, batch, num_items_in_batch)
-                self.clock.enter("backward", micro=number)
-                self.accelerator.backward(loss)
-            total += loss.detach()
+        # sharded weights are whole for one layer at a time, which copies of all of them would undo
+        with nullcontext() if self.settings.sharded else weights_cast_once():
+            for number, batch in enumerate(inputs, start=1):
+                self.clock.enter("forward", micro=number)
+                with self._gradients_kept(model, last=number == len(inputs)):
+                    with self.maybe_activation_offload_context:
+                        loss = self.loss_of(model, batch, num_items_in_batch)
+                    self.clock.enter("backward", micro=number)
+                    self.accelerator.backward(loss)
+                total += loss.detach()
         _, tokens, _, _, *signals = self.step_figures.last.tolist()
         # counted per step, not per logged line: a checkpoint may be written between two lines
         self.state.num_input_tokens_seen += tokens
