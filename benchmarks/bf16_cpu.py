@@ -33,7 +33,8 @@ def train(model: str, tokens: Path, mixed_precision: str, folder: Path) -> list[
         "packing.mode=packed",
         "batch.examples_per_step=16",
         f"batch.tokens_per_device={TOKENS}",
-        "optim.learning_rate=1e-5",
+        "optim.learning_rate=1e-12",  # both formats see the same weights in every step
+        "optim.schedule=constant",
         f"trainer.mixed_precision={mixed_precision}",
         "trainer.resume=never",
         f"trainer.output_dir={folder / mixed_precision}",
