@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand
 
 from packtrain import __version__
-from packtrain.errors import UserError
+from packtrain.errors import PacktrainError, UserError
 from packtrain.fast_imports import fast_imports
 from packtrain.launch.exit_status import exit_code_of
 
@@ -216,7 +216,16 @@ def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
         return 0
     from packtrain.launch.execute import execute
 
-    return execute(launch, run, lambda: _train(verb, run), split_arguments(arguments)[0])
+    given, limit_s = split_arguments(arguments)[0], run.topology.join_timeout
+    return execute(launch, run, lambda: _train(verb, run), given, lambda refused: _refuse(refused, limit_s))
+
+
+def _refuse(refused: PacktrainError, limit_s: float) -> None:
+    """Tells the other processes of the launch why this one does not train."""
+    with fast_imports():
+        from packtrain.train.sync.store_barrier import join
+    if (peers := join(timeout_s=limit_s)) is not None:
+        peers.refuse(refused)
 
 
 def _train(verb: str, config: RunConfig) -> int:

@@ -6,8 +6,9 @@ bugs of packtrain itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,10 @@ class PacktrainError(Exception):
     def __reduce__(self):  # exceptions cross process borders (data workers) by pickle
         return (type(self), (self.problems,))
 
+    def to_json(self) -> dict[str, Any]:
+        """Exit code and problems in plain containers, for another process: see `of_json`."""
+        return {"code": self.exit_code, "problems": [asdict(one) for one in self.problems]}
+
 
 class UserError(PacktrainError):
     """The config, the data or the arguments are wrong."""
@@ -67,3 +72,9 @@ class PeerFailed(PacktrainError):
 
 class LostPeers(PeerFailed):
     """The others are gone in the middle of an operation: mostly what is seen here of a failure that is told elsewhere."""
+
+
+def of_json(said: Mapping[str, Any]) -> PacktrainError:
+    """The error of another process, from its `to_json`."""
+    kind = {one.exit_code: one for one in (UserError, CheckFailed, PeerFailed)}.get(said["code"], PeerFailed)
+    return kind([Problem(**one) for one in said["problems"]])

@@ -22,7 +22,7 @@ import yaml
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
-from packtrain.errors import UserError
+from packtrain.errors import PacktrainError, UserError
 from packtrain.launch.coordinator import Coordinator, Reporter
 from packtrain.launch.inputs import inputs
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
@@ -46,12 +46,19 @@ _OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLU
 """Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher; a process without any of them was started by hand."""
 
 
-def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int], given: str | None = None) -> int:
+def execute(
+    plan: LaunchPlan,
+    config: RunConfig,
+    train: Callable[[], int],
+    given: str | None = None,
+    refuse: Callable[[PacktrainError], object] = lambda _: None,
+) -> int:
     """Carries out the plan to its end and returns the exit code: 0, or the most informative one of the workers.
 
-    A run of one process is `train()` in this one; other plans start their commands. `given` is the path of the config. Raises
-    UserError if the plan cannot be carried out from here, the run folder cannot be written, has what others made, or another
-    run is going on in it; CheckFailed if the machines differ where they must not; PeerFailed if one is missing.
+    A run of one process is `train()` in this one; other plans start their commands. `given` is the path of the config. `refuse`
+    tells the ranks that another launcher has started, which wait for this one, why it ends. Raises UserError if the plan cannot
+    be carried out from here, the run folder cannot be written, has what others made, or another run is going on in it;
+    CheckFailed if the machines differ where they must not; PeerFailed if one is missing.
     """
     if plan.obstacles and not plan.lacks_gpus_alone:
         raise UserError(list(plan.obstacles))
@@ -59,13 +66,19 @@ def execute(plan: LaunchPlan, config: RunConfig, train: Callable[[], int], given
         return run_srun(plan.srun)
     folder = RunFolder.of(config.trainer)
     with ExitStack() as stack:
-        if _is_first(plan):
-            check_free(folder.root)
         open_attempt = partial(_open_attempt, plan, config, given, folder, stack)
         if plan.in_process:
             if _is_first(plan):
-                open_attempt()
+                try:
+                    open_attempt()
+                except UserError as refused:
+                    if plan.num_processes > 1:
+                        os.environ.update(plan.command.env)
+                        refuse(refused)
+                    raise
             return _train_here(plan, config, folder, train)
+        if plan.nodes == 1:  # before its port is found taken; several machines meet first, so that all know
+            check_free(folder.root)
         address, port = plan.accelerate["main_process_ip"], plan.accelerate["main_process_port"]
         place = Place(address, port, config.topology.join_timeout, config.trainer.output_dir, plan.hosts)
         group = stack.enter_context(meet(_member(plan, config), place, open_attempt))
@@ -181,6 +194,7 @@ def _open_attempt(plan: LaunchPlan, config: RunConfig, given: str | None, folder
 
     The folder is locked until the `stack` ends.
     """
+    check_free(folder.root)
     with _writing():
         folder.open_attempt(config.trainer.resume, inputs(config, given))
         stack.enter_context(locked(folder.root))

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, UserError
+from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, of_json
 from packtrain.monitor.channel import SECRET, Client, NoAnswer, Refused, Server, new_secret
 from packtrain.plan.agreement import Member, names_of, twice, unlike, unlike_counts
 from packtrain.plan.network_settings import addresses_by_interface, is_loopback
@@ -108,7 +108,7 @@ def _gather(me: Member, place: Place, server: Server, prepare: Callable[[], obje
         joined.wait()
         prepare()
     except PacktrainError as error:
-        joined.answer({"stop": _to_json(error)})
+        joined.answer({"stop": error.to_json()})
         raise
     except BaseException:  # a signal
         joined.answer({"left": "its launcher was stopped"})
@@ -149,15 +149,15 @@ class _JoinServer:
         try:
             member, token = Member.from_json(body.get("member")), str(body["token"])
         except (ValueError, KeyError, TypeError):
-            return {"stop": _to_json(_not_for_us(self._place, "machine 0 has another version of packtrain"))}
+            return {"stop": _not_for_us(self._place, "machine 0 has another version of packtrain").to_json()}
         if body.get("job") != self._place.job:
-            return {"stop": _to_json(_not_for_us(self._place, _ANOTHER_RUN))}
+            return {"stop": _not_for_us(self._place, _ANOTHER_RUN).to_json()}
         with self._lock:
             answer = self._answer
             if token not in self._joined:
                 if answer is not None and "go" in answer:
                     return {
-                        "stop": _to_json(_not_for_us(self._place, "a run has already started, with all its machines"))
+                        "stop": _not_for_us(self._place, "a run has already started, with all its machines").to_json()
                     }
                 others = self.members()
                 same = next((twice(one, member) for one in others if one.node == member.node), None)
@@ -283,7 +283,7 @@ def _asked(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
 
 def _group_of(answer: Mapping[str, Any], client: Client, place: Place) -> Group | str:
     if "stop" in answer:
-        raise _from_json(answer["stop"])
+        raise of_json(answer["stop"])
     if "left" in answer:
         raise _left(place, str(answer["left"]))
     if "go" not in answer:
@@ -361,15 +361,6 @@ def _free_port(preferred: int) -> int:
     with suppress(OSError), socket.create_server(("", preferred)):
         return preferred
     return free_port()
-
-
-def _to_json(error: PacktrainError) -> dict[str, Any]:
-    return {"code": error.exit_code, "problems": [asdict(one) for one in error.problems]}
-
-
-def _from_json(values: Mapping[str, Any]) -> PacktrainError:
-    kind = {one.exit_code: one for one in (UserError, CheckFailed, PeerFailed)}.get(values["code"], PeerFailed)
-    return kind([Problem(**one) for one in values["problems"]])
 
 
 def _not_for_us(place: Place, what: str) -> CheckFailed:

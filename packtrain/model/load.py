@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from packtrain.attention.rotary import rotates_by_length
 from packtrain.config.schema import Model, Peft
@@ -58,6 +60,8 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
     adapters = config.path if config.init == "pretrained" else None
     if (base := base_of(adapters)) is not None:
         config = replace(config, path=base)
+    if config.init == "pretrained" and config.path is not None:
+        _check_generation_config(Path(config.path).expanduser() / GENERATION_CONFIG_NAME)
     with _hub(config.path) as online:
         try:
             if config.init == "random":
@@ -144,6 +148,24 @@ def check_positions(model: PreTrainedModel, longest: int, *, padded: bool) -> No
             where="data.max_length",
             fix=f"set data.max_length to {positions}, or model.config.{name} to what you want it to learn",
         )
+
+
+def _check_generation_config(file: Path) -> None:
+    """Raises UserError for a file of JSON that transformers cannot use; what is no JSON it leaves aside."""
+    try:
+        settings = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return
+    fix = "Mend it, or take the file away: without it, one is made of the model's config."
+    if not isinstance(settings, dict):
+        found = json.dumps(settings)
+        what = f"expected an object of settings, found {found if len(found) < 40 else found[:40] + ' …'}"
+        raise UserError(what, where=str(file), fix=fix)
+    for key, value in settings.items():
+        ids = value if isinstance(value, list) else [value]
+        if key.endswith("_token_id") and not all(isinstance(one, int | None) for one in ids):
+            what = f"expected a token's number or a list of them, found {json.dumps(value)}"
+            raise UserError(what, where=f"{file}, {key}", fix=fix)
 
 
 def _hub(source: str | None) -> AbstractContextManager[bool]:

@@ -10,7 +10,7 @@ import gc
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -60,7 +60,7 @@ from packtrain.train.sync.checks import (
     connect,
     limit_collectives,
 )
-from packtrain.train.sync.store_barrier import Peers, join, preparing_s
+from packtrain.train.sync.store_barrier import Peers, join, preparing_s, telling
 
 
 class TrainingObjective(Protocol):
@@ -103,7 +103,10 @@ class TrainingObjective(Protocol):
 
 @dataclass(slots=True)
 class Run:
-    """State shared by the functions of this file, from `model` on set once loaded; `attention` is the model's original one."""
+    """State shared by the functions of this file, from `model` on set once loaded; `attention` is the model's original one.
+
+    `before` are the answers of the untrained model to trainer.samples.
+    """
 
     config: RunConfig
     ranks: Ranks
@@ -115,6 +118,7 @@ class Run:
     model: Any = None
     tokenizer: Any = None
     attention: str = ""
+    before: list[str] = field(default_factory=list)
 
 
 def train(verb: str, config: RunConfig) -> int:
@@ -148,10 +152,36 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
-    run, objective = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log)), _objective(config)
+    run = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log))
+    with telling(peers):
+        data, trainer, decision, checkpoint = _prepare(run, started)
+    if checkpoint is not None:
+        limit_collectives(
+            config.topology.checkpoint_timeout
+        )  # until the first step, since ranks finish reading at different times
+    run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        run.progress.close()
+
+    early = config.trainer.early_stop_patience is not None
+    summary = results.Summary(trainer, data, decision, started, early)
+    if run.stop.agreed:
+        _write_summary(run, summary.to_json("stopped"))
+        step = trainer.state.global_step
+        log.say(f"stopped by signal {run.stop.agreed} after step {step}; the same command goes on from there")
+        return 128 + run.stop.agreed
+    _finish(run, trainer, summary)
+    return 0
+
+
+def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, AttentionChoice | None, Path | None]:
+    """All that comes before step 1: data, trainer, the attention chosen for packed rows, the checkpoint to go on from."""
+    config, ranks, peers, log, objective = run.config, run.ranks, run.peers, run.log, _objective(run.config)
     checkpoint = _checkpoint_to_resume(run)
     needed = checkpoint is not None or config.trainer.checkpoint_every is not None
-    if ranks.world_size > 1 and (remark := check_run_folder(folder.logs, main=ranks.main, needed=needed)):
+    if ranks.world_size > 1 and (remark := check_run_folder(run.folder.logs, main=ranks.main, needed=needed)):
         log.warn(remark)
 
     own_heartbeat().enter("prepare")
@@ -174,29 +204,13 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     run.attention = own_attention(base_model(run.model))
     trainer, decision = _build(run, objective, data, checkpoint)
     _try_saving(run)
-    before = _answers(run)
+    run.before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
     log.fact("ready", f"{begins} after {time.perf_counter() - started:.1f} s")
-    _prepare_run_folder(run, checkpoint)
-    if checkpoint is not None:
-        limit_collectives(
-            config.topology.checkpoint_timeout
-        )  # until the first step, since ranks finish reading at different times
-    run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
-    try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    finally:
-        run.progress.close()
-
-    early = config.trainer.early_stop_patience is not None
-    summary = results.Summary(trainer, data, decision, started, early)
-    if run.stop.agreed:
-        _write_summary(run, summary.to_json("stopped"))
-        step = trainer.state.global_step
-        log.say(f"stopped by signal {run.stop.agreed} after step {step}; the same command goes on from there")
-        return 128 + run.stop.agreed
-    _finish(run, trainer, summary, before)
-    return 0
+    _wait_for_all(run, "ready")
+    _begin_run_folder(run, checkpoint)
+    _wait_for_all(run, "run folder")
+    return data, trainer, decision, checkpoint
 
 
 def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
@@ -207,7 +221,8 @@ def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> in
     objective = _objective(config)
     dpo = objective if isinstance(objective, DPO) else None
     subject = Subject(config.model, config.peft, config.packing, config.objective, config.trainer, dpo)
-    return verify(subject, ranks, peers, timeout_s=preparing_s(config.topology.step_timeout))
+    with telling(peers):
+        return verify(subject, ranks, peers, timeout_s=preparing_s(config.topology.step_timeout))
 
 
 def _objective(config: RunConfig) -> TrainingObjective:
@@ -291,6 +306,7 @@ def _try_saving(run: Run) -> None:
         run.log.warn(remark)
     if run.ranks.main:
         try_saving(run.model, run.tokenizer, whole=whole)
+    _wait_for_all(run, "saving")
 
 
 def origin_of(
@@ -362,10 +378,8 @@ def _wait_for_all(run: Run, stage: str) -> None:
         run.peers.settle(stage, {}, lambda _: [], timeout_s=preparing_s(run.config.topology.checkpoint_timeout))
 
 
-def _prepare_run_folder(run: Run, checkpoint: Path | None) -> None:
-    """Takes over the run folder once every process is ready to train: what would be wrong from now on is moved away."""
-    with waiting("all ranks to be ready to train"):
-        PartialState().wait_for_everyone()
+def _begin_run_folder(run: Run, checkpoint: Path | None) -> None:
+    """Takes over the run folder, as every process is ready to train: what would be wrong from now on is moved away."""
     if not run.ranks.main:
         return
     folder = run.folder
@@ -380,7 +394,7 @@ def _prepare_run_folder(run: Run, checkpoint: Path | None) -> None:
         run.log.warn(remark)
 
 
-def _finish(run: Run, trainer: StepTrainer, summary: results.Summary, before: list[str]) -> None:
+def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     """The end of a completed run: last evaluation, final/, summary.json, last lines."""
     config, folder = run.config, run.folder
     evaluated = [line["step"] for line in trainer.state.log_history if "eval_loss" in line]
@@ -401,7 +415,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary, before: li
         mode=config.packing.mode,
         chat=bool(run.tokenizer.chat_template),
     )
-    answers = list(zip(config.trainer.samples, before, after, strict=False))
+    answers = list(zip(config.trainer.samples, run.before, after, strict=False))
     results.show(run.log, summary, answers, folder, saved, commands)
 
 

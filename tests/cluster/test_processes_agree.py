@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +36,8 @@ ROW = '{"messages": [{"role": "user", "content": "Say %s."}, {"role": "assistant
 
 def prepared(folder: Path) -> Path:
     """A folder with a config, and two places with other data under the same name."""
+    (folder / "broken").mkdir()
+    (folder / "broken" / "data.jsonl").write_text('{"messages": []}\n')
     for place in ("same", "other"):
         (folder / place).mkdir()
         said = ["one", "two", "three", "four" if place == "same" else "five"]
@@ -47,12 +50,12 @@ def prepared(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """`packtrain ARGUMENTS` as one process of a launch; with `other_seed` rank 1 makes a model of another seed."""
+    """`packtrain ARGUMENTS` as one process of a launch, which `begin` starts."""
 
     arguments: tuple[str, ...]
     env: Mapping[str, str]
     folder: Path
-    other_seed: bool = False
+    begin: Callable[..., None] = forked.run
 
 
 def launch(
@@ -62,7 +65,7 @@ def launch(
     odd: tuple[str, ...] = (),
     place: str = "same",
     odd_env: Mapping[str, str] = MappingProxyType({}),
-    other_seed: bool = False,
+    begin: Callable[..., None] = forked.run,
     **env: str,
 ) -> list[Job]:
     """The `number` processes of a launch; rank 1 has the arguments `odd`, the folder `place` and the variables `odd_env`."""
@@ -72,7 +75,7 @@ def launch(
         told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
         told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **env, **(odd_env if rank == 1 else {})}
         arguments = (verb[0], str(folder / "run.yaml"), *verb[1:], *(odd if rank == 1 else ()))
-        jobs.append(Job(arguments, told, folder / (place if rank == 1 else "same"), other_seed))
+        jobs.append(Job(arguments, told, folder / (place if rank == 1 else "same"), begin))
     return jobs
 
 
@@ -81,9 +84,8 @@ def run_all(jobs: Sequence[Job], outputs: Path) -> list[tuple[int, str]]:
     files = [[outputs / f"{number}.{kind}" for kind in ("out", "err")] for number in range(len(jobs))]
     processes = []
     for job, output in zip(jobs, files, strict=True):
-        begin = _with_other_seed if job.other_seed else forked.run
         env = {**forked.ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", **job.env}
-        processes.append(forked._CONTEXT.Process(target=begin, args=(job.arguments, env, job.folder, output)))
+        processes.append(forked._CONTEXT.Process(target=job.begin, args=(job.arguments, env, job.folder, output)))
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")  # for the server, as in forked.start
             processes[-1].start()
@@ -101,6 +103,17 @@ def _with_other_seed(arguments: tuple[str, ...], env: Mapping[str, str], cwd: Pa
     forked.run(arguments, env, cwd, outputs)
 
 
+def _unable_to_save(arguments: tuple[str, ...], env: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:
+    from packtrain.errors import UserError
+    from packtrain.train import run
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UserError("the tokenizer cannot be saved: it has a lambda", where="model.tokenizer")
+
+    run.try_saving = refuse
+    forked.run(arguments, env, cwd, outputs)
+
+
 Launches = dict[str, tuple[Path, list[tuple[int, str]]]]
 
 
@@ -108,15 +121,21 @@ Launches = dict[str, tuple[Path, list[tuple[int, str]]]]
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     """All launches to their end, at once: folder, exit codes and what the processes said."""
     place = {
-        name: prepared(tmp_path_factory.mktemp(name)) for name in ("config", "disk", "data", "sft", "verify", "size")
+        name: prepared(tmp_path_factory.mktemp(name))
+        for name in ("config", "disk", "data", "sft", "verify", "size", "foreign", "saving", "broken")
     }
+    (place["foreign"] / "run").mkdir()
+    (place["foreign"] / "run" / "metrics.jsonl").write_text("someone's")
     alone = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     jobs = {
         "config": launch(place["config"], 2, "sft", odd=("optim.learning_rate=1e-3",), odd_env=alone),
         "disk": launch(place["disk"], 2, "sft", "trainer.output_dir=run", "trainer.checkpoint_every=1", place="other"),
         "data": launch(place["data"], 2, "sft", place="other"),
-        "sft": launch(place["sft"], 3, "sft", other_seed=True),
-        "verify": launch(place["verify"], 2, "verify", other_seed=True),
+        "sft": launch(place["sft"], 3, "sft", begin=_with_other_seed),
+        "verify": launch(place["verify"], 2, "verify", begin=_with_other_seed),
+        "foreign": launch(place["foreign"], 2, "sft"),
+        "saving": launch(place["saving"], 3, "sft", begin=_unable_to_save),
+        "broken": launch(place["broken"], 2, "sft", place="broken"),
         "size": launch(
             place["size"],
             2,
@@ -131,9 +150,9 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     return {name: (place[name], [next(ended) for _ in one]) for name, one in jobs.items()}
 
 
-def told_once(ended: list[tuple[int, str]]) -> str:
-    """What the first process said, where all have ended with exit code 3 and no other has said anything."""
-    assert [code for code, _ in ended] == [3] * len(ended), ended
+def told_once(ended: list[tuple[int, str]], code: int = 3) -> str:
+    """What the first process said, where all have ended with exit code `code` and no other has said anything."""
+    assert [one for one, _ in ended] == [code] * len(ended), ended
     assert [stderr for _, stderr in ended[1:]] == [""] * (len(ended) - 1)
     return ended[0][1]
 
@@ -175,3 +194,23 @@ def test_checkpoints_on_disks_that_are_not_shared_are_refused_before_training(la
     assert "trainer.checkpoint_every=null" in ended[0][1]
     assert not (folder / "same/run/metrics.jsonl").exists()
     assert not list((folder / "same/run/logs").glob(".seen*"))
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [("foreign", "metrics.jsonl"), ("saving", "model.tokenizer: the tokenizer cannot be saved: it has a lambda")],
+)
+def test_what_the_first_process_alone_is_refused_for_is_told_to_all_at_once(
+    refused: str, words: str, launches: Launches
+) -> None:
+    """All end with its exit code, which they would not if they waited for it: join_timeout and others are ten minutes."""
+    assert words in told_once(launches[refused][1], 2)
+
+
+def test_what_another_process_is_refused_for_is_said_by_the_first_with_its_place(launches: Launches) -> None:
+    (code, first), (other, second) = launches["broken"][1]
+    assert code == other == 2
+    assert (
+        f"rank 1 on {socket.gethostname()}, " in first
+        and first.replace(f"rank 1 on {socket.gethostname()}, ", "") == second
+    )

@@ -99,6 +99,28 @@ def test_what_else_a_generation_config_may_say_costs_nothing(
     assert (words in said(run)[0]) if words else not said(run)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("[1]", "generation_config.json: expected an object of settings, found [1]"),
+        ('"sampling"', 'generation_config.json: expected an object of settings, found "sampling"'),
+        ("null", "generation_config.json: expected an object of settings, found null"),
+        (
+            '{"eos_token_id": "</s>"}',
+            "generation_config.json, eos_token_id: expected a token's number or a list of them, found \"",
+        ),
+    ],
+)
+def test_a_generation_config_of_other_values_is_refused_by_name_before_training(
+    pretrained: Path, tmp_path: Path, given: str, words: str
+) -> None:
+    (path := tmp_path / "run.yaml").write_text(json.dumps(starting_from(pretrained, tmp_path, given)))
+    with pytest.raises(UserError) as caught:
+        train_here(load_config(str(path), []), tmp_path / "run")
+    assert str(caught.value).startswith(f"{pretrained}/{words}") and "take the file away" in str(caught.value)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("fails_in", ["packtrain-saving-", "final"])
 def test_a_tokenizer_that_cannot_be_saved_costs_no_training(
     pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str
