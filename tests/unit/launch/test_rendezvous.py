@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, UserError
+from packtrain.errors import CheckFailed, PacktrainError, PeerFailed, Problem, UserError, of_json
 from packtrain.launch import rendezvous
 from packtrain.launch.rendezvous import Group, Place, is_own, meet
 from packtrain.monitor.channel import SECRET, Client
@@ -292,6 +292,6 @@ def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_t
 @pytest.mark.parametrize("kind", [UserError, CheckFailed, PeerFailed])
 def test_an_error_of_one_machine_is_of_the_same_kind_on_another(kind: type[PacktrainError]) -> None:
     error = kind("the port is taken", where="port", fix="take another")
-    told = rendezvous._from_json(json.loads(json.dumps(rendezvous._to_json(error))))
+    told = of_json(json.loads(json.dumps(error.to_json())))
     assert type(told) is kind
     assert told.problems == (Problem("the port is taken", "port", "take another"),)
