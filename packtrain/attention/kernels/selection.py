@@ -4,12 +4,17 @@ A successful import proves little: a package may lack code for this GPU, the bac
 some versions were wrong in corner cases. So each candidate, fastest first, runs forward and backward on a small row with
 exactly the features of the layer, and is compared with a dense float64 reference. The first that agrees is taken, with a note
 of what each faster one lacks. It costs milliseconds a kernel (seconds if it compiles), once per kind of layer and process.
+
+A layer may ask for its kernel anywhere: in a forward pass, in one that gradient checkpointing runs again, under autocast. Kernels
+are tried in a thread of its own, which has none of that: no hooks on saved tensors (checkpointing counts them, and ends a
+recomputation by an exception of its own in the midst of them), no modes.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
@@ -62,16 +67,41 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return {torch.float16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-9}.get(dtype, 6e-2)
 
 
-@lru_cache(maxsize=256)
+_choices: dict[tuple[LayerFeatures, torch.device], KernelChoice] = {}
+
+
 def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
-    """The first kernel of CANDIDATES that is right for `layer` on `device`."""
+    """The first kernel of CANDIDATES that is right for `layer` on `device`; remembered unless a failure says nothing of a kernel."""
+    choice = _choices.get((layer, device))
+    if choice is None:
+        with ThreadPoolExecutor(1) as aside:
+            choice, sure = aside.submit(_first_right, layer, device).result()
+        if sure:
+            _choices[layer, device] = choice
+    return choice
+
+
+def forget_kernels() -> None:
+    """Has all kernels tried again."""
+    _choices.clear()
+
+
+def _first_right(layer: LayerFeatures, device: torch.device) -> tuple[KernelChoice, bool]:
+    """The choice, and whether every failure before it tells something of the kernel that failed."""
     lacks: list[tuple[str, str]] = []
-    for name, load in CANDIDATES:
-        kernel, lack = _tried(name, load, layer, device)
-        if kernel is not None:
-            return KernelChoice(kernel, tuple(lacks))
-        lacks.append((name, lack))
-    return KernelChoice(None, tuple(lacks))
+    sure = True
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # that of a new thread is the first
+        for name, load in CANDIDATES:
+            try:
+                kernel, lack = _tried(name, load, layer, device)
+            except Exception as failure:
+                if not type(failure).__module__.startswith("torch."):  # torch's own machinery, not out of memory
+                    raise
+                kernel, lack, sure = None, f"{type(failure).__name__}: {_first_line(failure)}", False
+            if kernel is not None:
+                return KernelChoice(kernel, tuple(lacks)), sure
+            lacks.append((name, lack))
+    return KernelChoice(None, tuple(lacks)), sure
 
 
 def _tried(name: str, load, layer: LayerFeatures, device: torch.device) -> tuple[Kernel | None, str]:
@@ -91,15 +121,16 @@ def _tried(name: str, load, layer: LayerFeatures, device: torch.device) -> tuple
 
 
 def _lack_of(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> str:
-    """Why `kernel` is not right, "" if it is. Kernels raise exceptions of every type; running out of memory is raised on."""
+    """Why `kernel` is not right, "" if it is. Kernels raise exceptions of every type; what tells nothing of them is raised on."""
     try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            error = kernel_error(kernel, layer, device)
+        error = kernel_error(kernel, layer, device)
     except Lacks as lack:
         return str(lack)
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:
+        if type(failure).__module__.startswith("torch."):
+            raise
         return _first_line(failure)
     return "" if error <= tolerance_of(layer.dtype) else f"wrong by {error:.2g}"
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from packtrain.attention import flash
 from packtrain.attention.kernels import varlen
-from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel, dense_attention
+from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel, dense_attention, forget_kernels
 from packtrain.attention.kernels.sinks import attend_with_sinks
 from packtrain.attention.kernels.varlen import Scoring, borders_of
 from packtrain.errors import CheckFailed
@@ -121,7 +122,7 @@ def as_kernels_do(borders: Any, scale: float, left: int) -> tuple[Callable, Call
 @pytest.fixture(autouse=True)
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
     """A machine without any kernel, torch's among them; gives the function that installs a stand-in for one."""
-    choose_kernel.cache_clear()
+    forget_kernels()
     for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface", "kernels", "torch.nn.attention.varlen"):
         monkeypatch.setitem(sys.modules, module, None)  # importing it now raises ModuleNotFoundError
 
@@ -133,7 +134,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any],
             monkeypatch.setitem(sys.modules, MODULES[name], SimpleNamespace(flash_attn_varlen_func=function))
 
     yield install
-    choose_kernel.cache_clear()
+    forget_kernels()
 
 
 KERNELS = {
@@ -284,6 +285,40 @@ def test_packages_that_cannot_be_imported_say_why(
     assert lacks["FlashAttention 4"] == "needs a_package_that_is_not_there, which is not installed"
     assert lacks["FlashAttention 3"] == "cannot be loaded: undefined symbol: _ZN3c104cuda"
     assert "flash_attn_varlen_func" in lacks["FlashAttention 2"]
+
+
+@pytest.mark.parametrize("first_asked", ["forward", "run again"])
+def test_a_layer_that_is_run_again_may_be_the_first_to_ask_for_its_kernel(
+    no_kernels: Callable, first_asked: str
+) -> None:
+    no_kernels("FlashAttention 3", flash_attention_3)
+    tensors = [torch.randn(PLAIN.tokens, 2, 8, requires_grad=True) for _ in range(3)]
+    expected = torch.autograd.grad(through_flash(PLAIN, tensors).square().sum(), tensors)
+    if first_asked == "forward":
+        forget_kernels()
+    output = checkpoint(lambda *given: through_flash(PLAIN, list(given)), *tensors, use_reentrant=False)
+    if first_asked == "run again":
+        forget_kernels()
+    for ours, theirs in zip(torch.autograd.grad(output.square().sum(), tensors), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    kernel = choose_kernel(LayerFeatures(torch.float32, 1, 8, 8), CPU).kernel
+    assert kernel and kernel.name == "FlashAttention 3"
+
+
+def test_a_failure_that_says_nothing_of_the_kernel_is_not_remembered(no_kernels: Callable) -> None:
+    failures = [_StopRecomputationError(), torch.OutOfMemoryError("full"), None]
+
+    def once_in_a_while(*args: Any, **options: Any) -> torch.Tensor:
+        if failures and (failure := failures.pop(0)):
+            raise failure
+        return flash_attention_3(*args, **options)
+
+    no_kernels("FlashAttention 3", once_in_a_while)
+    plain = LayerFeatures(torch.float32, 1, 8, 8)
+    assert dict(choose_kernel(plain, CPU).lacks)["FlashAttention 3"].startswith("_StopRecomputationError")
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_kernel(plain, CPU)
+    assert choose_kernel(plain, CPU).kernel
 
 
 def test_kernels_of_the_hub_are_used_only_when_they_are_there(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
