@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_tokenizers import shipped, tokenizer_for
 
-from packtrain.config.schema import Data
+from packtrain.config.schema import Data, Format
 from packtrain.data.prepare import prepare, prepare_pairs
 from packtrain.errors import UserError
 
@@ -322,3 +322,18 @@ def test_what_the_template_leaves_out_is_named_by_its_place_in_the_file(tmp_path
         with pytest.raises(UserError) as caught:
             prepare(Data(train=write(tmp_path, row), cache_dir=str(tmp_path / "cache")), plain, seed=0)
         assert f"{place}: the chat template (the tokenizer's own) leaves out the thought 'Hm.'" in str(caught.value)
+
+
+DOCS = Path(__file__).parents[3] / "docs"
+SHOWN = [line for line in (DOCS / "data.md").read_text(encoding="utf-8").splitlines() if line.startswith('{"')]
+
+
+def test_the_page_has_a_row_of_each_format_and_each_is_recognised_and_trained(tmp_path):
+    found = []
+    for number, line in enumerate(SHOWN):
+        (path := tmp_path / f"{number}.jsonl").write_text(line)
+        data = Data(train=str(path), cache_dir=str(tmp_path / "cache"))
+        report = prepare(data, TOKENIZER, seed=0).train.report
+        assert report.kept == 1 and report.trained_tokens, line
+        found.append(report.format)
+    assert {*found, "preference", "ranked"} == {*get_args(Format)}
