@@ -39,6 +39,7 @@ OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_templ
 _OF_FORMATS = (*REQUIRED.values(), *READ_TOO.values())
 COLUMNS = tuple(dict.fromkeys((*(name for names in _OF_FORMATS for name in names), *OPTIONAL)))
 """All of packtrain's names of columns."""
+SaveDtype = Literal["auto", "float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]
 SplitText = Literal["document", "line", "paragraph"]
 LossType = Literal[
@@ -111,6 +112,11 @@ class Model:
     attention: Literal["auto", "flash", "segmented", "per_document", "sdpa_mask"] = key(
         "auto", "Attention of packed rows; auto takes the fastest that proves exact on the loaded model."
     )
+
+    @property
+    def is_base_for_adapters(self) -> bool:
+        """Whether others can load it by `path`, as saved adapters ask them to: a .gguf file and new weights they cannot."""
+        return self.init != "random" and not str(self.path).endswith(".gguf")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -352,6 +358,11 @@ class Trainer:
     )
     log_every: int = key(1, "Steps between logged lines.", minimum=1)
     mixed_precision: Literal["no", "bf16"] = key("no", "Compute in bfloat16 over weights in model.dtype.")
+    save_dtype: SaveDtype = key(
+        "auto",
+        "Number format of the weights in final/ (adapters stay float32); auto is that of the model. float32 keeps what "
+        "optim.master_weights learned.",
+    )
     gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass to save memory.")
     loader_workers: int = key(0, "Processes that assemble batches ahead of the model.", minimum=0, maximum=1024)
     samples: list[str] = key([], "Prompts answered before and after training, printed at the end.")

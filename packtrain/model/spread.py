@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
@@ -258,14 +257,6 @@ def load_shards(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: 
         dcp.load({"model": weights, "optimizer": states}, checkpoint_id=checkpoint / SHARDS)
     options = StateDictOptions(ignore_frozen_params=True, strict=False)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=options)
-
-
-def load_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Puts the weights alone back in place."""
-    weights = get_model_state_dict(model, options=_OPTIONS)
-    with _own_errors():
-        dcp.load({"model": weights}, checkpoint_id=checkpoint / SHARDS)
-    set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
 
 
 def whole_weights(model: nn.Module, *, trained_only: bool) -> dict[str, Any]:

@@ -25,9 +25,11 @@ from transformers.trainer_callback import ExportableState
 from packtrain.errors import Problem, UserError
 from packtrain.model.load import base_model
 from packtrain.model.save import weights_at_least
-from packtrain.model.spread import load_shards, load_weights, save_shards, whole_weights
+from packtrain.model.spread import load_shards, save_shards, whole_weights
 from packtrain.monitor.heartbeat import waiting
 from packtrain.run_folder import write_json
+from packtrain.train.optim.final_weights import exact_weights, in_format, name_format
+from packtrain.train.optim.lost_updates import optimizer_inside
 from packtrain.train.settings import TrainerHooks
 
 MANIFEST = "manifest.json"
@@ -243,6 +245,24 @@ class CheckpointHooks(TrainerHooks):
         elif main:
             self._save(output_dir)
 
+    def save_weights_in(self, dtype: torch.dtype, output_dir: Path, seed: int | None) -> None:
+        """As `save_model`, of a model without adapters, with its weights in `dtype`: made of the float32 masters, if any.
+
+        With a `seed` they are rounded by chance.
+        """
+        whole, main = {}, self.accelerator.is_main_process
+        if self.settings.strategy == "fsdp2":
+            whole = whole_weights(self.model, trained_only=False)
+        elif self.settings.sharded:
+            whole = self.accelerator.get_state_dict(self.model_wrapped) or {}
+        elif main:
+            whole = self.model.state_dict()
+        exact = exact_weights(self.optimizer, deepspeed=self.is_deepspeed_enabled)
+        saved = in_format(whole if main else {}, self.model, exact, dtype, seed)
+        if main:
+            self._save(str(output_dir), state_dict=saved)
+            name_format(output_dir, dtype)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As the base class; the weights are written whatever becomes of config and tokenizer."""
         with weights_at_least(self.model, output_dir or str(self.args.output_dir), state_dict):
@@ -273,6 +293,8 @@ class CheckpointHooks(TrainerHooks):
             return
         self.state.best_model_checkpoint = str(folder)
         if self.settings.strategy == "fsdp2":
-            load_weights(self.model, folder)
-        else:
-            self._load_best_model()
+            load_shards(self.model, cast(Any, self.optimizer).optimizer, folder)
+            return
+        self._load_best_model()
+        if getattr(optimizer_inside(self.optimizer), "masters", False):  # which final/ may be made of
+            self._load_optimizer_and_scheduler(str(folder))

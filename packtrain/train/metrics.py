@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,7 +80,9 @@ def _flops_share_of_a_token(
 
 
 class LoggingHooks(TrainerHooks):
-    """The hooks of a step that report: logging and evaluation."""
+    """The hooks of a step that report: logging and evaluation, of `most_evaluated` steps (None: all)."""
+
+    most_evaluated: int | None = None
 
     def figures(self) -> dict[str, Any]:
         """The objective's own figures of a logged training line; called on every rank."""
@@ -142,7 +145,8 @@ class LoggingHooks(TrainerHooks):
         """This rank's micro-batches of the evaluation set. All ranks synchronise after each of its steps, so
         that no collective waits longer than one step."""
         assert self.settings.evaluation is not None
-        for number, batches in enumerate(step_loader(self.settings.evaluation, workers=self.settings.loader_workers)):
+        loader = step_loader(self.settings.evaluation, workers=self.settings.loader_workers)
+        for number, batches in enumerate(islice(loader, self.most_evaluated)):
             for batch in batches:
                 self.clock.enter("eval", micro=number)
                 yield batch

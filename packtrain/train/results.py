@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +36,7 @@ from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint import tidy
 from packtrain.train.console import Log
 from packtrain.train.loop import StepTrainer
+from packtrain.train.optim.final_weights import RoundingCost, merged_in
 
 
 def save_final(
@@ -45,19 +46,28 @@ def save_final(
     tokenizer: PreTrainedTokenizerBase,
     settings: Model,
     peft: Peft,
+    *,
+    dtype: torch.dtype,
+    seed: int | None,
 ) -> list[str]:
-    """Writes final/ and what belongs beside it; called by all processes. Returns a line about each folder."""
+    """Writes final/ and what belongs beside it; called by all processes. Returns a line about each folder.
+
+    Whole models get weights in `dtype`, rounded by chance with a `seed`.
+    """
     saved, adapters, merged = {folder.final: "the trained model"}, folder.final, []
     if peft.kind == "lora":
         saved = {folder.final: f"the adapters of {base_of(settings.path) or settings.path}"}
-        if _base_has_no_name(settings):
+        if not settings.is_base_for_adapters:
             adapters = folder.adapters
             saved = {folder.final: "the merged model", adapters: "the adapters"}
             merged.append(folder.final)
         if peft.merge:
             merged.append(folder.merged)
             saved[folder.merged] = "the merged model"
-    trainer.save_model(str(adapters))
+    if peft.kind == "lora" or dtype == base_model(model).dtype:
+        trainer.save_model(str(adapters))
+    else:
+        trainer.save_weights_in(dtype, adapters, seed)
     if not trainer.accelerator.is_main_process:
         return []
     if merged:
@@ -65,12 +75,12 @@ def save_final(
             with loading_whole():
                 model = load_model(settings, peft, tokenizer, seed=trainer.args.seed)
             set_peft_model_state_dict(cast(Any, model), load_file(adapters / "adapter_model.safetensors"))
-        whole = cast(Any, model).merge_and_unload()
-        whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended
-        for place in merged:
-            with weights_at_least(whole, place):
-                whole.save_pretrained(place)
-                tokenizer.save_pretrained(place)
+        with merged_in(model, dtype, seed) as whole:
+            whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended
+            for place in merged:
+                with weights_at_least(whole, place):
+                    whole.save_pretrained(place)
+                    tokenizer.save_pretrained(place)
     for place in saved:
         tidy(place)
     return [f"{place.name}/ holds {what}" for place, what in saved.items()]
@@ -78,11 +88,7 @@ def save_final(
 
 def saves_whole_model(settings: Model, peft: Peft) -> bool:
     """Whether `save_final` writes more than adapters."""
-    return peft.kind == "none" or peft.merge or _base_has_no_name(settings)
-
-
-def _base_has_no_name(settings: Model) -> bool:
-    return settings.init == "random" or str(settings.path).endswith(".gguf")
+    return peft.kind == "none" or peft.merge or not settings.is_base_for_adapters
 
 
 @torch.no_grad()
@@ -123,13 +129,17 @@ def answer(
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The sources of summary.json. `started` is by time.perf_counter; if `early`, final/ has the weights of the best evaluation."""
+    """The sources of summary.json. `started` is by time.perf_counter; if `early`, final/ has the weights of the best evaluation.
+
+    `rounding` is what rounding the weights of final/ costs, where that was measured.
+    """
 
     trainer: StepTrainer
     data: PreparedData
     decision: AttentionChoice | None
     started: float
     early: bool
+    rounding: RoundingCost | None = None
 
     def to_json(self, status: str) -> dict[str, Any]:
         """The content of summary.json."""
@@ -156,6 +166,7 @@ class Summary:
             "dropped": dict(report.dropped),
             "data": report.to_json(),
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
+            "rounding": asdict(self.rounding) if self.rounding else None,
             "seconds": round(time.perf_counter() - self.started, 1),
         }
 
@@ -176,6 +187,8 @@ def show(
             f"  [green]after[/]  {escape(_short(new, 300))}"
         )
     log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
+    if summary.rounding is not None:
+        log.say(summary.rounding.sentence())
     log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
     for line in (*(f"  {one}" for one in saved), "next:", *(f"  {one}" for one in commands)):
         log.say(escape(line))

@@ -10,7 +10,7 @@ import gc
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -51,6 +51,7 @@ from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepTrainer
 from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
+from packtrain.train.optim.final_weights import format_of, rounding_cost
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.sync.checks import (
     agree_on_data,
@@ -403,7 +404,12 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     trainer.clock.enter("final")
     if summary.early:
         trainer.load_best_weights()
-    saved = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft)
+    kept = {
+        "dtype": format_of(config.trainer.save_dtype, base_model(run.model).dtype),
+        "seed": config.trainer.seed if config.optim.rounding == "stochastic" else None,
+    }
+    saved = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft, **kept)
+    summary = replace(summary, rounding=rounding_cost(trainer, **kept))
     if run.ranks.sharded and config.trainer.samples:
         _wait_for_all(run, "results")  # the answers take all of them, and the main process has been writing alone
     after = _answers(run)

@@ -12,7 +12,7 @@ from here import train_here
 from running import Run, base_config, train
 from test_strategies import NEEDS_DEEPSPEED, cut
 from torch import nn
-from transformers import Adafactor
+from transformers import Adafactor, AutoModelForCausalLM
 
 from packtrain.config.compose import load_config
 from packtrain.errors import UserError
@@ -21,6 +21,7 @@ from packtrain.train.optim.float32_step import MASTER, round_to, stepping_in_flo
 from packtrain.train.optim.lost_updates import LostUpdates
 
 PLAIN, CHANCE = "optim.master_weights=false", "optim.rounding=stochastic"
+SAVED = {"auto": torch.bfloat16, "float32": torch.float32}
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 2e-5, "weight_decay": 0.1}),
     "adamw_fused": (torch.optim.AdamW, {"lr": 2e-5, "fused": True}),
@@ -185,19 +186,55 @@ def test_a_run_tells_of_lost_updates_and_loses_none_with_masters(tmp_path: Path)
 
 @pytest.mark.parametrize(("strategy", "how"), [("ddp", CHANCE), ("fsdp2", "optim.master_weights=true")])
 def test_two_processes_go_on_bit_for_bit(tmp_path: Path, strategy: str, how: str) -> None:
-    overrides = [f"strategy={strategy}", how]
+    overrides = [f"strategy={strategy}", how, "trainer.save_dtype=float32"]
     unbroken = train(tmp_path, config_of(tmp_path), *overrides, name="unbroken", processes=2)
     resumed = train(tmp_path, config_of(tmp_path), *overrides, name=cut(unbroken, "resumed"), processes=2)
     assert resumed.losses == unbroken.losses
     weights = unbroken.weights()
+    coarse = [torch.equal(weight, weight.bfloat16().float()) for weight in weights.values() if weight.dim() == 2]
+    assert all(coarse) if how == CHANCE else not any(coarse), "masters are what is saved"
     assert all(torch.equal(weight, weights[name]) for name, weight in resumed.weights().items())
 
 
 @NEEDS_DEEPSPEED
 def test_the_masters_of_deepspeed_are_looked_at(tmp_path: Path) -> None:
     slow = {"optim": {"learning_rate": 3e-6}}  # too slow for bfloat16, see above
-    run = train(tmp_path, config_of(tmp_path, **slow), "strategy=zero2", "trainer.max_steps=1", name="slow")
+    run = train(
+        tmp_path,
+        config_of(tmp_path, **slow),
+        "strategy=zero2",
+        "trainer.max_steps=1",
+        "trainer.save_dtype=float32",
+        name="slow",
+    )
     assert max(lost(run)) < 0.01
+    assert not any(torch.equal(one, one.bfloat16().float()) for one in run.weights().values() if one.dim() == 2)
+
+
+def test_final_keeps_what_masters_learned(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"optim": {"learning_rate": 1e-5}, "data": {"eval": 0.2}}
+    made = here(
+        tmp_path, "model.config.tie_word_embeddings=true", "trainer.max_steps=1", "optim.learning_rate=0", name="made"
+    )
+    start = [f"model.path={made.folder / 'final'}", "model.init=pretrained", "model.config={}"]
+    exact = here(tmp_path, *start, "model.dtype=float32", name="exact", **given)
+    saved = {save: here(tmp_path, *start, f"trainer.save_dtype={save}", name=save, **given) for save in SAVED}
+    first, learnt = made.weights(), exact.weights()
+    went = {}
+    for save, run in saved.items():
+        loaded = AutoModelForCausalLM.from_pretrained(run.folder / "final")
+        assert loaded.dtype == SAVED[save] and loaded.lm_head.weight is loaded.get_input_embeddings().weight
+        apart = [(weight.float() - learnt[name]).norm() ** 2 for name, weight in run.weights().items()]
+        whole = [(learnt[name] - first[name].float()).norm() ** 2 for name in learnt]
+        went[save] = (sum(apart) / sum(whole)) ** 0.5
+    assert went["float32"] < 0.05 and went["auto"] > 0.5
+    cost = saved["auto"].summary["rounding"]
+    assert saved["float32"].summary["rounding"] is exact.summary["rounding"] is None
+    assert cost["exact"] == pytest.approx(exact.summary["eval_loss"], rel=1e-4)
+    assert "held-out loss" in said(saved["auto"]) and "trainer.save_dtype=float32 keeps" in said(saved["auto"])
+    assert cost["saved"] > cost["exact"]
+    chance = here(tmp_path, *start, CHANCE, "optim.master_weights=true", name="chance", **given).summary["rounding"]
+    assert cost["exact"] < chance["saved"] < cost["saved"], "chance keeps the mean"
 
 
 @pytest.mark.parametrize(("overrides", "key"), [
@@ -206,6 +243,8 @@ def test_the_masters_of_deepspeed_are_looked_at(tmp_path: Path) -> None:
     (["peft=lora", CHANCE], "optim.rounding"),
     (["strategy=zero2", PLAIN], "optim.master_weights"),
     (["strategy=zero2", CHANCE], "optim.rounding"),
+    (["peft=lora", "trainer.save_dtype=float32"], "trainer.save_dtype"),
+    (["trainer.save_dtype=float16"], "trainer.save_dtype"),
     (["optim.rounding=up"], "optim.rounding"),
     (["optim.master_weights=maybe"], "optim.master_weights"),
 ])  # fmt: skip

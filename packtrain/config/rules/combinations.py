@@ -159,9 +159,15 @@ def _optim(optim: Optim) -> Iterator[Fault]:
 
 
 def _rounding(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
-    """optim.master_weights and optim.rounding where there is nothing for them to do."""
-    adapters, key = config.peft.kind == "lora" and not config.peft.modules_to_save, "peft.kind"
-    if not adapters and config.model.dtype != "float32":
+    """trainer.save_dtype, optim.master_weights and optim.rounding where there is nothing for them to do."""
+    lora, save_dtype = config.peft.kind == "lora", config.trainer.save_dtype
+    if lora and save_dtype != "auto" and not config.peft.merge and config.model.is_base_for_adapters:
+        what = "final/ has the adapters alone, which stay float32"
+        yield Fault(
+            ("trainer.save_dtype", "peft.merge"), what, "Take it away, or set peft.merge=true.", because="peft.kind"
+        )
+    adapters, key = lora and not config.peft.modules_to_save, "peft.kind"
+    if not adapters and (config.model.dtype != "float32" or save_dtype == "bfloat16"):
         return
     if not adapters:
         key = "model.dtype"

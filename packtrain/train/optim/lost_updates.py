@@ -42,8 +42,7 @@ class LostUpdates:
 
     def watch(self, optimizer: Any) -> None:
         """Is told of each step of the optimizer inside accelerate's and DeepSpeed's."""
-        while (inner := getattr(optimizer, "optimizer", None)) is not None:
-            optimizer = inner
+        optimizer = optimizer_inside(optimizer)
         if hasattr(optimizer, "lost"):  # float32_step.py, which has float32 tensors in the groups while it steps
             optimizer.lost = self
             return
@@ -85,6 +84,13 @@ class LostUpdates:
             return None
         counts, self._counts, self._untaken = self._counts, None, False
         return torch.zeros(2, dtype=torch.float64, device=device) if counts is None else counts.to(device)
+
+
+def optimizer_inside(optimizer: Any) -> Any:
+    """torch's optimizer inside accelerate's and DeepSpeed's."""
+    while (inner := getattr(optimizer, "optimizer", None)) is not None:
+        optimizer = inner
+    return optimizer
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
