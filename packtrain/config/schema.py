@@ -364,7 +364,12 @@ class Trainer:
         "optim.master_weights learned.",
     )
     gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass to save memory.")
-    loader_workers: int = key(0, "Processes that assemble batches ahead of the model.", minimum=0, maximum=1024)
+    loader_workers: int | None = key(
+        None,
+        "Processes that assemble batches ahead of the model; none for 1 on a GPU, 0 on a CPU.",
+        minimum=0,
+        maximum=1024,
+    )
     samples: list[str] = key([], "Prompts answered before and after training, printed at the end.")
     sample_tokens: int = key(64, "Most new tokens of such an answer.", minimum=1)
 

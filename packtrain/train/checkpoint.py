@@ -201,6 +201,7 @@ class CheckpointHooks(TrainerHooks):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Writes the checkpoint of this step into a hidden folder, and renames it when all ranks have written."""
         self.clock.enter("checkpoint", step=self.state.global_step)
+        self.take_counts()
         with waiting("the loss of all ranks"):
             last = cast(torch.Tensor, self.accelerator.reduce(self.last_loss, reduction="sum")).item()
         self.refuse_nan(last)

@@ -142,8 +142,9 @@ def _exit_on_signal_of_parent(parent: int, numbers: set[signal.Signals]) -> None
     os._exit(0)
 
 
-def step_loader(steps: Steps, *, first: int = 0, workers: int = 0) -> DataLoader:
-    """Loads `steps` from number `first` on, in `workers` processes ahead of the model."""
+def step_loader(steps: Steps, *, first: int = 0, workers: int | None = 0) -> DataLoader:
+    """Loads `steps` from number `first` on, in `workers` processes ahead of the model; None for one on a GPU, none on a CPU."""
+    workers = int(torch.cuda.is_available()) if workers is None else workers
     return DataLoader(
         steps,
         batch_size=None,

@@ -58,6 +58,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         self.lost = LostUpdates()
         self.close_proofs: Callable[[], None] = lambda: None
         self.last_loss = torch.zeros((), device=self.args.device)
+        self._signals = [0, 0]
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.clock = StepClock(self.args.device, rank, ranks, limits=settings.limits)
         self.times = RankTimes(ranks, settings.say, settings.machines)
@@ -118,16 +119,19 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
 
     def _get_num_items_in_batch(self, batch_samples: list[list[MicroBatch]], device: torch.device) -> torch.Tensor:
         """2. Counts of the global step: trained targets, tokens, slots, examples. The same reduction carries the logged
-        counts, requests to stop, and every EXCHANGE_EVERY steps or more the ranks' times."""
+        counts, requests to stop, and every EXCHANGE_EVERY steps or more the ranks' times. It is read a step later (`take_counts`):
+        now the device would have to be waited for."""
         if not batch_samples:  # the Trainer would ask forever
             raise RuntimeError(f"the data ended after step {self.state.global_step}, before the length of the loader")
         batches = batch_samples[0]
         counts = [sum(column) for column in zip(*(batch.counts for batch in batches), strict=True)]
         self.clock.enter("counts")
+        self.take_counts()
+        self.settings.stop.agree(*self._signals)
         with_times = (self.state.global_step + 1) % max(self.state.logging_steps, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
         times = self.clock.slots() if timed else []
-        total = torch.tensor([*counts, *self.settings.stop.counts(), *times], device=device)
+        total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times]), device)
         with waiting("the counts of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         self.step_figures.open(total[:6])
@@ -158,13 +162,19 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
                     self.clock.enter("backward", micro=number)
                     self.accelerator.backward(loss)
                 total += loss.detach()
-        _, tokens, _, _, *signals = self.step_figures.last.tolist()
-        # counted per step, not per logged line: a checkpoint may be written between two lines
-        self.state.num_input_tokens_seen += tokens
-        self.settings.stop.agree(*signals)
+        if self.accelerator.num_processes == 1:  # nobody to agree with
+            self.settings.stop.agree(*self.settings.stop.counts())
         self.last_loss = total
         self.clock.enter("optimizer")
         return total
+
+    def take_counts(self) -> None:
+        """Reads the counts of the last step: tokens, for lines and checkpoints, and the requests to stop, for the next step."""
+        with waiting("the counts of all ranks"):  # where a GPU is behind, here is where its process learns of it
+            counts = self.step_figures.take_last()
+        if counts:
+            _, tokens, _, _, *self._signals = counts
+            self.state.num_input_tokens_seen += tokens
 
     def _prepare_input(self, data: Any) -> Any:
         """`data` (a tensor, or a dict, list or tuple of them) on this device, bit for bit.

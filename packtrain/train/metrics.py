@@ -29,20 +29,42 @@ from packtrain.train.settings import TrainerHooks
 _OURS = {"learning_rate": "lr"}  # transformers' name: ours
 
 
+class LateCopy:
+    """A tensor on its way to the CPU. Reading waits until it is there, but not for what its device was given to do after it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._here, self._arrived = tensor, None
+        if tensor.is_cuda:
+            self._here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._here.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event(blocking=True)
+            self._arrived.record()
+
+    def tolist(self) -> list[Any]:
+        """Its numbers."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._here.tolist()
+
+
 class StepFigures:
     """Exact counts and time of the steps since the last logged line, and the rates from them."""
 
     def __init__(self, accelerator: Accelerator, model: PreTrainedModel, dtype: torch.dtype, steps: Steps) -> None:
-        self.last = torch.zeros(6, dtype=torch.int64)
-        self._sum = torch.zeros(6, dtype=torch.int64)
+        self._last: LateCopy | None = None
+        self._sum = torch.zeros(6, dtype=torch.int64, device=accelerator.device)
         self._since: float | None = None
         self._flops_share = _flops_share_of_a_token(accelerator, model, dtype, steps)
 
     def open(self, counts: torch.Tensor) -> None:
         """Begins a step with these counts: trained targets, tokens, slots, examples, SIGINTs, SIGTERMs."""
-        self.last = counts
-        self._sum = self._sum.to(counts.device) + counts
+        self._last, self._sum = LateCopy(counts), self._sum + counts
         self._since = time.perf_counter() if self._since is None else self._since
+
+    def take_last(self) -> list[int]:
+        """The counts of the step that was begun last; nothing if they have been taken."""
+        last, self._last = self._last, None
+        return last.tolist() if last is not None else []
 
     def leave_out(self, seconds: float) -> None:
         """Excludes `seconds` from the training time."""
@@ -98,6 +120,7 @@ class LoggingHooks(TrainerHooks):
         if "loss" in logs:
             self.clock.enter("step end")
             self.refuse_nan(logs["loss"])
+            self.take_counts()
             logs |= {"tokens": self.state.num_input_tokens_seen, **self.step_figures.close()}
             logs |= self.figures() | self.times.figures() | self._updates_lost()
         super().log(logs, start_time)
@@ -133,6 +156,7 @@ class LoggingHooks(TrainerHooks):
         """The objective's figures over the whole evaluation set, whatever the layout and the number of ranks."""
         started = time.perf_counter()
         self.clock.enter("eval", step=self.state.global_step)
+        self.take_counts()
         self.model.eval()
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluated().items()}
         self.log(dict(metrics))

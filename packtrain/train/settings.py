@@ -37,7 +37,7 @@ class LoopSettings:
     origin: dict[str, Any]
     keep_checkpoints: int | None = None
     first_step: int = 0
-    loader_workers: int = 0
+    loader_workers: int | None = None
     machines: Machines = ()
     say: Callable[[str], None] = print
     strategy: str = "ddp"
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         lost: LostUpdates
 
         def refuse_nan(self, loss: float) -> None: ...
+        def take_counts(self) -> None: ...
 else:  # at run time the mixins come before the real Trainer
     TrainerHooks = object
 
@@ -76,8 +77,9 @@ else:  # at run time the mixins come before the real Trainer
 class StopRequest(TrainerCallback):
     """The `signal` that this process received (0: none), and the one that all ranks have `agreed` to stop for.
 
-    Signals reach processes at different times. So each rank only notes its own and sends it with the counts of the next step;
-    all ranks stop after the same step, with a checkpoint and exit code 128 + the number. As a callback it also logs that step.
+    Signals reach processes at different times. So each rank only notes its own and sends it with the counts of the next step,
+    which all ranks read before the step after that; all stop after the same step, with a checkpoint and exit code 128 + the
+    number. A process that is alone stops after the step at hand. As a callback it also logs that step.
     """
 
     def __init__(self) -> None:

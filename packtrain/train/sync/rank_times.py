@@ -31,6 +31,7 @@ _PARTS = len(_MEASURED)
 _FORWARD, _DATA = (list(_MEASURED).index(phase) for phase in ("forward", "data"))
 _OF_A_STEP: tuple[Phase, ...] = ("data", "counts", "forward", "backward", "optimizer", "step end")
 _REMEMBERED = 16
+_STEPS_AHEAD = 2  # of its GPU is a process at most, since it reads the counts of a step before the next one (loop.py)
 _WINDOW_STEPS = 20
 EXCHANGE_EVERY = 10
 """Steps between two exchanges of the ranks' times, at least: each makes a reduction longer."""
@@ -65,6 +66,7 @@ class StepClock:
         """Steps that the next `slots` will cover; the same number on all ranks."""
         self._on_gpu = device.type == "cuda"
         self._events: list[tuple[Phase, Any]] = []
+        self._unfinished: deque[tuple[dict[Phase, float], list[tuple[Phase, Any]]]] = deque()
 
     def enter(self, phase: Phase, *, step: int | None = None, micro: int = 0) -> None:
         """The rank is in `phase` from now on."""
@@ -96,15 +98,20 @@ class StepClock:
         if self._first:  # the first step compiles and fills caches
             self._first = False
             return
-        own = {**spent, **_on_gpu(events)} if events else spent
-        self._sums = [sum_ + int(1e6 * own.get(phase, 0.0)) for sum_, phase in zip(self._sums, _MEASURED, strict=True)]
-        self.steps += 1
+        self._unfinished.append((spent, events))
+        if not self._on_gpu or len(self._unfinished) > _STEPS_AHEAD:
+            done, events = self._unfinished.popleft()
+            own = {**done, **_on_gpu(events)}
+            self._sums = [
+                sum_ + int(1e6 * own.get(phase, 0.0)) for sum_, phase in zip(self._sums, _MEASURED, strict=True)
+            ]
+            self.steps += 1
         self._steps.append(sum(spent.get(phase, 0.0) for phase in _OF_A_STEP))
         self._heartbeat.usual_s = statistics.median(self._steps)
 
 
 def _on_gpu(events: list[tuple[Phase, Any]]) -> dict[Phase, float]:
-    """Seconds of GPU work in each phase; the end of the step has waited for it."""
+    """Seconds of GPU work in each phase."""
     spent: dict[Phase, float] = {}
     for (phase, start), (_, end) in itertools.pairwise(events):
         if phase in ("forward", "backward", "counts") and end.query():

@@ -1,0 +1,71 @@
+"""Between two logged lines a step asks the device for nothing: its process queues work and never waits for a result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from host_waits import FIRST, LAST, Waits, tiny_run, train_watched
+from running import conversations
+
+from packtrain.packing.collate import to_device
+
+LATE = {"packtrain/train/metrics.py::tolist": LAST - FIRST}
+"""The counts of the step before, which have arrived: LateCopy. Those of the step before FIRST went into its logged line."""
+
+
+OF_TRL = {"trl/trainer/dpo_trainer.py::_compute_loss"}
+"""Figures of each micro-batch of pairs."""
+OF_TRANSFORMERS = {"transformers/masking_utils.py::_ignore_causal_mask_sdpa"}
+"""Whether a padded batch needs a mask; packed and padding-free rows have none."""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [[], ["packing.mode=padding_free"], ["packing.mode=padding"], ["trainer.mixed_precision=bf16"], ["peft=lora"]],
+    ids=["packed", "padding_free", "padding", "bf16", "lora"],
+)
+def test_a_step_on_documents_waits_for_nothing(changes: list[str], tmp_path: Path) -> None:
+    waits = Waits()
+    train_watched([*tiny_run(tmp_path, conversations(24)), *changes], tmp_path, watch=waits)
+    theirs = OF_TRANSFORMERS if "packing.mode=padding" in changes else set()
+    assert split(waits, theirs) == (LATE, theirs)
+
+
+@pytest.mark.parametrize("mode", ["packed", "padding"])
+def test_a_step_on_pairs_waits_for_nothing_but_the_figures_of_trl(mode: str, tmp_path: Path) -> None:
+    waits = Waits()
+    rows = [
+        {"prompt": "Say it: ", "chosen": " river" * (n % 7 + 1), "rejected": " stone" * (n % 3 + 1)} for n in range(24)
+    ]
+    run = [*tiny_run(tmp_path, rows), "objective.kind=dpo", f"packing.mode={mode}", "batch.examples_per_step=3"]
+    train_watched(run, tmp_path, watch=waits)
+    theirs = OF_TRL | OF_TRANSFORMERS if mode == "padding" else OF_TRL
+    assert split(waits, theirs) == (LATE, theirs)
+
+
+def split(waits: Waits, theirs: set[str]) -> tuple[dict[str, int], set[str]]:
+    """The waits that are not at the places `theirs`, and those of these places where there were any."""
+    return {place: n for place, n in waits.found.items() if place not in theirs}, theirs & waits.found.keys()
+
+
+def test_the_counter_sees_what_waits() -> None:
+    values, mask = torch.arange(4.0, requires_grad=True), torch.tensor([True, False, True, True])
+    with Waits() as waits:
+        (values[mask] * 2).sum().backward()  # and in the backward pass
+        float(values[0]), values.tolist(), bool(mask[1]), mask.nonzero(), values.masked_select(mask)
+        torch.where(mask, values, 0.0)[torch.tensor([0, 3])].sum()  # waits for nothing
+    assert sum(waits.found.values()) >= 7
+
+
+def test_tensors_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for what only a machine with a GPU can do."""
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self.clone())
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *how, **also: copies.append((self, how, also)) or self)
+    tensor = torch.arange(3)
+    to_device(tensor, torch.device("cuda", 0))
+    ((copied, how, also),) = copies
+    assert copied is not tensor and how == (torch.device("cuda", 0),) and also == {"non_blocking": True}
