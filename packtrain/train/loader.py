@@ -68,6 +68,10 @@ class Steps(Dataset):
     def __getitem__(self, step: int) -> list[MicroBatch]:
         return [self.collate(numbers) for numbers in self.schedule.micro_batches(step, self.rank, self.world_size)]
 
+    def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """int [n] tokens of every document of a step over all ranks, and int [n / 2] of what two in a row share (None: nothing)."""
+        return self.data.lengths[self.schedule.documents(step)], None
+
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """One forward pass over the documents of these numbers."""
         documents: Any = [self.data[int(number)] for number in numbers]
@@ -91,6 +95,12 @@ class PairSteps(Steps):
     """
 
     reference: np.ndarray | None = None
+
+    def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """As of Steps: the chosen and the rejected document of each pair, which may share their prompt."""
+        pairs = self.schedule.documents(step)
+        shared = (self.data.lengths - self.data.shared_lengths)[pairs] if self.layout == "shared" else None
+        return self.data.documents.lengths.reshape(-1, 2)[pairs].ravel(), shared
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """One forward pass over the pairs of these numbers."""

@@ -45,6 +45,8 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
     model: Any  # never None here
     state: Any
     maybe_activation_offload_context: Any
+    runs_reference = False
+    """Whether every step has a forward pass of a reference too."""
 
     def open_loop(self, settings: LoopSettings) -> None:
         """Replaces TRL's own data, progress lines and checkpoints."""
@@ -62,7 +64,8 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         self.clock = StepClock(self.args.device, rank, ranks, limits=settings.limits)
         self.times = RankTimes(ranks, settings.say, settings.machines)
-        self.step_figures = StepFigures(self.accelerator, base_model(self.model), self.compute_dtype, settings.steps)
+        figured: Any = (self.accelerator, self.model, self.compute_dtype, settings.steps)
+        self.step_figures = StepFigures(*figured, reference=self.runs_reference)
         # under FSDP2 the weights are spread already, see model/spread.py
         self.is_distributed_loading_by_transformers = settings.strategy == "fsdp2"
 

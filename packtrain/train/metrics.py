@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -16,10 +17,11 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
-from trl.trainer.utils import compute_flops_per_token, get_peak_flops_per_device
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from trl.trainer.utils import get_peak_flops_per_device
 
 from packtrain.errors import CheckFailed
+from packtrain.model.flops import training_flops
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, Steps, step_loader
@@ -50,15 +52,22 @@ class LateCopy:
 class StepFigures:
     """Exact counts and time of the steps since the last logged line, and the rates from them."""
 
-    def __init__(self, accelerator: Accelerator, model: PreTrainedModel, dtype: torch.dtype, steps: Steps) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model: torch.nn.Module, dtype: torch.dtype, steps: Steps, *, reference: bool
+    ) -> None:
+        """`reference`: every step has a forward pass of a reference too."""
         self._last: LateCopy | None = None
         self._sum = torch.zeros(6, dtype=torch.int64, device=accelerator.device)
+        self._opened = 0
         self._since: float | None = None
-        self._flops_share = _flops_share_of_a_token(accelerator, model, dtype, steps)
+        self.peak = _peak(accelerator, dtype)
+        self._steps, self._devices = steps, accelerator.num_processes
+        self._flops = training_flops(model, reference=reference) if self.peak else None
 
     def open(self, counts: torch.Tensor) -> None:
         """Begins a step with these counts: trained targets, tokens, slots, examples, SIGINTs, SIGTERMs."""
         self._last, self._sum = LateCopy(counts), self._sum + counts
+        self._opened += 1
         self._since = time.perf_counter() if self._since is None else self._since
 
     def take_last(self) -> list[int]:
@@ -70,35 +79,46 @@ class StepFigures:
         """Excludes `seconds` from the training time."""
         self._since = None if self._since is None else self._since + seconds
 
-    def close(self) -> dict[str, Any]:
-        """The figures of a logged line; resets the sums."""
+    def close(self, step: int) -> dict[str, Any]:
+        """The figures of the line that is logged after `step` steps of the run; resets the sums."""
         _, tokens, slots, examples, _, _ = self._sum.tolist()
-        seconds = time.perf_counter() - (self._since or time.perf_counter())
+        seconds = max(time.perf_counter() - (self._since or time.perf_counter()), 1e-9)
+        done, self._opened = range(step - self._opened, step), 0
         self._sum, self._since = torch.zeros_like(self._sum), None
-        rate = tokens / max(seconds, 1e-9)
         return {
-            "tokens_per_second": rate,
+            "tokens_per_second": tokens / seconds,
             "padding_fraction": 1 - tokens / max(slots, 1),
             "examples": examples,
-            "mfu": rate * self._flops_share if self._flops_share else None,
+            "mfu": self._mfu(done, seconds),
         }
 
+    def _mfu(self, steps: range, seconds: float) -> float | None:
+        """The FLOPs that `steps` took of what all devices could have made at their peak; None if that is not known."""
+        if self.peak is None or self._flops is None:
+            return None
+        made = sum(self._flops.of(*self._steps.documents_of(step)) for step in steps)
+        return made / seconds / (self.peak.flops * self._devices)
 
-def _flops_share_of_a_token(
-    accelerator: Accelerator, model: PreTrainedModel, dtype: torch.dtype, steps: Steps
-) -> float | None:
-    """Model FLOPs of a token at the mean document length / peak FLOPs of all devices in a second, by TRL's tables.
 
-    None if TRL does not know the device or the architecture.
-    """
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """FLOP/s of a device in products of matrices without sparsity, by TRL's table, and of what in words."""
+
+    flops: float
+    of: str
+
+    def sentence(self) -> str:
+        """`mfu is of 989 TFLOP/s a device: NVIDIA H200, bfloat16`."""
+        return f"of {self.flops / 1e12:,.0f} TFLOP/s a device: {self.of}, without sparsity"
+
+
+def _peak(accelerator: Accelerator, dtype: torch.dtype) -> Peak | None:
+    """The peak of this device in `dtype`; None if TRL does not know it."""
     if accelerator.device.type != "cuda":
         return None
-    peak = get_peak_flops_per_device(accelerator, str(dtype).removeprefix("torch."))
-    try:
-        flops = compute_flops_per_token(model.config, int(steps.data.lengths.mean()))
-    except (AttributeError, RuntimeError, TypeError):  # its formula needs fields that not every config has
-        return None
-    return flops / (peak * accelerator.num_processes) if peak else None
+    named = str(dtype).removeprefix("torch.")
+    flops = get_peak_flops_per_device(accelerator, named)
+    return Peak(flops, f"{torch.cuda.get_device_name(accelerator.device)}, {named}") if flops else None
 
 
 class LoggingHooks(TrainerHooks):
@@ -121,7 +141,7 @@ class LoggingHooks(TrainerHooks):
             self.clock.enter("step end")
             self.refuse_nan(logs["loss"])
             self.take_counts()
-            logs |= {"tokens": self.state.num_input_tokens_seen, **self.step_figures.close()}
+            logs |= {"tokens": self.state.num_input_tokens_seen, **self.step_figures.close(self.state.global_step)}
             logs |= self.figures() | self.times.figures() | self._updates_lost()
         super().log(logs, start_time)
 

@@ -296,6 +296,8 @@ def _build(
         callbacks.append(EarlyStop(patience, run.folder.checkpoints, log))
     trainer = objective.trainer(model, arguments, tokenizer, settings=settings, callbacks=callbacks)
     trainer.close_proofs = close_proofs
+    if peak := trainer.step_figures.peak:
+        log.fact("mfu", peak.sentence())
     objective.prove(trainer, log, run.attention, preflight=prove, ranks=ranks, precision=precision)
     return trainer, decision
 

@@ -20,9 +20,11 @@ from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Packin
 from packtrain.data.prepare import prepare_pairs
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import reference
+from packtrain.model.flops import training_flops
 from packtrain.model.load import load_model, load_tokenizer, weights_hash
 from packtrain.model.precision import precision_of
 from packtrain.run_folder import RunFolder
+from packtrain.train import metrics
 from packtrain.train.console import _documents
 from packtrain.train.dpo import identity_of_reference
 from packtrain.train.dpo_trainer import PackedDPOTrainer
@@ -261,6 +263,25 @@ def test_training_goes_on_from_adapters_and_is_held_to_them(
     np.testing.assert_allclose(*whole, rtol=1e-5)
     with pytest.raises(UserError, match="have r 4, not 16"):
         trained(config, "other", peft=Peft(kind="lora", alpha=8))
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_utilisation_is_of_a_peak_that_is_named_and_counts_what_pairs_take(
+    start: RunConfig, share: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics, "_peak", lambda *_: metrics.Peak(2e9, "abacus, float32"))
+    run = trained(start, "used", packing=Packing(share_prefix=share), objective=against("precomputed"))
+    assert "mfu of 0 TFLOP/s a device: abacus, float32, without sparsity" in " ".join(capsys.readouterr().out.split())
+    data = prepare_pairs(start.data, load_tokenizer(start.model), seed=0).train
+    flops = training_flops(load_model(start.model, Peft(), load_tokenizer(start.model), seed=0))
+    sides, prompts = data.documents.lengths.reshape(-1, 2), data.lengths - data.shared_lengths
+    # the last step of the epoch has a single pair, of its 15
+    singles = [flops.of(pair, alone if share else None) for pair, alone in zip(sides, prompts[:, None], strict=True)]
+    step, alone = run.steps[-1], run.steps[-1]["mfu"] * 2e9 / run.steps[-1]["tokens_per_second"]
+    assert step["examples"] == 1
+    assert any(
+        alone == pytest.approx(each / tokens, rel=1e-6) for each, tokens in zip(singles, sides.sum(1), strict=True)
+    )
 
 
 def test_held_out_pairs_are_evaluated_and_told_of(start: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
