@@ -164,7 +164,7 @@ def environments(processes: int) -> list[dict[str, str]]:
 def work(part: Part, folder: Path, log: Path, result: Path, environment: dict[str, str], tiny: bool) -> None:
     """A process of a part."""
     os.setsid()
-    os.environ.update(environment)
+    os.environ.update(environment, HF_HUB_OFFLINE="1")
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
     sys.stdout = sys.stderr = log.open("a", buffering=1)
     for stream in (1, 2):

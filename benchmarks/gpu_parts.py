@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import sys
 import time
 from collections import Counter
@@ -255,11 +256,10 @@ def train(folder: Path, *, tiny: bool, task: str, changes: list[str]) -> dict[st
         self.add_callback(watch)
 
     StepTrainer.open_loop = with_watch
-    if "WORLD_SIZE" not in os.environ:  # drawing 8 billion numbers takes minutes on a CPU
+    alone = "WORLD_SIZE" not in os.environ
+    if alone:  # drawing 8 billion numbers takes minutes on a CPU
         run.load_model = reference.load_model = drawn_on_device(run.load_model)
-    output = (
-        folder / f"run-{os.getpid()}" if "WORLD_SIZE" not in os.environ else folder / f"run-{os.environ['MASTER_PORT']}"
-    )
+    output = folder / f"run-{os.getpid() if alone else os.environ['MASTER_PORT']}"
     arguments = [
         "model.init=random",
         f"model.tokenizer={folder / 'tokenizer'}",
@@ -276,6 +276,7 @@ def train(folder: Path, *, tiny: bool, task: str, changes: list[str]) -> dict[st
         "trainer.mixed_precision=bf16",
         f"trainer.log_every={warm}",
         f"trainer.output_dir={output}",
+        *(["topology=single"] if alone else []),  # also inside a Slurm job
         *(["peft=lora", "model.dtype=bfloat16", "trainer.gradient_checkpointing=true"] if what.lora else []),
         *changes,
     ]
@@ -288,6 +289,8 @@ def train(folder: Path, *, tiny: bool, task: str, changes: list[str]) -> dict[st
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        if os.environ.get("RANK", "0") == "0":
+            shutil.rmtree(output, ignore_errors=True)  # the weights of all runs are many gigabytes
     return figures_of(watch, tokens_of_steps(folder, what, tiny=tiny), steps, warm)
 
 
