@@ -221,7 +221,7 @@ def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> in
 
     objective = _objective(config)
     dpo = objective if isinstance(objective, DPO) else None
-    subject = Subject(config.model, config.peft, config.packing, config.objective, config.trainer, dpo)
+    subject = Subject(config.model, config.peft, config.packing, config.objective, config.trainer, dpo, config.optim)
     with telling(peers):
         return verify(subject, ranks, peers, timeout_s=preparing_s(config.topology.step_timeout))
 

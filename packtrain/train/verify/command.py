@@ -75,6 +75,9 @@ def show(report: dict[str, Any], *, as_json: bool) -> None:
     console.print(f"[bold {_COLOURS[verdict]}]{verdict}[/]{where}{problem}")
     if report["fix"]:
         console.print(f"  → {escape(report['fix'])}")
+    if (lost := report["updates_lost"])["fix"]:
+        console.print(f"[yellow]{lost['share']:.0%} of the first update would be lost in rounding[/]")
+        console.print(f"  → {escape(lost['fix'])}")
 
 
 def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -103,9 +106,11 @@ def _table(report: dict[str, Any]) -> Table:
     for name, right in (("measured", False), ("figure", True), ("tolerance", True), ("", False)):
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
 
-    def add(what: str, figure: float | None, limit: float | None, *, least: bool = False) -> None:
+    def add(
+        what: str, figure: float | None, limit: float | None, *, least: bool = False, wrong: str = "[red]no[/]"
+    ) -> None:
         fine = figure is not None and limit is not None and (figure >= limit if least else figure <= limit)
-        mark = "[green]ok[/]" if fine else "[yellow]weak[/]" if least else "[red]no[/]"
+        mark = "[green]ok[/]" if fine else "[yellow]weak[/]" if least else wrong
         table.add_row(what, _number(figure), (">= " if least else "<= ") + _number(limit), mark)
 
     def add_control(proof: dict[str, Any]) -> None:
@@ -132,6 +137,9 @@ def _table(report: dict[str, Any]) -> Table:
     for mode, figures in {**report["modes"], **({"packed with shared prompts": shared} if shared else {})}.items():
         add(f"{mode}: loss {_number(figures['loss'], 6)}", figures["loss_rel_diff"], tolerances["loss"])
         add(f"{mode}: gradients", figures["grad_rel_diff"], tolerances["grad_rel_diff"])
+    lost = report["updates_lost"]
+    if lost["share"] is not None:
+        add("weights that an update leaves as they were", lost["share"], lost["most"], wrong="[yellow]lost[/]")
     add("control: gradients without borders", report["control"]["grad_rel_diff"], tolerances["control"], least=True)
     return table
 

@@ -2,7 +2,8 @@
 
 Every process loads the model as training would and measures (1) isolation and (2) equality with each document alone
 (proof/isolation.py), (3) loss and gradients of the three modes with the loss of the objective (modes.py), and of preference
-pairs (4) the first loss against the reference of the config (dpo_start.py). A sharded model is proved as it is sharded, by
+pairs (4) the first loss against the reference of the config (dpo_start.py), and in any case what rounding would lose of the first
+update (first_update.py), which is told and no part of the verdict. A sharded model is proved as it is sharded, by
 all processes together; under ZeRO-3, whose weights have no gradients before there is an optimizer, (3) and (4) run on a whole
 model in each process. The main process writes the worst report into the run folder. All documents are random tokens.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import PER_DOCUMENT
-from packtrain.config.schema import Model, Objective, Packing, Peft, Trainer
+from packtrain.config.schema import Model, Objective, Optim, Packing, Peft, Trainer
 from packtrain.errors import CheckFailed, Disagreement
 from packtrain.model.forward import Head, add_loss_sum, choose_head
 from packtrain.model.load import base_model, load_model, load_tokenizer
@@ -33,6 +34,7 @@ from packtrain.model.precision import autocast_of
 from packtrain.model.spread import Ranks, loading_whole, open_proofs, spread
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_padded, on_device
+from packtrain.plan.launcher_settings import STAGES
 from packtrain.proof.choice import choose_attention, prove_backend, prove_pairs
 from packtrain.proof.isolation import Proof, check_as_it_comes
 from packtrain.proof.leak import Leak, find_leak
@@ -42,6 +44,7 @@ from packtrain.train.preflight import why_not_together
 from packtrain.train.sync.checks import agree_on_model
 from packtrain.train.sync.store_barrier import Peers
 from packtrain.train.verify.dpo_start import Start
+from packtrain.train.verify.first_update import lost_in_first_update
 from packtrain.train.verify.modes import (
     MODES,
     SHARED,
@@ -67,6 +70,7 @@ class Subject:
     objective: Objective
     trainer: Trainer
     dpo: DPO | None = None
+    optim: Optim = field(default_factory=Optim)
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -156,6 +160,7 @@ def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: flo
         subject.spread(model, tokenizer, replace(ranks, strategy="ddp"))
     shares = pairs is not None and not pairs.problem
     head, comparison, start = _modes(subject, model, tokenizer, isolation.backend, shares=shares)
+    lost = lost_in_first_update(comparison.sampled, comparison.norm, subject.optim, deepspeed=ranks.strategy in STAGES)
     found = _findings(isolation, comparison, pairs if share else None, start)
     verdict, problem, fix = next(found, ("exact", "", ""))
     measured = {mode: asdict(figures) for mode, figures in comparison.measured.items()}
@@ -187,6 +192,7 @@ def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: flo
         "prefix_shared": measured.get(SHARED),
         "reference": {"loss": comparison.reference, "documents": list(comparison.lengths)},
         "control": asdict(comparison.control),
+        "updates_lost": asdict(lost),
         "tolerances": {
             "loss": comparison.loss_tolerance,
             "grad_rel_diff": comparison.grad_tolerance,

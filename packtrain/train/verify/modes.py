@@ -46,6 +46,7 @@ from packtrain.train.dpo_trainer import PackedDPOTrainer
 from packtrain.train.loader import MicroBatch, PairSteps
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.verify.dpo_start import Start, check_pair_forward, start_of
+from packtrain.train.verify.first_update import Sampled, sample
 
 MODES = ("padding", "padding_free", "packed")
 SHARED = "packed with shared prompts"
@@ -74,7 +75,7 @@ class Figures:
 class Comparison:
     """Measurements on documents of `lengths`, by mode in the order of MODES, then SHARED if prompts are shared.
 
-    `reference` is the definition's loss.
+    `reference` is the definition's loss, `sampled` some of the weights with its gradients, whose whole norm is `norm`.
     """
 
     lengths: tuple[int, ...]
@@ -83,6 +84,8 @@ class Comparison:
     control: Figures
     loss_tolerance: float
     grad_tolerance: float
+    sampled: list[Sampled]
+    norm: float
 
     @property
     def off(self) -> list[str]:
@@ -225,7 +228,7 @@ def compare(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     reference = loss_of(None)
     definition = _take_gradients(trained)
-    norm = _norm(definition)
+    norm, some = _norm(definition), list(sample(trained, definition))
     if not (np.isfinite(reference) and 0 < norm < np.inf):
         raise CheckFailed(
             f"{type(base).__name__} has loss {reference:.6g} with gradients of norm {norm:.3g} on random documents",
@@ -250,7 +253,7 @@ def compare(
     settings = base.config.get_text_config().to_dict()
     routed = any("expert" in name and type(value) is int and value > 1 for name, value in settings.items())
     tolerances = tolerances_of(autocast or base.dtype, routed=routed)
-    return Comparison(lengths, reference, measured, control, *tolerances)
+    return Comparison(lengths, reference, measured, control, *tolerances, some, norm)
 
 
 def lengths_for(model: PreTrainedModel) -> tuple[int, ...]:
