@@ -357,11 +357,19 @@ class Trainer:
         None, "Evaluations without a lower eval loss after which training stops; the best weights are kept.", minimum=1
     )
     log_every: int = key(1, "Steps between logged lines.", minimum=1)
-    mixed_precision: Literal["no", "bf16"] = key("no", "Compute in bfloat16 over weights in model.dtype.")
     save_dtype: SaveDtype = key(
         "auto",
         "Number format of the weights in final/ (adapters stay float32); auto is that of the model. float32 keeps what "
         "optim.master_weights learned.",
+    )
+    mixed_precision: Literal["auto", "no", "bf16", "fast"] = key(
+        "auto",
+        "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU that is found to be "
+        "faster in it.",
+    )
+    float32_matmul: Literal["highest", "high", "medium"] = key(
+        "highest",
+        "Precision of float32 products, as torch.set_float32_matmul_precision: high takes TF32 on GPUs. Proofs take highest.",
     )
     gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass to save memory.")
     loader_workers: int | None = key(

@@ -27,6 +27,7 @@ from packtrain.diagnose.timeouts import PROBE_LIMIT_S, Probe, Unanswered, Value,
 from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.plan.launch_plan import plan_launch
 from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
+from packtrain.plan.mixed_precision import planned
 from packtrain.plan.network_settings import LOOPBACK, HostNetwork, read_network, silence_for
 from packtrain.plan.surroundings import Surroundings, look_around
 
@@ -152,7 +153,10 @@ def _on_disk(config: RunConfig, memory: Memory) -> int:
 def _dtype_of(config: RunConfig) -> str:
     """What the attention layers compute in, by torch's name."""
     dtype = config.model.dtype
-    return "bfloat16" if dtype == "auto" or config.trainer.mixed_precision == "bf16" else dtype
+    if dtype == "auto":
+        return "bfloat16"
+    mixed, _ = planned(config, dtype, gpu=True)  # on a CPU there are no kernels to look for
+    return "bfloat16" if mixed == "bf16" else dtype
 
 
 def age_s() -> float:

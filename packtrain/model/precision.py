@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,19 +12,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from accelerate.utils.operations import convert_outputs_to_fp32
 from torch import nn
 from transformers import PreTrainedModel
 
 from packtrain.model.load import base_model
+from packtrain.model.spread import Ranks
+from packtrain.monitor.heartbeat import waiting
+from packtrain.plan.mixed_precision import decide
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """`weights` is the format of the loaded weights, `autocast` the one that mixed precision computes in (None: no mixed precision)."""
+    """`weights` is the format of the loaded weights, `autocast` the one that mixed precision computes in (None: no mixed precision).
+
+    `why` says why.
+    """
 
     weights: torch.dtype
     autocast: torch.dtype | None = None
+    why: str = ""
+
+    @property
+    def mixed(self) -> str:
+        """As trainer.mixed_precision: no | bf16."""
+        return "bf16" if self.autocast else "no"
 
 
 def autocast_of(mixed_precision: str) -> torch.dtype | None:
@@ -33,6 +48,56 @@ def autocast_of(mixed_precision: str) -> torch.dtype | None:
 def precision_of(model: nn.Module, mixed_precision: str) -> Precision:
     """The formats of the loaded `model`, adapters included."""
     return Precision(base_model(model).dtype, autocast_of(mixed_precision))
+
+
+def decide_precision(model: nn.Module, asked: str, ranks: Ranks, recorded: str | None = None) -> Precision:
+    """The formats of the loaded `model` for `asked`, which is trainer.mixed_precision; the same on all ranks.
+
+    `recorded` is what the run had decided before the checkpoint that it goes on from, if it does: auto and fast keep to that.
+    Otherwise one rank that cannot compute in bfloat16, or is not faster in it, keeps all from it.
+    """
+    weights, gpu = base_model(model).dtype, ranks.device.type == "cuda"
+    if recorded in ("no", "bf16") and asked in ("auto", "fast"):
+        return Precision(weights, autocast_of(recorded), "as before the checkpoint")
+    found = decide(
+        asked,
+        weights=str(weights).removeprefix("torch."),
+        adapters=base_model(model) is not model,
+        gpu=gpu,
+        has_bf16=gpu and torch.cuda.is_bf16_supported(including_emulation=False),
+        speed=bf16_speed,
+    )
+    with waiting("the number formats of all ranks"):
+        of_ranks = gather_object([found]) if ranks.world_size > 1 else [found]
+    value, why = min(of_ranks, key=lambda one: one[0] != "no")
+    return Precision(weights, autocast_of(value), why)
+
+
+def bf16_speed(limit_s: float = 0.2) -> float:
+    """How many times as fast as in float32 this CPU multiplies in bfloat16: matrices of a layer's kind, the best of several.
+
+    Takes `limit_s` seconds at most, where one product in bfloat16 does not take longer.
+    """
+    best: dict[torch.dtype, float] = {}
+    begun = time.perf_counter()
+    while not best or time.perf_counter() - begun < 0.7 * limit_s:
+        for dtype in (torch.float32, torch.bfloat16):
+            left, right = torch.ones(256, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+            started = time.perf_counter()
+            torch.mm(left, right)
+            best[dtype] = min(best.get(dtype, float("inf")), time.perf_counter() - started)
+    return best[torch.float32] / best[torch.bfloat16]
+
+
+def multiply_in(float32_matmul: str) -> None:
+    """Has float32 products of this process computed as trainer.float32_matmul says, whatever the environment's TF32 settings.
+
+    Convolutions follow on GPUs. NVIDIA_TF32_OVERRIDE stands above torch: it is removed where it asks for what the config does not.
+    """
+    if float32_matmul == "highest" and os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":
+        del os.environ["NVIDIA_TF32_OVERRIDE"]
+    torch.set_float32_matmul_precision(float32_matmul)
+    torch.backends.cudnn.allow_tf32 = float32_matmul != "highest"
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:

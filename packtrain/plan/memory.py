@@ -26,11 +26,13 @@ from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
 from packtrain.plan.dpo_reference import reference_of
 from packtrain.plan.launcher_settings import BUCKET, STAGES
+from packtrain.plan.mixed_precision import planned
 from packtrain.plan.shapes import Layers, Weights, adapter_shapes, is_adapted, layers_of, weights_of
 
 GIB = 2**30
 OUTSIDE = int(1.5 * GIB)  # CUDA's context, kernels and NCCL's buffers on a GPU
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FORMATS = {2: "bfloat16"}  # of weights, by their bytes
 ADAPTER_BYTES = 4  # peft keeps adapters in float32
 SHARDED = {  # what a strategy shards over the processes
     "ddp": (),
@@ -130,12 +132,14 @@ class _Model:
 def estimate(config: RunConfig, processes: int, device_bytes: int | None = None) -> Memory | str:
     """The memory of a run on `processes` devices of `device_bytes` each, or a sentence on what is missing to estimate it.
 
-    topology.gpu_memory (GiB) overrides `device_bytes`. If the run exceeds the device, `advice` says what to try.
+    topology.gpu_memory (GiB) overrides `device_bytes`; without either the plan is for CPUs. If the run exceeds the device, `advice` says what to try.
     """
     if config.topology.gpu_memory is not None:
         device_bytes = int(config.topology.gpu_memory * GIB)
     try:
         model = _measure(config, weights_of(config.model))
+        decided, _ = planned(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
+        config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
         found = replace(_count(config, model, processes), device=device_bytes)
     except UserError as error:
         return f"not known before loading: {error}"

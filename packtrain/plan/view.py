@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
+from packtrain.plan import mixed_precision
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.plan.memory import estimate
 from packtrain.run_folder import RunFolder
@@ -54,6 +55,7 @@ def _lines(config: RunConfig, launch: LaunchPlan, verb: str, arguments: Sequence
     lines = [
         ("processes", f"{launch.num_processes}: {launch.reason}"),
         ("batch", launch.batch.sentence()),
+        ("precision", mixed_precision.sentence(config, gpu=launch.gpus > 0 or config.topology.gpu_memory is not None)),
         ("memory", memory if isinstance(memory, str) else memory.sentence()),
         *(("network", f"{one.name}{f'={one.value}' if one.value else ''}: {one.reason}") for one in launch.network),
         ("folder", str(RunFolder.of(config.trainer).root)),

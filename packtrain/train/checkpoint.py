@@ -145,7 +145,7 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> None:
 
     `origin` holds the plain values that must be equal (run.py, `origin_of`); the checkpoint holds those of its run.
     """
-    written = json.loads((checkpoint / ORIGIN).read_text())
+    written = origin_in(checkpoint)
     differing = [
         Problem(
             f"the checkpoint {checkpoint.name} was made with {written.get(name)}, this run has {value}",
@@ -157,6 +157,11 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> None:
     ]
     if differing:
         raise UserError(differing)
+
+
+def origin_in(checkpoint: Path) -> dict[str, Any]:
+    """The origin of the run that wrote `checkpoint`."""
+    return json.loads((checkpoint / ORIGIN).read_text())
 
 
 def prune(checkpoints: Path, keep: int | None, best: Path | None, origin: dict[str, Any]) -> None:
@@ -175,7 +180,7 @@ def prune(checkpoints: Path, keep: int | None, best: Path | None, origin: dict[s
 
 def _of_run(checkpoint: Path, origin: dict[str, Any]) -> bool:
     with suppress(OSError, ValueError):
-        return json.loads((checkpoint / ORIGIN).read_text()) == origin
+        return origin_in(checkpoint) == origin
     return False
 
 

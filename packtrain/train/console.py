@@ -90,8 +90,20 @@ def about_model(
     log.fact("model", f"{name} ({type(base).__name__}, {whole} parameters, {trained} trained)")
     if peft.kind == "lora":
         log.fact("adapters", f"LoRA, rank {peft.r}, alpha {peft.alpha}, dropout {peft.dropout:g}")
-    computed = f", computed in {_dtype(precision.autocast)}" if precision.autocast else ""
-    log.fact("precision", f"{_dtype(precision.weights)} weights{computed}{_updated(optim, model, strategy)}")
+    computed = f", computed in {_dtype(precision.autocast or precision.weights)}"
+    why = f" ({precision.why})" if precision.why != "asked for" else ""
+    updated = _updated(optim, model, strategy)
+    log.fact("precision", f"{_dtype(precision.weights)} weights{computed}{why}{updated}{_products()}")
+
+
+def _products() -> str:
+    """A clause on products of float32, where they are not as everywhere: by the config, or although the environment asks."""
+    now, asked = torch.get_float32_matmul_precision(), "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    if now != "highest":
+        off = ", but NVIDIA_TF32_OVERRIDE=0 turns TF32 off" if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0" else ""
+        return f", float32 products in {now} precision{off}"
+    overruled = f" ({asked} is overruled by trainer.float32_matmul)"
+    return f", float32 products without TF32{overruled}" if os.environ.get(asked, "0") != "0" else ""
 
 
 def _updated(optim: Optim, model: PreTrainedModel, strategy: str) -> str:

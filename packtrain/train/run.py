@@ -32,7 +32,7 @@ from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.errors import LostPeers, UserError
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
-from packtrain.model.precision import precision_of
+from packtrain.model.precision import decide_precision, multiply_in
 from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread
 from packtrain.monitor.foreign_launch import beat_to_rank_0
@@ -45,7 +45,7 @@ from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, results
-from packtrain.train.checkpoint import check_origin, find_resume, set_aside, step_of
+from packtrain.train.checkpoint import check_origin, find_resume, origin_in, set_aside, step_of
 from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps, attention_cost
@@ -125,6 +125,7 @@ class Run:
 def train(verb: str, config: RunConfig) -> int:
     """Runs `verb` in this process (of one or of many). Returns the exit code; raises PacktrainError for the user."""
     quiet_libraries(on_cpu=not torch.cuda.is_available())
+    multiply_in(config.trainer.float32_matmul)
     own_heartbeat().enter("join")
     ranks, peers = _join(verb, config)
     own_heartbeat().enter("proof")
@@ -246,13 +247,14 @@ def _build(
     """The trainer, ready for step 1, and the attention chosen for packed rows (None: batches are padded)."""
     config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
     model, tokenizer, base = run.model, run.tokenizer, base_model(run.model)
-    origin = origin_of(config, data.train, model, ranks.world_size)
+    recorded = None if checkpoint is None else origin_in(checkpoint).get("trainer.mixed_precision")
+    precision = decide_precision(model, config.trainer.mixed_precision, ranks, recorded)
+    origin = origin_of(config, data.train, model, ranks.world_size) | {"trainer.mixed_precision": precision.mixed}
     origin |= objective.take_reference(model, tokenizer, ranks, seed=config.trainer.seed)
     if checkpoint is not None:
         check_origin(checkpoint, origin)
     spread(model, ranks)
     close_proofs = open_proofs(model, ranks)
-    precision = precision_of(model, config.trainer.mixed_precision)
     decision = None
     if config.packing.mode != "padding":
         decision = objective.decide_attention(config.model.attention, base, ranks, precision, prove=prove)
@@ -331,6 +333,7 @@ def origin_of(
         # scheduler and optimizer continue with the checkpoint's values: changed ones would be silently ignored
         **{f"optim.{key.name}": getattr(config.optim, key.name) for key in fields(config.optim)},
         "strategy.name": config.strategy.name,
+        "trainer.float32_matmul": config.trainer.float32_matmul,
         # DeepSpeed's files are one shard for each process
         "the number of processes": processes if config.strategy.name in STAGES else None,
     }
@@ -432,7 +435,7 @@ def _answers(run: Run) -> list[str]:
     settings = run.config.trainer
     if not (settings.samples and (run.ranks.main or run.ranks.sharded)):
         return []
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([run.ranks.device] if run.ranks.device.type == "cuda" else []):
         base = base_model(run.model)
         return results.answer(
             base, run.tokenizer, settings.samples, attention=run.attention, max_tokens=settings.sample_tokens

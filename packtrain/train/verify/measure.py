@@ -30,7 +30,7 @@ from packtrain.config.schema import Model, Objective, Optim, Packing, Peft, Trai
 from packtrain.errors import CheckFailed, Disagreement
 from packtrain.model.forward import Head, add_loss_sum, choose_head
 from packtrain.model.load import base_model, load_model, load_tokenizer
-from packtrain.model.precision import autocast_of
+from packtrain.model.precision import autocast_of, decide_precision
 from packtrain.model.spread import Ranks, loading_whole, open_proofs, spread
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_padded, on_device
@@ -143,8 +143,11 @@ def verify(subject: Subject, ranks: Ranks, peers: Peers | None = None, *, timeou
 
 def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: float) -> dict[str, Any]:
     """The report, in plain values."""
-    started, autocast, share = time.perf_counter(), subject.autocast, subject.packing.share_prefix
+    started, share = time.perf_counter(), subject.packing.share_prefix
     model, tokenizer = subject.load()
+    precision = decide_precision(model, subject.trainer.mixed_precision, ranks)
+    subject = replace(subject, trainer=replace(subject.trainer, mixed_precision=precision.mixed))
+    autocast = subject.autocast
     agree_on_model(peers, model, timeout_s=timeout_s)
     subject.spread(model, tokenizer, ranks)
     base, close_proofs = base_model(model), open_proofs(model, ranks)
