@@ -30,12 +30,19 @@ from packtrain.plan.dpo_reference import DpoReference
 
 
 def load_reference(
-    reference: DpoReference, named: str, model: Model, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, *, seed: int
+    reference: DpoReference,
+    named: str,
+    model: Model,
+    tokenizer: PreTrainedTokenizerBase,
+    ranks: Ranks,
+    *,
+    seed: int,
+    autocast: torch.dtype | None = None,
 ) -> tuple[PreTrainedModel | None, str]:
     """The reference model and the hash of its weights; None and "" if the reference is no separate model.
 
-    It is frozen, and on its device or sharded by the strategy. `named` is objective.reference; `model` and `seed` are those
-    of the trained model. Raises UserError if it cannot be loaded.
+    It is frozen, and on its device or sharded by the strategy. `named` is objective.reference; `model`, `seed` and
+    `autocast` (the format of mixed precision) are those of the trained model. Raises UserError if it cannot be loaded.
     """
     if reference.kind not in ("model", "path"):
         return None, ""
@@ -48,7 +55,7 @@ def load_reference(
         raise UserError([replace(one, where="objective.reference") for one in error.problems]) from error
     loaded.requires_grad_(False)
     content = weights_hash(loaded)
-    spread(loaded, ranks)
+    spread(loaded, ranks, autocast)
     return loaded.eval(), content
 
 

@@ -7,7 +7,8 @@ model on all processes together: a process that calls it once more than the othe
 
 FSDP2 is applied here, one group for each layer and one for all the rest, which stays gathered during a forward pass, since
 the loss reads the output head's weights without calling it. transformers' trainer is told that the model was sharded while
-loading, and leaves it alone (train/loop.py). So FSDP2 runs on CPUs too, where accelerate would silently use DDP.
+loading, and leaves it alone (train/loop.py). So FSDP2 runs on CPUs too, where accelerate would silently use DDP. In mixed
+precision each process casts its share of the weights before it is gathered, and gradients are added up in float32.
 
 ZeRO-3 is DeepSpeed's. Until there is an optimizer, its inference engine runs the proofs. A layer is gathered as a whole (a
 "leaf"), since calls within a layer may differ by process (experts).
@@ -103,8 +104,11 @@ def open_strategy(strategy: str) -> None:
         os.environ.update({**_ONE_PROCESS, "MASTER_PORT": "0"})
 
 
-def spread(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Puts `model` (adapters included) where the strategy wants it, in place."""
+def spread(model: PreTrainedModel, ranks: Ranks, autocast: torch.dtype | None = None) -> None:
+    """Puts `model` (adapters included) where the strategy wants it, in place.
+
+    `autocast` is the format of mixed precision, in which FSDP2 gathers weights.
+    """
     if ranks.strategy in STAGES:
         import deepspeed.ops
 
@@ -113,7 +117,7 @@ def spread(model: PreTrainedModel, ranks: Ranks) -> None:
     if ranks.gathers_by_engine:
         _partition(model, ranks)
     elif ranks.sharded:
-        _fully_shard(model, ranks.device)
+        _fully_shard(model, ranks.device, autocast)
     else:
         cast(Any, model).to(ranks.device)
 
@@ -153,15 +157,20 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in base.modules() if type(module).__name__ in names]
 
 
-def _fully_shard(model: PreTrainedModel, device: torch.device) -> None:
+def _fully_shard(model: PreTrainedModel, device: torch.device, autocast: torch.dtype | None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if autocast is not None:  # inputs are autocast's matter
+        policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32, cast_forward_inputs=False)
     base: Any = base_model(model)
     for part in (*reversed(layers_of(model)), base):  # inner ones first
         own = type(part)
-        fully_shard(part, mesh=mesh, reshard_after_forward=True)  # torch's default keeps the last group gathered
+        fully_shard(
+            part, mesh=mesh, mp_policy=policy, reshard_after_forward=True
+        )  # torch's default keeps the last group gathered
         type(part).__name__, type(part).__module__ = own.__name__, own.__module__  # libraries look classes up by name
     base._is_fsdp_managed_module = True  # makes transformers generate on all processes together
     if base is not model:

@@ -240,15 +240,16 @@ def _first_check(config: RunConfig, model: _Model) -> int:
 def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: int) -> int:
     """Bytes that the strategy and autocast hold during the backward pass."""
     name, full, width = config.strategy.name, config.peft.kind == "none", model.width
-    copies = 0
-    if config.trainer.mixed_precision == "bf16" and width == 4 and (full or not config.trainer.gradient_checkpointing):
+    copies, mixed = 0, config.trainer.mixed_precision == "bf16"
+    if mixed and width == 4 and (full or not config.trainer.gradient_checkpointing):
         copies = 2 * model.linear  # autocast keeps those of trained weights until the forward pass ends
     if name == "ddp":
         return copies + (model.trained * trained_width if processes > 1 else 0)
     if name == "fsdp2":
         gathered = 3 * model.block + model.rest  # a layer, what it was gathered in, and the next one; the rest stays
-        reduced = 2 * model.block + model.rest if full else 0  # gradients, and what they are reduced in
-        return copies + gathered * width + reduced * trained_width
+        compute = 2 if mixed else width
+        made, reduced = (model.block + model.rest, model.block) if full else (0, 0)  # gradients, in float32 if mixed
+        return gathered * compute + made * min(compute, trained_width) + reduced * (4 if mixed else trained_width)
     rounded = width == 2
     if name == "zero1" and rounded:
         return copies  # no buckets: gradients are reduced when the step is complete

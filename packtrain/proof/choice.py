@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from packtrain.attention import flash
@@ -78,7 +79,7 @@ def choose_attention(
 def prove_backend(name: str, model: PreTrainedModel, autocast: torch.dtype | None) -> tuple[str, Proof | None]:
     """Why the available backend `name` is not exact for this model ("" where it is), and its proof; None where it cannot run."""
     try:
-        proof = prove_isolation(model, name, autocast=_precision(name, autocast))
+        proof = prove_isolation(model, name, autocast=_precision(name, model, autocast))
     except CheckFailed as refusal:
         return refusal.problems[0].what, None
     # per_document is exact by construction, even if the positive control is too weak
@@ -91,7 +92,7 @@ def prove_pairs(name: str, model: PreTrainedModel, autocast: torch.dtype | None)
     if name == PER_DOCUMENT:
         return f"{name} runs every document by itself", None
     try:
-        proof = prove_isolation(model, name, autocast=_precision(name, autocast), segments=PAIRS)
+        proof = prove_isolation(model, name, autocast=_precision(name, model, autocast), segments=PAIRS)
     except CheckFailed as refusal:
         return refusal.problems[0].what, None
     exact = proof.verdict == "exact"
@@ -104,9 +105,9 @@ def _why_unavailable(name: str, model: PreTrainedModel, device: torch.device, au
     return "" if kernel else line
 
 
-def _precision(name: str, autocast: torch.dtype | None) -> torch.dtype | None:
-    """The autocast format of the proof: none if the kernel takes float32, see isolation.py."""
-    return autocast if name == "flash" else None
+def _precision(name: str, model: PreTrainedModel, autocast: torch.dtype | None) -> torch.dtype | None:
+    """The autocast format of the proof: none if kernel and weights take float32, see isolation.py. FSDP2's are gathered in 16 bits."""
+    return autocast if name == "flash" or isinstance(model, FSDPModule) else None
 
 
 def _instead_of_rows(model: PreTrainedModel, autocast: torch.dtype | None) -> str:

@@ -65,14 +65,26 @@ class DPO:
         return int(data.documents.lengths.max())
 
     def take_reference(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks, *, seed: int
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        ranks: Ranks,
+        precision: Precision,
+        *,
+        seed: int,
     ) -> dict[str, Any]:
         """Loads the reference before `model` is sharded; returns what a resumed run must agree on of it."""
         check_routers(base_model(model))
         if self.reference.kind == "adapters":
             add_reference(model, self.reference.adapters)
         self._reference_model, weights = load_reference(
-            self.reference, self.objective.reference, self._model, tokenizer, ranks, seed=seed
+            self.reference,
+            self.objective.reference,
+            self._model,
+            tokenizer,
+            ranks,
+            seed=seed,
+            autocast=precision.autocast,
         )
         weights = weights or weights_hash(model)
         self._identity = identity_of_reference(model, self._peft, weights)

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+from accelerate import DistributedDataParallelKwargs
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback
 from transformers.integrations import TensorBoardCallback
@@ -77,6 +78,14 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
     def autocast_of_forward(self, settings: LoopSettings) -> torch.dtype | None:
         """The autocast format to wrap the forward in: accelerate does this itself, except under DeepSpeed."""
         return settings.autocast if self.is_deepspeed_enabled else None
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """As the base class, but DDP's buckets are the gradients: it need not copy what it has reduced back to them."""
+        arguments = super()._build_accelerator_args(**kwargs)
+        for handler in arguments["kwargs_handlers"]:
+            if isinstance(handler, DistributedDataParallelKwargs):
+                handler.gradient_as_bucket_view = True
+        return arguments
 
     # Defined by the objective.
 

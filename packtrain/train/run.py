@@ -75,7 +75,7 @@ class TrainingObjective(Protocol):
         """Tokens of the longest document of a data set, for the check of the model's positions."""
         raise NotImplementedError
 
-    def take_reference(self, model: Any, tokenizer: Any, ranks: Ranks, *, seed: int) -> dict[str, Any]:
+    def take_reference(self, model: Any, tokenizer: Any, ranks: Ranks, precision: Any, *, seed: int) -> dict[str, Any]:
         """Loads the reference, if any, before the model is sharded; returns what a resumed run must agree on of it."""
         raise NotImplementedError
 
@@ -250,10 +250,10 @@ def _build(
     recorded = None if checkpoint is None else origin_in(checkpoint).get("trainer.mixed_precision")
     precision = decide_precision(model, config.trainer.mixed_precision, ranks, recorded)
     origin = origin_of(config, data.train, model, ranks.world_size) | {"trainer.mixed_precision": precision.mixed}
-    origin |= objective.take_reference(model, tokenizer, ranks, seed=config.trainer.seed)
+    origin |= objective.take_reference(model, tokenizer, ranks, precision, seed=config.trainer.seed)
     if checkpoint is not None:
         check_origin(checkpoint, origin)
-    spread(model, ranks)
+    spread(model, ranks, precision.autocast)
     close_proofs = open_proofs(model, ranks)
     decision = None
     if config.packing.mode != "padding":

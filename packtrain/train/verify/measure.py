@@ -30,7 +30,7 @@ from packtrain.config.schema import Model, Objective, Optim, Packing, Peft, Trai
 from packtrain.errors import CheckFailed, Disagreement
 from packtrain.model.forward import Head, add_loss_sum, choose_head
 from packtrain.model.load import base_model, load_model, load_tokenizer
-from packtrain.model.precision import autocast_of, decide_precision
+from packtrain.model.precision import autocast_of, decide_precision, precision_of
 from packtrain.model.spread import Ranks, loading_whole, open_proofs, spread
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_padded, on_device
@@ -86,8 +86,9 @@ class Subject:
     def spread(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks) -> None:
         """Loads the reference, and shards `model` by the strategy."""
         if self.dpo is not None:
-            self.dpo.take_reference(model, tokenizer, ranks, seed=self.trainer.seed)
-        spread(model, ranks)
+            precision = precision_of(model, self.trainer.mixed_precision)
+            self.dpo.take_reference(model, tokenizer, ranks, precision, seed=self.trainer.seed)
+        spread(model, ranks, self.autocast)
 
 
 @dataclass(frozen=True, slots=True)

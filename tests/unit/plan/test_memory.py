@@ -236,6 +236,21 @@ def test_fsdp2_gathers_layers_beside_what_is_in_no_layer() -> None:
     assert found.buffers == 4 * (3 * layer + rest) + 4 * (2 * layer + rest)  # weights, and gradients
 
 
+def test_fsdp2_in_mixed_precision_gathers_bfloat16_and_reduces_float32() -> None:
+    found = known([*sized("llama"), "trainer.mixed_precision=bf16"], 64, strategy="fsdp2")
+    rest = 2 * 50 * 64 + 64
+    layer = (found.parameters - rest) // 3
+    assert found.buffers == 2 * (3 * layer + rest) + 2 * (layer + rest) + 4 * layer
+
+
+def test_mixed_precision_auto_is_bfloat16_where_the_plan_knows_of_a_gpu() -> None:
+    bf16, no = (known([*sized("llama"), f"trainer.mixed_precision={one}"]) for one in ("bf16", "no"))
+    for asked in ("auto", "fast"):
+        on_gpus = known([*sized("llama"), f"trainer.mixed_precision={asked}", "topology.gpu_memory=40"])
+        assert replace(on_gpus, device=None) == bf16
+        assert known([*sized("llama"), f"trainer.mixed_precision={asked}"]) == no
+
+
 def test_a_reference_model_is_spread_where_weights_are() -> None:
     dpo = [*sized("llama"), "objective.kind=dpo"]
     assert known(dpo, 8, strategy="zero2").reference == 8 * known(dpo, 8, strategy="zero3").reference
