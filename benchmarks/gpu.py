@@ -202,7 +202,7 @@ def section(results: dict[str, Any], failed: dict[str, str], parts: Sequence[Par
 
 
 def training_table(parts: Sequence[Part], results: dict[str, Any]) -> list[str]:
-    """One row a run. TRL's MFU is made of packtrain's for the same documents, by the ratio of the speeds."""
+    """One row a run. TRL's MFU is made of that of packtrain's `padding`, which shares no prompts, by the ratio of the speeds."""
     if not parts:
         return []
     lines = ["Random weights; real tokens a second, padding not counted, after the steps that warm up.", ""]
@@ -213,7 +213,7 @@ def training_table(parts: Sequence[Part], results: dict[str, Any]) -> list[str]:
     for part in parts:
         one = results[part.name]
         known = [results[p.name] for p in parts if p.group == part.group and results[p.name]["mfu"]]
-        mfu = one["mfu"] or (known and known[0]["mfu"] / known[0]["tokens_per_second"] * one["tokens_per_second"])
+        mfu = one["mfu"] or (known and known[-1]["mfu"] / known[-1]["tokens_per_second"] * one["tokens_per_second"])
         lines.append(
             f"| {part.name} | {one['tokens_per_second']:,.0f} | {f'{mfu:.1%}' if mfu else ''} | {one['seconds_per_step']:.3f} "
             f"| {one['peak']:.1f} | {one['losses'][0]:.5f} | {one['losses'][1]:.5f} |"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from host_waits import FIRST, LAST, Waits, tiny_run, train_watched
 from running import conversations
+from tiny_dpo import Pairs
 
+from packtrain.config.schema import Batch, Packing
 from packtrain.packing.collate import to_device
+from packtrain.packing.schedule import make_schedule
+from packtrain.train.loader import PairSteps, step_loader
 
 LATE = {"packtrain/train/metrics.py::tolist": LAST - FIRST}
 """The counts of the step before, which have arrived: LateCopy. Those of the step before FIRST went into its logged line."""
@@ -57,6 +62,24 @@ def test_the_counter_sees_what_waits() -> None:
         float(values[0]), values.tolist(), bool(mask[1]), mask.nonzero(), values.masked_select(mask)
         torch.where(mask, values, 0.0)[torch.tensor([0, 3])].sum()  # waits for nothing
     assert sum(waits.found.values()) >= 7
+
+
+def test_on_a_gpu_a_process_loads_ahead_into_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Marked(torch.Tensor):
+        """What stands for a pinned copy."""
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self.as_subclass(Marked))
+    data: Any = Pairs()
+    steps = PairSteps(data, make_schedule(data.lengths, Packing(), Batch(examples_per_step=3)), "shared", 0)
+    inputs = steps[0][0].pin_memory().inputs
+    layout = inputs.pop("layout")
+    tensors = [*inputs.values(), layout.rows, layout.columns, layout.inside, layout.trained]
+    assert len(tensors) == 7 and {type(one) for one in tensors} == {Marked}
+    for gpus in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus)
+        loader = step_loader(steps, workers=None)
+        assert (loader.num_workers, loader.pin_memory) == (int(gpus), gpus)
+        assert step_loader(steps, workers=3).num_workers == 3
 
 
 def test_tensors_are_copied_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

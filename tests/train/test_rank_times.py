@@ -49,6 +49,34 @@ def test_a_clock_adds_the_parts_of_steps_up_and_leaves_the_first_one_out() -> No
     assert clock.steps == 0 and not any(clock.slots())
 
 
+def test_on_a_gpu_a_step_is_timed_there_and_two_steps_later_when_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(0)
+
+    class Event:
+        """One that the GPU comes to when its process is nearly two steps further; its own time runs three times as fast."""
+
+        def __init__(self, enable_timing: bool) -> None:
+            self.step, self.at = 0, 0.0
+
+        def record(self) -> None:
+            self.step, self.at = watch._state.step, 3 * watch.now
+
+        def query(self) -> bool:
+            return watch._state.step >= self.step + 2
+
+        def elapsed_time(self, end: Event) -> float:
+            assert end.query()
+            return 1000 * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = StepClock(torch.device("cuda"), heartbeat=watch)
+    for number in range(1, 7):
+        step(clock, watch, number, forward=0.01 * number)
+    clock.enter("data", step=7)
+    assert clock.steps == 3  # of 2 to 6, the first one being left out, those of which the end is known
+    assert clock.slots()[0] == pytest.approx(3e4 * (2 + 3 + 4), abs=4)
+
+
 def test_a_logged_line_has_least_median_most_and_the_slowest_rank() -> None:
     times = RankTimes(3, lambda _: None)
     slots = torch.tensor([10, 20, 0, 0, 40, 20, 0, 0, 10, 20, 6, 0]) * 1_000_000
