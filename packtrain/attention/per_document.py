@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from packtrain.attention.segmented_modules import replace_forward
-from packtrain.packing.collate import IGNORE
+from packtrain.packing.collate import IGNORE, to_device
 from packtrain.packing.segments import Segments
 
 _PER_TOKEN = ("input_ids", "shift_labels", "labels")
@@ -69,12 +70,23 @@ def _tokens(segments: Segments, number: int) -> torch.Tensor:
 
 def _batch(group: _Group, row: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a row for one group: [count, before + length] tokens, nothing padded, all of them visible."""
-    tokens = group.tokens.to(row["input_ids"].device)
+    tokens = to_device(group.tokens, row["input_ids"].device)
     batch = {name: value for name, value in row.items() if name not in _ROW_KEYS}
     batch |= {name: row[name][0][tokens] for name in _PER_TOKEN if row.get(name) is not None}
     if group.before and "shift_labels" in batch:
         batch["shift_labels"][:, : group.before] = IGNORE  # the prefix's labels are trained in its own segment
+    if row.get("label_places") is not None:
+        batch["label_places"] = _label_places(group, row["label_places"], row["input_ids"].shape[1])
     return batch | {"attention_mask": torch.ones_like(tokens)}
+
+
+def _label_places(group: _Group, places: np.ndarray, tokens: int) -> np.ndarray:
+    """Those of the group (packing/collate.py::places_of), from those of a row of so many `tokens`."""
+    labelled = np.zeros(tokens, dtype=bool)
+    labelled[places] = True
+    of_group = labelled[group.tokens.numpy()]
+    of_group[:, : group.before] = False
+    return np.flatnonzero(of_group)
 
 
 def _joined(groups: list[_Group], outputs: list[Any], segments: Segments) -> Any:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -114,7 +115,7 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
         *args: Any,
         loss_sum: bool = False,
         token_losses: bool = False,
-        label_places: torch.Tensor | None = None,
+        label_places: np.ndarray | None = None,
         **kwargs: Any,
     ) -> Any:
         if not (loss_sum or token_losses):
@@ -125,7 +126,7 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
             if getattr(self.config.get_text_config(), "output_router_logits", False):
                 kwargs["output_router_logits"] = False  # skips the model's own router loss, which is not used
             if head.fused:
-                places = places_of(labels) if label_places is None else label_places
+                places = _on_device_of(labels, label_places)
                 hidden = self.base_model(**kwargs, use_cache=False).last_hidden_state
                 if linear and _is_plain_cpu(self):
                     linear_nll = _linear_nll if token_losses else _linear_nll_sum
@@ -138,6 +139,11 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
 
     model.forward = types.MethodType(forward, model)
     return head
+
+
+def _on_device_of(labels: torch.Tensor, places: np.ndarray | None) -> torch.Tensor:
+    """int64 [n] beside `labels`: the given places, or those that are read from them, which waits for the device."""
+    return to_device(torch.from_numpy(places_of(labels) if places is None else places), labels.device)
 
 
 def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -261,7 +267,7 @@ def add_pair_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
         if scored:
             labels, places = kwargs.pop("shift_labels"), kwargs.pop("label_places", None)
             hidden = self.base_model(**{**kwargs, "use_cache": False}).last_hidden_state
-            return head.score(hidden, labels, places_of(labels) if places is None else places)
+            return head.score(hidden, labels, _on_device_of(labels, places))
         if layout is None:
             return inner(*args, **kwargs)
         row, shape = _row(kwargs["input_ids"], kwargs["labels"], layout)
@@ -323,9 +329,9 @@ def _row(input_ids: torch.Tensor, labels: torch.Tensor, layout: PairLayout) -> t
     device = input_ids.device
     places = to_device(layout.rows, device), to_device(layout.columns, device)
     following = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    row = {"input_ids": input_ids[places][None], "shift_labels": following[places][None]}
+    row: dict[str, Any] = {"input_ids": input_ids[places][None], "shift_labels": following[places][None]}
     if layout.trained is not None:
-        row["label_places"] = to_device(layout.trained, device)
+        row["label_places"] = layout.trained
     return {**row, **on_device(row_arguments(layout.segments), device)}, labels[:, 1:].shape
 
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -186,7 +187,7 @@ class RouterLoss:
 def without_labels(batch: dict[str, Any]) -> dict[str, Any]:
     """`batch` without labels, so that its forward pass can skip the output head."""
     labels = torch.full_like(batch["shift_labels"], IGNORE)
-    return {**batch, "shift_labels": labels, "label_places": torch.zeros(0, dtype=torch.int64)}
+    return {**batch, "shift_labels": labels, "label_places": np.zeros(0, np.int64)}
 
 
 def _sum(loads: Sequence[Load]) -> Load:

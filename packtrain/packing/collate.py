@@ -85,32 +85,33 @@ def row_arguments(segments: Segments) -> dict[str, Any]:
     }
 
 
-def places_of(labels: torch.Tensor) -> torch.Tensor:
+def places_of(labels: torch.Tensor) -> np.ndarray:
     """int64 [n]: where `labels` [rows, T] has a label, counted through the rows.
 
-    Made with the batch on the CPU: a device would have to be waited for, since only it knows how many there are.
+    Made with the batch on the CPU, and an array, so that it stays there: a device would have to be waited for, since only it
+    knows how many there are.
     """
-    return (labels.flatten() != IGNORE).nonzero()[:, 0]
+    return np.flatnonzero(labels.cpu().numpy() != IGNORE)
 
 
 @dataclass(frozen=True, slots=True)
 class PairLayout:
     """A flattened row of T tokens: token t of it is at `rows[t]`, `columns[t]` (int64 [T]) of the padded batch.
 
-    `inside` (int64): the tokens that are not in the last column, which predicts nothing. `trained` (int64): those that predict
-    a token of an answer; None where that is to be read from the labels.
+    `inside` (int64): the tokens that are not in the last column, which predicts nothing. `trained` (an array, as of `places_of`):
+    those that predict a token of an answer; None where that is to be read from the labels.
     """
 
     segments: Segments
     rows: torch.Tensor
     columns: torch.Tensor
     inside: torch.Tensor
-    trained: torch.Tensor | None = None
+    trained: np.ndarray | None = None
 
     def pin_memory(self) -> PairLayout:
         """In memory that a device reads by itself."""
         pinned = {name: getattr(self, name).pin_memory() for name in ("rows", "columns", "inside")}
-        return replace(self, **pinned, trained=None if self.trained is None else self.trained.pin_memory())
+        return replace(self, **pinned)
 
 
 def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: PairRows) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: PairRows
     layout = layout_of([len(document.input_ids) for document in documents], groups, prompts)
     predicts = batch["completion_mask"].roll(-1, dims=1)  # the last column is none of `inside`
     trained = layout.inside[predicts[layout.rows[layout.inside], layout.columns[layout.inside]].nonzero()[:, 0]]
-    return {**batch, "layout": replace(layout, trained=trained)}
+    return {**batch, "layout": replace(layout, trained=trained.numpy())}
 
 
 def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> PairLayout:

@@ -23,7 +23,11 @@ from packtrain.train.loop import StepTrainer
 FIRST, LAST = 5, 7
 """The steps that are looked at: after those that are proved, between two logged lines, and without a checkpoint."""
 PACKAGES = ("packtrain", "trl", "transformers", "accelerate", "peft")
-_MADE_ON_THE_CPU = ("packtrain/packing/segments.py", "packtrain/packing/collate.py")
+_ON_THE_CPU = {
+    "packtrain/packing/segments.py",
+    "packtrain/packing/collate.py",
+    "packtrain/attention/per_document.py::_label_places",
+}
 _READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 _DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim")
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
@@ -74,8 +78,8 @@ def note(found: Counter[str]) -> None:
         frame = frame.f_back
     if frame is None:
         found["?"] += 1
-    elif place not in _MADE_ON_THE_CPU:
-        found[f"{place}::{frame.f_code.co_name}"] += 1
+    elif not {place, whose := f"{place}::{frame.f_code.co_name}"} & _ON_THE_CPU:
+        found[whose] += 1
 
 
 def place_of(file: str) -> str | None:

@@ -23,30 +23,42 @@ LATE = {"packtrain/train/metrics.py::tolist": LAST - FIRST}
 OF_TRL = {"trl/trainer/dpo_trainer.py::_compute_loss"}
 """Figures of each micro-batch of pairs."""
 OF_TRANSFORMERS = {"transformers/masking_utils.py::_ignore_causal_mask_sdpa"}
-"""Whether a padded batch needs a mask; packed and padding-free rows have none."""
+"""Whether a batch with a mask needs it; flattened rows have none."""
+MASKED = {"packing.mode=padding", "model.attention=per_document"}
 
 
 @pytest.mark.parametrize(
     "changes",
-    [[], ["packing.mode=padding_free"], ["packing.mode=padding"], ["trainer.mixed_precision=bf16"], ["peft=lora"]],
-    ids=["packed", "padding_free", "padding", "bf16", "lora"],
+    [
+        [],
+        ["packing.mode=padding_free"],
+        ["packing.mode=padding"],
+        ["trainer.mixed_precision=bf16"],
+        ["peft=lora"],
+        ["model.attention=per_document"],
+    ],
+    ids=["packed", "padding_free", "padding", "bf16", "lora", "per_document"],
 )
 def test_a_step_on_documents_waits_for_nothing(changes: list[str], tmp_path: Path) -> None:
     waits = Waits()
     train_watched([*tiny_run(tmp_path, conversations(24)), *changes], tmp_path, watch=waits)
-    theirs = OF_TRANSFORMERS if "packing.mode=padding" in changes else set()
+    theirs = OF_TRANSFORMERS if MASKED & {*changes} else set()
     assert split(waits, theirs) == (LATE, theirs)
 
 
-@pytest.mark.parametrize("mode", ["packed", "padding"])
-def test_a_step_on_pairs_waits_for_nothing_but_the_figures_of_trl(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [[], ["packing.mode=padding"], ["model.attention=per_document"]],
+    ids=["packed", "padding", "per_document"],
+)
+def test_a_step_on_pairs_waits_for_nothing_but_the_figures_of_trl(changes: list[str], tmp_path: Path) -> None:
     waits = Waits()
     rows = [
         {"prompt": "Say it: ", "chosen": " river" * (n % 7 + 1), "rejected": " stone" * (n % 3 + 1)} for n in range(24)
     ]
-    run = [*tiny_run(tmp_path, rows), "objective.kind=dpo", f"packing.mode={mode}", "batch.examples_per_step=3"]
+    run = [*tiny_run(tmp_path, rows), "objective.kind=dpo", "batch.examples_per_step=3", *changes]
     train_watched(run, tmp_path, watch=waits)
-    theirs = OF_TRL | OF_TRANSFORMERS if mode == "padding" else OF_TRL
+    theirs = OF_TRL | OF_TRANSFORMERS if MASKED & {*changes} else OF_TRL
     assert split(waits, theirs) == (LATE, theirs)
 
 
@@ -73,8 +85,8 @@ def test_on_a_gpu_a_process_loads_ahead_into_pinned_memory(monkeypatch: pytest.M
     steps = PairSteps(data, make_schedule(data.lengths, Packing(), Batch(examples_per_step=3)), "shared", 0)
     inputs = steps[0][0].pin_memory().inputs
     layout = inputs.pop("layout")
-    tensors = [*inputs.values(), layout.rows, layout.columns, layout.inside, layout.trained]
-    assert len(tensors) == 7 and {type(one) for one in tensors} == {Marked}
+    tensors = [*inputs.values(), layout.rows, layout.columns, layout.inside]
+    assert len(tensors) == 6 and {type(one) for one in tensors} == {Marked}
     for gpus in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpus=gpus: gpus)
         loader = step_loader(steps, workers=None)
