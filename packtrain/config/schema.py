@@ -371,6 +371,10 @@ class Trainer:
         "highest",
         "Precision of float32 products, as torch.set_float32_matmul_precision: high takes TF32 on GPUs. Proofs take highest.",
     )
+    deterministic: bool = key(
+        False,
+        "Only operations that give the same bits every time, on GPUs too; slower, and a model that needs others is refused.",
+    )
     gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass to save memory.")
     loader_workers: int | None = key(
         None,

@@ -16,6 +16,11 @@ from packtrain.plan.topology import GPUS_PER_NODE, Processes, Role, choose_proce
 from packtrain.run_folder import RunFolder
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ALLOCATOR = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+)  # by its name since torch 2.9, and before
 _MANY = 1024  # GPUs of a machine
 
 
@@ -179,13 +184,16 @@ def _network(topology: Topology, processes: Processes, surroundings: Surrounding
 def _env(topology: Topology, processes: Processes, surroundings: Surroundings) -> dict[str, str]:
     """Variables of the processes: their share of the cores, and one GPU if one process sees several.
 
+    torch's allocator on GPUs is told to grow its blocks: rows of many lengths leave holes between blocks of fixed size.
     On a busy machine OpenMP threads that spin while they wait are many times slower than threads that sleep (`passive`); fewer
     threads would help, too, but change the order of sums and so the results.
     """
     asked = topology.variables
-    if processes.joins:
-        return {**processes.env, **asked}
     told, own = {}, {}
+    if surroundings.gpus and not set(_ALLOCATOR) & {*surroundings.env, *asked}:
+        told[_ALLOCATOR[0]] = "expandable_segments:True"
+    if processes.joins:
+        return {**told, **processes.env, **asked}
     if processes.total > 1:
         told["OMP_NUM_THREADS"] = str(max(1, surroundings.cpus // processes.per_node))
     threads = {**told, **surroundings.env, **asked}.get("OMP_NUM_THREADS")

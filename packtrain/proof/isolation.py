@@ -28,6 +28,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from packtrain.attention.backends import PER_DOCUMENT, attending_by
+from packtrain.attention.determinism import NEEDED
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.packing.collate import collate_padded, on_device, row_arguments
@@ -282,6 +283,8 @@ def refusals_of_a_model(what: str, *, fix: str) -> Iterator[None]:
     except (PacktrainError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if NEEDED in str(error):  # refused by trainer.deterministic, not by the model
+            raise
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckFailed(f"{what}: {first}", fix=fix) from error
 

@@ -187,7 +187,8 @@ class DPO:
         rows = None
         if trainer.compute_dtype.itemsize == 2:
             rows = (schedule.settings, pairs.layout, trainer.settings.backend, ranks.world_size, computer(ranks.device))
-        key = cache_key(pairs.data.fingerprint, self._identity, precision, trainer.ld_alpha, rows)
+        formats = (precision.weights, precision.autocast)
+        key = cache_key(pairs.data.fingerprint, self._identity, formats, trainer.ld_alpha, rows)
         return replace(pairs, reference=precompute(self._cache / key, once, ranks, logps))
 
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainerCallback
 
 from packtrain.attention.backends import own_attention
+from packtrain.attention.determinism import deterministic
 from packtrain.config.schema import Data, RunConfig
 from packtrain.config.yaml_files import shown
 from packtrain.data.dataset import PairDataset, TokenDataset
@@ -131,7 +132,8 @@ def train(verb: str, config: RunConfig) -> int:
     own_heartbeat().enter("proof")
     try:
         run = verify_in if verb == "verify" else train_in
-        return run(config, ranks, peers)
+        with deterministic(config.trainer.deterministic):
+            return run(config, ranks, peers)
     except (RuntimeError, OSError, SafetensorError) as error:
         own_heartbeat().progress()  # tells the watchdog that this rank does not hang
         folder = RunFolder.of(config.trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from here import ALONE
 from safetensors import SafetensorError
 
+from packtrain.attention.determinism import NEEDED, deterministic
 from packtrain.config.schema import Batch, RunConfig, Trainer
 from packtrain.errors import LostPeers, PeerFailed, UserError
 from packtrain.monitor.heartbeat import Heartbeat
@@ -34,6 +36,7 @@ GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), PeerFailed, "worker (pid 7)"),
         (OSError(errno.ENOSPC, "No space left on device"), UserError, "cannot write"),
         (SafetensorError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"), UserError, "quota"),
+        (RuntimeError(f"put_ {NEEDED}, but you set 'torch.use_…"), UserError, "put_ does not have a deterministic"),
         (RuntimeError("shapes differ"), None, ""),
     ],
 )
@@ -42,6 +45,12 @@ def test_what_is_no_bug_is_told_by_what_it_is(error: Exception, kind: Any, words
     assert type(found) is (kind or type(None))
     if found is not None:
         assert words in found.problems[0].what and found.problems[0].fix
+
+
+def test_torch_refuses_in_words_that_are_known_what_is_not_deterministic() -> None:
+    with deterministic(), pytest.raises(RuntimeError, match=NEEDED):
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_lost_process_is_told_where_there_are_others() -> None:
@@ -70,6 +79,20 @@ def test_a_rank_that_has_lost_the_others_does_not_stand_still_any_more(
     message = heartbeat.message()
     assert (message["phase"], message["step"], message["micro"]) == ("backward", 8, 2)
     assert message["changes"] > reported[0]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_run_that_is_to_be_deterministic_runs_with_deterministic_operations_only(
+    wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(run, "_join", lambda *_: (ALONE, None))
+    for verb, work in (("sft", "train_in"), ("verify", "verify_in")):
+        monkeypatch.setattr(run, work, lambda *_: int(torch.are_deterministic_algorithms_enabled()))
+        config = replace(CONFIG, trainer=Trainer(output_dir=str(tmp_path), deterministic=wanted))
+        assert run.train(verb, config) == wanted
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if wanted else None)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
 
 
 GLOO = (

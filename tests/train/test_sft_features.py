@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from running import Run, base_config, conversations, packtrain, train, write_jsonl
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from packtrain.config.schema import Data
@@ -257,3 +258,13 @@ def test_calls_of_tools_are_trained_with_the_template_that_the_error_names_and_i
     assert (report["rows"], report["kept"], report["format"]) == (8, 8, "sharegpt")
     kept = (tmp_path / "run" / "final" / "chat_template.jinja").read_text()
     assert "<tool_call>" in kept and "generation %}" not in kept
+
+
+def test_a_deterministic_run_is_bit_for_bit_the_same_again(tmp_path: Path) -> None:
+    chances = ["peft=lora", "peft.dropout=0.1", "objective.neftune_alpha=5", "trainer.mixed_precision=bf16"]
+    overrides = [*chances, "trainer.deterministic=true", "trainer.max_steps=3"]
+    first, second = (train(tmp_path, base_config(tmp_path), *overrides, name=name) for name in ("first", "second"))
+    assert first.losses == second.losses
+    adapters = [load_file(run.folder / "final-adapters" / "adapter_model.safetensors") for run in (first, second)]
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(weight, adapters[1][name]) for name, weight in adapters[0].items())

@@ -105,12 +105,29 @@ def attend_by_segments(
     """
     borders = borders_of(segments, query.device)
     if borders.gather is not None:
-        key, value = key.index_select(0, borders.gather), value.index_select(0, borders.gather)
+        key, value = (_Gathered.apply(tensor, borders.gather) for tensor in (key, value))
     width, values = (-(-tensor.shape[-1] // _ALIGNMENT) * _ALIGNMENT for tensor in (query, value))
     if kernel.wide_values:
         width = values = max(width, values)
     padded = _widened(query, width), _widened(key, width), _widened(value, values)
     return kernel.attend(*padded, borders, scoring, sinks)[..., : value.shape[-1]]
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of a tensor, as `index_select`. The gradients of a row that was taken several times are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.length = len(tensor)
+        return tensor.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,), (rows,) = gradients, ctx.saved_tensors
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = torch.zeros(ctx.length, *gradient.shape[1:], dtype=wide, device=gradient.device)
+        return total.index_add_(0, rows, gradient.to(wide)).to(gradient.dtype), None
 
 
 def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
@@ -173,6 +190,8 @@ def _by_signature(function: Callable[..., Any]) -> Attend:
                 raise Lacks(f"no {words[name]}")
         if "deterministic" in names:
             options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        elif torch.are_deterministic_algorithms_enabled():
+            raise Lacks("no deterministic backward pass (trainer.deterministic)")
         output = function(
             q,
             k,

@@ -59,7 +59,9 @@ def check_pair_forward(trainer: PackedDPOTrainer, attention: str) -> None:
         ):
             logits = model(**{name: rows[few] for name, rows in call.items()}, **cut, use_cache=False).logits
     logits = logits if logits.shape[1] == len(columns) else logits[:, columns]
-    theirs = -F.cross_entropy(logits.transpose(1, 2).float(), labels[few][:, columns + 1], reduction="none").sum(dim=1)
+    answers = labels[few][:, columns + 1]
+    nll = F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), reduction="none")
+    theirs = -nll.view(answers.shape).sum(dim=1)
     off = ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-8)).item()
     if not off <= loss_tolerance_of(trainer.compute_dtype):  # NaN fails too
         worst = int((ours - theirs).abs().argmax())

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from packtrain.attention import flash
+from packtrain.attention.determinism import deterministic
 from packtrain.attention.kernels import varlen
 from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel, dense_attention, forget_kernels
 from packtrain.attention.kernels.sinks import attend_with_sinks
@@ -285,6 +286,30 @@ def test_packages_that_cannot_be_imported_say_why(
     assert lacks["FlashAttention 4"] == "needs a_package_that_is_not_there, which is not installed"
     assert lacks["FlashAttention 3"] == "cannot be loaded: undefined symbol: _ZN3c104cuda"
     assert "flash_attn_varlen_func" in lacks["FlashAttention 2"]
+
+
+def test_gradients_of_a_shared_prefix_are_summed_in_float32(no_kernels: Callable) -> None:
+    many = 40
+    segments = Segments((1, *[1] * many), (None, *[0] * many))
+    no_kernels("FlashAttention 3", flash_attention_3)
+    values = torch.ones(segments.tokens, 1, 8, dtype=torch.bfloat16, requires_grad=True)
+    zeros = torch.zeros(segments.tokens, 1, 8, dtype=torch.bfloat16)
+    output = through_flash(segments, [zeros, zeros, values])  # each answer takes half of the prefix's value
+    weights = 1 + torch.arange(many) / 128  # eight bits each, their sum is not
+    (gradient,) = torch.autograd.grad(output[1:, 0], values, weights.bfloat16()[:, None].expand(many, 8))
+    assert torch.equal(gradient[0, 0], (weights.sum() / 2).bfloat16().expand(8))
+
+
+def test_a_kernel_that_cannot_be_deterministic_is_not_taken_where_that_is_asked_for(no_kernels: Callable) -> None:
+    def kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+        return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, -1, None)[0]
+
+    no_kernels("FlashAttention 3", kernel)
+    assert choose_kernel(LayerFeatures(torch.float32, 1, 8, 8), CPU).kernel
+    forget_kernels()
+    with deterministic():
+        choice = choose_kernel(LayerFeatures(torch.float32, 1, 8, 8), CPU)
+    assert "no deterministic backward pass" in dict(choice.lacks)["FlashAttention 3"]
 
 
 @pytest.mark.parametrize("first_asked", ["forward", "run again"])

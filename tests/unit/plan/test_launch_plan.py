@@ -116,6 +116,9 @@ def test_the_port_of_the_config_wins_over_a_free_one() -> None:
     assert "5555" in plan({"gpus_per_node": 2, "main_port": 5555}).commands[0].argv
 
 
+ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
 @pytest.mark.parametrize(
     ("topology", "surroundings", "environment"),
     [
@@ -123,12 +126,18 @@ def test_the_port_of_the_config_wins_over_a_free_one() -> None:
         ({"gpus_per_node": 3}, {"cpus": 2}, {"OMP_NUM_THREADS": "1"}),
         ({"gpus_per_node": 3}, {"env": {"OMP_NUM_THREADS": "7"}}, {}),
         ({}, {}, {}),
-        ({"kind": "single"}, {"gpus": 4}, {"CUDA_VISIBLE_DEVICES": "0"}),
-        ({"kind": "single"}, {"gpus": 2, "env": {"CUDA_VISIBLE_DEVICES": "5,6"}}, {"CUDA_VISIBLE_DEVICES": "5"}),
-        ({}, {"gpus": 4, "env": TORCHRUN}, {}),
+        ({"kind": "single"}, {"gpus": 4}, {**ALLOCATOR, "CUDA_VISIBLE_DEVICES": "0"}),
+        (
+            {"kind": "single"},
+            {"gpus": 2, "env": {"CUDA_VISIBLE_DEVICES": "5,6"}},
+            {**ALLOCATOR, "CUDA_VISIBLE_DEVICES": "5"},
+        ),
+        ({}, {"gpus": 4, "env": TORCHRUN}, ALLOCATOR),
+        ({}, {"gpus": 1, "env": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}}, {}),
+        ({"environment": {"PYTORCH_ALLOC_CONF": ""}}, {"gpus": 1}, {"PYTORCH_ALLOC_CONF": ""}),
         ({}, {"cpus": 4, "load": 2.5}, {"OMP_WAIT_POLICY": "passive"}),
         ({}, {"cpus": 4, "load": 1.5}, {}),
-        ({}, {"gpus": 1, "load": 99.0}, {}),
+        ({}, {"gpus": 1, "load": 99.0}, ALLOCATOR),
         ({"gpus_per_node": 16}, {"load": 99.0}, {"OMP_NUM_THREADS": "1"}),
         ({}, {"load": 99.0, "env": {"OMP_WAIT_POLICY": "active"}}, {}),
     ],
