@@ -107,6 +107,25 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         self._take_figures(batch)
         return loss
 
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """TRL's, after what the reference says: no activations of the model are held meanwhile.
+
+        TRL alone would run the reference later, and look up installed packages each time to know that there is one.
+        """
+        if self.precompute_ref_logps:
+            return super()._compute_loss(model, inputs, return_outputs)
+        chosen, rejected = self._of_reference(inputs)
+        self.precompute_ref_logps = True
+        try:
+            known = {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+            return super()._compute_loss(model, inputs | known, return_outputs)
+        finally:
+            self.precompute_ref_logps = False
+
+    def _of_reference(self, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the reference, which is not precomputed, says of a micro-batch."""
+        return self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
+
     def loss_alone(self, batch: MicroBatch, *, reference: tuple[torch.Tensor, torch.Tensor] | None = None) -> float:
         """The loss of one micro-batch as if it were a step, against `reference` log-probabilities if given."""
         inputs = self._prepare_inputs(batch.inputs)
@@ -136,20 +155,19 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         inputs = self._prepare_inputs(batch.inputs)
         if "ref_chosen_logps" in inputs:
             return inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
-        return self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
+        return self._of_reference(inputs)
 
     def _zero_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """A zero that reaches every parameter, for the filler of an empty micro-batch.
 
-        With sharded weights the reference is called too, since processes with pairs call it.
+        With sharded weights the reference is called too, and first, since processes with pairs call it.
         """
+        if self.settings.sharded and not self.precompute_ref_logps:
+            self._of_reference(inputs)
         apart = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
         call = {name: value for name, value in inputs.items() if name not in apart}
         labels = torch.full_like(call["input_ids"], -100)
-        zero = model(**call, labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
-        if self.settings.sharded and not self.precompute_ref_logps:
-            self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
-        return zero
+        return model(**call, labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
 
     @contextmanager
     def _without_gathering(self) -> Iterator[None]:
