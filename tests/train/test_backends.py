@@ -19,8 +19,17 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import check_positions
 from packtrain.packing.segments import Segments
 from packtrain.proof.choice import choose_attention
-from packtrain.proof.isolation import DOCUMENTS, PAIRS, check_as_it_comes, prove_isolation
+from packtrain.proof.isolation import (
+    DOCUMENTS,
+    PAIRS,
+    check_as_it_comes,
+    evaluating,
+    logits_in_row,
+    prove_isolation,
+    random_ids,
+)
 from packtrain.proof.leak import find_leak
+from packtrain.proof.routing import Routing
 
 # two prompts, the first one shared twice and once more later, and a lone document; equal lengths, neighbours and not
 SHARED = Segments((13, 7, 7, 21, 5, 1, 13, 7), (None, 0, 0, None, 3, 3, None, 0))
@@ -341,3 +350,50 @@ def test_a_leak_in_training_mode_alone_is_seen_and_dropout_is_none(monkeypatch: 
     decision = choose_attention("auto", model, CPU)
     assert decision.backend.name == "per_document" and "model.layers.0.self_attn" in decision.backend.why
     assert not any(module.training for module in model.modules())
+
+
+ROUTED = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_oss": {},
+}
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_a_router_that_takes_another_expert_by_rounding_is_no_leak_and_hides_none(family: str) -> None:
+    model = tiny_model(family, **ROUTED[family]).bfloat16()
+    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    usual, turned = [], []
+
+    def turn(module: torch.nn.Module, given: tuple[Any, ...]) -> Any:
+        """As rounding does: where the rest of the row is another one, a token in each document gets another expert."""
+        hidden, chosen, weights = given
+        usual[:] = usual or [hidden.sum()]
+        if len(hidden) != DOCUMENTS.tokens or torch.equal(hidden.sum(), usual[0]):
+            return None
+        chosen = chosen.clone()
+        for token in (3, 15, 34):
+            chosen[token] = (chosen[token] + 1) % 4
+        turned.append(token)
+        return hidden, chosen, weights
+
+    usual.append(torch.zeros(()))
+    experts[0].register_forward_pre_hook(turn)
+    with evaluating(model), attending_by(model, "segmented"):  # the row as it is in the proof
+        model.train()
+        usual.clear()
+        logits_in_row(model, random_ids(model, DOCUMENTS)[0], DOCUMENTS)
+        turned.clear()
+    proof = prove_isolation(model, "segmented")
+    assert turned and proof.verdict == "exact", proof
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Routing, "known", False)
+        assert prove_isolation(model, "segmented").verdict == "leaks"
+    model.model.layers[1].mlp.register_forward_hook(
+        lambda _, __, out: (
+            (out[0] + out[0].mean(1, keepdim=True), *out[1:])
+            if isinstance(out, tuple)
+            else out + out.mean(1, keepdim=True)
+        )
+    )
+    assert prove_isolation(model, "segmented").verdict == "leaks"
