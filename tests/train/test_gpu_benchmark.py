@@ -34,7 +34,8 @@ def test_every_part_runs_with_tiny_models_and_the_section_is_replaced(tmp_path: 
     losses = {name: section.split(f"| {name} |")[1].split("\n")[0].split(" | ")[-2] for name in trained}
     assert len(trained) == 15
     for task in ("sft 0.6B", "dpo 0.6B", "LoRA 8B"):  # all of them train on the same, TRL too
-        assert len({round(float(loss), 3) for name, loss in losses.items() if name.startswith(task)}) == 1
+        own = [float(loss) for name, loss in losses.items() if name.startswith(task)]
+        assert max(own) - min(own) <= 2e-3  # rounding of bfloat16
 
 
 def good(folder: Path, *, tiny: bool) -> dict[str, Any]:
