@@ -317,7 +317,7 @@ class _LabelledHead:
 @contextmanager
 def _every_position() -> Iterator[None]:
     """Inside the block TRL's head scores all positions that it is given, without looking for those with labels."""
-    looks, trl_utils._use_triton = trl_utils._use_triton, lambda _: False
+    looks, trl_utils._use_triton = trl_utils._use_triton, lambda device: False
     try:
         yield
     finally:
