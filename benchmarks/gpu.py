@@ -82,6 +82,8 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="folder for what the parts print; a temporary one if none")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    if options.tiny:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a CPU's run, also on a machine with GPUs
     import torch
 
     gpus = torch.cuda.device_count()  # asked of the driver: a context would take memory from the parts
@@ -108,8 +110,8 @@ def main() -> int:
         for name, part in going.items():
             try:
                 results[name] = part.result()
-            except Failed as reason:
-                failed[name] = str(reason)
+            except Exception as reason:  # whatever it is, the others go on
+                failed[name] = str(reason) or type(reason).__name__
                 print(f"{name}: FAILED: {reason}", flush=True)
     text = section(results, failed, parts, " ".join(sys.argv[1:]))
     replace_section(options.output, text)
