@@ -177,7 +177,7 @@ def test_a_run_tells_of_lost_updates_and_loses_none_with_masters(tmp_path: Path)
     assert "of the updates are lost in rounding: set optim.master_weights=true, optim.rounding=stochastic" in said(
         plain
     )
-    for name, *overrides in (("masters",), ("chance", CHANCE), ("float32", "model.dtype=float32")):
+    for name, *overrides in (("masters",), ("chance", CHANCE)):
         run = here(tmp_path, *overrides, name=name, **slow)
         assert max(lost(run)) < 0.01, name
         assert "lost in rounding" not in said(run)

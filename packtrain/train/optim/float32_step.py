@@ -88,7 +88,7 @@ class _Float32Step(Optimizer):
             for name, value in state_dict["state"].get(number, {}).items():
                 loaded = self.state[weight][name]
                 if isinstance(value, torch.Tensor) and value.dtype != loaded.dtype:
-                    self.state[weight][name] = value.to(loaded.device)
+                    self.state[weight][name] = value.to(weight.device)
 
     def _open(self, weight: torch.Tensor) -> tuple[torch.Tensor, int]:
         """What the optimizer steps in place of `weight`, its states moved there, and how often it was rounded."""
