@@ -120,10 +120,11 @@ class RoundingCost:
 
     def sentence(self) -> str:
         """The cost in words."""
-        return (
-            f"rounded to bfloat16 for final/, the weights have held-out loss {self.saved:.4f} in place of {self.exact:.4f} (both "
-            "computed in float32): trainer.save_dtype=float32 keeps what was learned (docs/precision.md)"
+        said = f"rounded to bfloat16 for final/, the weights have held-out loss {self.saved:.4f} in place of {self.exact:.4f}"
+        kept = (
+            ": trainer.save_dtype=float32 keeps what was learned (docs/precision.md)" if self.saved > self.exact else ""
         )
+        return f"{said} (both computed in float32){kept}"
 
 
 @torch.no_grad()
