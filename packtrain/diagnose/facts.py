@@ -87,7 +87,10 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The machine beside GPUs and network; `memory` is what its cgroup allows; -1 is no limit of `nofile`."""
+    """The machine beside GPUs and network; `memory` is what its cgroup allows; -1 is no limit of `nofile`.
+
+    `uncompiled` is what Triton lacks to compile its kernels.
+    """
 
     nofile: int | None = None
     shm: int | None = None
@@ -96,6 +99,7 @@ class Host:
     cpus: int = 1
     folders: tuple[Folder, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    uncompiled: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from packtrain.diagnose.facts import GIB, MIB, Check, Facts, Folder, Host, RunNeeds, judged, size
+from packtrain.plan.compiler import INSTALL, lack_of_compiler
 from packtrain.plan.memory import Memory
 from packtrain.plan.network_settings import kernel_text
 
@@ -46,6 +47,7 @@ def read_host(root: Path = Path("/")) -> Host:
         memory=min(memory.total, limit or memory.total),
         memory_free=min(memory.available, limit or memory.available),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        uncompiled=lack_of_compiler(),
         environment=told(os.environ),
     )
 
@@ -103,6 +105,13 @@ def check_limits(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     yield judged("cores", "warn" if needs.per_node > host.cpus else "ok", what, fix)
 
 
+def check_compiler(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
+    """Whether Triton can compile its kernels, where there is a GPU to compile them for."""
+    if facts.gpus.gpus:
+        lack = facts.host.uncompiled
+        yield judged("compiler", "warn" if lack else "ok", lack or "Triton has what it needs to compile", INSTALL)
+
+
 def check_memory(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     """The memory that the machine and its cgroup leave, against what the run's processes take for certain."""
     host, memory, need = facts.host, needs.memory, 0
@@ -139,4 +148,4 @@ def check_folders(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
             yield Check(name, "ok", room)
 
 
-CHECKS = (check_run, check_limits, check_memory, check_folders)
+CHECKS = (check_run, check_limits, check_compiler, check_memory, check_folders)

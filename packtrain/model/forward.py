@@ -53,10 +53,14 @@ _HEAD_EXTRAS = (
 
 @dataclass(slots=True)
 class Head:
-    """How the output head runs: `fused` (never all logits at once), or by the model's own code."""
+    """How the output head runs: `fused` (never all logits at once), or by the model's own code.
+
+    `refusal` is what the fused head said, where it could not run.
+    """
 
     loss: TokenLoss
     fused: bool = True
+    refusal: str = ""
 
 
 def patch_forward(
@@ -178,12 +182,12 @@ def choose_head(
         with refusals_of_a_model(f"{name} cannot run a batch", fix="see what model.config sets"):
             theirs = _losses(_log_probs(model(**plain, use_cache=False).logits, labels), head.loss)
         try:
-            with refusals_of_a_model(name, fix=""):
+            with refusals_of_a_model("cannot run", fix=""):
                 of_sum = (model(**batch, loss_sum=True) - theirs.sum()).abs()
                 of_tokens = (model(**batch, token_losses=True) - theirs).abs().sum() / _BY_TOKEN
                 difference = (of_sum.maximum(of_tokens) / theirs.sum().abs().clamp(min=1e-8)).item()
-        except CheckFailed:
-            difference = math.inf
+        except CheckFailed as refusal:
+            difference, head.refusal = math.inf, refusal.problems[0].what
     head.fused = difference <= (tolerance or loss_tolerance_of(autocast or model.dtype))  # NaN is not
     return difference
 

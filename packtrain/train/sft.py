@@ -160,9 +160,8 @@ class SFT:
             trainer.watch = FirstStepWatch(attention, tolerance_of(trainer.compute_dtype))
         off = choose_head(model, trainer.head, trainer.probe(), autocast=autocast)
         if not trainer.head.fused:
-            log.fact(
-                "head", f"full logits: the fused one does not fit {type(model).__name__} (its loss is off by {off:.1g})"
-            )
+            lack = trainer.head.refusal or f"does not fit {type(model).__name__} (its loss is off by {off:.1g})"
+            log.fact("head", f"full logits, which take far more memory: the fused one {lack}")
         if trainer.routers is not None:
             log.fact("routers", f"{trainer.routers.weight:g} × load-balancing loss over the tokens of a step")
             if preflight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 from packtrain.attention import segmented
 from packtrain.data.dataset import Document
 from packtrain.errors import CheckFailed, UserError
+from packtrain.model import forward
 from packtrain.model.forward import add_loss_sum, choose_head
 from packtrain.model.load import check_trainable
 from packtrain.packing.collate import FILLER, IGNORE, collate_flat, collate_padded, shifted_labels
@@ -187,6 +189,19 @@ def test_a_head_that_the_fused_one_does_not_fit_is_found_and_runs_as_the_model_h
         model.get_output_embeddings = lambda: torch.nn.Linear(64, 97, bias=False)  # another head than the model uses
         assert choose_head(model, head, dict(batch), tolerance=1e-3) > 1e-3 and not head.fused
         assert model(**batch, loss_sum=True).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_the_fused_head_says_where_it_cannot_run_is_kept_for_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, said = tiny_model("llama"), "Failed to find C compiler. Please specify via CC environment variable."
+
+    def without_compiler(*_: Any) -> Any:
+        raise RuntimeError(said)
+
+    add_fused_lm_head(model)
+    head = add_loss_sum(model, loss="dft")
+    monkeypatch.setattr(forward._LabelledHead, "score", without_compiler)
+    choose_head(model, head, collate_padded(documents(), 0))
+    assert not head.fused and head.refusal == f"cannot run: {said}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])

@@ -104,6 +104,13 @@ def test_a_healthy_machine_passes_every_check_also_for_a_run_on_several() -> Non
         assert {check.status for check in check_all(machine(), needs)} == {"ok"}
 
 
+def test_what_triton_lacks_to_compile_matters_where_there_is_a_gpu() -> None:
+    lacking = limits(uncompiled="no C compiler (gcc or clang), so Triton cannot build its kernels for the GPU")
+    (check,) = named(lacking, RunNeeds(), "compiler")
+    assert (check.status, check.found) == ("warn", lacking.host.uncompiled) and "apt-get install gcc" in check.fix
+    assert "compiler" not in [check.name for check in check_all(replace(lacking, gpus=Gpus(False)), RunNeeds())]
+
+
 def test_a_machine_of_which_nothing_is_known_is_no_crash() -> None:
     for needs in (
         RunNeeds(),

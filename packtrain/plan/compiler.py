@@ -1,0 +1,33 @@
+"""Whether Triton, which compiles its kernels and a launcher for each of them when they are first used, finds what it needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+INSTALL = (
+    "apt-get install gcc python3-dev (or dnf install gcc python3-devel, conda install gcc_linux-64), or name one in CC"
+)
+
+
+def lack_of_compiler(env: Mapping[str, str] = os.environ) -> str:
+    """What Triton lacks to compile its kernels on a GPU, in words; "" if nothing, or if there is no Triton.
+
+    As in Triton's own search: the compiler is CC, else gcc or clang, and needs Python's headers.
+    """
+    if find_spec("triton") is None:
+        return ""
+    asked = env.get("CC")
+    names = [asked.split()[0]] if asked and asked.split() else ["gcc", "clang"]
+    if not any(shutil.which(name, path=env.get("PATH")) for name in names):
+        return f"no C compiler ({' or '.join(names)}), so Triton cannot build its kernels for the GPU"
+    headers = {Path(sysconfig.get_path(kind)) for kind in ("include", "platinclude")}
+    if not any((folder / "Python.h").is_file() for folder in headers):
+        return (
+            f"no Python.h in {' or '.join(map(str, sorted(headers)))}, so Triton cannot build its kernels for the GPU"
+        )
+    return ""
