@@ -98,11 +98,8 @@ def main() -> None:
                 losses[name] = [line["loss"] for line in lines]
                 print(f"{name:<10}{best[name]:>8.1f} tokens/s, losses {losses[name]}", flush=True)
         apart = max(abs(a / b - 1) for a, b in zip(losses["bfloat16"], losses["float32"], strict=True))
-        print(
-            f"bfloat16 / float32: {best['bfloat16'] / best['float32']:.2f} times as fast, losses apart {apart:.1e},",
-            end="",
-        )
-        print(f" gradient apart {gradient_difference(options.model, tokens):.1e}")
+        print(f"bfloat16 / float32: {best['bfloat16'] / best['float32']:.2f} times as fast, losses apart {apart:.1e}")
+        print(f"gradient apart {gradient_difference(options.model, tokens):.1e}")
 
 
 if __name__ == "__main__":
