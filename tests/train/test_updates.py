@@ -237,6 +237,18 @@ def test_final_keeps_what_masters_learned(tmp_path: Path) -> None:
     assert cost["exact"] < chance["saved"] < cost["saved"], "chance keeps the mean"
 
 
+def test_the_masters_of_the_best_evaluation_are_those_of_final(tmp_path: Path) -> None:
+    stops = ("trainer.eval_every=1", "trainer.early_stop_patience=1", "trainer.max_steps=12")
+    kept = ("trainer.save_dtype=float32", "optim.learning_rate=0.05")
+    run = here(tmp_path, *stops, *kept, name="best", data={"eval": 0.2})
+    best = run.summary["best_step"]
+    assert best < run.summary["steps"], "nothing was to be taken back"
+    saved = torch.load(run.folder / "checkpoints" / f"step-{best:06d}" / "optimizer.pt", weights_only=True)
+    masters = [state[MASTER] for state in saved["state"].values()]
+    for weight in run.weights().values():
+        assert any(weight.shape == master.shape and torch.equal(weight, master) for master in masters)
+
+
 @pytest.mark.parametrize(("overrides", "key"), [
     (["model.dtype=float32", "optim.master_weights=true"], "optim.master_weights"),
     (["model.dtype=float32", CHANCE], "optim.rounding"),
