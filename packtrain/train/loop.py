@@ -113,16 +113,16 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         self.lost.watch(self.optimizer)
         return prepared
 
-    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As the base class; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does so."""
-        chosen, arguments = super().get_optimizer_cls_and_kwargs(args, model)
-        optim, coarse = self.settings.optim, any(loses_updates(weight) for weight in self.model.parameters())
+        chosen, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        optim, coarse = self.settings.optim, any(map(loses_updates, self.model.parameters()))
         coarse = coarse and not self.is_deepspeed_enabled
         self.lost.advice = advice(rounds_plainly=coarse and not optim.steps_in_float32)
         if coarse and optim.steps_in_float32:
-            how: Any = {"masters": optim.keeps_masters, "rounding": optim.rounding, "seed": args.seed}
-            chosen = stepping_in_float32(chosen, **how)
-        return chosen, arguments
+            how: Any = {"masters": optim.keeps_masters, "rounding": optim.rounding, "seed": self.args.seed}
+            self.optimizer_cls_and_kwargs = stepping_in_float32(chosen, **how), arguments
+        return super().create_optimizer(model)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """1. The step's micro-batches, as the base class loads them, and their counts."""

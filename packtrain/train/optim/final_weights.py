@@ -158,17 +158,15 @@ def rounding_cost(trainer: Any, dtype: torch.dtype, seed: int | None) -> Roundin
         found = kept[name]
         return known[name] if found is None else found
 
+    def saved(name: str) -> torch.Tensor:
+        return known[name] if known[name].dtype == dtype else rounded(precise(name), dtype, name, seed)
+
     try:
-        losses = [
-            loss_of(precise),
-            loss_of(
-                lambda name: known[name] if known[name].dtype == dtype else rounded(precise(name), dtype, name, seed)
-            ),
-        ]
+        losses = loss_of(precise), loss_of(saved)
     finally:
         for name, weight in weights.items():
             weight.data = known[name]
-    return None if None in losses else RoundingCost(*losses)
+    return None if losses[0] is None or losses[1] is None else RoundingCost(losses[0], losses[1])
 
 
 def _loss(trainer: Any) -> float:

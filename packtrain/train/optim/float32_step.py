@@ -51,7 +51,7 @@ class _Float32Step(Optimizer):
     lost: LostUpdates | None = None
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """One update of all weights that have a gradient, some at a time."""
         if not getattr(self, "initialized", True):  # bitsandbytes tells its exceptions by the weights themselves
             getattr(self, "check_overrides", lambda: None)()
