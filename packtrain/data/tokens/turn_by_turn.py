@@ -61,16 +61,16 @@ def turn_by_turn(template: str) -> TurnByTurn | None:
     """The template as one that writes message by message; None if that is not proved. Raises what a broken template raises."""
     compiled = _compile_jinja_template(template)
     body = compiled.environment.parse(template).body
-    names = {"messages"}
+    names, aliases = {"messages"}, []
     for node in body:
         if isinstance(node, nodes.Assign) and _is_name(node.node, names) and isinstance(node.target, nodes.Name):
             names.add(node.target.name)  # as Llama 3: set loop_messages = messages
+            aliases.append(node)
     at = next((at for at, node in enumerate(body) if isinstance(node, nodes.For) and _is_name(node.iter, names)), None)
     if at is None:
         return None
     loop, before, after = body[at], body[:at], body[at + 1 :]
     assert isinstance(loop, nodes.For)
-    aliases = [node for node in before if isinstance(node, nodes.Assign) and _is_name(node.node, names)]
     if (
         loop.test
         or loop.else_
@@ -101,10 +101,9 @@ def _depends(node: nodes.Node, names: set[str], within: str = "") -> bool:
         return node.name in names or node.name in (*_NEVER, within)
     if isinstance(node, nodes.Filter) and node.name == "random":
         return True
-    if isinstance(node, nodes.For):  # in its body `loop` is its own
-        outer = [node.target, node.iter, *node.else_]
-        inner = [*node.body, *filter(None, [node.test])]
-        return any(_depends(one, names, within) for one in outer) or any(_depends(one, names) for one in inner)
+    if isinstance(node, nodes.For):  # in its body, and there alone, `loop` is its own
+        outer = [node.target, node.iter, *filter(None, [node.test]), *node.else_]
+        return any(_depends(one, names, within) for one in outer) or any(_depends(one, names) for one in node.body)
     if isinstance(node, (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block, nodes.Macro)):
         return True
     return any(_depends(one, names, within) for one in node.iter_child_nodes())
