@@ -242,7 +242,13 @@ class _Workers:
         pool = ProcessPoolExecutor(self.number, context, initializer=_start_worker, initargs=(encoder,))
         self.stack.callback(pool.shutdown, wait=True, cancel_futures=True)
         starter = self.stack.enter_context(ThreadPoolExecutor(1))
-        self._ready = starter.submit(lambda: pool.submit(_nothing).result())
+
+        def start() -> None:
+            # What this thread starts inherits the mask: Ctrl-C reaches the whole group, also while modules are imported there.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            pool.submit(_nothing).result()
+
+        self._ready = starter.submit(start)
         return pool
 
 
@@ -254,7 +260,6 @@ def _start_worker(encoder: Path) -> None:
     global _encoder
     _encoder = pickle.loads(encoder.read_bytes())
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent closes the pool
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
