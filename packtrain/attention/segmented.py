@@ -10,7 +10,8 @@ The algorithm, for a row of T tokens:
 No T×T mask is built and nothing is computed between documents: O(Σ l²) in place of O(T²). The price is one call per
 different length, so many different short lengths use a GPU less well than one varlen kernel (`flash`). The function is one
 of transformers' own: sdpa if it supports the layer, else the model's eager function (soft-cap, attention sinks). Both
-support grouped queries and sliding windows.
+support grouped queries and sliding windows. On a CPU under autocast short segments take the eager one too: its products gain from
+bfloat16 instructions, sdpa's kernel does not.
 
 It is registered under NAME in `AttentionInterface` only: for a name that `AttentionMaskInterface` does not have,
 transformers builds no mask at all. So the model's own mask, whose builder may ignore `position_ids`, is not used. The
@@ -35,6 +36,8 @@ from packtrain.packing.segments import Segments
 
 NAME = "packtrain_segmented"
 _EAGER_ONLY = ("softcap", "s_aux")  # features that sdpa lacks
+_SHORT = 512
+"""Keys up to which the eager function is twice as fast in bfloat16 on a CPU, and its scores take little memory."""
 
 
 def segmented_attention(
@@ -54,7 +57,11 @@ def segmented_attention(
     `segments.tokens`. Raises CheckFailed where the layer does not get the segments of its row, or its window is unknown.
     """
     segments, window = row_of(module, query, key, attention_mask, segments, sliding_window, kwargs)
-    attend = attention_function(module, kwargs)
+    usual = attention_function(module, kwargs)
+    eager = None
+    if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):  # only bfloat16's is ever
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()  # as autocast does it for sdpa
     kwargs["is_causal"] = True  # some modules leave causality to the mask
     # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
     parts = [tensor.split(segments.lengths, dim=2) for tensor in (query, key, value)]
@@ -68,6 +75,7 @@ def segmented_attention(
                 torch.cat([_batch(segment[prefix] for prefix in prefixes), own], dim=2)
                 for segment, own in zip(parts[1:], (k, v), strict=True)
             )
+        attend = eager if eager and before + length <= _SHORT else usual
         mask = mask_of(attend, length, before + length, window, query.dtype, query.device)
         output = attend(module, q, k, v, mask, sliding_window=window, **kwargs)[0]  # [count, length, heads, d]
         outputs |= zip(numbers, output.unbind(0), strict=True)

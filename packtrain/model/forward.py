@@ -135,7 +135,7 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
                 if linear and _is_plain_cpu(self):
                     linear_nll = _linear_nll if token_losses else _linear_nll_sum
                     return linear_nll(hidden, labels, places, self.get_output_embeddings())
-                log_probs = labelled.score(hidden, labels, places).log_probs
+                log_probs = cast(torch.Tensor, labelled.score(hidden, labels, places).log_probs)
             else:
                 log_probs = _log_probs(inner_forward(**kwargs, use_cache=False).logits, labels)
         losses = _losses(log_probs, loss)

@@ -256,7 +256,8 @@ class CheckpointHooks(TrainerHooks):
 
         With a `seed` they are rounded by chance.
         """
-        whole, main = {}, self.accelerator.is_main_process
+        whole: Any = {}
+        main = self.accelerator.is_main_process
         if self.settings.strategy == "fsdp2":
             whole = whole_weights(self.model, trained_only=False)
         elif self.settings.sharded:
