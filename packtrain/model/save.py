@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
+import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from transformers import GenerationConfig
@@ -63,8 +64,10 @@ def try_saving(model: Any, tokenizer: PreTrainedTokenizerBase, *, whole: bool) -
     with TemporaryDirectory(prefix="packtrain-saving-") as folder:
         with _told("the model's config", "model.path"):
             for one in {model, base_model(model)} if whole else {model}:
-                # PEFT would ask the hub about embedding layers
-                one.save_pretrained(folder, state_dict={}, save_embedding_layers=False)
+                # PEFT looks up the layers of modules_to_save, and would ask the hub about embedding layers
+                names = model.state_dict() if one is not base_model(model) else {}
+                empty = {name: torch.empty(0) for name in names}
+                one.save_pretrained(folder, state_dict=empty, save_embedding_layers=False)
         with _told("the tokenizer", "model.tokenizer"):
             tokenizer.save_pretrained(folder)
 

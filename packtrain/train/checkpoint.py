@@ -146,6 +146,13 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> None:
     `origin` holds the plain values that must be equal (run.py, `origin_of`); the checkpoint holds those of its run.
     """
     written = origin_in(checkpoint)
+    absent = [name for name in origin if name not in written]
+    if absent:
+        what = (
+            f"the checkpoint {checkpoint.name} does not record this: an earlier packtrain made it, or another objective"
+        )
+        fix = "go on with what made it, or start over with trainer.resume=never"
+        raise UserError(what, where=", ".join(absent), fix=fix)
     differing = [
         Problem(
             f"the checkpoint {checkpoint.name} was made with {written.get(name)}, this run has {value}",

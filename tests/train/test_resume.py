@@ -15,6 +15,8 @@ import torch
 import yaml
 from running import ENVIRONMENT, Run, base_config, packtrain, train
 
+from packtrain.errors import UserError
+from packtrain.train.checkpoint import check_origin
 from tests.train import forked
 
 DROPOUT = {"attention_dropout": 0.1}  # so that a lost random state would show
@@ -150,3 +152,9 @@ def test_a_finished_run_is_moved_aside_and_never_overwritten(tmp_path: Path) -> 
     assert len(Run(tmp_path / "again").losses) == 2
     assert Run(tmp_path / "again.1").losses == losses
     assert json.loads((tmp_path / "again.1" / "summary.json").read_text())["status"] == "done"
+
+
+def test_a_checkpoint_of_an_earlier_version_is_told(tmp_path: Path) -> None:
+    (tmp_path / "origin.json").write_text(json.dumps({"trainer.seed": 0}))
+    with pytest.raises(UserError, match="does not record this: an earlier packtrain"):
+        check_origin(tmp_path, {"trainer.seed": 0, "optim.rounding": "nearest"})

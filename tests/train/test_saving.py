@@ -180,3 +180,9 @@ def test_a_model_that_cannot_generate_is_saved(pretrained: Path, tmp_path: Path)
     words = AutoTokenizer.from_pretrained(pretrained)
     assert mend_generation_config(model, words) == ""
     try_saving(model, words, whole=True)
+
+
+def test_layers_trained_beside_adapters_are_saved(tmp_path: Path) -> None:
+    peft = {"kind": "lora", "modules_to_save": ["lm_head"]}
+    run = train(tmp_path, base_config(tmp_path, peft=peft, trainer=SHORT), "model.config.tie_word_embeddings=false")
+    assert any("lm_head" in name for name in load_file(run.folder / "final-adapters" / "adapter_model.safetensors"))
