@@ -102,7 +102,14 @@ def test_a_dry_run_prints_the_whole_config_then_the_plan_and_writes_nothing(tmp_
     done = packtrain("sft", *overrides, "--dry-run", folder=tmp_path, HF_HOME=str(tmp_path / "none"))
     assert done.returncode == 0, done.stderr
     config, plan = done.stdout.split("\n\n", 1)
-    assert [line[:10].strip() for line in plan.splitlines()] == ["processes", "batch", "memory", "folder", "run"]
+    assert [line[:10].strip() for line in plan.splitlines()] == [
+        "processes",
+        "batch",
+        "precision",
+        "memory",
+        "folder",
+        "run",
+    ]
     assert "a step is 32 documents: on 1 process 4 micro-batches of at most 8 documents" in plan
     assert "not known before loading: owner/model is not on this machine yet" in plan
     assert "  mode: padding\n" in config and "  learning_rate: 2.0e-05\n" in config

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -223,13 +222,12 @@ def test_a_copy_for_a_loader_process_has_the_same_pairs(tmp_path):
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_workers_make_what_one_process_makes(tmp_path, monkeypatch, waits):
-    start, masks = prepare_module._Workers._started, []
+    start = prepare_module._Workers._started
 
     def started(workers):
         pool = start(workers)
         if waits:  # else this process has tokenised everything before the workers are there
             workers._ready.result()
-            masks.append(pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result())
         return pool
 
     monkeypatch.setattr(prepare_module._Workers, "_started", started)
@@ -237,7 +235,6 @@ def test_workers_make_what_one_process_makes(tmp_path, monkeypatch, waits):
     monkeypatch.setattr(prepare_module, "FEW_ROWS", 100)
     other = ready(tmp_path, rows(600), workers=2, cache_dir=str(tmp_path / "other")).train
     assert other.report.seconds > 0 and other.fingerprint == alone.fingerprint
-    assert len(masks) == waits and all(signal.SIGINT in mask for mask in masks)  # Ctrl-C is for this process alone
 
 
 def talks(count: int) -> list[dict[str, Any]]:

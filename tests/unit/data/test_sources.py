@@ -213,6 +213,32 @@ def test_a_file_that_may_not_be_read_and_a_full_disk_are_errors_for_the_user(tmp
     assert not list((tmp_path / "cache").glob("*.building"))
 
 
+def test_ctrl_c_is_for_the_process_that_has_the_workers_alone(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n' * 50)
+    program = f"""
+        import signal, sys
+        sys.path[:0] = [{str(Path(packtrain.__file__).parents[1])!r}, {str(Path(__file__).parents[1])!r}]
+        from data_tokenizers import tokenizer_of
+        from packtrain.config.schema import Data
+        from packtrain.data import prepare as module
+
+        def started(workers):
+            pool = start(workers)
+            workers._ready.result()
+            print(signal.SIGINT in pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, []).result())
+            return pool
+
+        if __name__ == "__main__":
+            start, module._Workers._started, module.FEW_ROWS = module._Workers._started, started, 10
+            module.prepare(Data(train="x.jsonl", cache_dir="cache", workers=2), tokenizer_of("smollm"), seed=0)
+    """
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stdout == "True\n"
+
+
 def test_workers_that_die_before_they_start_are_an_error_and_no_endless_wait(tmp_path):
     (tmp_path / "big.jinja").write_text("{# " + "x" * 300_000 + " #}")  # more than a pipe holds
     (tmp_path / "x.jsonl").write_text('{"text": "Hello there!"}\n' * 200_000)  # not done before workers start
