@@ -9,19 +9,23 @@ word "flash": transformers would take it for one of its own implementations and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.flash_attention import get_target_dtype
 
-from packtrain.attention.kernels.selection import KernelChoice, LayerFeatures, choose_kernel
+from packtrain.attention.kernels.selection import KernelChoice, LayerFeatures, choose_kernel, right_kernels
+from packtrain.attention.kernels.timing import kernel_times
 from packtrain.attention.kernels.varlen import Scoring, attend_by_segments
 from packtrain.attention.segmented import row_of
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
 NAME = "packtrain_varlen"
+DEVICES = ("cuda",)
+FORMATS = (torch.bfloat16, torch.float16)
 _DROPS = "the kernels drop no scores (set model.config.attention_dropout=0, or the like of its type)"
 _OTHER = "set model.attention=auto: segmented and per_document need no kernel"
 
@@ -79,9 +83,9 @@ def available(
     dropout is read from the config, since proofs run without it.
     """
     dtype = dtype or model.dtype
-    if device.type != "cuda":
+    if device.type not in DEVICES:
         return None, f"the device is {device.type}"
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in FORMATS:
         return None, f"the layers compute in {dtype}, the kernels in bfloat16 and float16"
     config: Any = model.config.get_text_config()
     if any(getattr(config, name, None) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")):
@@ -89,7 +93,24 @@ def available(
     choice = choose_kernel(_plain_features(config, dtype), device)
     if choice.kernel is None:
         return None, f"no kernel is right: {choice.why_not()}"
-    return choice, f"{choice.kernel.name} ({choice.why_not()})" if choice.lacks else choice.kernel.name
+    remarks = "; ".join(filter(None, [choice.why, choice.why_not()]))
+    return choice, f"{choice.kernel.name} ({remarks})" if remarks else choice.kernel.name
+
+
+def times_of_kernels(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, lengths: Sequence[int]
+) -> dict[str, float]:
+    """Seconds that a plain layer of `model` takes by each kernel that is right, for a row of documents of `lengths`.
+
+    The preferred kernel is the first; nothing is measured, and the result empty, where there are fewer than two.
+    """
+    if available(model, device, dtype)[0] is None:
+        return {}
+    config: Any = model.config.get_text_config()
+    layer = _plain_features(config, dtype)
+    kernels = right_kernels(layer, device)
+    heads = (getattr(config, "num_attention_heads", None) or 1) // layer.group
+    return kernel_times(kernels, layer, heads, lengths, device) if len(kernels) > 1 else {}
 
 
 def _plain_features(config: Any, dtype: torch.dtype) -> LayerFeatures:

@@ -165,6 +165,7 @@ class Summary:
             "truncated": report.truncated,
             "dropped": dict(report.dropped),
             "data": report.to_json(),
+            "attention": f"{self.decision.backend.name} ({self.decision.backend.why})" if self.decision else None,
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
             "rounding": asdict(self.rounding) if self.rounding else None,
             "seconds": round(time.perf_counter() - self.started, 1),

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from packtrain.attention.backends import own_attention
 from packtrain.attention.determinism import deterministic
+from packtrain.attention.kernels.selection import prefer
 from packtrain.config.schema import Data, RunConfig
 from packtrain.config.yaml_files import shown
 from packtrain.data.dataset import PairDataset, TokenDataset
@@ -33,7 +34,7 @@ from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.errors import LostPeers, UserError
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
-from packtrain.model.precision import decide_precision, multiply_in
+from packtrain.model.precision import Precision, decide_precision, multiply_in
 from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread
 from packtrain.monitor.foreign_launch import beat_to_rank_0
@@ -53,6 +54,7 @@ from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepTrainer
 from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.optim.final_weights import format_of, rounding_cost
+from packtrain.train.preflight import choose_kernel_together
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.sync.checks import (
     agree_on_data,
@@ -259,6 +261,7 @@ def _build(
     close_proofs = open_proofs(model, ranks)
     decision = None
     if config.packing.mode != "padding":
+        origin["kernel"] = _choose_kernel(run, data.train, precision, checkpoint)
         decision = objective.decide_attention(config.model.attention, base, ranks, precision, prove=prove)
 
     cost, pad = attention_cost(model), int(cast(Any, tokenizer.pad_token_id) or 0)
@@ -304,6 +307,23 @@ def _build(
         log.fact("mfu", peak.sentence())
     objective.prove(trainer, log, run.attention, preflight=prove, ranks=ranks, precision=precision)
     return trainer, decision
+
+
+def _choose_kernel(run: Run, data: Any, precision: Precision, checkpoint: Path | None) -> str | None:
+    """Has flash prefer a kernel, that of `checkpoint` or the fastest here; returns it (None: the first that is right).
+
+    It is not for check_origin: a run may go on where there is another GPU, or the kernel is not installed.
+    """
+    config = run.config
+    prefer(None)
+    if config.model.attention != "auto" or config.trainer.deterministic:
+        return None
+    if checkpoint is not None:
+        prefer(recorded := origin_in(checkpoint).get("kernel"), "as before the checkpoint")
+        return recorded
+    lengths, limits = getattr(data, "documents", data).lengths, config.batch.limits(config.packing.mode)
+    dtype = precision.autocast or precision.weights
+    return choose_kernel_together(base_model(run.model), lengths, limits, run.ranks, dtype)
 
 
 def _try_saving(run: Run) -> None:

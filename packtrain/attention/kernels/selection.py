@@ -4,6 +4,7 @@ A successful import proves little: a package may lack code for this GPU, the bac
 some versions were wrong in corner cases. So each candidate, fastest first, runs forward and backward on a small row with
 exactly the features of the layer, and is compared with a dense float64 reference. The first that agrees is taken, with a note
 of what each faster one lacks. It costs milliseconds a kernel (seconds if it compiles), once per kind of layer and process.
+Where a run has measured that another one is faster at its shapes (timing.py), that one is tried before the others.
 
 A layer may ask for its kernel anywhere: in a forward pass, in one that gradient checkpointing runs again, under autocast. Kernels
 are tried in a thread of its own, which has none of that: no hooks on saved tensors (checkpointing counts them, and ends a
@@ -12,6 +13,7 @@ recomputation by an exception of its own in the midst of them), no modes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -43,10 +45,11 @@ class LayerFeatures:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The kernel that was taken, None where none is right, and (name, reason) for every better candidate."""
+    """The kernel that was taken, None where none is right, (name, reason) for every better candidate, and why it was preferred."""
 
     kernel: Kernel | None
     lacks: tuple[tuple[str, str], ...]
+    why: str = ""
 
     def why_not(self) -> str:
         """One line: what each rejected candidate lacks, grouped by reason."""
@@ -68,6 +71,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 _choices: dict[tuple[LayerFeatures, torch.device], KernelChoice] = {}
+_preferred: tuple[str, str] | None = None  # a name of CANDIDATES, and why
 
 
 def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
@@ -81,27 +85,51 @@ def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
     return choice
 
 
+def right_kernels(layer: LayerFeatures, device: torch.device) -> list[Kernel]:
+    """All kernels of CANDIDATES that are right for `layer` on `device`, in their order."""
+    with ThreadPoolExecutor(1) as aside:
+        tried = aside.submit(lambda: list(_all_tried(layer, device))).result()
+    return [kernel for _, kernel, _, _ in tried if kernel is not None]
+
+
 def forget_kernels() -> None:
     """Has all kernels tried again."""
     _choices.clear()
 
 
+def prefer(name: str | None, why: str = "") -> None:
+    """Has layers take the kernel `name` wherever it is right, from now on; None: the first of CANDIDATES that is."""
+    global _preferred
+    _preferred = None if name is None else (name, why)
+    forget_kernels()
+
+
 def _first_right(layer: LayerFeatures, device: torch.device) -> tuple[KernelChoice, bool]:
     """The choice, and whether every failure before it tells something of the kernel that failed."""
     lacks: list[tuple[str, str]] = []
-    sure = True
+    surely = True
+    for name, kernel, lack, sure in _all_tried(layer, device):
+        surely &= sure
+        if kernel is not None:
+            why = _preferred[1] if _preferred and name == _preferred[0] else ""
+            return KernelChoice(kernel, tuple(lacks), why), surely
+        lacks.append((name, lack))
+    return KernelChoice(None, tuple(lacks)), surely
+
+
+def _all_tried(layer: LayerFeatures, device: torch.device) -> Iterator[tuple[str, Kernel | None, str, bool]]:
+    """Of each candidate in order its name, the kernel if it is right, else what it lacks, and whether that is sure."""
+    first = _preferred and _preferred[0]
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # that of a new thread is the first
-        for name, load in CANDIDATES:
+        for name, load in sorted(CANDIDATES, key=lambda candidate: candidate[0] != first):
+            sure = True
             try:
                 kernel, lack = _tried(name, load, layer, device)
             except Exception as failure:
                 if not type(failure).__module__.startswith("torch."):  # torch's own machinery, not out of memory
                     raise
                 kernel, lack, sure = None, f"{type(failure).__name__}: {_first_line(failure)}", False
-            if kernel is not None:
-                return KernelChoice(kernel, tuple(lacks)), sure
-            lacks.append((name, lack))
-    return KernelChoice(None, tuple(lacks)), sure
+            yield name, kernel, lack, sure
 
 
 def _tried(name: str, load, layer: LayerFeatures, device: torch.device) -> tuple[Kernel | None, str]:

@@ -21,76 +21,19 @@ from packtrain.attention.kernels.sinks import attend_with_sinks
 from packtrain.attention.kernels.varlen import Scoring, borders_of
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
+from tests.stand_in_kernels import (
+    KERNELS,
+    MODULES,
+    attend,
+    flash_attention_2,
+    flash_attention_3,
+    flash_attention_4,
+    torch_varlen,
+)
 
 CPU = torch.device("cpu")
-MODULES = {
-    "FlashAttention 4": "flash_attn.cute",
-    "FlashAttention 3": "flash_attn_interface",
-    "FlashAttention 2": "flash_attn",
-}
 PLAIN = Segments((5, 1, 17, 8, 8))
 SHARED = Segments((7, 1, 9, 4, 1, 3, 2), (None, 0, 0, None, 3, None, 3))
-
-
-def attend(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, softcap=None, sinks=None
-) -> Any:
-    """Output and log-sum of every sequence for itself, causal from the bottom right: what the kernels document.
-
-    In half precision the scores are float32 and the weights are rounded, as in the kernels.
-    """
-    outputs, logsums, dtype = [], [], q.dtype
-    q, k, v = (tensor.float() if dtype.itemsize < 4 else tensor for tensor in (q, k, v))
-    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-    for i in range(len(cu_seqlens_q) - 1):
-        rows, columns = slice(*cu_seqlens_q[i : i + 2].tolist()), slice(*cu_seqlens_k[i : i + 2].tolist())
-        queries, keys = rows.stop - rows.start, columns.stop - columns.start
-        assert queries <= max_seqlen_q and keys <= max_seqlen_k
-        scores = torch.einsum("qhd,khd->hqk", q[rows], k[columns]) * scale
-        scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-        ahead = torch.arange(keys)[None] - (torch.arange(queries)[:, None] + keys - queries)
-        scores = scores.masked_fill((ahead > 0) | ((left >= 0) & (ahead < -left)), -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None, None].expand(-1, queries, 1)], dim=2)
-        logsums.append(scores.logsumexp(-1))
-        weights = (scores - logsums[-1][..., None]).exp()[..., :keys]
-        outputs.append(torch.einsum("hqk,khd->qhd", weights.to(dtype).to(v.dtype), v[columns]))
-    return torch.cat(outputs).to(dtype), torch.cat(logsums, dim=1)
-
-
-def flash_attention_2(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
-):  # fmt: skip
-    assert causal and q.shape[-1] == k.shape[-1] == v.shape[-1], "heads of one width"
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attend(q, k, v, *lengths, softmax_scale, window_size[0], softcap or None)[0]
-
-
-def flash_attention_3(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
-    causal=False, qv=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False,
-):  # fmt: skip
-    assert causal and q.shape[-1] % 8 == 0
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return attend(q, k, v, *lengths, softmax_scale, window_size[0], softcap or None)[0]
-
-
-def flash_attention_4(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
-    causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, deterministic=False, return_lse=False,
-):  # fmt: skip
-    assert causal and q.shape[-1] % 8 == 0
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    left = -1 if window_size[0] is None else window_size[0]
-    return attend(q, k, v, *lengths, softmax_scale, left, softcap or None, learnable_sink)
-
-
-def torch_varlen(
-    q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
-) -> torch.Tensor:
-    assert window_size[1] == 0 and q.shape[-1] == v.shape[-1] and (enable_gqa or q.shape[1] == k.shape[1])
-    return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size[0])[0]
 
 
 def as_kernels_do(borders: Any, scale: float, left: int) -> tuple[Callable, Callable]:
@@ -136,14 +79,6 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any],
 
     yield install
     forget_kernels()
-
-
-KERNELS = {
-    "FlashAttention 4": flash_attention_4,
-    "FlashAttention 3": flash_attention_3,
-    "FlashAttention 2": flash_attention_2,
-    "torch's varlen_attn": torch_varlen,
-}
 
 
 def attention_layer() -> torch.nn.Module:
