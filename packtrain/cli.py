@@ -91,7 +91,7 @@ def _packtrain(
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the config and the plan, and stop.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan, and stop.")]
 
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
@@ -107,18 +107,22 @@ def dpo(arguments: Arguments = None, dry_run: DryRun = False) -> None:
 
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
-def plan(arguments: Arguments = None, as_json: AsJson = False) -> None:
-    """Show what a run would be: the resolved config, processes, batch, memory."""
+def plan(
+    arguments: Arguments = None,
+    full: Annotated[bool, typer.Option("--full", help="Also every setting and every machine's command.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a run would be, on one screen: model, data, processes, steps, memory, the command."""
 
     def work() -> int:
-        from packtrain.plan.view import plan_json, print_plan
+        from packtrain.plan.view.screen import plan_json, print_plan
 
         run, launch = _config_and_plan(arguments)
         _note_if_refused(run, arguments)
         if as_json:
             print(json.dumps(plan_json(run, launch), indent=2))
         else:
-            print_plan(run, launch, run.objective.kind, arguments or [])
+            print_plan(run, launch, run.objective.kind, arguments or [], full=full)
         return 0
 
     _end(work)
@@ -209,7 +213,7 @@ def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
     """Carries out a training verb, or shows its plan."""
     run, launch = _config_and_plan(arguments, verb)
     if dry_run:
-        from packtrain.plan.view import print_plan
+        from packtrain.plan.view.screen import print_plan
 
         _note_if_refused(run, arguments)
         print_plan(run, launch, verb, arguments or [])

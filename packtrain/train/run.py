@@ -41,6 +41,7 @@ from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.agreement import shared_values
+from packtrain.plan.data_size import DataSize, remember
 from packtrain.plan.dpo_reference import reference_of
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.proof.choice import AttentionChoice
@@ -198,6 +199,9 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
         give_template(run.tokenizer, config.data.chat_template)
     preparing = preparing_s(config.topology.step_timeout)
     agree_on_data(peers, data, timeout_s=preparing)
+    if ranks.main:  # for `packtrain plan`
+        size = DataSize(len(data.train), int(data.train.lengths.sum()), objective.longest_document(data.train))
+        remember(size, config.model, config.data, config.objective.kind, config.trainer.seed)
 
     own_heartbeat().enter("load")
     run.model = load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed)

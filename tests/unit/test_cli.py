@@ -85,6 +85,7 @@ def test_overrides_of_every_form_reach_hydra(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data: {train: owner/data, eval: 0.1}\nbatch: {examples_per_step: 4}\n")
     done = packtrain(
         "plan",
+        "--full",
         "run.yaml",
         "~data.eval",
         "+peft=lora",
@@ -97,36 +98,33 @@ def test_overrides_of_every_form_reach_hydra(tmp_path: Path) -> None:
         assert f"{line}\n" in done.stdout
 
 
-def test_a_dry_run_prints_the_whole_config_then_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     overrides = [*COMPLETE, "packing.mode=padding", "trainer.samples=[a b]"]
     done = packtrain("sft", *overrides, "--dry-run", folder=tmp_path, HF_HOME=str(tmp_path / "none"))
     assert done.returncode == 0, done.stderr
-    config, plan = done.stdout.split("\n\n", 1)
-    assert [line[:10].strip() for line in plan.splitlines()] == [
-        "processes",
-        "batch",
-        "precision",
-        "memory",
-        "folder",
-        "run",
-    ]
-    assert "a step is 32 documents: on 1 process 4 micro-batches of at most 8 documents" in plan
-    assert "not known before loading: owner/model is not on this machine yet" in plan
-    assert "  mode: padding\n" in config and "  learning_rate: 2.0e-05\n" in config
+    lines = done.stdout.splitlines()
+    names = [name for line in lines if (name := line[:10].strip())]
+    assert names == ["model", "data", "processes", "batch", "steps", "precision", "memory", "folder", "run"]
+    assert "a step is 32 documents: on 1 process 4 micro-batches of at most 8 documents" in done.stdout
+    assert "not known before loading: owner/model is not on this machine yet" in done.stdout
+    assert "learning_rate" not in done.stdout
     assert list(tmp_path.iterdir()) == []
-    command = shlex.split(plan.splitlines()[-1])[1:]
+    command = shlex.split(next(line for line in lines if line.startswith("run ")))[1:]
     assert command == [sys.executable, "-m", "packtrain", "sft", *overrides]  # can be pasted as it is
 
 
-def test_the_commands_of_several_processes_are_said_to_need_the_run_folder(tmp_path: Path) -> None:
-    several = ["topology=local", "topology.gpus_per_node=2", "trainer.output_dir=there"]
-    done = packtrain("plan", *COMPLETE, *several, folder=tmp_path)
-    lines = done.stdout.splitlines()
-    at = next(at for at, line in enumerate(lines) if line.startswith("starts"))
-    assert lines[at] == "starts    once there/config.yaml is written:"
-    assert "accelerate launch" in lines[at + 1]
-    assert lines[at - 1].startswith("run ")
-    assert "learning_rate: 2.0e-05" in done.stdout and "num_processes: 2" in done.stdout
+def test_a_full_plan_has_the_answer_and_then_all_that_is_behind_it(tmp_path: Path) -> None:
+    several = ["topology=local", "topology.gpus_per_node=2", "trainer.output_dir=there", "strategy=zero2"]
+    done = packtrain("plan", "--full", *COMPLETE, *several, folder=tmp_path)
+    answer, *sections = done.stdout.split("\n\n# ")
+    assert any(line.startswith("run ") for line in answer.splitlines())
+    assert [one.splitlines()[0] for one in sections] == [
+        *("config", "accelerate", "deepspeed"),
+        "starts, once there/config.yaml is written",
+    ]
+    assert "  learning_rate: 2.0e-05\n" in sections[0] and "num_processes: 2\n" in sections[1]
+    assert json.loads(sections[2].partition("\n")[2])["zero_optimization"]["stage"] == 2
+    assert "accelerate launch" in sections[3]
 
 
 def test_plan_json_is_one_document_on_stdout(tmp_path: Path) -> None:

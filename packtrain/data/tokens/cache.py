@@ -36,6 +36,7 @@ from packtrain.data.row_counts import FATES, Fate, RowCounts, count
 from packtrain.data.tokens.encode import Documents
 from packtrain.errors import PeerFailed, UserError
 from packtrain.monitor.heartbeat import progress
+from packtrain.plan.data_size import cache_path
 
 TOKENS, MASK, MANIFEST = "tokens.bin", "mask.bin", "manifest.json"
 ARRAYS = ("lengths", "trained", "fates")
@@ -185,7 +186,7 @@ def cache_folder(configured: str | None) -> Path:
 
     A read-only folder is fine as long as the data is in it.
     """
-    folder = Path(configured or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain").expanduser()
+    folder = cache_path(configured)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

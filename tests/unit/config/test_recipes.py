@@ -56,9 +56,8 @@ def with_files_of_the_user(folder: Path) -> Path:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_without_its_held_out_data_says_what_it_drops_and_is_planned(recipe: str, tmp_path: Path) -> None:
-    verb = "dpo" if "dpo" in recipe else "sft"
     done = packtrain(
-        *(verb, f"recipes/{recipe}.yaml", "data.eval=null", "--dry-run"),
+        *("plan", "--full", f"recipes/{recipe}.yaml", "data.eval=null"),
         folder=with_files_of_the_user(tmp_path),
         HF_HOME=str(tmp_path),
     )

@@ -12,7 +12,8 @@ from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.execute import execute
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import Surroundings, allocation_of, expand, repeated
-from packtrain.plan.view import print_plan
+from packtrain.plan.view import screen
+from packtrain.plan.view.screen import print_plan
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_CPUS_ON_NODE": "64"}
 BATCH_SCRIPT = {**JOB, "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_GPUS_ON_NODE": "8"}
@@ -306,12 +307,17 @@ def test_deepspeed_s_launcher_is_joined_on_as_many_machines_as_it_has() -> None:
     ],
 )
 def test_a_plan_numbers_machines_only_where_no_launcher_does(
-    topology: dict[str, Any], env: dict[str, str], by_hand: bool, capsys: pytest.CaptureFixture[str]
+    topology: dict[str, Any],
+    env: dict[str, str],
+    by_hand: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = RunConfig(topology=Topology(**topology), batch=Batch(examples_per_step=32))
+    monkeypatch.setattr(screen, "_slurm_is_here", lambda: False)
     print_plan(config, plan(topology, env), "sft", ["config.yaml"])
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run ")]
-    assert any("on each machine K, from 0 to 1:" in line for line in shown) == by_hand
+    assert any("on each machine K, from 0 to 1" in line for line in shown) == by_hand
     assert by_hand or (len(shown) == 1 and shown[0].endswith("sft config.yaml"))
 
 
@@ -332,15 +338,18 @@ def test_what_a_plan_shows_to_type_works_where_it_is_typed(
     slurm: bool,
     by_hand: str | None,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     topology = {"nodes": 2, "gpus_per_node": 8, **topology}
     config = RunConfig(topology=Topology(**topology), batch=Batch(examples_per_step=32))
-    print_plan(config, plan(topology), "sft", ["a b.yaml", *arguments])
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run ")]
-    assert any("sbatch sft 'a b.yaml'" in line and line.endswith(" --submit") for line in shown) == slurm
-    assert [line.partition("'a b.yaml' ")[2] for line in shown if "on each machine" in line] == (
-        [by_hand] if by_hand else []
-    )
+    for here in (True, False):  # whether this machine has Slurm's commands
+        monkeypatch.setattr(screen, "_slurm_is_here", lambda here=here: here)
+        print_plan(config, plan(topology), "sft", ["a b.yaml", *arguments])
+        (command,) = [line for line in capsys.readouterr().out.splitlines() if "sft 'a b.yaml'" in line]
+        if slurm and (here or not by_hand):
+            assert "sbatch sft 'a b.yaml'" in command and command.endswith(" --submit")
+        else:
+            assert command.partition("'a b.yaml' ")[2] == by_hand
 
 
 def test_variables_that_the_user_asks_for_win() -> None:

@@ -1,0 +1,81 @@
+"""How much data a run has, as the last command that tokenised it counted: for plans, which tokenise nothing and import no torch.
+
+`remember` writes a small note beside the cached tokens, named by a hash of all settings that change the counts and of the size
+and time of the files; `recall` finds it. A hub data set or tokenizer counts as unchanged.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from packtrain.config.schema import Data, Model, sources
+
+_MOST_FILES = 10_000
+_OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class DataSize:
+    """Of the training set: `documents` (of dpo: pairs), their `tokens`, the `longest` (of dpo: answer with its prompt)."""
+
+    documents: int
+    tokens: int
+    longest: int
+
+
+def cache_path(configured: str | None) -> Path:
+    """The folder of tokenised data: data.cache_dir, else $PACKTRAIN_CACHE, else ~/.cache/packtrain."""
+    return Path(configured or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain").expanduser()
+
+
+def remember(size: DataSize, model: Model, data: Data, kind: str, seed: int) -> None:
+    """Keeps the size of the data of a run with these settings; does nothing where the folder cannot be written."""
+    note = _note(model, data, kind, seed)
+    with suppress(OSError):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        aside = note.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps(asdict(size)), encoding="utf-8")
+        aside.replace(note)
+
+
+def recall(model: Model, data: Data, kind: str, seed: int) -> DataSize | None:
+    """The size that was kept for these settings; None if there is none."""
+    try:
+        return DataSize(
+            **{name: int(value) for name, value in json.loads(_note(model, data, kind, seed).read_text()).items()}
+        )
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def _note(model: Model, data: Data, kind: str, seed: int) -> Path:
+    held_out = data.eval if isinstance(data.eval, (int, float)) else None  # else the training set is all of data.train
+    told = asdict(replace(data, eval=held_out, workers=None, cache_dir=None, shuffle=True))
+    tokenizer = model.tokenizer or model.path or ""
+    files = [
+        *(one.path for one in sources(data.train)),
+        data.chat_template or "",
+        *(os.path.join(tokenizer, name) for name in _OF_TOKENIZER),
+    ]
+    stamps = [stamp for name in files if name for stamp in _stamps(name)]
+    parts = (told, tokenizer, model.revision, kind, seed, stamps)
+    return cache_path(data.cache_dir) / "sizes" / hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def _stamps(name: str) -> Iterator[tuple[str, int, int]]:
+    """Path, size and time of change of what a path names: a file, the files of a folder, or those that a pattern matches."""
+    path = os.path.expanduser(name)
+    for one in sorted(glob.glob(path)) or [path]:
+        inside = islice(sorted(Path(one).rglob("*")), _MOST_FILES) if os.path.isdir(one) else [Path(one)]
+        for file in inside:
+            with suppress(OSError):
+                found = file.stat()
+                yield str(file), found.st_size, found.st_mtime_ns
