@@ -178,7 +178,7 @@ def found(path: str) -> Path | None:
     return next((root / path for root in (PACKAGE, ROOT) if (root / path).exists()), None)
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_what_a_page_says_of_the_layout_is_there(page: str) -> None:
     names = named(ROOT / page)
     assert names
