@@ -16,7 +16,7 @@ _NAMES = {
     "buffers": "yellow",
     "activations": "bright_cyan",
 }
-_OUTSIDE = "CUDA, NCCL"
+_OUTSIDE, _AT_MOST = "CUDA, NCCL", " at most"
 _LABEL, _FIGURE = 11, 8
 
 
@@ -56,8 +56,8 @@ def memory_bars(memory: Memory, width: int, *, plain: bool) -> Iterator[Text]:
         first = min(first, cells - 1)
         row = _row(name, amount(size))
         row.append(" " * first).append(full * max(last - first, 1), _NAMES.get(name, "bright_black"))
-        if name == "activations":
-            row.append(" at most"[: max(cells - max(last, first + 1), 0)], "dim")
+        if name == "activations" and cells - max(last, first + 1) >= len(_AT_MOST):
+            row.append(_AT_MOST, "dim")
         done += size
         yield row
     row = _row("sum", amount(whole))
