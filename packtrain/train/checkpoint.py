@@ -259,14 +259,14 @@ class CheckpointHooks(TrainerHooks):
             self._save(output_dir)
 
     def save_weights_in(self, dtype: torch.dtype, output_dir: Path, seed: int | None) -> None:
-        """As `save_model`, of a model without adapters, with its weights in `dtype`: made of the float32 masters, if any.
+        """As `save_model`, with the weights in `dtype` (but for adapters, which are float32): made of the float32 masters, if any.
 
         With a `seed` they are rounded by chance.
         """
         whole: Any = {}
-        main = self.accelerator.is_main_process
+        main, adapters = self.accelerator.is_main_process, base_model(self.model) is not self.model
         if self.settings.strategy == "fsdp2":
-            whole = whole_weights(self.model, trained_only=False)
+            whole = whole_weights(self.model, trained_only=adapters)
         elif self.settings.sharded:
             whole = self.accelerator.get_state_dict(self.model_wrapped) or {}
         elif main:
@@ -275,7 +275,8 @@ class CheckpointHooks(TrainerHooks):
         saved = in_format(whole if main else {}, self.model, exact, dtype, seed)
         if main:
             self._save(str(output_dir), state_dict=saved)
-            name_format(output_dir, dtype)
+            if not adapters:
+                name_format(output_dir, dtype)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As the base class; the weights are written whatever becomes of config and tokenizer."""

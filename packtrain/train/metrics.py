@@ -28,6 +28,8 @@ from packtrain.train.loader import MicroBatch, Steps, step_loader
 from packtrain.train.optim.lost_updates import MOST
 from packtrain.train.settings import TrainerHooks
 
+_COMPARED_STEPS = 8
+"""Steps of the evaluation set that are enough to compare two sets of weights on."""
 _OURS = {"learning_rate": "lr"}  # transformers' name: ours
 
 
@@ -122,9 +124,9 @@ def _peak(accelerator: Accelerator, dtype: torch.dtype) -> Peak | None:
 
 
 class LoggingHooks(TrainerHooks):
-    """The hooks of a step that report: logging and evaluation, of `most_evaluated` steps (None: all)."""
+    """The hooks of a step that report: logging and evaluation."""
 
-    most_evaluated: int | None = None
+    _comparing = False
 
     def figures(self) -> dict[str, Any]:
         """The objective's own figures of a logged training line; called on every rank."""
@@ -185,12 +187,23 @@ class LoggingHooks(TrainerHooks):
         self.step_figures.leave_out(time.perf_counter() - started)
         return metrics
 
+    def compared_loss(self) -> float:
+        """The loss on the first documents of the evaluation set, or on those of the last step, to compare two sets of weights."""
+        self._comparing = True
+        try:
+            return self.evaluated()["loss"]
+        finally:
+            self._comparing = False
+
     def evaluation_batches(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the evaluation set. All ranks synchronise after each of its steps, so
         that no collective waits longer than one step."""
-        assert self.settings.evaluation is not None
-        loader = step_loader(self.settings.evaluation, workers=self.settings.loader_workers)
-        for number, batches in enumerate(islice(loader, self.most_evaluated)):
+        steps, first = self.settings.evaluation, 0
+        if steps is None:  # `compared_loss` alone asks then
+            steps, first = self.steps, self.state.global_step - 1
+        most = None if not self._comparing else _COMPARED_STEPS if self.settings.evaluation else 1
+        loader = step_loader(steps, first=first, workers=self.settings.loader_workers)
+        for number, batches in enumerate(islice(loader, most)):
             for batch in batches:
                 self.clock.enter("eval", micro=number)
                 yield batch

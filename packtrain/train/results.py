@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import set_peft_model_state_dict
 from rich.markup import escape
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -36,7 +35,8 @@ from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint import tidy
 from packtrain.train.console import Log
 from packtrain.train.loop import StepTrainer
-from packtrain.train.optim.final_weights import RoundingCost, merged_in
+from packtrain.train.optim.final_weights import merged_in
+from packtrain.train.optim.rounding_cost import RoundingCost, rounding_cost
 
 
 def save_final(
@@ -49,8 +49,8 @@ def save_final(
     *,
     dtype: torch.dtype,
     seed: int | None,
-) -> list[str]:
-    """Writes final/ and what belongs beside it; called by all processes. Returns a line about each folder.
+) -> tuple[list[str], RoundingCost | str | None]:
+    """Writes final/ and what belongs beside it; called by all processes. Returns a line about each folder, and what rounding costs.
 
     Whole models get weights in `dtype`, rounded by chance with a `seed`.
     """
@@ -64,18 +64,18 @@ def save_final(
         if peft.merge:
             merged.append(folder.merged)
             saved[folder.merged] = "the merged model"
-    if peft.kind == "lora" or dtype == base_model(model).dtype:
+    if peft.kind == "none" and dtype == base_model(model).dtype:
         trainer.save_model(str(adapters))
     else:
         trainer.save_weights_in(dtype, adapters, seed)
+    cost = rounding_cost(trainer, dtype, seed, merges=bool(merged))
     if not trainer.accelerator.is_main_process:
-        return []
+        return [], cost
     if merged:
         if trainer.settings.sharded:  # the trainer's model has only this process's share of its weights
             with loading_whole():
                 model = load_model(settings, peft, tokenizer, seed=trainer.args.seed)
-            set_peft_model_state_dict(cast(Any, model), load_file(adapters / "adapter_model.safetensors"))
-        with merged_in(model, dtype, seed) as whole:
+        with merged_in(model, load_file(adapters / "adapter_model.safetensors"), dtype, seed) as whole:
             whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended
             for place in merged:
                 with weights_at_least(whole, place):
@@ -83,7 +83,7 @@ def save_final(
                     tokenizer.save_pretrained(place)
     for place in saved:
         tidy(place)
-    return [f"{place.name}/ holds {what}" for place, what in saved.items()]
+    return [f"{place.name}/ holds {what}" for place, what in saved.items()], cost
 
 
 def saves_whole_model(settings: Model, peft: Peft) -> bool:
@@ -131,7 +131,7 @@ def answer(
 class Summary:
     """The sources of summary.json. `started` is by time.perf_counter; if `early`, final/ has the weights of the best evaluation.
 
-    `rounding` is what rounding the weights of final/ costs, where that was measured.
+    `rounding` is what rounding the weights of final/ costs, or why that was not measured; None if nothing is rounded.
     """
 
     trainer: StepTrainer
@@ -139,7 +139,7 @@ class Summary:
     decision: AttentionChoice | None
     started: float
     early: bool
-    rounding: RoundingCost | None = None
+    rounding: RoundingCost | str | None = None
 
     def to_json(self, status: str) -> dict[str, Any]:
         """The content of summary.json."""
@@ -167,7 +167,7 @@ class Summary:
             "data": report.to_json(),
             "attention": f"{self.decision.backend.name} ({self.decision.backend.why})" if self.decision else None,
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
-            "rounding": asdict(self.rounding) if self.rounding else None,
+            "rounding": asdict(self.rounding) if isinstance(self.rounding, RoundingCost) else None,
             "seconds": round(time.perf_counter() - self.started, 1),
         }
 
@@ -188,8 +188,10 @@ def show(
             f"  [green]after[/]  {escape(_short(new, 300))}"
         )
     log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
-    if summary.rounding is not None:
-        log.say(summary.rounding.sentence())
+    if isinstance(cost := summary.rounding, RoundingCost):
+        log.say(cost.sentence())
+    elif cost:
+        log.say(f"what it costs that final/ is rounded to bfloat16 was not measured: {cost}")
     log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
     for line in (*(f"  {one}" for one in saved), "next:", *(f"  {one}" for one in commands)):
         log.say(escape(line))

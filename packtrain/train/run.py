@@ -54,7 +54,7 @@ from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepTrainer
 from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
-from packtrain.train.optim.final_weights import format_of, rounding_cost
+from packtrain.train.optim.final_weights import format_of
 from packtrain.train.preflight import choose_kernel_together
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.sync.checks import (
@@ -439,8 +439,8 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         "dtype": format_of(config.trainer.save_dtype, base_model(run.model).dtype),
         "seed": config.trainer.seed if config.optim.rounding == "stochastic" else None,
     }
-    saved = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft, **kept)
-    summary = replace(summary, rounding=rounding_cost(trainer, **kept))
+    saved, cost = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft, **kept)
+    summary = replace(summary, rounding=cost)
     if run.ranks.sharded and config.trainer.samples:
         _wait_for_all(run, "results")  # the answers take all of them, and the main process has been writing alone
     after = _answers(run)

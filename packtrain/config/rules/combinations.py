@@ -161,7 +161,8 @@ def _optim(optim: Optim) -> Iterator[Fault]:
 def _rounding(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     """trainer.save_dtype, optim.master_weights and optim.rounding where there is nothing for them to do."""
     lora, save_dtype = config.peft.kind == "lora", config.trainer.save_dtype
-    if lora and save_dtype != "auto" and not config.peft.merge and config.model.is_base_for_adapters:
+    beside = config.peft.merge or config.peft.modules_to_save or not config.model.is_base_for_adapters
+    if lora and save_dtype != "auto" and not beside:
         what = "final/ has the adapters alone, which stay float32"
         yield Fault(
             ("trainer.save_dtype", "peft.merge"), what, "Take it away, or set peft.merge=true.", because="peft.kind"
