@@ -64,22 +64,49 @@ def segmented_attention(
         query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()  # as autocast does it for sdpa
     kwargs["is_causal"] = True  # some modules leave causality to the mask
     # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
-    parts = [tensor.split(segments.lengths, dim=2) for tensor in (query, key, value)]
+    queries, *parts = (tensor.split(segments.lengths, dim=2) for tensor in (query, key, value))
+    own, of_prefixes = zip(*(_taken_apart(part, segments) for part in parts), strict=True)
     outputs: dict[int, torch.Tensor] = {}
     for numbers in segments.same_shape:
         length, before = segments.lengths[numbers[0]], segments.prefix_lengths[numbers[0]]
-        q, k, v = (_batch(segment[number] for number in numbers) for segment in parts)
+        q, k, v = (_batch(segment[number] for number in numbers) for segment in (queries, *own))
         if before:
-            prefixes = [prefix for number in numbers if (prefix := segments.shared[number]) is not None]
             k, v = (
-                torch.cat([_batch(segment[prefix] for prefix in prefixes), own], dim=2)
-                for segment, own in zip(parts[1:], (k, v), strict=True)
+                torch.cat([_batch(segment[number] for number in numbers), after], dim=2)
+                for segment, after in zip(of_prefixes, (k, v), strict=True)
             )
         attend = eager if eager and before + length <= _SHORT else usual
         mask = mask_of(attend, length, before + length, window, query.dtype, query.device)
         output = attend(module, q, k, v, mask, sliding_window=window, **kwargs)[0]  # [count, length, heads, d]
         outputs |= zip(numbers, output.unbind(0), strict=True)
     return torch.cat([outputs[number] for number in range(len(outputs))])[None], None
+
+
+def _taken_apart(
+    segments: tuple[torch.Tensor, ...], row: Segments
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """The keys or values of each segment for itself, and those of its prefix for each that has one."""
+    own, of_prefixes = list(segments), {}
+    for prefix, by in row.followers.items():
+        own[prefix], *taken = _Shared.apply(segments[prefix], 1 + len(by))  # pyright: ignore[reportGeneralTypeIssues]
+        of_prefixes |= zip(by, taken, strict=True)
+    return own, of_prefixes
+
+
+class _Shared(torch.autograd.Function):
+    """A tensor `times` times. Their gradients are summed in float32, which autograd would do in the tensor's format."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, times: int) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for _ in range(times))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        first, *others = gradients
+        total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+        for gradient in others:
+            total += gradient
+        return total.to(first.dtype), None
 
 
 def _batch(segments: Iterable[torch.Tensor]) -> torch.Tensor:

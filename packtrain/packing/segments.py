@@ -50,6 +50,15 @@ class Segments:
         return self.prefixes or (None,) * len(self.lengths)
 
     @cached_property
+    def followers(self) -> dict[int, list[int]]:
+        """The segments that continue each prefix."""
+        found: dict[int, list[int]] = {}
+        for number, prefix in enumerate(self.shared):
+            if prefix is not None:
+                found.setdefault(prefix, []).append(number)
+        return found
+
+    @cached_property
     def prefix_lengths(self) -> tuple[int, ...]:
         """Tokens of each segment's prefix, 0 where it has none."""
         return tuple(0 if prefix is None else self.lengths[prefix] for prefix in self.shared)

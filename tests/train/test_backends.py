@@ -105,6 +105,22 @@ def test_a_shared_prefix_is_seen_by_each_segment_after_it_as_if_it_had_its_own(f
     assert_as_alone(model, batch, backend)
 
 
+def test_gradients_of_a_shared_prefix_are_summed_in_float32() -> None:
+    segments = Segments((8, *[3] * 256), (None, *[0] * 256))
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, segments.tokens, 16).bfloat16() for heads in (4, 2, 2)]
+    weights = torch.randn(1, segments.tokens, 4, 16).bfloat16() + 0.5
+    layer = tiny_model("llama").model.layers[0].self_attn
+
+    def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [one.to(dtype).requires_grad_() for one in inputs]
+        output, _ = segmented.segmented_attention(layer, *leaves, None, segments=segments, scaling=0.25)
+        return [one[:, :, :8].float() for one in torch.autograd.grad(output, leaves, weights.to(dtype))]
+
+    for ours, exact in zip(gradients(torch.bfloat16), gradients(torch.float32), strict=True):
+        assert (ours - exact).norm() < 5e-3 * exact.norm()  # summed in bfloat16 they are off by 2e-2
+
+
 def test_segments_of_equal_length_go_through_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever they are in the row: of the attention function in each layer, or of the whole model."""
     model, batch, shapes = tiny_model("llama", num_hidden_layers=2), row(Segments((5, 9, 5, 5, 3, 9))), []
