@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
     from packtrain.launch.sbatch import Job
     from packtrain.plan.launch_plan import LaunchPlan
+    from packtrain.run_folder import RunFolder
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _VERB_SETTINGS = {**_SETTINGS, "ignore_unknown_options": True}
@@ -209,6 +210,24 @@ def doctor(
     _end(work)
 
 
+@app.command(context_settings=_SETTINGS)
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN_DIR …", help="Run folders (trainer.output_dir).")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The file; by default RUN_DIR/report.html, of several runs ./report.html."),
+    ] = None,
+) -> None:
+    """Write a run, or several over each other, as one HTML file: curves, answers, data, config, failures."""
+
+    def work() -> int:
+        from packtrain.report.run_reports import report_runs
+
+        return report_runs(runs, output)
+
+    _end(work)
+
+
 def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
     """Carries out a training verb, or shows its plan."""
     run, launch = _config_and_plan(arguments, verb)
@@ -221,7 +240,13 @@ def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
     from packtrain.launch.execute import execute
 
     given, limit_s = split_arguments(arguments)[0], run.topology.join_timeout
-    return execute(launch, run, lambda: _train(verb, run), given, lambda refused: _refuse(refused, limit_s))
+    return execute(launch, run, lambda: _train(verb, run), given, lambda refused: _refuse(refused, limit_s), _report)
+
+
+def _report(folder: RunFolder) -> None:
+    from packtrain.report.run_reports import report_at_end
+
+    report_at_end(folder)
 
 
 def _refuse(refused: PacktrainError, limit_s: float) -> None:

@@ -65,6 +65,8 @@ class RunFolder:
     environment = _Entry("env.json", "Versions and platform.")
     metrics = _Entry("metrics.jsonl", "One JSON line per logged step.", result=True)
     summary = _Entry("summary.json", "How the run ended, with its counts.", result=True)
+    report = _Entry("report.html", "The run as a page: see packtrain/report/.")
+    data = _Entry("data.json", "What the data is, for that page.")
     verification = _Entry(
         "verify.json", "What `packtrain verify` found; it has a folder of its own and leaves that of the run alone."
     )

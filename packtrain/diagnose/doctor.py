@@ -67,8 +67,9 @@ def show_run(place: str, *, ask: bool, as_json: bool) -> int:
     return found.exit_code
 
 
-def examine(folder: RunFolder, *, ask: bool = False) -> Finding:
-    """What can be found out about a run from this machine. Raises UserError where no run is."""
+def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Finding:
+    """What can be found out about a run from this machine; `over`: its own process, which still has the lock, says that it has
+    ended. Raises UserError where no run is."""
     if not folder.logs.is_dir() and not folder.summary.exists():
         fix = "Name the folder that trainer.output_dir is."
         raise UserError("there is no run of packtrain", where=str(folder.root), fix=fix)
@@ -76,6 +77,8 @@ def examine(folder: RunFolder, *, ask: bool = False) -> Finding:
     if by_sbatch and not folder.config.exists() and not folder.summary.exists():
         fix = "It may wait in a queue (squeue); if it has been started, its terminal or log says why it is not here."
         raise UserError("no run has begun here yet", where=str(folder.root), fix=fix)
+    if over:
+        return _of_an_ended_run(folder)
     if channel := _read_json(folder.logs / PUBLISHED):
         near = channel["host"] == platform.node() or channel["address"] != LOOPBACK
         client = Client(channel["address"] if near else channel["host"], channel["port"], secret=channel["secret"])
@@ -83,7 +86,7 @@ def examine(folder: RunFolder, *, ask: bool = False) -> Finding:
             return _of_a_live_run(folder, client.call("ranks", {"stacks": ask}, timeout_s=WATCHDOG_ANSWER_S), ask=ask)
         except OSError as error:
             return _of_a_silent_run(folder, channel, error)
-    return _of_an_ended_run(folder)
+    return _of_a_start() if is_locked(folder.root) else _of_an_ended_run(folder)
 
 
 def _of_a_live_run(folder: RunFolder, said: Mapping[str, Any], *, ask: bool) -> Finding:
@@ -143,8 +146,6 @@ def _stacks(folder: RunFolder, states: Sequence[RankState]) -> list[str]:
 
 def _of_an_ended_run(folder: RunFolder) -> Finding:
     """The finding for a run that is over: by its diagnosis, else by its ranks' exit codes, else by its status."""
-    if is_locked(folder.root):
-        return _of_a_start()
     ranks = [RankState.from_json(one) for one in _read_json(folder.logs / RANKS).get("ranks", ())]
     report, attempt = folder.logs / DIAGNOSIS, folder.attempt.config
     if _written(attempt) > _written(folder.logs / RANKS):

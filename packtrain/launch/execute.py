@@ -52,11 +52,13 @@ def execute(
     train: Callable[[], int],
     given: str | None = None,
     refuse: Callable[[PacktrainError], object] = lambda _: None,
+    ended: Callable[[RunFolder], object] = lambda _: None,
 ) -> int:
     """Carries out the plan to its end and returns the exit code: 0, or the most informative one of the workers.
 
     A run of one process is `train()` in this one; other plans start their commands. `given` is the path of the config. `refuse`
-    tells the ranks that another launcher has started, which wait for this one, why it ends. Raises UserError if the plan cannot
+    tells the ranks that another launcher has started, which wait for this one, why it ends. `ended` is called in the one process
+    that has opened the run folder, when the run is over, however it went. Raises UserError if the plan cannot
     be carried out from here, the run folder cannot be written, has what others made, or another run is going on in it;
     CheckFailed if the machines differ where they must not; PeerFailed if one is missing.
     """
@@ -66,7 +68,7 @@ def execute(
         return run_srun(plan.srun)
     folder = RunFolder.of(config.trainer)
     with ExitStack() as stack:
-        open_attempt = partial(_open_attempt, plan, config, given, folder, stack)
+        open_attempt = partial(_open_attempt, plan, config, given, folder, stack, ended)
         if plan.in_process:
             if _is_first(plan):
                 try:
@@ -189,15 +191,23 @@ def _launcher_log(plan: LaunchPlan, folder: RunFolder) -> Path:
     return folder.logs / (LAUNCHER_LOG if plan.node == 0 else f"launcher-{plan.node:05d}.log")
 
 
-def _open_attempt(plan: LaunchPlan, config: RunConfig, given: str | None, folder: RunFolder, stack: ExitStack) -> None:
+def _open_attempt(
+    plan: LaunchPlan,
+    config: RunConfig,
+    given: str | None,
+    folder: RunFolder,
+    stack: ExitStack,
+    ended: Callable[[RunFolder], object],
+) -> None:
     """Writes config, plan and environment, touching nothing of an earlier run. Raises UserError if it cannot.
 
-    The folder is locked until the `stack` ends.
+    The folder is locked until the `stack` ends; the last with it is a call of `ended`.
     """
     check_free(folder.root)
     with _writing():
         folder.open_attempt(config.trainer.resume, inputs(config, given))
         stack.enter_context(locked(folder.root))
+        stack.callback(ended, folder)
         folder.attempt.config.write_text(to_yaml(config), encoding="utf-8")
         write_json(folder.attempt.plan, plan.to_json())
         write_json(folder.attempt.environment, environment())

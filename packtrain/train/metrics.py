@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -92,6 +93,7 @@ class StepFigures:
             "padding_fraction": 1 - tokens / max(slots, 1),
             "examples": examples,
             "mfu": self._mfu(done, seconds),
+            "memory_bytes": _memory_held(self._sum.device),
         }
 
     def _mfu(self, steps: range, seconds: float) -> float | None:
@@ -100,6 +102,11 @@ class StepFigures:
             return None
         made = sum(self._flops.of(*self._steps.documents_of(step)) for step in steps)
         return made / seconds / (self.peak.flops * self._devices)
+
+
+def _memory_held(device: torch.device) -> int:
+    """Bytes: the most that torch has held on this GPU so far, or what this process holds of the machine's memory."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,18 +221,22 @@ class LoggingHooks(TrainerHooks):
 class MetricsFile(TrainerCallback):
     """Appends a line to metrics.jsonl for every logged step and evaluation (main process only).
 
-    If a run resumes before the last step of the file, the later lines are removed first, since those steps run again.
+    If a run resumes before the last step of the file, the later lines are removed first, since those steps run again. `seconds` of
+    a line is how long the run has trained until then, evaluations included, the time between its attempts not.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._since = path, time.perf_counter()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Keeps the lines up to the step that the run starts from."""
+        self._since = time.perf_counter()
         if not state.is_world_process_zero or not self._path.exists():
             return
         lines = self._path.read_text().splitlines() if state.global_step else []
-        self._path.write_text("".join(f"{line}\n" for line in lines if _step_of(line) <= state.global_step))
+        lines = [line for line in lines if _step_of(line) <= state.global_step]
+        self._path.write_text("".join(f"{line}\n" for line in lines))
+        self._since -= json.loads(lines[-1]).get("seconds", 0) if lines else 0
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
         """Writes the line."""
@@ -233,6 +244,7 @@ class MetricsFile(TrainerCallback):
             return
         line = {"step": state.global_step, "epoch": state.epoch}
         line |= {_OURS.get(name, name): value for name, value in logs.items() if name != "epoch"}
+        line["seconds"] = round(time.perf_counter() - self._since, 3)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")

@@ -132,6 +132,7 @@ class Summary:
     """The sources of summary.json. `started` is by time.perf_counter; if `early`, final/ has the weights of the best evaluation.
 
     `rounding` is what rounding the weights of final/ costs, or why that was not measured; None if nothing is rounded.
+    `answers` are prompt, answer before and after.
     """
 
     trainer: StepTrainer
@@ -140,6 +141,7 @@ class Summary:
     started: float
     early: bool
     rounding: RoundingCost | str | None = None
+    answers: Sequence[tuple[str, str, str]] = ()
 
     def to_json(self, status: str) -> dict[str, Any]:
         """The content of summary.json."""
@@ -168,6 +170,8 @@ class Summary:
             "attention": f"{self.decision.backend.name} ({self.decision.backend.why})" if self.decision else None,
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
             "rounding": asdict(self.rounding) if isinstance(self.rounding, RoundingCost) else None,
+            "rank_seconds": self.trainer.times.means(),
+            "answers": [dict(zip(("prompt", "before", "after"), one, strict=True)) for one in self.answers],
             "seconds": round(time.perf_counter() - self.started, 1),
         }
 
@@ -175,14 +179,13 @@ class Summary:
 def show(
     log: Log,
     summary: Summary,
-    answers: Sequence[tuple[str, str, str]],
     folder: RunFolder,
     saved: list[str],
     commands: list[str],
 ) -> None:
-    """The last lines of a run: `answers` (prompt, before, after), losses, the folders (`saved`), and next commands."""
+    """The last lines of a run: its answers, losses, the folders (`saved`), and next commands."""
     figures = summary.to_json("done")
-    for prompt, old, new in answers:
+    for prompt, old, new in summary.answers:
         log.say(
             f"\n[bold]{escape(prompt)}[/]\n  [dim]before[/] {escape(_short(old, 80))}\n"
             f"  [green]after[/]  {escape(_short(new, 300))}"

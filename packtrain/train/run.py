@@ -443,7 +443,8 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     summary = replace(summary, rounding=cost)
     if run.ranks.sharded and config.trainer.samples:
         _wait_for_all(run, "results")  # the answers take all of them, and the main process has been writing alone
-    after = _answers(run)
+    answers = list(zip(config.trainer.samples, run.before, _answers(run), strict=False))
+    summary = replace(summary, answers=answers)
     _write_summary(run, summary.to_json("done"))
     commands = results.following(
         folder,
@@ -452,8 +453,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         mode=config.packing.mode,
         chat=bool(run.tokenizer.chat_template),
     )
-    answers = list(zip(config.trainer.samples, run.before, after, strict=False))
-    results.show(run.log, summary, answers, folder, saved, commands)
+    results.show(run.log, summary, folder, saved, commands)
 
 
 def _answers(run: Run) -> list[str]:

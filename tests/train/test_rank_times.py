@@ -154,3 +154,14 @@ def test_a_slow_rank_is_said_once_and_only_over_a_window() -> None:
         and said[0].startswith("rank 1 on n2 is 200 %")
         and "3 s a step, the median is 1 s (over 20 steps)" in said[0]
     )
+
+
+def test_the_means_of_a_run_are_over_all_its_exchanges() -> None:
+    times = RankTimes(2, lambda _: None)
+    assert times.means() is None
+    for forward in (10_000, 30_000):
+        times.take(torch.tensor([forward, 0, 4_000, 0, 2 * forward, 0, 4_000, 0]), steps=10)
+        times.figures()
+    means = times.means()
+    assert means is not None
+    assert means["forward"] == pytest.approx([0.002, 0.004]) and means["data"] == pytest.approx([0.0004, 0.0004])

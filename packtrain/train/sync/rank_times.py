@@ -126,6 +126,7 @@ class RankTimes:
         self._world_size, self._say, self._machines = world_size, say, machines
         self._last: tuple[torch.Tensor, int] | None = None
         self._window, self._window_steps = torch.zeros(world_size, _PARTS, dtype=torch.float64), 0
+        self._whole, self._whole_steps = torch.zeros(world_size, _PARTS, dtype=torch.float64), 0
         self._named: set[int] = set()
 
     def take(self, slots: torch.Tensor, steps: int) -> None:
@@ -143,6 +144,7 @@ class RankTimes:
             values = sorted((times[:, part] / steps).tolist())
             found |= {f"{name}/min": values[0], f"{name}/median": statistics.median(values), f"{name}/max": values[-1]}
         self._window, self._window_steps = self._window + times, self._window_steps + steps
+        self._whole, self._whole_steps = self._whole + times, self._whole_steps + steps
         if self._window_steps >= _WINDOW_STEPS:
             mean = self._window / self._window_steps
             forward, data = mean[:, _FORWARD].tolist(), mean[:, _DATA].tolist()
@@ -150,6 +152,13 @@ class RankTimes:
                 self._say(sentence)
             self._window, self._window_steps = torch.zeros_like(times), 0
         return found
+
+    def means(self) -> dict[str, list[float]] | None:
+        """Seconds of a step in each phase, by rank, over all steps that `figures` told of; None if there are none."""
+        if not self._whole_steps:
+            return None
+        means = (self._whole / self._whole_steps).T.tolist()
+        return {phase: [round(one, 6) for one in ranks] for phase, ranks in zip(_MEASURED, means, strict=True)}
 
 
 def slow_ones(

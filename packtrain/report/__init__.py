@@ -1,0 +1,1 @@
+"""What a run folder tells of its run, as one HTML file."""

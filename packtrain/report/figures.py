@@ -1,0 +1,139 @@
+"""Which curves a report has, and their points as the page draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from packtrain.report.metrics_file import Metrics
+from packtrain.report.run_record import RunRecord, harmless
+from packtrain.report.thinning import thinned
+
+POINTS_OF_A_CURVE = 2000
+POINTS_OF_A_PAGE = 60_000
+"""Both at most; each point takes some 15 bytes of the page."""
+HELD_OUT = "eval_"
+X_AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Time"}
+_NOT_DRAWN = {"epoch", "tokens", "examples", "seconds", "slowest_rank", "eval_tokens", "eval_pairs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One drawing: the keys of metrics.jsonl in it, each with its label; `kind` is number, percent, gib or seconds."""
+
+    title: str
+    keys: Mapping[str, str]
+    group: str
+    kind: str = "number"
+    note: str = ""
+
+
+PHASES = {"forward": "Forward", "backward": "Backward", "data": "Loading data", "counts": "Waiting for others"}
+_PREFIXES = {"counts": "wait"}
+_KNOWN = (
+    Figure("Loss", {"loss": "training"}, "Learning"),
+    Figure("Rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}, "Preferences"),
+    Figure("Reward margin", {"rewards/margins": "margin"}, "Preferences"),
+    Figure("Pairs ranked right", {"rewards/accuracies": "accuracy"}, "Preferences", "percent"),
+    Figure("Log-probabilities", {"logps/chosen": "chosen", "logps/rejected": "rejected"}, "Preferences"),
+    Figure("Logits", {"logits/chosen": "chosen", "logits/rejected": "rejected"}, "Preferences"),
+    Figure("Tokens predicted right", {"mean_token_accuracy": "accuracy"}, "Preferences", "percent"),
+    Figure("Entropy", {"entropy": "entropy"}, "Preferences"),
+    Figure("Learning rate", {"lr": "learning rate"}, "Optimizer"),
+    Figure("Gradient norm", {"grad_norm": "before clipping"}, "Optimizer"),
+    Figure("Updates lost in rounding", {"updates_lost": "share"}, "Optimizer", "percent"),
+    Figure("Tokens per second", {"tokens_per_second": "all devices"}, "Speed"),
+    Figure("Model FLOPs utilisation", {"mfu": "of the peak"}, "Speed", "percent"),
+    Figure("Padding", {"padding_fraction": "share of slots"}, "Speed", "percent"),
+    Figure("Memory", {"memory_bytes": "rank 0"}, "Speed", "gib"),
+    *(
+        Figure(
+            title,
+            {f"{_PREFIXES.get(phase, phase)}_seconds/{part}": word for part, word in (("max", "slowest"), ("median", "median"), ("min", "fastest"))},
+            "Seconds of a step, over ranks",
+            "seconds",
+        )
+        for phase, title in PHASES.items()
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A key of a run in a figure. `base` numbers the keys of the figure; `held_out` ones have the number of theirs."""
+
+    run: int
+    key: str
+    label: str
+    base: int
+    held_out: bool
+
+
+def figures_of(runs: Sequence[RunRecord]) -> list[tuple[Figure, list[Curve]]]:
+    """The figures that any of the runs has numbers for, and their curves; keys that packtrain does not know come last."""
+    known = {name for figure in _KNOWN for key in figure.keys for name in (key, HELD_OUT + key)} | _NOT_DRAWN
+    unknown = dict.fromkeys(key for run in runs for key in run.metrics.columns if key not in known)
+    more = [Figure(key, {key: key}, "More") for key in unknown if not key.startswith(HELD_OUT)]
+    more += [
+        Figure(key, {key: key}, "More")
+        for key in unknown
+        if key.startswith(HELD_OUT) and key[len(HELD_OUT) :] not in unknown
+    ]
+    found = [(figure, list(_curves(figure, runs))) for figure in (*_KNOWN, *more)]
+    return [(figure, curves) for figure, curves in found if curves]
+
+
+def _curves(figure: Figure, runs: Sequence[RunRecord]) -> Iterator[Curve]:
+    for number, run in enumerate(runs):
+        for base, (key, label) in enumerate(figure.keys.items()):
+            for prefix in ("", HELD_OUT):
+                if len(run.metrics.points(prefix + key)[0]):
+                    held_out = "held out" if len(figure.keys) == 1 else f"{label}, held out"
+                    yield Curve(number, prefix + key, held_out if prefix else label, base, bool(prefix))
+
+
+def drawn(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """All points of the page in plain containers, for page.js: {"runs": [name], "xs": [{axis: [x]}], "figures": [{"curves": …}]}.
+
+    A curve has its `y`, and the number of its places among `xs`. Long curves are thinned out (thinning.py).
+    """
+    figures = figures_of(runs)
+    most = max(min(POINTS_OF_A_CURVE, POINTS_OF_A_PAGE // max(sum(len(curves) for _, curves in figures), 1)), 100)
+    axes = [_places(run.metrics) for run in runs]
+    xs: dict[tuple[int, bytes], int] = {}
+    places: list[dict[str, list[float]]] = []
+    plain = []
+    for figure, curves in figures:
+        scale, lines_drawn = 1 / 2**30 if figure.kind == "gib" else 1.0, []
+        for curve in curves:
+            lines, values = runs[curve.run].metrics.points(curve.key)
+            kept = thinned(values, most)
+            lines, values = lines[kept], values[kept]
+            at = xs.setdefault((curve.run, lines.tobytes()), len(xs))
+            if at == len(places):
+                places.append({name: _short(column[lines]) for name, column in axes[curve.run].items()})
+            one = {"run": curve.run, "label": harmless(curve.label), "base": curve.base, "heldOut": curve.held_out}
+            lines_drawn.append({**one, "x": at, "y": _short(values * scale)})
+        one = {"title": harmless(figure.title), "kind": figure.kind, "group": figure.group}
+        plain.append({**one, "curves": lines_drawn})
+    known = {name: title for name, title in X_AXES.items() if all(name in one for one in axes)}
+    return {"runs": [run.name for run in runs], "axes": known, "xs": places, "figures": plain}
+
+
+def _places(metrics: Metrics) -> dict[str, np.ndarray]:
+    """Where each line is on every axis, float64 [lines]; a line without tokens has those of the lines around it."""
+    places = {"step": metrics.steps.astype(np.float64)}
+    for name in ("tokens", "seconds"):
+        lines, values = metrics.points(name)
+        if len(lines):
+            places[name] = np.interp(places["step"], places["step"][lines], values, left=0.0)
+            places[name][lines] = values
+    return places
+
+
+def _short(values: np.ndarray) -> list[float]:
+    """Numbers with seven digits, as many as float32 has."""
+    return [int(one) if one == int(one) and abs(one) < 1e15 else float(f"{one:.7g}") for one in values.tolist()]

@@ -1,0 +1,222 @@
+"""A run folder as plain values, whatever state it is in: done, stopped, failed, going on, or with half of its files.
+
+Texts come without secrets and with their control characters shown (`harmless`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from packtrain.config.keys import keys
+from packtrain.diagnose.doctor import examine
+from packtrain.diagnose.redact import Redactor
+from packtrain.errors import UserError
+from packtrain.report.metrics_file import Metrics, read_metrics
+from packtrain.run_folder import RunFolder
+
+FACTS = (
+    *("model", "adapters", "precision", "optimizer", "strategy", "data", "held out", "packing", "steps", "attention"),
+    *("isolation", "prompts", "loss", "dropout", "mfu", "ready"),
+)
+"""What a run says of itself before step 1, by the first word of the line (train/console.py)."""
+_FACT = re.compile(rf"(?P<time>\d{{4}}-\d\d-\d\d \d\d:\d\d):\d\d (?P<name>{'|'.join(FACTS)}|) +(?P<text>\S.*)")
+_FACTS_BYTES = 1 << 16
+_CHECKPOINT = re.compile(r"step-(\d+)")
+_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
+_UNSEEN = re.compile("[\x80-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]")
+"""Controls without a picture: those that turn or hide text, and halves of characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint, or final/: its name, size, and the step it is of (None: the last)."""
+
+    name: str
+    size_bytes: int
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A config key; `changed` where it has not its default."""
+
+    key: str
+    value: str
+    default: str
+    changed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """One run. `status` is done, stopped, failed, stalled or running; `said` why, in lines; `later` the same of an attempt that came
+    after it and did not begin to train. `started` is local time; `facts` are lines of the log by FACTS."""
+
+    name: str
+    status: str
+    said: Sequence[str] = ()
+    later: Sequence[str] = ()
+    started: str = ""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=Metrics)
+    settings: Sequence[Setting] = ()
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    processes: int = 1
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    saved: Sequence[Saved] = ()
+    data: Mapping[str, Any] | None = None
+
+    def setting(self, key: str) -> str:
+        """The value of a config key as text, "" where it is not known."""
+        return next((one.value for one in self.settings if one.key == key), "")
+
+    @property
+    def log_every(self) -> int:
+        """Steps between logged lines."""
+        text = self.setting("trainer.log_every")
+        return int(text) if text.isdigit() and int(text) else 1
+
+
+def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
+    """The record of a run. `over`: it has ended, although its folder is still locked. Raises UserError where there is no run."""
+    if not folder.root.is_dir():
+        raise UserError("no such folder", where=str(folder.root), fix="Name the folder that trainer.output_dir is.")
+    traces = (folder.logs, folder.summary, folder.metrics, folder.config)
+    if not any(place.exists() for place in traces):
+        fix = "Name the folder that trainer.output_dir is."
+        raise UserError("there is no run of packtrain", where=str(folder.root), fix=fix)
+    redactor = Redactor(os.environ)
+
+    def plain(value: Any) -> Any:
+        return harmless(redactor.plain(value))
+
+    summary = _read_json(folder.summary)
+    status, said = _state(folder, over=over)
+    began = folder.config.exists() or not folder.attempt.config.exists()
+    later: Sequence[str] = ()
+    if began and folder.attempt.root.is_dir() and folder.metrics.exists():
+        status, said, later = str(summary.get("status", "failed")), (), said
+    source = folder if began else folder.attempt
+    plan = _read_json(source.plan)
+    started, facts = _facts(folder.log(0))
+    return RunRecord(
+        name=plain(folder.root.resolve().name),
+        status=plain(status),
+        said=plain(list(said)),
+        later=plain(list(later)),
+        started=started,
+        facts=plain(facts),
+        metrics=read_metrics(folder.metrics),
+        settings=_settings(plain(_read_config(source.config))),
+        summary=plain(summary),
+        batch=_mapping(plan.get("batch")),
+        processes=plan.get("num_processes") if isinstance(plan.get("num_processes"), int) else 1,
+        environment=plain(_read_json(source.environment)),
+        saved=_saved(folder),
+        data=_read_json(folder.data) or None,
+    )
+
+
+def harmless(value: Any) -> Any:
+    """Plain containers with control characters of texts as pictures (␛) or numbers (<U+202E>), so that none is obeyed."""
+    if isinstance(value, str):
+        return _UNSEEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", value.translate(_CONTROLS))
+    if isinstance(value, Mapping):
+        return {harmless(str(name)): harmless(inner) for name, inner in value.items()}
+    return [harmless(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _state(folder: RunFolder, *, over: bool) -> tuple[str, Sequence[str]]:
+    """Status and the lines of `packtrain doctor`."""
+    if not folder.logs.is_dir() and not folder.summary.exists():
+        return "failed", ["this folder has neither logs nor a summary: it is not known how the run ended"]
+    try:
+        found = examine(folder, over=over)
+    except UserError as error:
+        return "failed", [str(error)]
+    return found.status, found.lines if found.status not in ("done", "running") else ()
+
+
+def _facts(log: Path) -> tuple[str, dict[str, str]]:
+    """When the last attempt began, and what it said of itself before training."""
+    started, facts, last = "", {}, ""
+    for line in _beginning(log).decode(errors="replace").splitlines():
+        found = _FACT.fullmatch(line)
+        if found is None:
+            last = ""
+        elif name := found["name"] or last:
+            started, last = started or found["time"], name
+            facts[name] = found["text"] if found["name"] else f"{facts[name]}; {found['text']}"
+    return started, facts
+
+
+def _beginning(log: Path) -> bytes:
+    """The first lines of the last attempt in a log, which may be long."""
+    with suppress(OSError, ValueError), log.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as text:
+        at = text.rfind(f" {FACTS[0]:<10} ".encode())
+        return text[(begin := text.rfind(b"\n", 0, at) + 1) : begin + _FACTS_BYTES] if at >= 0 else b""
+    return b""
+
+
+def _settings(config: Mapping[str, Any]) -> list[Setting]:
+    """Every key of a resolved config, with its default."""
+    known, found = keys(), []
+    for group, values in config.items():
+        for name, value in values.items() if isinstance(values, Mapping) else [("", values)]:
+            path = f"{group}.{name}" if name else str(group)
+            default = known[path].default if path in known else None
+            found.append(Setting(path, _as_text(value), _as_text(default), _as_text(value) != _as_text(default)))
+    return found
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _saved(folder: RunFolder) -> list[Saved]:
+    found = []
+    with suppress(OSError):
+        for place in sorted(folder.checkpoints.iterdir()):
+            if name := _CHECKPOINT.fullmatch(place.name):
+                found.append(Saved(f"checkpoints/{place.name}", _size(place), int(name[1])))
+    return found + [
+        Saved(one.name, _size(one)) for one in (folder.final, folder.adapters, folder.merged) if one.is_dir()
+    ]
+
+
+def _size(place: Path) -> int:
+    """Bytes of all files below a folder."""
+    total = 0
+    for folder, _, files in os.walk(place):
+        for name in files:
+            with suppress(OSError):
+                total += os.path.getsize(os.path.join(folder, name))
+    return total
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    with suppress(OSError, yaml.YAMLError):
+        return _mapping(yaml.safe_load(file.read_text(encoding="utf-8", errors="replace")))
+    return {}
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    with suppress(OSError, ValueError, RecursionError):
+        return _mapping(json.loads(file.read_text(encoding="utf-8", errors="replace")))
+    return {}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,51 @@
+"""`packtrain report`: the page of run folders, on request and at the end of every run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from packtrain.config.yaml_files import shown
+from packtrain.errors import UserError
+from packtrain.report.comparison import told_apart
+from packtrain.report.page import page, write_page
+from packtrain.report.run_record import read_run
+from packtrain.run_folder import RunFolder
+
+COMPARED = "report.html"
+"""Where several runs are reported by default, in this folder; one run has its report in its own."""
+
+
+def report_runs(places: Sequence[str], output: Path | None) -> int:
+    """Writes the report of the runs in these folders, says where it is, returns the exit code. Raises UserError where it cannot be."""
+    folders = [RunFolder(Path(place).expanduser()) for place in places]
+    records = [read_run(folder) for folder in folders]
+    if len(records) > 1:
+        names = told_apart([folder.root for folder in folders])
+        records = [replace(one, name=name) for one, name in zip(records, names, strict=True)]
+    file = output or (folders[0].report if len(folders) == 1 else Path(COMPARED))
+    if file.is_dir():
+        raise UserError("this is a folder", where=str(file), fix="Name a file with -o.")
+    text = page(records)
+    write_page(file, text)
+    print(f"{shown(file)} ({len(text.encode()) / 1e6:.1f} MB)")
+    for one in records:
+        if one.metrics.skipped:
+            print(
+                f"{one.name}: {one.metrics.skipped} lines of metrics.jsonl were skipped (torn, or repeated later)",
+                file=sys.stderr,
+            )
+    return 0
+
+
+def report_at_end(folder: RunFolder) -> None:
+    """The report of a run that has just ended, in its folder; a failure is told, and changes nothing else."""
+    if folder.attempt.root.is_dir() and folder.metrics.exists():
+        return  # it ended before its first step, and what is in the folder is an earlier run's
+    try:
+        write_page(folder.report, page([read_run(folder, over=True)]))
+    except Exception as error:
+        said = str(error).splitlines()
+        print(f"no report.html: {type(error).__name__}: {said[0] if said else ''}", file=sys.stderr)

@@ -1,0 +1,214 @@
+"""The page: what is in it, what is escaped, and where it is written. tests/report has it in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import packtrain
+
+from packtrain.report import headline
+from packtrain.report.comparison import answers, differences, told_apart
+from packtrain.report.figures import POINTS_OF_A_CURVE, drawn, figures_of
+from packtrain.report.headline import rank_times, tiles
+from packtrain.report.page import page
+from packtrain.report.run_record import read_run
+from packtrain.report.units import duration, number, percent, size
+from tests.unit.report.run_folders import FACTS, leave_run, lines_of
+
+EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e</style>{{ 7*7 }}"
+
+
+class Elements(HTMLParser):
+    """The elements of a page with their attributes, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.words = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    assert found
+    return json.loads(found[1])
+
+
+def test_a_page_has_headline_curves_answers_config_and_environment(tmp_path: Path) -> None:
+    text = page([read_run(leave_run(tmp_path / "mine"))])
+    assert len(text.encode()) < 3_000_000
+    words = Elements(text).words
+    for one in (
+        "mine",
+        "7.25",
+        "2,700",
+        "30 steps, 3 epochs",
+        "How are you?",
+        "Fine.",
+        "data.train",
+        "chats.jsonl",
+        "2.13",
+        "exact:",
+    ):
+        assert one in words, one
+    data = data_of(text)
+    assert [one["title"] for one in data["figures"]] == [
+        *("Loss", "Learning rate", "Gradient norm", "Tokens per second", "Padding", "Memory"),
+    ]
+    loss, held_out = data["figures"][0]["curves"]
+    assert len(loss["y"]) == 30 and len(held_out["y"]) == 4 and held_out["heldOut"]
+    assert loss["y"][4] == pytest.approx(lines_of(30)[5]["loss"], rel=1e-6)
+    assert data["xs"][loss["x"]]["tokens"][:2] == [90, 180] and data["xs"][held_out["x"]]["tokens"] == [
+        0,
+        900,
+        1800,
+        2700,
+    ]
+    assert data["xs"][held_out["x"]]["seconds"][1] == 1.6
+
+
+def test_planted_markup_in_any_text_is_text(tmp_path: Path) -> None:
+    config = {"data": {"train": EVIL, EVIL: EVIL}, EVIL: {EVIL: EVIL}}
+    folder = leave_run(
+        tmp_path / EVIL.replace("/", "∕"),
+        lines=lines_of(20, **{EVIL: 1.0}),
+        config=config,
+        status=EVIL,
+        log=FACTS + f"2026-03-01 10:00:01 loss       {EVIL}\n",
+        answers=[{"prompt": EVIL, "before": EVIL, "after": EVIL}],
+        rank_seconds={EVIL: [1.0, 2.0]},
+    )
+    folder.environment.write_text(json.dumps({"platform": EVIL, "versions": {EVIL: EVIL}}))
+    (folder.checkpoints / "step-000010").mkdir(parents=True)
+    run = read_run(folder)
+    for runs in ([run], [run, replace(run, name=f"2{EVIL}", settings=())]):
+        text = page([replace(one, said=[EVIL], later=[EVIL]) for one in runs])
+        assert "\x1b" not in text and "\u202e" not in text and "49" not in Elements(text).words.split()
+        elements = Elements(text).found
+        assert [one for one, _ in elements].count("script") == 3 and not [one for one, _ in elements if one == "img"]
+        assert not [name for _, given in elements for name in given if name.startswith("on")]
+        assert "{{ 7*7 }}" in Elements(text).words
+        addresses = [given.get(name) for _, given in elements for name in ("src", "href", "action") if name in given]
+        assert addresses == ["#main"]
+
+
+def test_unknown_figures_and_those_of_pairs_are_drawn(tmp_path: Path) -> None:
+    pairs = {f"rewards/{one}": 0.5 for one in ("chosen", "rejected", "margins", "accuracies")}
+    held_out = {"step": 10, "eval_rewards/chosen": 1.0, "eval_loss": 1.0, "eval_novelty": 2.0}
+    lines = [*lines_of(10, **pairs, novelty=3.0), held_out]
+    figures = figures_of([read_run(leave_run(tmp_path / "run", lines=lines))])
+    curves = {figure.title: [curve.label for curve in curves] for figure, curves in figures}
+    assert curves["Rewards"] == ["chosen", "chosen, held out", "rejected"]
+    assert curves["novelty"] == ["novelty", "held out"]
+
+
+def test_a_page_of_many_long_runs_stays_small(tmp_path: Path) -> None:
+    run = read_run(leave_run(tmp_path / "run", lines=lines_of(5000, eval_every=50)))
+    lone = drawn([run])["figures"][0]["curves"][0]
+    assert len(lone["y"]) <= POINTS_OF_A_CURVE
+    losses = [line["loss"] for line in lines_of(5000) if "loss" in line]
+    assert min(lone["y"]) == pytest.approx(min(losses), rel=1e-6) and max(lone["y"]) == pytest.approx(
+        max(losses), rel=1e-6
+    )
+    assert len(page([replace(run, name=f"run {number}") for number in range(12)]).encode()) < 3_000_000
+
+
+def test_a_run_without_lines_has_no_script_and_says_why_it_failed(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run", lines=[], status=None)
+    (folder.logs / "diagnosis.txt").write_text("rank 0 lacks memory\n")
+    elements = Elements(page([read_run(folder)]))
+    assert "rank 0 lacks memory" in elements.words and "script" not in [one for one, _ in elements.found]
+
+
+def test_several_runs_are_told_apart_and_compared(tmp_path: Path) -> None:
+    assert told_apart([Path("/a/x/run"), Path("/a/y/run"), Path("/a/z")]) == ["x/run", "y/run", "z"]
+    assert told_apart([Path("/a/run"), Path("/a/run")]) == ["/a/run"[1:], "a/run"] or told_apart([Path("/a/run")]) == [
+        "run"
+    ]
+    base = {"data": {"train": "chats.jsonl"}, "trainer": {"output_dir": "1"}}
+    one = read_run(leave_run(tmp_path / "one", config=base))
+    other = {**base, "packing": {"mode": "padding"}, "trainer": {"output_dir": "2"}}
+    more = [
+        {"prompt": "How are you?", "before": "###", "after": "Well."},
+        {"prompt": "Why?", "before": "", "after": "So."},
+    ]
+    two = read_run(leave_run(tmp_path / "two", config=other, answers=more))
+    assert [(row.key, list(row.values)) for row in differences([one, two])] == [("packing.mode", ["–", "padding"])]
+    asked = answers([one, two])
+    assert [list(row.after) for row in asked] == [["Fine.", "Well."], [None, "So."]] and asked[0].same_before
+    assert "2 runs" in Elements(page([one, two])).words
+
+
+def test_the_slow_rank_is_named(tmp_path: Path) -> None:
+    seconds = {
+        "forward": [0.1, 0.1, 0.2],
+        "backward": [0.2, 0.2, 0.2],
+        "data": [0.0, 0.0, 0.1],
+        "counts": [0.1, 0.1, 0],
+    }
+    run = read_run(leave_run(tmp_path / "run", rank_seconds=seconds))
+    assert [one.slow for one in rank_times(run)] == [False, False, True]
+    assert "Slow: rank 2" in Elements(page([run])).words
+
+
+def test_tiles_of_a_run_that_stopped_say_how_far_it_came(tmp_path: Path) -> None:
+    run = replace(
+        read_run(leave_run(tmp_path / "run", lines=lines_of(12), status="stopped")), batch={"steps": 30}, processes=2
+    )
+    notes = {tile.label: tile.note for tile in tiles(run)}
+    assert notes["Tokens"] == "12 of 30 steps, 1.2 epochs"
+    assert notes["Duration"] == f"{duration(headline.cost_s(run))} per million tokens, 2 devices"
+
+
+def test_figures_are_written_as_people_read_them() -> None:
+    assert [number(one) for one in (7.57998, 0.172044, 15568.1, 3e-5, 12, None, float("nan"))] == [
+        *("7.580", "0.1720", "15,568", "3.0e-05", "12", "–", "–"),
+    ]
+    assert [duration(one) for one in (0.8231, 61.2, 245, 12000, 187200)] == [
+        "0.82 s",
+        "61 s",
+        "4 min 05 s",
+        "3 h 20 min",
+        "2 d 4 h",
+    ]
+    assert (percent(0.41666), size(3_328_578), size(12)) == ("41.7 %", "3.2 MiB", "12 bytes")
+
+
+def test_the_command_writes_into_the_run_folder_or_where_it_is_told(tmp_path: Path) -> None:
+    leave_run(tmp_path / "a")
+    leave_run(tmp_path / "b")
+    done = packtrain("report", "a", folder=tmp_path)
+    assert done.returncode == 0 and "a/report.html" in done.stdout and (tmp_path / "a/report.html").is_file()
+    assert packtrain("report", "a", folder=tmp_path).returncode == 0  # again
+    assert packtrain("report", "a", "b", folder=tmp_path).returncode == 0 and (tmp_path / "report.html").is_file()
+    assert packtrain("report", "a", "b", "-o", "x.html", folder=tmp_path).returncode == 0
+    assert (tmp_path / "x.html").read_text() == (tmp_path / "report.html").read_text()
+    assert not [*tmp_path.rglob("*.partial")]
+
+
+def test_the_command_refuses_what_is_no_run_and_spares_files_of_others(tmp_path: Path) -> None:
+    leave_run(tmp_path / "a")
+    (tmp_path / "notes.html").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    for given, said in (
+        (["none"], "no such folder"),
+        (["empty"], "no run of packtrain"),
+        (["a", "-o", "notes.html"], "no report of packtrain"),
+        (["a", "-o", "nowhere/x.html"], "cannot be written"),
+        (["a", "-o", "empty"], "is a folder"),
+    ):
+        done = packtrain("report", *given, folder=tmp_path)
+        assert done.returncode == 2 and said in done.stderr, given
+    assert (tmp_path / "notes.html").read_text() == "mine"

@@ -1,0 +1,105 @@
+"""What is read of a run folder, in every state that one can be in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from packtrain.errors import UserError
+from packtrain.launch.run_lock import locked
+from packtrain.report.run_record import harmless, read_run
+from packtrain.run_folder import RunFolder
+from tests.unit.report.run_folders import FACTS, leave_run
+
+
+def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "mine")
+    (folder.checkpoints / "step-000010").mkdir(parents=True)
+    (folder.checkpoints / "step-000010" / "weights").write_bytes(b"x" * 1000)
+    (folder.checkpoints / ".step-000020.partial").mkdir()
+    folder.final.mkdir()
+    run = read_run(folder)
+    assert (run.name, run.status, run.said, run.later, run.started) == ("mine", "done", [], [], "2026-03-01 10:00")
+    assert run.facts["data"].endswith("dropped: none; 2 rows are alike") and run.facts["attention"].startswith(
+        "segmented"
+    )
+    assert [(one.name, one.step, one.size_bytes) for one in run.saved] == [
+        ("checkpoints/step-000010", 10, 1000),
+        ("final", None, 0),
+    ]
+    assert {one.key: one.value for one in run.settings if one.changed}["trainer.max_steps"] == "30"
+    assert [one.key for one in run.settings if not one.changed] == ["trainer.log_every"]
+
+
+def test_of_several_attempts_the_facts_are_those_of_the_last(tmp_path: Path) -> None:
+    log = FACTS + "2026-03-01 11:00:00 step 2\n" * 9000 + FACTS.replace("10:", "12:").replace("segmented", "flash")
+    run = read_run(leave_run(tmp_path / "run", log=log))
+    assert run.started == "2026-03-01 12:00" and run.facts["attention"].startswith("flash")
+
+
+def test_a_failed_run_has_the_words_of_its_diagnosis(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run", status=None)
+    (folder.logs / "diagnosis.txt").write_text("rank 1 on n0 is stopped\n  HF_TOKEN=hf_abcdefghijklmnop\n")
+    run = read_run(folder)
+    assert run.status == "failed" and run.said == ["rank 1 on n0 is stopped", "  HF_TOKEN=***"]
+
+
+def test_a_run_that_goes_on_is_running_and_over_when_its_own_process_says_so(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run", status="stopped")
+    with locked(folder.root):
+        assert read_run(folder).status == "running"
+        assert read_run(folder, over=True).status == "stopped"
+
+
+def test_an_attempt_that_did_not_begin_is_told_beside_the_earlier_run(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run")
+    folder.attempt.root.mkdir()
+    folder.attempt.config.write_text("data: {train: other.jsonl}\n")
+    run = read_run(folder)
+    assert run.status == "done" and run.later and run.setting("data.train") == "chats.jsonl"
+
+
+def test_of_a_first_attempt_that_did_not_begin_its_config_is_shown(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.attempt.root.mkdir(parents=True)
+    folder.attempt.config.write_text("data: {train: other.jsonl}\n")
+    run = read_run(folder)
+    assert run.status == "failed" and run.setting("data.train") == "other.jsonl"
+
+
+@pytest.mark.parametrize(
+    "broken", ["", "{", "[1, 2]", "null", '"text"', '{"answers": 3, "rank_seconds": [1], "status": 5}']
+)
+def test_half_written_files_are_left_out(tmp_path: Path, broken: str) -> None:
+    folder = leave_run(tmp_path / "run")
+    for file in (folder.summary, folder.plan, folder.environment, folder.config, folder.data):
+        file.write_text(broken)
+    folder.log(0).write_bytes(b"\xff\x00 model      \xfe")
+    assert len(read_run(folder).metrics.steps) == 34
+
+
+def test_a_folder_that_is_no_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        read_run(RunFolder(tmp_path / "none"))
+    with pytest.raises(UserError, match="no run of packtrain"):
+        read_run(RunFolder(tmp_path))
+
+
+def test_secrets_do_not_get_into_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "swordfish-99")
+    config = {
+        "tracking": {"wandb_token": "abc123def"},
+        "data": {"train": "https://me:pass1@hub/x", "eval": "swordfish-99"},
+    }
+    folder = leave_run(tmp_path / "run", config=config, answers=[{"prompt": "swordfish-99", "before": "", "after": ""}])
+    said = json.dumps([[(one.key, one.value) for one in read_run(folder).settings], read_run(folder).summary])
+    assert not [secret for secret in ("abc123def", "pass1", "swordfish") if secret in said]
+
+
+def test_control_characters_are_shown_and_not_obeyed() -> None:
+    assert harmless("a\x1b[31mred\x00\x7f") == "a␛[31mred␀␡"
+    assert harmless({"\u202eevil": ["\ud800", "tab\tline\n", "ünï – 漢字 🙂"]}) == {
+        "<U+202E>evil": ["<U+D800>", "tab\tline\n", "ünï – 漢字 🙂"]
+    }
