@@ -376,6 +376,10 @@ class Trainer:
         "Only operations that give the same bits every time, on GPUs too; slower, and a model that needs others is refused.",
     )
     gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass to save memory.")
+    torch_compile: bool = key(
+        False,
+        "Compile the parts of the layers, attention apart, at the first step (docs/planning.md); needs a C++ compiler.",
+    )
     loader_workers: int | None = key(
         None,
         "Processes that assemble batches ahead of the model; none for 1 on a GPU, 0 on a CPU.",

@@ -22,7 +22,7 @@ import yaml
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
-from packtrain.errors import PacktrainError, UserError
+from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.launch.coordinator import Coordinator, Reporter
 from packtrain.launch.inputs import inputs
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
@@ -36,6 +36,7 @@ from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.agreement import Member, shared_values, shared_versions
+from packtrain.plan.compiler import INSTALL, INSTALL_CXX, lack_of_compiler, lack_of_cxx
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.plan.network_settings import short_waits
 from packtrain.run_folder import RunFolder, environment, write_json
@@ -66,6 +67,8 @@ def execute(
         raise UserError(list(plan.obstacles))
     if plan.role == "srun":
         return run_srun(plan.srun)
+    if config.trainer.torch_compile:
+        _check_compilers(plan)
     folder = RunFolder.of(config.trainer)
     with ExitStack() as stack:
         open_attempt = partial(_open_attempt, plan, config, given, folder, stack, ended)
@@ -85,6 +88,15 @@ def execute(
         place = Place(address, port, config.topology.join_timeout, config.trainer.output_dir, plan.hosts)
         group = stack.enter_context(meet(_member(plan, config), place, open_attempt))
         return _launch_here(plan, config, folder, group)
+
+
+def _check_compilers(plan: LaunchPlan) -> None:
+    """Raises UserError where this machine cannot compile the model's layers (trainer.torch_compile)."""
+    env = {**os.environ, **plan.command.env}
+    lacks = [(lack_of_cxx(env), INSTALL_CXX), (lack_of_compiler(env) if plan.gpus else "", INSTALL)]
+    found = [Problem(lack, "trainer.torch_compile", f"{fix}; or set it to false") for lack, fix in lacks if lack]
+    if found:
+        raise UserError(found)
 
 
 def _member(plan: LaunchPlan, config: RunConfig) -> Member:

@@ -1,4 +1,4 @@
-"""Whether Triton, which compiles its kernels and a launcher for each of them when they are first used, finds what it needs."""
+"""Whether compilers are there: for Triton, which builds its kernels and a launcher for each when they are first used, and torch.compile."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+INSTALL_CXX = "apt-get install g++ (or dnf install gcc-c++, conda install gxx_linux-64), or name one in CXX"
 INSTALL = (
     "apt-get install gcc python3-dev (or dnf install gcc python3-devel, conda install gcc_linux-64), or name one in CC"
 )
@@ -31,3 +32,9 @@ def lack_of_compiler(env: Mapping[str, str] = os.environ) -> str:
             f"no Python.h in {' or '.join(map(str, sorted(headers)))}, so Triton cannot build its kernels for the GPU"
         )
     return ""
+
+
+def lack_of_cxx(env: Mapping[str, str] = os.environ) -> str:
+    """What torch.compile lacks to compile a model, in words; "" if nothing. As in torch's own search: CXX, else g++."""
+    name = env.get("CXX") or "g++"
+    return "" if shutil.which(name, path=env.get("PATH")) else f"no C++ compiler ({name})"

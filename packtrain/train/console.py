@@ -26,6 +26,7 @@ from packtrain.data.row_counts import DataReport
 from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, elements
+from packtrain.plan.compiler import INSTALL, lack_of_compiler
 from packtrain.plan.dpo_reference import DpoReference
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.proof.choice import AttentionChoice
@@ -78,6 +79,12 @@ def warnings_to(log: Log) -> None:
         log.note(f"{filename}:{lineno}: {category.__name__}: {message}")
 
     warnings.showwarning = note
+
+
+def about_compiler(log: Log, device: torch.device) -> None:
+    """Warns, once, where kernels that Triton builds are wanted and cannot be built."""
+    if device.type == "cuda" and (lack := lack_of_compiler()):
+        log.warn(f"{lack}: full logits take the place of the fused output head, and far more memory. {INSTALL}")
 
 
 def about_model(

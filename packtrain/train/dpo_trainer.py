@@ -22,6 +22,7 @@ from trl.trainer import dpo_trainer as trl_dpo
 
 from packtrain.config.schema import Objective
 from packtrain.errors import UserError
+from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
@@ -80,6 +81,8 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         patches: Any = {"autocast": self.autocast_of_forward(settings), "backend": settings.backend}
         patch_forward(base_model(self.model), pairs=outputs, **patches)
         if reference is not None:
+            if is_compiled(base_model(self.model)):  # else it would round otherwise, and the first margins not be zero
+                compile_layers(reference)
             patch_forward(reference, pairs=("log_probs",), **patches)
         self.all_loss_weights = list(self.loss_weights)
         self._sums = torch.zeros(len(FIGURES), 2, dtype=torch.float64)

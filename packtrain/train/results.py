@@ -107,7 +107,8 @@ def answer(
     answers = []
     training = model.training
     model.eval()
-    with attention_of(model, attention):
+    # layers that are compiled (trainer.torch_compile) are compiled for training: a cache would have them compiled for every length
+    with attention_of(model, attention), torch.compiler.set_stance("force_eager"):
         for prompt in prompts:
             progress()
             if chat := bool(tokenizer.chat_template):

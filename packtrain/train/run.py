@@ -33,6 +33,7 @@ from packtrain.data.prepare import PreparedData
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.errors import LostPeers, UserError
+from packtrain.model.compiled import compile_layers
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
 from packtrain.model.precision import Precision, decide_precision, multiply_in
 from packtrain.model.save import mend_generation_config, try_saving
@@ -186,6 +187,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
 def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, AttentionChoice | None, Path | None]:
     """All that comes before step 1: data, trainer, the attention chosen for packed rows, the checkpoint to go on from."""
     config, ranks, peers, log, objective = run.config, run.ranks, run.peers, run.log, _objective(run.config)
+    console.about_compiler(log, ranks.device)
     checkpoint = _checkpoint_to_resume(run)
     needed = checkpoint is not None or config.trainer.checkpoint_every is not None
     if ranks.world_size > 1 and (remark := check_run_folder(run.folder.logs, main=ranks.main, needed=needed)):
@@ -263,6 +265,7 @@ def _build(
         check_origin(checkpoint, origin)
     spread(model, ranks, precision.autocast)
     close_proofs = open_proofs(model, ranks)
+    compiled = compile_layers(base) if config.trainer.torch_compile else 0
     decision = None
     if config.packing.mode != "padding":
         origin["kernel"] = _choose_kernel(run, data.train, precision, checkpoint)
@@ -282,6 +285,8 @@ def _build(
     console.about_model(log, config.model, config.peft, config.optim, model, precision, ranks.strategy)
     console.about_steps(log, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
     console.attention(log, base, decision)
+    if compiled:
+        log.fact("compiled", f"{compiled} layers by torch.compile, attention apart")
     if prove:
         check_as_it_comes(base, padding=decision is None, autocast=precision.autocast)
     settings = LoopSettings(

@@ -243,6 +243,10 @@ def check_strategy(config: RunConfig) -> Iterator[Fault]:
         what = f"float16 weights cannot be spread by {name}"
         fix = "Set model.dtype to float32 or bfloat16, or strategy=ddp."
         yield Fault(("model.dtype", "strategy.name"), what, fix)
+    if name in SHARDED_WEIGHTS and config.trainer.torch_compile:
+        what = f"{name} gathers the weights of a layer by hooks, which compiled layers do not run"
+        fix = "Take it away, or choose strategy=ddp or zero2."
+        yield Fault(("trainer.torch_compile", "strategy.name"), what, fix)
     if name in SHARDED_WEIGHTS and config.model.attention == "per_document":
         what = f"per_document calls the model once per document, and under {name} all processes must call it together"
         fix = "Choose strategy=zero2, or packing.mode=padding with model.attention=auto."

@@ -28,6 +28,7 @@ from trl.trainer.utils import add_fused_lm_head
 from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.config.schema import Model, Objective, Optim, Packing, Peft, Trainer
 from packtrain.errors import CheckFailed, Disagreement
+from packtrain.model.compiled import compile_layers
 from packtrain.model.forward import Head, add_loss_sum, choose_head
 from packtrain.model.load import base_model, load_model, load_tokenizer
 from packtrain.model.precision import autocast_of, decide_precision, precision_of
@@ -89,6 +90,8 @@ class Subject:
             precision = precision_of(model, self.trainer.mixed_precision)
             self.dpo.take_reference(model, tokenizer, ranks, precision, seed=self.trainer.seed)
         spread(model, ranks, self.autocast)
+        if self.trainer.torch_compile:
+            compile_layers(base_model(model))
 
 
 @dataclass(frozen=True, slots=True)

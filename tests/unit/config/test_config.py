@@ -416,6 +416,8 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["trainer.max_steps=5", "trainer.epochs=2"], "trainer.epochs", "set twice"),
         (["trainer.mixed_precision=bf16", "model.dtype=float16"], "trainer.mixed_precision", "float16"),
         (["model.dtype=float16"], "model.dtype", "peft=lora"),
+        (["trainer.torch_compile=true", "strategy=zero3"], "trainer.torch_compile", "zero3 gathers the weights"),
+        (["trainer.torch_compile=true", "strategy=fsdp2"], "trainer.torch_compile", "strategy=ddp or zero2"),
         (["optim.beta1=1"], "optim.beta1", "below 1"),
         (["objective.kind=dpo", "objective.ld_alpha=1.5"], "objective.ld_alpha", "at most 1"),
         (["topology.main_port=70000"], "topology.main_port", "65535"),

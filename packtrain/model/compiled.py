@@ -1,0 +1,65 @@
+"""`trainer.torch_compile`: the parts of every layer run as compiled kernels, attention apart.
+
+Regional compilation (docs.pytorch.org/tutorials/recipes/regional_compilation.html): layers repeat, so what is compiled for the first
+serves all. The regions are a layer's parts, its norms, MLP and attention module, not the whole layer: transformers checkpoints
+activations around a layer's forward, which torch.compile does not enter. Attention by Segments stays outside of the graphs, since the
+documents of a row are Python numbers that differ from row to row; so lengths are sizes of tensors alone, compiled for any (`dynamic`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo.config
+import torch._inductor.config
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from packtrain.attention.backends import IMPLEMENTATIONS
+from packtrain.attention.segmented_modules import uses_attention_interface
+from packtrain.errors import UserError
+
+inductor: Any = torch._inductor.config
+dynamo: Any = torch._dynamo.config
+KEY = "trainer.torch_compile"
+BACKEND = "inductor"
+MOST_VARIANTS = 16
+"""Times that a part is compiled anew: for proofs, for training, for one row or several, with gradients or without. After these it runs as
+it is written."""
+
+
+def compile_layers(model: PreTrainedModel) -> int:
+    """Has the parts of the layers of `model` compiled when they first run; returns how many layers that are.
+
+    Parameters keep their names. Raises UserError where the model's code does not allow it.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if why := _why_not(model, layers):
+        raise UserError(f"{type(model).__name__} cannot be compiled: {why}", where=KEY, fix=f"set {KEY}=false")
+    for name in IMPLEMENTATIONS.values():
+        AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
+    inductor.fallback_random = True  # dropout draws what it draws without compiling
+    dynamo.recompile_limit = MOST_VARIANTS
+    for layer in layers:
+        for part in layer.children():
+            part.compile(dynamic=True, backend=BACKEND)
+    return len(layers)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether layers of `model` are compiled."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+def _why_not(model: PreTrainedModel, layers: list[nn.Module]) -> str:
+    """What stands against compiling, in words; "" if nothing."""
+    if not layers:
+        return "its layers are not marked as such (transformers' GradientCheckpointingLayer)"
+    if not uses_attention_interface(model):
+        return "its attention is code of its own, which runs once per document"
+    if any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules()):
+        return "which experts compute is another thing for each row"
+    return ""

@@ -1,0 +1,112 @@
+"""trainer.torch_compile: the same losses and gradients, whatever the lengths of rows, without compiling for each; what is refused."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import yaml
+from running import base_config, packtrain, train
+from tiny_models import tiny_model
+from torch._dynamo.utils import counters
+
+from packtrain.attention.backends import attending_by
+from packtrain.errors import UserError
+from packtrain.launch import execute
+from packtrain.model import compiled
+from packtrain.model.compiled import compile_layers, is_compiled
+from packtrain.packing.segments import Segments
+from packtrain.plan.compiler import lack_of_cxx
+from packtrain.train import console
+from tests.train import forked
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def loss_and_gradients(model: Any, segments: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one fixed function of all logits of a row."""
+    ids = torch.arange(segments.tokens)[None] * 7 % 94 + 3
+    model.zero_grad()
+    row = {"position_ids": segments.position_ids(), "segments": segments, "use_cache": False}
+    logits = model(input_ids=ids, **row).logits.float()
+    loss = (logits * torch.linspace(-1, 1, logits.numel()).reshape(logits.shape).sin()).sum()
+    loss.backward()
+    return loss.detach(), torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+@pytest.mark.skipif(bool(lack_of_cxx()), reason=f"{lack_of_cxx()}: nothing can be compiled")
+def test_compiled_layers_compute_the_same_for_rows_of_any_lengths_and_are_compiled_once() -> None:
+    plain, fast = (tiny_model("llama", num_hidden_layers=2, attention_bias=True).train() for _ in range(2))
+    for model in (plain, fast):
+        model.gradient_checkpointing_enable()
+    assert compile_layers(fast) == 2 and is_compiled(fast) and not is_compiled(plain)
+    assert plain.state_dict().keys() == fast.state_dict().keys()
+    drawn, graphs = random.Random(0), []
+    with attending_by(plain, "segmented"), attending_by(fast, "segmented"):
+        for _ in range(12):
+            segments = Segments(tuple(drawn.randint(1, 40) for _ in range(drawn.randint(2, 6))))
+            (loss, gradients), (ours, our_gradients) = (loss_and_gradients(one, segments) for one in (plain, fast))
+            assert abs(ours - loss) <= 1e-5 * abs(loss)
+            assert (our_gradients - gradients).norm() <= 1e-5 * gradients.norm()
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] <= 4 and graphs == graphs[:1] * 12, "norms, projections before and after attention, MLP"
+
+
+def traced(*given: Any) -> None:
+    """`forked.run`, with graphs of torch.compile that run as they were traced: that takes seconds, compiling them a minute."""
+    compiled.BACKEND = "eager"
+    forked.run(*given)
+
+
+def test_preferences_of_two_processes_begin_with_a_zero_margin_as_the_reference_is_compiled_too(tmp_path: Path) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 1, "mixed_precision": "bf16", "torch_compile": True})
+    config["data"]["train"], config["batch"]["tokens_per_device"] = "quickstart", 400
+    run = train(tmp_path, config, processes=2, begin=traced, command="dpo")
+    assert run.losses[0] == pytest.approx(0.6931472, abs=1e-6)  # in bfloat16 another rounding would show
+    said = (run.folder / "logs/rank-00000.log").read_text()
+    assert "compiled   2 layers by torch.compile" in said and "isolation  exact" in said
+
+
+@pytest.mark.parametrize("family, said", [("gpt_oss", "which experts"), ("bloom", "code of its own")])
+def test_models_whose_layers_are_another_program_for_each_row_are_refused(family: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        compile_layers(tiny_model(family))
+
+
+def test_without_a_compiler_the_run_ends_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(base_config(tmp_path, trainer={"torch_compile": True})))
+    refused = packtrain("sft", str(path), env={"CXX": "no-such-compiler"}, expect=2)
+    assert "trainer.torch_compile: no C++ compiler (no-such-compiler)" in refused.stderr
+    assert "apt-get install g++" in refused.stderr and "set it to false" in refused.stderr
+    assert not (tmp_path / "run").exists()
+    assert lack_of_cxx({"PATH": str(tmp_path)}) == "no C++ compiler (g++)"
+    monkeypatch.setattr(execute, "lack_of_compiler", lambda env: "no C compiler (gcc or clang)")
+    with pytest.raises(UserError, match=r"no C compiler.*\n.*python3-dev"):
+        execute._check_compilers(cast(Any, SimpleNamespace(gpus=1, command=SimpleNamespace(env={}))))
+    if there := shutil.which("g++"):
+        assert lack_of_cxx({"CXX": there}) == ""
+
+
+def test_a_gpu_machine_without_a_compiler_is_told_once_what_triton_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "lack_of_compiler", lambda: "no C compiler (gcc or clang), so Triton cannot build")
+    log = console.Log(tmp_path / "log", main=True)
+    console.about_compiler(log, torch.device("cpu"))
+    assert capsys.readouterr().out == ""
+    console.about_compiler(log, torch.device("cuda", 0))
+    said = capsys.readouterr().out
+    assert said.count("no C compiler") == 1 and "apt-get install gcc python3-dev" in said and "full logits" in said
