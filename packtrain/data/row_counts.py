@@ -1,6 +1,6 @@
 """What became of every row: each row is either kept or dropped for a named reason.
 
-The fate of each row is stored (32 bytes a row), so that a subset of the rows, such as the held-out one, can be counted too.
+The fate of each row is stored (40 bytes a row), so that a subset of the rows, such as the held-out one, can be counted too.
 `rows == kept + sum(dropped.values())` holds for every report; the tests rely on it.
 """
 
@@ -25,6 +25,11 @@ FATES = np.dtype(  # the fields of Fate
         ("apart", bool),
         ("retold", bool),
         ("unrolled", bool),
+        ("marker", bool),
+        ("garbled", bool),
+        ("unsaid", bool),
+        ("echo", bool),
+        ("prefix", bool),
     ],
     align=True,
 )
@@ -34,6 +39,9 @@ class Fate(NamedTuple):
     """What became of one row: it gave `documents` documents, or was `dropped` for a reason; see RowCounts for the rest.
 
     `content` is a hash of the row itself (formats/columns.py), independent of template, tokenizer and data.max_length.
+    The last five are oddities that `packtrain inspect` tells (tokens/oddities.py): a `marker` of the template in what is said,
+    text that is `garbled`, a system prompt that stays `unsaid`, an answer that is an `echo` of its question, one answer of a
+    pair that is a `prefix` of the other.
     """
 
     content: int
@@ -46,6 +54,11 @@ class Fate(NamedTuple):
     apart: bool = False
     retold: bool = False
     unrolled: bool = False
+    marker: bool = False
+    garbled: bool = False
+    unsaid: bool = False
+    echo: bool = False
+    prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,6 +48,7 @@ from packtrain.data.row_counts import Fate
 from packtrain.data.sources.chunks import BadRow, Chunk, NoPair, RawRow
 from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import REFUSED, ChatEncoder, LossOn
+from packtrain.data.tokens.oddities import Oddities
 from packtrain.data.tokens.tokenizer import PlainTokenizer
 from packtrain.errors import Problem, UserError
 
@@ -158,6 +159,12 @@ class Encoder:
         return ChatEncoder(self.tokenizer, self.template)
 
     @cached_property
+    def _oddities(self) -> Oddities:
+        tokenizer = self.tokenizer
+        end = "" if tokenizer.eos_id is None else tokenizer.text_of(tokenizer.eos_id)
+        return Oddities(tokenizer.control_texts, end, self.template is not None and self._chat.drops_system)
+
+    @cached_property
     def _training(self) -> ChatEncoder | None:
         """TRL's version of the template for training, if it has one."""
         if self.template is None or self.template.marked is None:
@@ -205,7 +212,8 @@ class Encoder:
         if isinstance(example, Conversation):
             default = "assistant" if example.answer_from is None else "completion"
             try:
-                return self._chatted(example, default if loss_on == "auto" else loss_on)
+                documents, flags = self._chatted(example, default if loss_on == "auto" else loss_on)
+                return documents, flags | self._oddities.of(example)
             except BadRow as bad:
                 raise in_file(bad, row, format) from bad
         if isinstance(example, PromptCompletion):
@@ -216,7 +224,7 @@ class Encoder:
             mask = np.ones(len(ids), dtype=bool)
         else:
             ids, mask = self._given(example)
-        return [(ids, mask)], {"apart": apart}
+        return [(ids, mask)], {"apart": apart, **self._oddities.of(example)}
 
     def _given(self, tokens: Tokens) -> IdsAndMask:
         ids, mask, loss_on = tokens.input_ids, tokens.mask, self.data.loss_on
@@ -303,9 +311,18 @@ class PairEncoder(Encoder):
         return super()._content(row, format)
 
     def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
-        prompt, *answered = self._encoded(read_preference(row, format))
+        choice = read_preference(row, format)
+        prompt, *answered = self._encoded(choice)
         border = min(_common(prompt, ids) for ids in answered)
-        return [(ids, np.arange(len(ids)) >= border) for ids in answered], {"apart": border < len(prompt)}
+        flags = {"apart": border < len(prompt), **self._oddities.of(choice.chosen, choice.rejected)}
+        if self._is_prefix(*sorted(answered, key=len)):
+            flags["prefix"] = True
+        return [(ids, np.arange(len(ids)) >= border) for ids in answered], flags
+
+    def _is_prefix(self, shorter: np.ndarray, longer: np.ndarray) -> bool:
+        """Whether `longer` begins with all of `shorter` but its end: control tokens, and a line end after one."""
+        special = [at for at in range(max(0, len(shorter) - 2), len(shorter)) if shorter[at] in self.tokenizer.special_ids]
+        return _common(shorter, longer) >= min(special, default=len(shorter))
 
     def _encoded(self, choice: PreferenceExample) -> list[np.ndarray]:
         """Ids of the prompt, of prompt + chosen and of prompt + rejected."""

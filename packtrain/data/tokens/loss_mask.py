@@ -189,7 +189,17 @@ class ChatEncoder:
         return asked.removeprefix(plain).split("<think>")[0] if asked.startswith(plain) else ""
 
     @cached_property
-    def _end_ids(self) -> frozenset[int]:
+    def drops_system(self) -> bool:
+        """Whether the template leaves out what the system says, without an error."""
+        asked = [{"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "question"}]
+        try:
+            text = self._whole(self.template, Conversation([*asked, {"role": "assistant", "content": "answer"}]))
+        except BadRow:
+            return False
+        return "SYSTEM" not in text
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
         """Tokens that end a turn: EOS, and the control token that this template writes after a last answer."""
         ends = set() if self.tokenizer.eos_id is None else {self.tokenizer.eos_id}
         probe = Conversation([{"role": "user", "content": "question"}, {"role": "assistant", "content": "ANSWER"}])
@@ -308,9 +318,9 @@ class ChatEncoder:
         after = int(turn[-1]) + 1 if len(turn) else 0
         if len(turn) and not whole:
             end = next((at for at in range(after, len(ids)) if not is_space(at)), len(ids))
-            if end < len(ids) and int(ids[end]) in self._end_ids:
+            if end < len(ids) and int(ids[end]) in self.end_ids:
                 return np.append(turn, np.arange(after, end + 1))
-            if following is not None and not self._end_ids.intersection(ids[after : following[0]].tolist()):
+            if following is not None and not self.end_ids.intersection(ids[after : following[0]].tolist()):
                 return turn
         shown = text[max(0, int(ends[after - 1]) - 40) : int(ends[after - 1])] if len(turn) else ""
         what = f"an assistant's turn does not end in a control token, so the model would not learn to stop: …{shown!r}"

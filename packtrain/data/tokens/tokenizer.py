@@ -97,6 +97,17 @@ class PlainTokenizer:
             text.encode()  # the Rust side raises TypeError for lone surrogates
             raise
 
+    def text_of(self, token: int) -> str:
+        """What stands for the token in the tokenizer's file; "" for none."""
+        return Tokenizer.from_str(self.backend).id_to_token(token) or ""
+
+    @cached_property
+    def control_texts(self) -> frozenset[str]:
+        """What a text must hold to get a control token: none where control tokens in texts are split like other words."""
+        rust = Tokenizer.from_str(self.backend)
+        texts = {rust.id_to_token(token) or "" for token in self.special_ids}
+        return frozenset() if self.encode_special_tokens else frozenset(texts - {""})
+
     @cached_property
     def content(self) -> str:
         """Hash of everything that determines the tokens of a text, including the libraries' versions."""
