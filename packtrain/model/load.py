@@ -1,53 +1,30 @@
-"""Loading the tokenizer and the model: hub id, folder, .gguf file, or a config of the user's own with random weights."""
+"""Loading the model: hub id, folder, .gguf file, or a config of the user's own with random weights."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import xxhash
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from packtrain.attention.rotary import rotates_by_length
 from packtrain.config.schema import Model, Peft
-from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
+from packtrain.data.sources.offline import OFFLINE_ADVICE
+from packtrain.data.tokens.pretrained import first_line, hub, location
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, continue_adapters
 from packtrain.plan.dpo_reference import base_of
 from packtrain.proof.isolation import positions_of
 
-QUICKSTART = "quickstart"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
-
-
-def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
-    """The tokenizer of `model.tokenizer`, else of `model.path`. Raises UserError if none can be loaded."""
-    source = config.tokenizer or config.path
-    if source == QUICKSTART:
-        from packtrain.data.sources.quickstart import tokenizer
-
-        return tokenizer()
-    if source is None:
-        raise UserError("no tokenizer is named", where="model.tokenizer", fix="set it, or model.path")
-    where = "model.tokenizer" if config.tokenizer else "model.path"
-    with _hub(source) as online:
-        try:
-            loaded = AutoTokenizer.from_pretrained(**_location(source, config))
-        except Exception as error:  # libraries raise exceptions of every type here
-            what = f"cannot load a tokenizer from {source}: {_first_line(error)}"
-            raise UserError(what, where=where, fix="" if online else OFFLINE_ADVICE) from error
-    if loaded.pad_token_id is None:
-        loaded.pad_token = loaded.eos_token
-    return loaded
 
 
 def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
@@ -62,7 +39,7 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
         config = replace(config, path=base)
     if config.init == "pretrained" and config.path is not None:
         _check_generation_config(Path(config.path).expanduser() / GENERATION_CONFIG_NAME)
-    with _hub(config.path) as online:
+    with hub(config.path) as online:
         try:
             if config.init == "random":
                 model_config = _random_config(config, tokenizer)
@@ -76,7 +53,7 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
             raise
         except Exception as error:  # as above, or an invalid model.config
             made = "make a model of model.config" if config.init == "random" else f"load the model {config.path}"
-            what = f"cannot {made}: {_first_line(error)}"
+            what = f"cannot {made}: {first_line(error)}"
             where = "model.config" if config.init == "random" else "model.path"
             raise UserError(what, where=where, fix=_advice(error, config, online=bool(online))) from error
     embeddings: Any = model.get_input_embeddings()
@@ -168,35 +145,18 @@ def _check_generation_config(file: Path) -> None:
             raise UserError(what, where=f"{file}, {key}", fix=fix)
 
 
-def _hub(source: str | None) -> AbstractContextManager[bool]:
-    """Inside the block, hub ids are loaded offline if the hub does not answer; yields whether it does."""
-    local = source is None or Path(source).expanduser().exists()
-    return nullcontext(True) if local else offline_unless_reachable()
-
-
-def _location(source: str, config: Model) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for a hub id, a folder or a .gguf file."""
-    arguments: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    path = Path(source).expanduser()
-    if path.suffix == ".gguf":
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, **arguments}
-    if path.exists():
-        return {"pretrained_model_name_or_path": str(path), **arguments}
-    return {"pretrained_model_name_or_path": source, "revision": config.revision or "main", **arguments}
-
-
 def _load_pretrained(config: Model) -> PreTrainedModel:
     assert config.path is not None  # config/rules/ refuses it
-    location = _location(config.path, config)
+    place = location(config.path, config)
     dtype = _DTYPES[config.dtype]
     overrides = config.config
-    if "gguf_file" not in location:
-        model_config = AutoConfig.from_pretrained(**location)
+    if "gguf_file" not in place:
+        model_config = AutoConfig.from_pretrained(**place)
         _check_names(overrides, model_config)
         for name, value in overrides.items():
             setattr(model_config, name, value)
-        return _all_weights(**location, dtype=dtype, config=model_config)
-    loaded = _all_weights(**location, dtype=torch.float32 if dtype == "auto" else dtype)
+        return _all_weights(**place, dtype=dtype, config=model_config)
+    loaded = _all_weights(**place, dtype=torch.float32 if dtype == "auto" else dtype)
     # A model from GGUF refuses save_pretrained; a plain model of the same config with its weights does not.
     plain = loaded.config.to_dict()
     plain.pop("quantization_config", None)
@@ -229,7 +189,7 @@ def _random_config(config: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrai
     """The config of a new model: that of model.path, or made from model.config, with the tokenizer's special ids."""
     overrides = dict(config.config)
     if config.path is not None:
-        model_config = AutoConfig.from_pretrained(**_location(config.path, config))
+        model_config = AutoConfig.from_pretrained(**location(config.path, config))
         _check_names(overrides, model_config)
         return type(model_config).from_dict({**model_config.to_dict(), **overrides})
     model_type = overrides.pop("model_type")
@@ -266,9 +226,3 @@ def _advice(error: Exception, config: Model, *, online: bool) -> str:
     if "Unrecognized configuration class" in str(error):
         return "take a causal language model: docs/architectures.md lists what trains"
     return "" if online else OFFLINE_ADVICE
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line; all lines of errors that name the wrong field or missing package only further down."""
-    said = str(error).strip()
-    return " ".join(said.split()) if isinstance(error, StrictDataclassError | ImportError) else said.split("\n")[0]

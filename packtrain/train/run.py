@@ -32,9 +32,10 @@ from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
+from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import LostPeers, UserError
 from packtrain.model.compiled import compile_layers
-from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
+from packtrain.model.load import base_model, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision, multiply_in
 from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread

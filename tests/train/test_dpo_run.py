@@ -20,8 +20,9 @@ from trl import DPOConfig, DPOTrainer
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft
+from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
-from packtrain.model.load import load_model, load_tokenizer
+from packtrain.model.load import load_model
 from packtrain.train import checkpoint
 from packtrain.train.dpo_trainer import FIGURES
 from tests.train import forked

@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Packing, Peft, RunConfig, Trainer
 from packtrain.data.prepare import prepare_pairs
+from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import reference
 from packtrain.model.flops import training_flops
-from packtrain.model.load import load_model, load_tokenizer, weights_hash
+from packtrain.model.load import load_model, weights_hash
 from packtrain.model.precision import precision_of
 from packtrain.run_folder import RunFolder
 from packtrain.train import metrics

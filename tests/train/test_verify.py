@@ -20,10 +20,11 @@ from trl.trainer.utils import add_fused_lm_head
 from packtrain.attention import segmented
 from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Packing, Peft, RunConfig, Trainer
 from packtrain.data.sources.offline import OFFLINE_ADVICE
+from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model import load as loading
 from packtrain.model.forward import add_loss_sum
-from packtrain.model.load import check_positions, load_model, load_tokenizer
+from packtrain.model.load import check_positions, load_model
 from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder

@@ -14,7 +14,8 @@ from trl import DPOConfig
 from packtrain.attention.backends import attend_by
 from packtrain.config.schema import Batch, Model, Packing
 from packtrain.data.dataset import PairDataset, Preference
-from packtrain.model.load import base_model, load_tokenizer
+from packtrain.data.tokens.pretrained import load_tokenizer
+from packtrain.model.load import base_model
 from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.dpo_trainer import PackedDPOTrainer

@@ -321,7 +321,9 @@ class PairEncoder(Encoder):
 
     def _is_prefix(self, shorter: np.ndarray, longer: np.ndarray) -> bool:
         """Whether `longer` begins with all of `shorter` but its end: control tokens, and a line end after one."""
-        special = [at for at in range(max(0, len(shorter) - 2), len(shorter)) if shorter[at] in self.tokenizer.special_ids]
+        special = [
+            at for at in range(max(0, len(shorter) - 2), len(shorter)) if shorter[at] in self.tokenizer.special_ids
+        ]
         return _common(shorter, longer) >= min(special, default=len(shorter))
 
     def _encoded(self, choice: PreferenceExample) -> list[np.ndarray]:

@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from packtrain.attention.backends import attention_of
 from packtrain.config.schema import Model
+from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, Problem
-from packtrain.model.load import base_model, load_tokenizer
+from packtrain.model.load import base_model
 from packtrain.model.spread import most_of_all
 from packtrain.packing.collate import IGNORE
 from packtrain.plan.memory import CHECKED_LOGITS, COMPARED_PAIRS

@@ -27,10 +27,11 @@ from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import PER_DOCUMENT
 from packtrain.config.schema import Model, Objective, Optim, Packing, Peft, Trainer
+from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, Disagreement
 from packtrain.model.compiled import compile_layers
 from packtrain.model.forward import Head, add_loss_sum, choose_head
-from packtrain.model.load import base_model, load_model, load_tokenizer
+from packtrain.model.load import base_model, load_model
 from packtrain.model.precision import autocast_of, decide_precision, precision_of
 from packtrain.model.spread import Ranks, loading_whole, open_proofs, spread
 from packtrain.monitor.heartbeat import waiting

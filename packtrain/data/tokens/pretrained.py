@@ -1,0 +1,64 @@
+"""The tokenizer of a model: from a hub id, a folder or a .gguf file, without the model."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packtrain.config.schema import Model
+from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
+from packtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+QUICKSTART = "quickstart"
+
+
+def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer`, else of `model.path`. Raises UserError if none can be loaded."""
+    source = config.tokenizer or config.path
+    if source == QUICKSTART:
+        from packtrain.data.sources.quickstart import tokenizer
+
+        return tokenizer()
+    if source is None:
+        raise UserError("no tokenizer is named", where="model.tokenizer", fix="set it, or model.path")
+    from transformers import AutoTokenizer
+
+    where = "model.tokenizer" if config.tokenizer else "model.path"
+    with hub(source) as online:
+        try:
+            loaded = AutoTokenizer.from_pretrained(**location(source, config))
+        except Exception as error:  # libraries raise exceptions of every type here
+            what = f"cannot load a tokenizer from {source}: {first_line(error)}"
+            raise UserError(what, where=where, fix="" if online else OFFLINE_ADVICE) from error
+    if loaded.pad_token_id is None:
+        loaded.pad_token = loaded.eos_token
+    return loaded
+
+
+def hub(source: str | None) -> AbstractContextManager[bool]:
+    """Inside the block, hub ids are loaded offline if the hub does not answer; yields whether it does."""
+    local = source is None or Path(source).expanduser().exists()
+    return nullcontext(True) if local else offline_unless_reachable()
+
+
+def location(source: str, config: Model) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for a hub id, a folder or a .gguf file."""
+    arguments: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, **arguments}
+    if path.exists():
+        return {"pretrained_model_name_or_path": str(path), **arguments}
+    return {"pretrained_model_name_or_path": source, "revision": config.revision or "main", **arguments}
+
+
+def first_line(error: BaseException) -> str:
+    """The first line; all lines of errors that name the wrong field or missing package only further down."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    said = str(error).strip()
+    return " ".join(said.split()) if isinstance(error, StrictDataclassError | ImportError) else said.split("\n")[0]
