@@ -130,6 +130,28 @@ def plan(
 
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+def inspect(
+    arguments: Arguments = None,
+    rows: Annotated[int | None, typer.Option("--rows", metavar="N", help="Show the first N documents.")] = None,
+    step: Annotated[int | None, typer.Option("--step", metavar="N", help="Show the rows of step N, from 1.")] = None,
+    source: Annotated[str | None, typer.Option("--source", metavar="FILE:LINE", help="Show this row.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as a page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the data as the model will see it: tokens, statistics, what each mode costs, what is odd."""
+
+    def work() -> int:
+        with fast_imports():
+            from packtrain.inspect.show_data import Wanted, show_data
+
+        run, launch = _config_and_plan(arguments)
+        title = split_arguments(arguments)[0] or "data"
+        return show_data(run, Wanted(rows, step, source, html, as_json), launch.num_processes, title)
+
+    _end(work)
+
+
+@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
 def verify(arguments: Arguments = None, as_json: AsJson = False) -> None:
     """Prove on the loaded model that packed rows train as the documents alone: outputs, losses, gradients."""
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,19 @@ def costs(lengths: np.ndarray, attention_cost: float) -> np.ndarray:
     """Work of documents of `lengths` int[n] tokens, in units of one token through the linear layers: float64[n]."""
     lengths = np.asarray(lengths, dtype=np.float64)
     return lengths + attention_cost * lengths**2
+
+
+def cost_of_attention(config: Any, parameters: int) -> float:
+    """The `attention_cost` of a model of this transformers config and number of parameters.
+
+    Forward and backward take 6 · parameters operations a token, and 6 · layers · heads · head_dim · l for causal attention.
+    """
+    try:
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return config.num_hidden_layers * heads * width / max(parameters, 1)
+    except (AttributeError, RuntimeError, TypeError):  # no attention, or heads that differ by layer: count tokens only
+        return 0.0
 
 
 def lay_out(

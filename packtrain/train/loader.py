@@ -22,6 +22,7 @@ from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.monitor.stacks import listen
+from packtrain.packing.balance import cost_of_attention
 from packtrain.packing.collate import PairRows, collate_flat, collate_padded, collate_pairs, places_of
 from packtrain.packing.schedule import Schedule
 
@@ -168,15 +169,6 @@ def step_loader(steps: Steps, *, first: int = 0, workers: int | None = 0) -> Dat
 
 
 def attention_cost(model: PreTrainedModel) -> float:
-    """Cost of a document of l tokens is l + attention_cost · l², in units of one token's linear layers.
-
-    Forward and backward take 6 · parameters operations a token, and 6 · layers · heads · head_dim · l for causal attention.
-    """
-    config = base_model(model).config.get_text_config()
-    try:
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        parameters = sum(elements(parameter) for parameter in base_model(model).parameters())
-        return config.num_hidden_layers * heads * width / max(parameters, 1)
-    except (AttributeError, RuntimeError, TypeError):  # no attention, or heads that differ by layer: count tokens only
-        return 0.0
+    """Cost of a document of l tokens is l + attention_cost · l², in units of one token's linear layers."""
+    base = base_model(model)
+    return cost_of_attention(base.config.get_text_config(), sum(map(elements, base.parameters())))

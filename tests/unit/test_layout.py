@@ -26,6 +26,7 @@ LAYERS = (
     ("plan",),
     ("data",),
     ("packing",),
+    ("inspect",),
     ("attention",),
     ("proof",),
     ("model",),

@@ -54,6 +54,11 @@ class LineChunk:
     def __len__(self) -> int:
         return len(self.lines)
 
+    @property
+    def number_of_rows(self) -> int:
+        """Rows, without parsing them."""
+        return sum(1 for line in self.lines if line.strip(_BLANK))
+
     def rows(self) -> Iterator[tuple[str, RawRow]]:
         """Each row with its place; blank lines are not rows."""
         for number, line in enumerate(self.lines, self.first):
@@ -71,6 +76,11 @@ class ParsedChunk:
     size: int
 
     def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def number_of_rows(self) -> int:
+        """Rows."""
         return len(self.values)
 
     def rows(self) -> Iterator[tuple[str, RawRow]]:
@@ -93,6 +103,11 @@ class TableChunk:
     size: int
 
     def __len__(self) -> int:
+        return self.batch.num_rows
+
+    @property
+    def number_of_rows(self) -> int:
+        """Rows."""
         return self.batch.num_rows
 
     def rows(self) -> Iterator[tuple[str, RawRow]]:

@@ -137,6 +137,12 @@ class Store:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def read(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int32[T] and mask bool[T] of documents `first` to `end` - 1, end to end: read, so that no page stays mapped."""
+        start, stop = int(self._borders[first]), int(self._borders[end])
+        ids = np.fromfile(self.folder / TOKENS, np.int32, stop - start, offset=4 * start)
+        return ids, np.fromfile(self.folder / MASK, bool, stop - start, offset=start)
+
     def __getitem__(self, index: int) -> Document:
         """Document number `index`, from 0."""
         inside = slice(self._borders[index], self._borders[index + 1])

@@ -124,6 +124,10 @@ class Encoder:
         )
         return EncodedChunk(joined, fates, problems[:MOST_PROBLEMS])
 
+    def documents_of(self, row: RawRow, format: Format) -> list[IdsAndMask]:
+        """The documents of one row before data.max_length; raises BadRow where it cannot be used."""
+        return self._tokens(row, format)[0]
+
     def as_text(self, format: str) -> bool:
         """Whether rows of the format become the plain text of Stanford Alpaca, for lack of a chat template."""
         return format == "alpaca" and self.template is None

@@ -188,6 +188,10 @@ class ChatEncoder:
             return ""
         return asked.removeprefix(plain).split("<think>")[0] if asked.startswith(plain) else ""
 
+    def text(self, conversation: Conversation) -> str:
+        """The conversation as the template renders it; raises BadRow when the template refuses."""
+        return self._whole(self.template, conversation)
+
     @cached_property
     def drops_system(self) -> bool:
         """Whether the template leaves out what the system says, without an error."""

@@ -1,0 +1,242 @@
+"""What is likely to be wrong with the data: each finding with how many, where the first ones are, and what to do.
+
+Nothing here reads a text: rows tell what was odd about them when they were tokenised (data/tokens/oddities.py), and tokens tell
+the rest (token_scan.py). A finding that makes training pointless is `bad`, a likely fault is `warn`, what may be meant is `note`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from packtrain.data.tokens.encode import SAME, SAME_ONCE_CUT, UNTRAINED, UNTRAINED_ONCE_CUT
+from packtrain.inspect.duplicates import Twin, duplicates, leaks
+from packtrain.inspect.subject import Subject
+from packtrain.inspect.token_scan import TokenScan
+from packtrain.inspect.vocabulary import SCRIPTS
+
+Severity = Literal["bad", "warn", "note"]
+EXAMPLES = 3
+POINTLESS = 0.5
+"""Share of rows from which a fault makes the training pointless."""
+RARE = 0.05
+"""Share of documents in other scripts up to which these are odd; more of them are meant."""
+OUTLIER = 4
+"""Times the length that 99 percent of the documents do not exceed."""
+FEW = 100
+"""Documents that say nothing yet about what is usual."""
+_TOGETHER = {SCRIPTS.index("Japanese"): SCRIPTS.index("Chinese")}
+"""Scripts that are written in one text."""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A finding: the numbers of its `rows` int[n], of `total` of the `unit`, a sentence and what to do.
+
+    `twins` are the rows that the first of them repeat; `count` is their number where not all are in `rows`.
+    """
+
+    name: str
+    rows: np.ndarray
+    total: int
+    what: str
+    fix: str
+    unit: str = "rows"
+    severity: Severity = "warn"
+    twins: list[int] = field(default_factory=list)
+    count: int | None = None
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(self.rows) if self.count is None else self.count
+
+    @property
+    def share(self) -> float:
+        """Of all of the unit."""
+        return self.number / max(1, self.total)
+
+
+def findings(subject: Subject, scan: TokenScan) -> list[Found]:
+    """All findings, the worst first; `rows_named` says which rows need a place before they can be `told`."""
+    order: list[Severity] = ["bad", "warn", "note"]
+    found = [one for one in _all(subject, scan) if len(one.rows)]
+    return sorted(found, key=lambda one: (order.index(one.severity), -one.share))
+
+
+def rows_named(found: Sequence[Found]) -> set[int]:
+    """The rows that are told as examples."""
+    return {int(row) for one in found for row in (*one.rows[:EXAMPLES], *one.twins[:EXAMPLES])}
+
+
+def told(found: Sequence[Found], places: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The findings as plain containers, with the places of their first rows."""
+    made = []
+    for one in found:
+        where = [places[int(row)] for row in one.rows[:EXAMPLES]]
+        for at, twin in enumerate(one.twins[:EXAMPLES]):
+            where[at] += f" (as {places[twin]})"
+        figures = {
+            "name": one.name,
+            "count": one.number,
+            "share": round(one.share, 6),
+            "unit": one.unit,
+            "where": where,
+        }
+        made.append({**figures, "what": one.what, "fix": one.fix, "severity": one.severity})
+    return made
+
+
+def _all(subject: Subject, scan: TokenScan) -> Iterator[Found]:
+    yield from _of_rows(subject)
+    yield from _of_ends(subject, scan)
+    yield from _of_tokens(subject, scan)
+    yield from _of_lengths(subject)
+    yield from _of_twins(subject, scan)
+
+
+def _of_rows(subject: Subject) -> Iterator[Found]:
+    """What rows tell."""
+    of_train, fates, rows = subject.rows_of_train, subject.fates, int(subject.rows_of_train.sum())
+
+    def flagged(name: str) -> np.ndarray:
+        return np.flatnonzero(of_train & fates[name])
+
+    def dropped(*reasons: str) -> np.ndarray:
+        return np.flatnonzero(of_train & subject.dropped_for(reasons))
+
+    untrained = dropped(UNTRAINED, UNTRAINED_ONCE_CUT)
+    yield Found(
+        "no_trained_token",
+        untrained,
+        rows,
+        "nothing of these rows would be trained, so they are left out",
+        "See data.loss_on, weights of turns, and data.max_length if the answers begin beyond it.",
+        severity="bad" if len(untrained) >= POINTLESS * rows else "warn",
+    )
+    if subject.kind == "dpo":
+        same = "the chosen and the rejected answer are the same, so these pairs are left out"
+        yield Found(
+            "identical_answers", dropped(SAME, SAME_ONCE_CUT), rows, same, "Take them out, or see data.max_length."
+        )
+        prefix = "one answer is the beginning of the other: the pair teaches length alone"
+        fix = "See whether one of them was cut short when it was made; take such pairs out."
+        yield Found("prefix_answers", flagged("prefix"), rows, prefix, fix)
+    yield Found(
+        "marker_in_content",
+        flagged("marker"),
+        rows,
+        "what is said holds text that becomes control tokens, such as the end of a turn",
+        "Take the markers out of the texts: they end or begin turns in the middle of one.",
+    )
+    echo = "an answer is the very text that it answers"
+    yield Found("answer_is_prompt", flagged("echo"), rows, echo, "See whether a column is used twice (data.columns).")
+    garbled = "the text holds replacement characters (�), or letters that UTF-8 becomes when it is read as latin-1 (Ã©)"
+    fix = "Write the file anew from its source, as UTF-8; what became � is lost."
+    yield Found("broken_encoding", flagged("garbled"), rows, garbled, fix)
+    unsaid = "the chat template leaves the system prompt out, so the model never sees it"
+    fix = "Set data.chat_template to one that has system prompts, or put them into the first question."
+    yield Found("dropped_system_prompt", flagged("unsaid"), rows, unsaid, fix)
+
+
+def _of_ends(subject: Subject, scan: TokenScan) -> Iterator[Found]:
+    """Whether answers end, and once."""
+    rows, fates = subject.row_of, subject.fates
+    cut = fates["truncated"][rows]
+    total = int(subject.rows_of_train.sum())
+    if subject.data.overlong != "keep_end":
+        yield Found(
+            "answer_cut",
+            np.unique(rows[subject.in_train & cut & scan.open]),
+            total,
+            f"data.max_length={subject.data.max_length} cuts the answer before its end, so the model learns to go on",
+            "Raise data.max_length (the statistics say what each would cut), or set data.overlong=drop.",
+        )
+    endless = np.unique(rows[subject.in_train & ~cut & ~fates["split"][rows] & ~scan.ends])
+    token = subject.end_names
+    yield Found(
+        "end_never_trained",
+        endless,
+        total,
+        f"no end of an answer ({token}) is trained, so the model does not learn to stop",
+        "Give rows of tokens their EOS, with a label; else see eos_token of the tokenizer, and data.chat_template.",
+        severity="bad" if len(endless) >= POINTLESS * total else "warn",
+    )
+    yield Found(
+        "end_trained_twice",
+        np.unique(rows[subject.in_train & scan.ends_twice]),
+        total,
+        f"the end of an answer ({token}) is trained twice in a row",
+        "The texts end in the end token already, and it is added again: take it out of them.",
+    )
+
+
+def _of_tokens(subject: Subject, scan: TokenScan) -> Iterator[Found]:
+    """What tokens are odd."""
+    rows, total = subject.row_of, int(subject.rows_of_train.sum())
+    bos = "documents begin with BOS twice: the template writes it, and the text or the tokens hold it already"
+    fix = "Take BOS out of the texts, or of the template."
+    yield Found("doubled_bos", np.unique(rows[subject.in_train & scan.two_bos]), total, bos, fix)
+    unknown = "the tokenizer has no token for part of the text, which becomes its token for unknown text"
+    fix = "Take the tokenizer of the model, or one that knows these characters."
+    yield Found("unknown_tokens", np.unique(rows[subject.in_train & scan.unknown]), total, unknown, fix)
+    script = scan.script.copy()
+    for one, other in _TOGETHER.items():
+        script[script == one] = other
+    times = np.bincount(script[subject.in_train], minlength=len(SCRIPTS))
+    times[0] = 0
+    usual = int(times.argmax())
+    others = subject.in_train & (script != 0) & (script != usual)
+    if times.sum() >= FEW and others.sum() <= RARE * times.sum():
+        found = ", ".join(SCRIPTS[one] for one in np.argsort(-times, kind="stable") if times[one] and one != usual)
+        what = f"most of the text is in another script ({found}) than that of the others ({SCRIPTS[usual]})"
+        fix = "Look whether they are meant; broken encodings look like this, too."
+        yield Found("other_script", np.unique(rows[others]), total, what, fix, severity="note")
+
+
+def _of_lengths(subject: Subject) -> Iterator[Found]:
+    lengths = subject.lengths[subject.in_train]
+    usual = float(np.percentile(lengths, 99))
+    longest = np.flatnonzero(subject.in_train & (subject.lengths > OUTLIER * usual))
+    if len(lengths) >= FEW and len(longest):
+        longest = longest[np.argsort(-subject.lengths[longest], kind="stable")]
+        most = int(subject.lengths[longest[0]])
+        what = f"far longer than the others: up to {most:,} tokens, where 99 % have at most {usual:,.0f}"
+        fix = f"Look at them; data.max_length={_rounded(usual)} cuts them, with data.overlong=drop they are left out."
+        numbers = subject.row_of[longest]
+        yield Found("length_outliers", numbers, len(lengths), what, fix, "documents", "note")
+
+
+def _rounded(length: float) -> int:
+    """The next multiple of 128."""
+    return -(-int(length) // 128) * 128
+
+
+def _of_twins(subject: Subject, scan: TokenScan) -> Iterator[Found]:
+    """Examples that are there more than once, and held-out ones that are trained."""
+    unit, total = subject.unit, int(subject.in_train.sum()) // subject.together
+    same, similar = duplicates(subject, scan)
+    what = "the same tokens as an earlier one: it counts twice"
+    fix = "Take them out, or say it on purpose with weight."
+    yield _twins("exact_duplicates", same, subject, total, what, fix, unit, "note")
+    what = "at least 80 % of their sequences of four tokens are those of an earlier one"
+    yield _twins("near_duplicates", similar, subject, total, what, "Look at them; take out what repeats.", unit, "note")
+    if subject.eval is None:
+        return
+    total = int(subject.in_eval.sum()) // subject.together
+    same, similar = leaks(subject, scan)
+    fix = "Take them out of data.train or data.eval: the eval loss would praise what was learned by heart."
+    what = "held-out examples that are trained, token by token"
+    yield _twins("eval_in_train", same, subject, total, what, fix, unit, "warn")
+    what = "held-out examples that are almost the same as trained ones"
+    yield _twins("eval_nearly_in_train", similar, subject, total, what, fix, unit, "warn")
+
+
+def _twins(
+    name: str, found: Twin, subject: Subject, total: int, what: str, fix: str, unit: str, severity: Severity
+) -> Found:
+    rows, twins = subject.row_of[found.documents], subject.row_of[found.of].tolist()
+    return Found(name, rows, total, what, fix, unit, severity, twins, found.count)

@@ -1,0 +1,132 @@
+"""What each packing mode costs at this config: rows, slots and micro-batches of the steps that training would lay out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+from transformers import AutoConfig
+
+from packtrain.config.schema import DEFAULT_ROW_TOKENS, Batch, Data, Model, Packing, PackingMode, Peft, Trainer
+from packtrain.data.tokens.pretrained import location
+from packtrain.errors import UserError
+from packtrain.inspect.subject import Subject
+from packtrain.packing.balance import cost_of_attention, imbalance
+from packtrain.packing.schedule import Schedule, make_schedule
+from packtrain.plan.dpo_reference import base_of
+from packtrain.plan.shapes import adapter_shapes, weights_of
+
+SAMPLED_STEPS = 48
+"""Steps of an epoch that are laid out; of more, that many spread evenly over it."""
+
+
+def attention_cost(model: Model, peft: Peft, vocabulary: int) -> float | None:
+    """As training has it (packing/balance.py), from the model's config and the shapes of its weights; None if they are not known."""
+    try:
+        base = base_of(model.path) if model.init == "pretrained" else None
+        model = replace(model, path=base or model.path)
+        if model.path is None or "vocab_size" in model.config:
+            model = replace(model, config={"vocab_size": vocabulary, **model.config})
+        weights = weights_of(model)
+        if model.path is None:
+            settings = {name: value for name, value in model.config.items() if name != "model_type"}
+            config: Any = AutoConfig.for_model(model.config["model_type"], **settings)
+        else:
+            config = AutoConfig.from_pretrained(**location(model.path, model))
+            for name, value in model.config.items():
+                setattr(config, name, value)
+    except Exception:  # no model here, or one whose layers are not known: the libraries raise errors of every kind
+        return None
+    shapes = dict(weights.shapes)
+    if getattr(config, "tie_word_embeddings", False):
+        shapes.pop("lm_head.weight", None)
+    extra = adapter_shapes(shapes, peft) if peft.kind == "lora" else []
+    return cost_of_attention(config.get_text_config(), sum(map(math.prod, [*shapes.values(), *extra])))
+
+
+def slots_of(subject: Subject, packing: Packing) -> np.ndarray:
+    """int[examples]: token slots of each document, or pair, in a row; prompts are taken to be shared unless that is off."""
+    pairs = subject.pairs
+    if pairs is None:
+        return subject.train.lengths
+    if packing.mode == "padding":
+        return (2 * pairs.documents.lengths.reshape(-1, 2).max(axis=1)).astype(np.int32)
+    return pairs.lengths if packing.share_prefix is False else pairs.shared_lengths.astype(np.int32)
+
+
+def schedule_of(
+    subject: Subject, packing: Packing, batch: Batch, trainer: Trainer, data: Data, cost: float
+) -> Schedule:
+    """The steps of the run, as training makes them. Raises UserError if an example is longer than a micro-batch."""
+    if batch.tokens_per_step is not None and batch.tokens_per_device is None:
+        batch = replace(batch, tokens_per_device=DEFAULT_ROW_TOKENS)
+    return make_schedule(
+        slots_of(subject, packing),
+        packing,
+        batch,
+        max_steps=trainer.max_steps,
+        epochs=trainer.epochs,
+        seed=trainer.seed,
+        shuffle=data.shuffle,
+        attention_cost=cost,
+    )
+
+
+def mode_costs(
+    subject: Subject, packing: Packing, batch: Batch, trainer: Trainer, processes: int, cost: float
+) -> dict[str, dict[str, Any]]:
+    """For each mode the rows and slots of an epoch, `efficiency` (tokens / slots), and what a step is, or why it cannot be.
+
+    A packed row is as long as its documents: `fill` is how much of batch.tokens_per_device that is.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for mode in get_args(PackingMode):
+        one = replace(packing, mode=mode)
+        try:
+            schedule = schedule_of(subject, one, batch, trainer, subject.data, cost)
+        except UserError as error:
+            found[mode] = {"rows": None, "slots": None, "efficiency": None, "why": str(error).replace("\n    → ", ": ")}
+            continue
+        found[mode] = _costs(schedule, subject, one, processes, cost)
+    return found
+
+
+def _costs(schedule: Schedule, subject: Subject, packing: Packing, processes: int, cost: float) -> dict[str, Any]:
+    lengths, mode = schedule.lengths, packing.mode
+    steps = min(schedule.total_steps, schedule.steps_per_epoch(0))
+    sample = np.unique(np.linspace(0, steps - 1, min(SAMPLED_STEPS, steps)).round().astype(int)).tolist()
+    rows = slots = tokens = documents = 0
+    batches, uneven = [], []
+    needed = lengths if subject.pairs is None or mode != "padding" else subject.pairs.lengths
+    for step in sample:
+        layout = schedule.layout(step, processes)
+        parts = [part for parts in layout for part in parts if len(part)]
+        for part in parts:
+            documents += len(part)
+            tokens += int(needed[part].sum(dtype=np.int64))
+            slots += (
+                len(part) * int(lengths[part].max()) if mode == "padding" else int(lengths[part].sum(dtype=np.int64))
+            )
+        each = 1 if subject.pairs is None else 2
+        rows += sum(len(part) * each for part in parts) if mode == "padding" else len(parts)
+        batches.append(len(layout[0]))
+        uneven.append(imbalance(layout, lengths, cost, mode))
+    whole = min(steps, schedule.steps_per_epoch(0)) == len(sample) and steps == schedule.steps_per_epoch(0)
+    scale = 1.0 if whole else len(lengths) / documents
+    figures: dict[str, Any] = {
+        "rows": round(rows * scale),
+        "slots": round(slots * scale),
+        "efficiency": round(tokens / max(1, slots), 4),
+        "steps": schedule.steps_per_epoch(0),
+        "micro_batches": [min(batches), max(batches)],
+        "imbalance": round(float(np.mean(uneven)), 4),
+        "sampled": not whole,
+    }
+    if mode == "packed":
+        figures["fill"] = round(slots / max(1, rows * schedule.limits.tokens), 4)
+    if subject.pairs is not None and mode != "padding" and packing.share_prefix is not False:
+        saved = int((subject.pairs.lengths - subject.pairs.shared_lengths).sum(dtype=np.int64))
+        figures["saved_by_sharing"] = round(saved / int(subject.pairs.lengths.sum(dtype=np.int64)), 4)
+    return figures

@@ -1,0 +1,197 @@
+"""One pass over the tokens of all stores, in blocks of documents, by arrays: what the statistics and the audit need of them.
+
+Blocks are read, not mapped, and in a few threads, so memory stays small however large the data is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from packtrain.data.tokens.cache import Store
+from packtrain.inspect.near_duplicates import SAMPLE, Signatures, common_grams, grams, signatures_of
+from packtrain.inspect.roles import PARTS, Headers, headers_of
+from packtrain.inspect.subject import Subject
+from packtrain.inspect.vocabulary import LATIN, SCRIPTS, Vocabulary
+
+BLOCK = 1 << 19
+"""Tokens that are looked at together."""
+THREADS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScan:
+    """Of each document, by its number (subject.py): `hashes` uint64 of all its tokens, `signatures` of its n-grams.
+
+    bool[documents]: whether it trains the end of an answer (`ends`), two ends in a row (`ends_twice`), begins with two BOS
+    (`two_bos`), has a token for what the tokenizer does not know (`unknown`), or ends inside a trained answer (`open`). `script`
+    uint8 is that of most of its letters. `roles`: tokens, trained tokens and turns by role, of the trained documents.
+    """
+
+    hashes: np.ndarray
+    signatures: Signatures
+    common: np.ndarray
+    ends: np.ndarray
+    ends_twice: np.ndarray
+    two_bos: np.ndarray
+    unknown: np.ndarray
+    open: np.ndarray
+    script: np.ndarray
+    roles: dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class _Scanner:
+    """What a block is looked at with."""
+
+    subject: Subject
+    vocabulary: Vocabulary
+    headers: Headers
+    common: np.ndarray
+
+    @cached_property
+    def is_end(self) -> np.ndarray:
+        return self.vocabulary.table(self.subject.end_ids)
+
+    @cached_property
+    def random(self) -> np.ndarray:
+        return np.random.default_rng(5).integers(0, 2**64, len(self.vocabulary), np.uint64)
+
+    def look(self, block: tuple[int, int, int]) -> dict[str, np.ndarray]:
+        number, first, end = block
+        store = self.subject.stores[number]
+        ids, mask = store.read(first, end)
+        lengths = store.lengths[first:end].astype(np.int64)
+        starts = np.cumsum(lengths) - lengths
+        signatures = signatures_of(grams(ids), lengths, self.common)
+        found = {
+            "hashes": self._hashes(ids, lengths, starts),
+            "signatures": signatures.values,
+            "compared": signatures.compared,
+            "script": self._script(ids, lengths, starts),
+            "two_bos": np.zeros(len(lengths), bool),
+            "unknown": np.zeros(len(lengths), bool),
+            **self._ends(ids, mask, lengths, starts),
+        }
+        if (bos := self.subject.tokenizer.bos_id) is not None:
+            second = np.minimum(starts + 1, len(ids) - 1)
+            found["two_bos"] = (lengths > 1) & (ids[starts] == bos) & (ids[second] == bos)
+        if self.subject.unknown is not None:
+            found["unknown"] = np.logical_or.reduceat(ids == self.subject.unknown, starts)
+        taken = self.subject.in_train[self.subject.first_documents[number] + np.arange(first, end)]
+        found["roles"] = self._roles(store, ids, mask, lengths, starts, taken)
+        return found
+
+    def _hashes(self, ids: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """A hash of the tokens and their places: Σ random(token) · (2 · place + 1)."""
+        values = self.random[ids]
+        alone = np.add.reduceat(values, starts)
+        values *= np.arange(len(ids), dtype=np.uint64)
+        placed = np.add.reduceat(values, starts)
+        return np.uint64(2) * (placed - starts.astype(np.uint64) * alone) + alone + lengths.astype(np.uint64)
+
+    def _script(self, ids: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        scripts = self.vocabulary.scripts[ids]
+        times = np.zeros((len(lengths), len(SCRIPTS)), np.int64)
+        times[:, LATIN] = np.add.reduceat(scripts == LATIN, starts, dtype=np.int64)
+        others = np.flatnonzero(scripts > LATIN)
+        np.add.at(times, (np.searchsorted(starts, others, side="right") - 1, scripts[others]), 1)
+        return times.argmax(1).astype(np.uint8)
+
+    def _ends(
+        self, ids: np.ndarray, mask: np.ndarray, lengths: np.ndarray, starts: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        trained = np.flatnonzero(self.is_end[ids] & mask)
+        of = np.searchsorted(starts, trained, side="right") - 1
+        ends, twice = np.zeros(len(lengths), bool), np.zeros(len(lengths), bool)
+        ends[of] = True
+        apart = np.diff(trained)
+        again = (np.diff(of) == 0) & (apart <= 3) if len(of) else np.empty(0, bool)
+        for step in (1, 2):  # only white space between them
+            between = np.minimum(trained[:-1] + step, len(ids) - 1)
+            again &= (apart <= step) | self.vocabulary.is_space[ids[between]]
+        twice[of[1:][again]] = True
+        last = starts + lengths - 1
+        return {"ends": ends, "ends_twice": twice, "open": mask[last] & ~self.is_end[ids[last]]}
+
+    def _roles(
+        self,
+        store: Store,
+        ids: np.ndarray,
+        mask: np.ndarray,
+        lengths: np.ndarray,
+        starts: np.ndarray,
+        taken: np.ndarray,
+    ) -> np.ndarray:
+        """int64[3, roles]: tokens, trained tokens and turns, of the documents `taken`; the last two roles are the two parts."""
+        names = len(self.headers.names)
+        places, roles = self.headers.find(ids)
+        of = np.searchsorted(starts, places, side="right") - 1
+        has = np.zeros(len(lengths), bool)
+        has[of] = True
+        before = starts[has & ~np.isin(starts, places)]
+        at = np.concatenate([places, before, starts[~has]])
+        role = np.concatenate([roles, np.zeros(len(before), np.uint8), np.full((~has).sum(), names, np.uint8)])
+        order = np.argsort(at, kind="stable")
+        at, role = at[order], role[order]
+        tokens = np.diff(np.append(at, len(ids)))
+        trained = np.add.reduceat(mask, at, dtype=np.int64)
+        kept = taken[np.searchsorted(starts, at, side="right") - 1]
+        at, role, tokens, trained = at[kept], role[kept], tokens[kept], trained[kept]
+        found = np.zeros((3, names + 2), np.int64)
+        for row, weights in enumerate((tokens, trained, np.ones(len(at)))):
+            found[row] = np.bincount(role, weights=weights, minlength=names + 2)[: names + 2]
+        whole, learned, number = found[:, names]
+        found[:, names + 1], found[:, names] = (learned, learned, number), (whole - learned, 0, number)
+        return found
+
+
+def scan(subject: Subject, vocabulary: Vocabulary) -> TokenScan:
+    """Reads every token of the subject's stores."""
+    headers = headers_of(subject.chat)
+    common = common_grams(_sample(subject))
+    scanner = _Scanner(subject, vocabulary, headers, common)
+    blocks = list(_blocks(subject.stores))
+    _ = scanner.is_end, scanner.random, vocabulary.scripts, vocabulary.is_space  # once, before the threads
+    with ThreadPoolExecutor(THREADS) as threads:
+        parts = list(threads.map(scanner.look, blocks))
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([part.pop(name) for part in parts])
+
+    roles: dict[str, np.ndarray] = {}
+    for (number, _, _), part in zip(blocks, parts, strict=True):
+        names = (*headers.names, *PARTS.get(subject.stores[number].format, ("prompt", "answer")))
+        for name, figures in zip(names, part["roles"].T, strict=True):
+            roles[name] = roles.get(name, 0) + figures
+    return TokenScan(
+        hashes=joined("hashes"),
+        signatures=Signatures(joined("signatures"), joined("compared")),
+        common=common,
+        roles={name: figures for name, figures in roles.items() if figures[0]},
+        **{name: joined(name) for name in ("ends", "ends_twice", "two_bos", "unknown", "open", "script")},
+    )
+
+
+def _blocks(stores: tuple[Store, ...]) -> Iterator[tuple[int, int, int]]:
+    """(store, first document, end) of blocks of about BLOCK tokens."""
+    for number, store in enumerate(stores):
+        ends = np.cumsum(store.lengths, dtype=np.int64)
+        first = 0
+        while first < len(store):
+            before = ends[first - 1] if first else 0
+            end = max(first + 1, int(np.searchsorted(ends, before + BLOCK, side="right")))
+            yield number, first, end
+            first = end
+
+
+def _sample(subject: Subject) -> list[np.ndarray]:
+    """The tokens of documents spread evenly over all of them."""
+    total = len(subject.lengths)
+    return [
+        subject.read(int(number)) for number in np.unique(np.linspace(0, total - 1, min(SAMPLE, total)).astype(int))
+    ]

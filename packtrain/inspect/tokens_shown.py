@@ -1,0 +1,176 @@
+"""Documents as a reader can see them: turns of text, each with what is trained, what is a control token, and what was cut.
+
+Nothing of the data can act on what shows it: control characters (a terminal obeys them), and those that turn the direction of a
+text or cannot be seen, become visible symbols. Escaping for HTML and rich is up to who shows it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+import numpy as np
+
+from packtrain.config.schema import Format
+from packtrain.data.sources.chunks import BadRow, RawRow
+from packtrain.data.tokens.encode import Encoder, PairEncoder
+from packtrain.inspect.roles import PARTS, Headers, headers_of
+from packtrain.inspect.subject import Subject
+from packtrain.inspect.vocabulary import Vocabulary
+
+MOST_TOKENS = 20_000
+"""Tokens of a part that are shown."""
+
+
+def visible(text: str) -> str:
+    """`text` with a symbol for each character that acts, or that cannot be seen; a line end stays, behind its symbol."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_symbol, text))
+
+
+def _symbol(character: str) -> str:
+    if character == "\n":
+        return "⏎\n"
+    if character.isprintable() or character == "\u3000":
+        return character
+    code = ord(character)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "␡"
+    return "⍽" if unicodedata.category(character) == "Zs" else f"⟨U+{code:04X}⟩"
+
+
+@dataclass(frozen=True)
+class Shower:
+    """Shows documents of a subject."""
+
+    subject: Subject
+    vocabulary: Vocabulary
+
+    @cached_property
+    def headers(self) -> Headers:
+        return headers_of(self.subject.chat)
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Makes whole documents: nothing is cut."""
+        subject = self.subject
+        kind = PairEncoder if subject.kind == "dpo" else Encoder
+        return kind(subject.tokenizer, subject.template, replace(subject.data, max_length=None))
+
+    def example(self, number: int, place: str, row: RawRow, *, shared: bool = False) -> dict[str, Any]:
+        """The example that begins with document `number`, of the `row` at `place`; of a pair the prompt once if it is `shared`."""
+        subject = self.subject
+        own = int(subject.row_of[number])
+        fate = subject.fates[own]
+        documents = [subject.document(number + side) for side in range(subject.together)]
+        kept = [(one.input_ids, one.loss_mask, np.zeros(len(one.input_ids), bool)) for one in documents]
+        if fate["truncated"]:
+            kept = self._with_cut(kept, own, number, row)
+        of_row = np.flatnonzero(subject.row_of == own) if fate["documents"] > subject.together else []
+        parts = (
+            f", part {1 + (number - int(of_row[0])) // subject.together} of {len(of_row) // subject.together}"
+            if len(of_row)
+            else ""
+        )
+        return self._shown(kept, subject.format_of(number), f"{place}{parts}", shared=shared)
+
+    def row(self, store: int, place: str, row: RawRow, dropped: str) -> dict[str, Any]:
+        """A row that gave no document, `dropped` for a reason: all of it is cut."""
+        try:
+            whole = self.encoder.documents_of(row, cast(Format, self.subject.stores[store].format))
+        except BadRow as bad:
+            return {"where": place, "note": f"left out: {bad.what}", "tokens": 0, "trained": 0, "cut": 0, "parts": []}
+        kept = [(ids, mask, np.ones(len(ids), bool)) for ids, mask in whole]
+        return {**self._shown(kept, self.subject.stores[store].format, place), "note": f"left out: {dropped}"}
+
+    def _with_cut(self, kept: list[Any], own: int, number: int, row: RawRow) -> list[Any]:
+        """The documents with the tokens that data.max_length cut, where the row still gives as many documents."""
+        subject = self.subject
+        try:
+            whole = self.encoder.documents_of(row, cast(Format, subject.format_of(number)))
+        except BadRow:
+            return kept
+        first = int(np.flatnonzero(subject.row_of == own)[0])
+        if len(whole) != subject.fates["documents"][own]:
+            return kept
+        found = []
+        for side, (ids, _, _) in enumerate(kept):
+            all_ids, mask = whole[number - first + side]
+            cut = np.arange(len(all_ids)) >= len(ids)
+            found.append((all_ids, mask, cut[::-1] if subject.data.overlong == "keep_end" else cut))
+        return found
+
+    def _shown(self, documents: list[Any], format: str, place: str, *, shared: bool = False) -> dict[str, Any]:
+        names = ("chosen", "rejected") if self.subject.kind == "dpo" else ("",)
+        pieces = [(name, *document) for name, document in zip(names, documents, strict=False)]
+        common = 0
+        if shared and len(documents) == 2:
+            prompt = min(int(np.argmax(mask & ~cut)) for _, mask, cut in documents)
+            common = max(0, prompt - 1)  # the last token of the prompt predicts the answer: it runs with each of them
+            if common:
+                pieces.insert(0, ("prompt", *(one[:common] for one in documents[0])))
+        parts = []
+        for name, ids, mask, cut in pieces:
+            first = common if name in names and common else 0
+            shown = self._part(ids, mask, cut, format, first)
+            parts.append({"name": name, "tokens": int((~cut[first:]).sum()), "turns": shown})
+        kept = [(mask & ~cut).sum() for _, mask, cut in documents]
+        return {
+            "where": place,
+            "note": "",
+            "tokens": sum(part["tokens"] for part in parts),
+            "trained": int(sum(kept)),
+            "cut": int(sum(cut.sum() for *_, cut in documents)),
+            "parts": parts,
+        }
+
+    def _part(
+        self, ids: np.ndarray, mask: np.ndarray, cut: np.ndarray, format: str, first: int
+    ) -> list[dict[str, Any]]:
+        """The tokens from `first` on as turns."""
+        names, role, begins = self._roles(ids, mask, format)
+        special = self.vocabulary.is_special[ids]
+        texts = self._texts(ids)
+        end = min(len(ids), first + MOST_TOKENS)
+        turns: list[dict[str, Any]] = []
+        before: tuple[bool, ...] = ()
+        for at in range(first, end):
+            if at == first or begins[at]:
+                turns.append({"role": names[role[at]], "spans": []})
+                before = ()
+            style = bool(mask[at]), bool(special[at]), bool(cut[at])
+            if style == before:
+                turns[-1]["spans"][-1]["text"] += texts[at]
+            else:
+                turns[-1]["spans"].append(
+                    {"text": texts[at], "trained": style[0], "special": style[1], "cut": style[2]}
+                )
+            before = style
+        if end < len(ids):
+            turns.append({"role": f"… and {len(ids) - end:,} tokens more", "spans": []})
+        return turns
+
+    def _roles(self, ids: np.ndarray, mask: np.ndarray, format: str) -> tuple[Sequence[str], np.ndarray, np.ndarray]:
+        """Names of roles, the role of each token int[T], and where turns begin bool[T]."""
+        places, roles = self.headers.find(ids)
+        begins = np.zeros(len(ids), bool)
+        if not len(places):
+            begins[1:] = mask[1:] != mask[:-1]
+            return PARTS.get(format, ("prompt", "answer")), mask.astype(np.int64), begins
+        begins[places] = True
+        role = np.zeros(len(ids), np.int64)
+        for place, number in zip(places.tolist(), roles.tolist(), strict=True):
+            role[place:] = number
+        return self.headers.names, role, begins
+
+    def _texts(self, ids: np.ndarray) -> list[str]:
+        """The visible text of each token; a character of several tokens is that of its last one."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return [visible(decoder.decode(self.vocabulary.texts[token])) for token in ids.tolist()]
