@@ -39,7 +39,7 @@ class Fate(NamedTuple):
     """What became of one row: it gave `documents` documents, or was `dropped` for a reason; see RowCounts for the rest.
 
     `content` is a hash of the row itself (formats/columns.py), independent of template, tokenizer and data.max_length.
-    The last five are oddities that `packtrain inspect` tells (tokens/oddities.py): a `marker` of the template in what is said,
+    The last five are faults that `packtrain inspect` tells (tokens/text_faults.py): a `marker` of the template in what is said,
     text that is `garbled`, a system prompt that stays `unsaid`, an answer that is an `echo` of its question, one answer of a
     pair that is a `prefix` of the other.
     """

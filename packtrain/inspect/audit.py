@@ -1,6 +1,6 @@
 """What is likely to be wrong with the data: each finding with how many, where the first ones are, and what to do.
 
-Nothing here reads a text: rows tell what was odd about them when they were tokenised (data/tokens/oddities.py), and tokens tell
+Nothing here reads a text: rows tell what was odd about them when they were tokenised (data/tokens/text_faults.py), and tokens tell
 the rest (token_scan.py). A finding that makes training pointless is `bad`, a likely fault is `warn`, what may be meant is `note`.
 """
 
@@ -13,10 +13,10 @@ from typing import Any, Literal
 import numpy as np
 
 from packtrain.data.tokens.encode import SAME, SAME_ONCE_CUT, UNTRAINED, UNTRAINED_ONCE_CUT
-from packtrain.inspect.duplicates import Twin, duplicates, leaks
-from packtrain.inspect.subject import Subject
-from packtrain.inspect.token_scan import TokenScan
-from packtrain.inspect.vocabulary import SCRIPTS
+from packtrain.inspect.corpus import Corpus
+from packtrain.inspect.scan.duplicates import Twin, duplicates, leaks
+from packtrain.inspect.scan.token_scan import TokenScan
+from packtrain.inspect.scan.vocabulary import SCRIPTS
 
 Severity = Literal["bad", "warn", "note"]
 EXAMPLES = 3
@@ -60,10 +60,10 @@ class Found:
         return self.number / max(1, self.total)
 
 
-def findings(subject: Subject, scan: TokenScan) -> list[Found]:
+def findings(corpus: Corpus, scan: TokenScan) -> list[Found]:
     """All findings, the worst first; `rows_named` says which rows need a place before they can be `told`."""
     order: list[Severity] = ["bad", "warn", "note"]
-    found = [one for one in _all(subject, scan) if len(one.rows)]
+    found = [one for one in _all(corpus, scan) if len(one.rows)]
     return sorted(found, key=lambda one: (order.index(one.severity), -one.share))
 
 
@@ -90,23 +90,23 @@ def told(found: Sequence[Found], places: Mapping[int, str]) -> list[dict[str, An
     return made
 
 
-def _all(subject: Subject, scan: TokenScan) -> Iterator[Found]:
-    yield from _of_rows(subject)
-    yield from _of_ends(subject, scan)
-    yield from _of_tokens(subject, scan)
-    yield from _of_lengths(subject)
-    yield from _of_twins(subject, scan)
+def _all(corpus: Corpus, scan: TokenScan) -> Iterator[Found]:
+    yield from _of_rows(corpus)
+    yield from _of_ends(corpus, scan)
+    yield from _of_tokens(corpus, scan)
+    yield from _of_lengths(corpus)
+    yield from _of_twins(corpus, scan)
 
 
-def _of_rows(subject: Subject) -> Iterator[Found]:
+def _of_rows(corpus: Corpus) -> Iterator[Found]:
     """What rows tell."""
-    of_train, fates, rows = subject.rows_of_train, subject.fates, int(subject.rows_of_train.sum())
+    of_train, fates, rows = corpus.rows_of_train, corpus.fates, int(corpus.rows_of_train.sum())
 
     def flagged(name: str) -> np.ndarray:
         return np.flatnonzero(of_train & fates[name])
 
     def dropped(*reasons: str) -> np.ndarray:
-        return np.flatnonzero(of_train & subject.dropped_for(reasons))
+        return np.flatnonzero(of_train & corpus.dropped_for(reasons))
 
     untrained = dropped(UNTRAINED, UNTRAINED_ONCE_CUT)
     yield Found(
@@ -117,7 +117,7 @@ def _of_rows(subject: Subject) -> Iterator[Found]:
         "See data.loss_on, weights of turns, and data.max_length if the answers begin beyond it.",
         severity="bad" if len(untrained) >= POINTLESS * rows else "warn",
     )
-    if subject.kind == "dpo":
+    if corpus.kind == "dpo":
         same = "the chosen and the rejected answer are the same, so these pairs are left out"
         yield Found(
             "identical_answers", dropped(SAME, SAME_ONCE_CUT), rows, same, "Take them out, or see data.max_length."
@@ -142,21 +142,21 @@ def _of_rows(subject: Subject) -> Iterator[Found]:
     yield Found("dropped_system_prompt", flagged("unsaid"), rows, unsaid, fix)
 
 
-def _of_ends(subject: Subject, scan: TokenScan) -> Iterator[Found]:
+def _of_ends(corpus: Corpus, scan: TokenScan) -> Iterator[Found]:
     """Whether answers end, and once."""
-    rows, fates = subject.row_of, subject.fates
+    rows, fates = corpus.row_of, corpus.fates
     cut = fates["truncated"][rows]
-    total = int(subject.rows_of_train.sum())
-    if subject.data.overlong != "keep_end":
+    total = int(corpus.rows_of_train.sum())
+    if corpus.data.overlong != "keep_end":
         yield Found(
             "answer_cut",
-            np.unique(rows[subject.in_train & cut & scan.open]),
+            np.unique(rows[corpus.in_train & cut & scan.open]),
             total,
-            f"data.max_length={subject.data.max_length} cuts the answer before its end, so the model learns to go on",
+            f"data.max_length={corpus.data.max_length} cuts the answer before its end, so the model learns to go on",
             "Raise data.max_length (the statistics say what each would cut), or set data.overlong=drop.",
         )
-    endless = np.unique(rows[subject.in_train & ~cut & ~fates["split"][rows] & ~scan.ends])
-    token = subject.end_names
+    endless = np.unique(rows[corpus.in_train & ~cut & ~fates["split"][rows] & ~scan.ends])
+    token = corpus.end_names
     yield Found(
         "end_never_trained",
         endless,
@@ -167,29 +167,29 @@ def _of_ends(subject: Subject, scan: TokenScan) -> Iterator[Found]:
     )
     yield Found(
         "end_trained_twice",
-        np.unique(rows[subject.in_train & scan.ends_twice]),
+        np.unique(rows[corpus.in_train & scan.ends_twice]),
         total,
         f"the end of an answer ({token}) is trained twice in a row",
         "The texts end in the end token already, and it is added again: take it out of them.",
     )
 
 
-def _of_tokens(subject: Subject, scan: TokenScan) -> Iterator[Found]:
+def _of_tokens(corpus: Corpus, scan: TokenScan) -> Iterator[Found]:
     """What tokens are odd."""
-    rows, total = subject.row_of, int(subject.rows_of_train.sum())
+    rows, total = corpus.row_of, int(corpus.rows_of_train.sum())
     bos = "documents begin with BOS twice: the template writes it, and the text or the tokens hold it already"
     fix = "Take BOS out of the texts, or of the template."
-    yield Found("doubled_bos", np.unique(rows[subject.in_train & scan.two_bos]), total, bos, fix)
+    yield Found("doubled_bos", np.unique(rows[corpus.in_train & scan.two_bos]), total, bos, fix)
     unknown = "the tokenizer has no token for part of the text, which becomes its token for unknown text"
     fix = "Take the tokenizer of the model, or one that knows these characters."
-    yield Found("unknown_tokens", np.unique(rows[subject.in_train & scan.unknown]), total, unknown, fix)
+    yield Found("unknown_tokens", np.unique(rows[corpus.in_train & scan.unknown]), total, unknown, fix)
     script = scan.script.copy()
     for one, other in _TOGETHER.items():
         script[script == one] = other
-    times = np.bincount(script[subject.in_train], minlength=len(SCRIPTS))
+    times = np.bincount(script[corpus.in_train], minlength=len(SCRIPTS))
     times[0] = 0
     usual = int(times.argmax())
-    others = subject.in_train & (script != 0) & (script != usual)
+    others = corpus.in_train & (script != 0) & (script != usual)
     if times.sum() >= FEW and others.sum() <= RARE * times.sum():
         found = ", ".join(SCRIPTS[one] for one in np.argsort(-times, kind="stable") if times[one] and one != usual)
         what = f"most of the text is in another script ({found}) than that of the others ({SCRIPTS[usual]})"
@@ -197,16 +197,16 @@ def _of_tokens(subject: Subject, scan: TokenScan) -> Iterator[Found]:
         yield Found("other_script", np.unique(rows[others]), total, what, fix, severity="note")
 
 
-def _of_lengths(subject: Subject) -> Iterator[Found]:
-    lengths = subject.lengths[subject.in_train]
+def _of_lengths(corpus: Corpus) -> Iterator[Found]:
+    lengths = corpus.lengths[corpus.in_train]
     usual = float(np.percentile(lengths, 99))
-    longest = np.flatnonzero(subject.in_train & (subject.lengths > OUTLIER * usual))
+    longest = np.flatnonzero(corpus.in_train & (corpus.lengths > OUTLIER * usual))
     if len(lengths) >= FEW and len(longest):
-        longest = longest[np.argsort(-subject.lengths[longest], kind="stable")]
-        most = int(subject.lengths[longest[0]])
+        longest = longest[np.argsort(-corpus.lengths[longest], kind="stable")]
+        most = int(corpus.lengths[longest[0]])
         what = f"far longer than the others: up to {most:,} tokens, where 99 % have at most {usual:,.0f}"
         fix = f"Look at them; data.max_length={_rounded(usual)} cuts them, with data.overlong=drop they are left out."
-        numbers = subject.row_of[longest]
+        numbers = corpus.row_of[longest]
         yield Found("length_outliers", numbers, len(lengths), what, fix, "documents", "note")
 
 
@@ -215,28 +215,28 @@ def _rounded(length: float) -> int:
     return -(-int(length) // 128) * 128
 
 
-def _of_twins(subject: Subject, scan: TokenScan) -> Iterator[Found]:
+def _of_twins(corpus: Corpus, scan: TokenScan) -> Iterator[Found]:
     """Examples that are there more than once, and held-out ones that are trained."""
-    unit, total = subject.unit, int(subject.in_train.sum()) // subject.together
-    same, similar = duplicates(subject, scan)
+    unit, total = corpus.unit, int(corpus.in_train.sum()) // corpus.together
+    same, similar = duplicates(corpus, scan)
     what = "the same tokens as an earlier one: it counts twice"
     fix = "Take them out, or say it on purpose with weight."
-    yield _twins("exact_duplicates", same, subject, total, what, fix, unit, "note")
+    yield _twins("exact_duplicates", same, corpus, total, what, fix, unit, "note")
     what = "at least 80 % of their sequences of four tokens are those of an earlier one"
-    yield _twins("near_duplicates", similar, subject, total, what, "Look at them; take out what repeats.", unit, "note")
-    if subject.eval is None:
+    yield _twins("near_duplicates", similar, corpus, total, what, "Look at them; take out what repeats.", unit, "note")
+    if corpus.eval is None:
         return
-    total = int(subject.in_eval.sum()) // subject.together
-    same, similar = leaks(subject, scan)
+    total = int(corpus.in_eval.sum()) // corpus.together
+    same, similar = leaks(corpus, scan)
     fix = "Take them out of data.train or data.eval: the eval loss would praise what was learned by heart."
     what = "held-out examples that are trained, token by token"
-    yield _twins("eval_in_train", same, subject, total, what, fix, unit, "warn")
+    yield _twins("eval_in_train", same, corpus, total, what, fix, unit, "warn")
     what = "held-out examples that are almost the same as trained ones"
-    yield _twins("eval_nearly_in_train", similar, subject, total, what, fix, unit, "warn")
+    yield _twins("eval_nearly_in_train", similar, corpus, total, what, fix, unit, "warn")
 
 
 def _twins(
-    name: str, found: Twin, subject: Subject, total: int, what: str, fix: str, unit: str, severity: Severity
+    name: str, found: Twin, corpus: Corpus, total: int, what: str, fix: str, unit: str, severity: Severity
 ) -> Found:
-    rows, twins = subject.row_of[found.documents], subject.row_of[found.of].tolist()
+    rows, twins = corpus.row_of[found.documents], corpus.row_of[found.of].tolist()
     return Found(name, rows, total, what, fix, unit, severity, twins, found.count)

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from packtrain.config.schema import DEFAULT_ROW_TOKENS, Batch, Data, Model, Packing, PackingMode, Peft, Trainer
 from packtrain.data.tokens.pretrained import location
 from packtrain.errors import UserError
-from packtrain.inspect.subject import Subject
+from packtrain.inspect.corpus import Corpus
 from packtrain.packing.balance import cost_of_attention, imbalance
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.dpo_reference import base_of
@@ -46,24 +46,22 @@ def attention_cost(model: Model, peft: Peft, vocabulary: int) -> float | None:
     return cost_of_attention(config.get_text_config(), sum(map(math.prod, [*shapes.values(), *extra])))
 
 
-def slots_of(subject: Subject, packing: Packing) -> np.ndarray:
+def slots_of(corpus: Corpus, packing: Packing) -> np.ndarray:
     """int[examples]: token slots of each document, or pair, in a row; prompts are taken to be shared unless that is off."""
-    pairs = subject.pairs
+    pairs = corpus.pairs
     if pairs is None:
-        return subject.train.lengths
+        return corpus.train.lengths
     if packing.mode == "padding":
         return (2 * pairs.documents.lengths.reshape(-1, 2).max(axis=1)).astype(np.int32)
     return pairs.lengths if packing.share_prefix is False else pairs.shared_lengths.astype(np.int32)
 
 
-def schedule_of(
-    subject: Subject, packing: Packing, batch: Batch, trainer: Trainer, data: Data, cost: float
-) -> Schedule:
+def schedule_of(corpus: Corpus, packing: Packing, batch: Batch, trainer: Trainer, data: Data, cost: float) -> Schedule:
     """The steps of the run, as training makes them. Raises UserError if an example is longer than a micro-batch."""
     if batch.tokens_per_step is not None and batch.tokens_per_device is None:
         batch = replace(batch, tokens_per_device=DEFAULT_ROW_TOKENS)
     return make_schedule(
-        slots_of(subject, packing),
+        slots_of(corpus, packing),
         packing,
         batch,
         max_steps=trainer.max_steps,
@@ -75,7 +73,7 @@ def schedule_of(
 
 
 def mode_costs(
-    subject: Subject, packing: Packing, batch: Batch, trainer: Trainer, processes: int, cost: float
+    corpus: Corpus, packing: Packing, batch: Batch, trainer: Trainer, processes: int, cost: float
 ) -> dict[str, dict[str, Any]]:
     """For each mode the rows and slots of an epoch, `efficiency` (tokens / slots), and what a step is, or why it cannot be.
 
@@ -85,21 +83,21 @@ def mode_costs(
     for mode in get_args(PackingMode):
         one = replace(packing, mode=mode)
         try:
-            schedule = schedule_of(subject, one, batch, trainer, subject.data, cost)
+            schedule = schedule_of(corpus, one, batch, trainer, corpus.data, cost)
         except UserError as error:
             found[mode] = {"rows": None, "slots": None, "efficiency": None, "why": str(error).replace("\n    → ", ": ")}
             continue
-        found[mode] = _costs(schedule, subject, one, processes, cost)
+        found[mode] = _costs(schedule, corpus, one, processes, cost)
     return found
 
 
-def _costs(schedule: Schedule, subject: Subject, packing: Packing, processes: int, cost: float) -> dict[str, Any]:
+def _costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes: int, cost: float) -> dict[str, Any]:
     lengths, mode = schedule.lengths, packing.mode
     steps = min(schedule.total_steps, schedule.steps_per_epoch(0))
     sample = np.unique(np.linspace(0, steps - 1, min(SAMPLED_STEPS, steps)).round().astype(int)).tolist()
     rows = slots = tokens = documents = 0
     batches, uneven = [], []
-    needed = lengths if subject.pairs is None or mode != "padding" else subject.pairs.lengths
+    needed = lengths if corpus.pairs is None or mode != "padding" else corpus.pairs.lengths
     for step in sample:
         layout = schedule.layout(step, processes)
         parts = [part for parts in layout for part in parts if len(part)]
@@ -109,7 +107,7 @@ def _costs(schedule: Schedule, subject: Subject, packing: Packing, processes: in
             slots += (
                 len(part) * int(lengths[part].max()) if mode == "padding" else int(lengths[part].sum(dtype=np.int64))
             )
-        each = 1 if subject.pairs is None else 2
+        each = 1 if corpus.pairs is None else 2
         rows += sum(len(part) * each for part in parts) if mode == "padding" else len(parts)
         batches.append(len(layout[0]))
         uneven.append(imbalance(layout, lengths, cost, mode))
@@ -126,7 +124,7 @@ def _costs(schedule: Schedule, subject: Subject, packing: Packing, processes: in
     }
     if mode == "packed":
         figures["fill"] = round(slots / max(1, rows * schedule.limits.tokens), 4)
-    if subject.pairs is not None and mode != "padding" and packing.share_prefix is not False:
-        saved = int((subject.pairs.lengths - subject.pairs.shared_lengths).sum(dtype=np.int64))
-        figures["saved_by_sharing"] = round(saved / int(subject.pairs.lengths.sum(dtype=np.int64)), 4)
+    if corpus.pairs is not None and mode != "padding" and packing.share_prefix is not False:
+        saved = int((corpus.pairs.lengths - corpus.pairs.shared_lengths).sum(dtype=np.int64))
+        figures["saved_by_sharing"] = round(saved / int(corpus.pairs.lengths.sum(dtype=np.int64)), 4)
     return figures

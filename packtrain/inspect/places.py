@@ -8,7 +8,7 @@ from pathlib import Path
 from packtrain.data.sources.chunks import Chunk, LineChunk, ParsedChunk, RawRow
 from packtrain.data.sources.locate import Source
 from packtrain.errors import UserError
-from packtrain.inspect.subject import Subject
+from packtrain.inspect.corpus import Corpus
 
 
 def rows_at(source: Source, numbers: Collection[int]) -> dict[int, tuple[str, RawRow]]:
@@ -26,24 +26,24 @@ def rows_at(source: Source, numbers: Collection[int]) -> dict[int, tuple[str, Ra
     return found
 
 
-def rows_of(subject: Subject, rows: Collection[int]) -> dict[int, tuple[str, RawRow]]:
-    """The place and content of each of these rows of a subject."""
+def rows_of(corpus: Corpus, rows: Collection[int]) -> dict[int, tuple[str, RawRow]]:
+    """The place and content of each of these rows of a corpus."""
     found: dict[int, tuple[str, RawRow]] = {}
-    for store, first in enumerate(subject.first_rows[:-1].tolist()):
-        if numbers := [row - first for row in rows if first <= row < subject.first_rows[store + 1]]:
-            found |= {first + at: row for at, row in rows_at(subject.source(store), numbers).items()}
+    for store, first in enumerate(corpus.first_rows[:-1].tolist()):
+        if numbers := [row - first for row in rows if first <= row < corpus.first_rows[store + 1]]:
+            found |= {first + at: row for at, row in rows_at(corpus.source(store), numbers).items()}
     return found
 
 
-def row_at(subject: Subject, place: str) -> tuple[int, int, RawRow]:
+def row_at(corpus: Corpus, place: str) -> tuple[int, int, RawRow]:
     """The store, the number in it and the content of the row at `place` (FILE:LINE). Raises UserError if there is none."""
     file, colon, line = place.rpartition(":")
     if not colon or not line.isdigit() or not file:
         what = f"{place!r} is no place of a row"
         raise UserError(what, where="--source", fix="Write FILE:LINE, as in chats.jsonl:12 (of a table FILE:ROW).")
     seen = list[str]()
-    for store in range(len(subject.stores)):
-        source, first = subject.source(store), 0
+    for store in range(len(corpus.stores)):
+        source, first = corpus.source(store), 0
         for chunk in source.chunks():
             seen += [] if chunk.origin in seen else [chunk.origin]
             if _is(chunk.origin, file) and _may_hold(chunk, int(line)):

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.inspect.subject import Subject
-from packtrain.inspect.token_scan import TokenScan
+from packtrain.inspect.corpus import Corpus
+from packtrain.inspect.scan.token_scan import TokenScan
 
 PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
 BINS = 24
@@ -55,10 +55,10 @@ def by_role(scan: TokenScan) -> list[dict[str, Any]]:
     ]
 
 
-def full_lengths(subject: Subject) -> np.ndarray:
+def full_lengths(corpus: Corpus) -> np.ndarray:
     """int64: tokens of the documents of data.train before data.max_length cut them; those of a row that was split together."""
-    fates, row_of, lengths = subject.fates, subject.row_of, subject.lengths.astype(np.int64)
-    chosen = subject.in_train
+    fates, row_of, lengths = corpus.fates, corpus.row_of, corpus.lengths.astype(np.int64)
+    chosen = corpus.in_train
     rows = row_of[chosen]
     cut = fates["cut_tokens"][rows] // np.maximum(fates["documents"][rows], 1)
     split = fates["split"][rows]

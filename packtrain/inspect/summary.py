@@ -14,13 +14,13 @@ from packtrain.data.prepare import PreparedData, prepare, prepare_pairs
 from packtrain.data.sources.chunks import RawRow
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.inspect.audit import findings, rows_named, told
+from packtrain.inspect.corpus import Corpus, corpus_of
 from packtrain.inspect.mode_costs import attention_cost, mode_costs
 from packtrain.inspect.places import rows_of
+from packtrain.inspect.scan.token_scan import scan
+from packtrain.inspect.scan.vocabulary import Vocabulary
 from packtrain.inspect.statistics import by_role, cuts, full_lengths, histogram, percentiles
-from packtrain.inspect.subject import Subject, subject_of
-from packtrain.inspect.token_scan import scan
 from packtrain.inspect.tokens_shown import Shower
-from packtrain.inspect.vocabulary import Vocabulary
 
 SHOWN = 3
 _AMONG = 200
@@ -32,40 +32,40 @@ class Inspection:
     """The data of a config, opened; `processes` are those that would train."""
 
     config: RunConfig
-    subject: Subject
+    corpus: Corpus
     processes: int
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """The tokens."""
-        return Vocabulary(self.subject.tokenizer)
+        return Vocabulary(self.corpus.tokenizer)
 
     @cached_property
     def shower(self) -> Shower:
         """Shows documents."""
-        return Shower(self.subject, self.vocabulary)
+        return Shower(self.corpus, self.vocabulary)
 
     @cached_property
     def attention_cost(self) -> float | None:
         """See mode_costs.py."""
-        return attention_cost(self.config.model, self.config.peft, self.subject.tokenizer.vocabulary)
+        return attention_cost(self.config.model, self.config.peft, self.corpus.tokenizer.vocabulary)
 
     @property
     def shares_prompts(self) -> bool:
         """Whether the prompt of a pair is laid out once, if the attention proves that exact."""
         packing = self.config.packing
-        return self.subject.kind == "dpo" and packing.mode != "padding" and packing.share_prefix is not False
+        return self.corpus.kind == "dpo" and packing.mode != "padding" and packing.share_prefix is not False
 
     def summary(self) -> dict[str, Any]:
         """Everything about the data set, as plain containers."""
-        subject, config = self.subject, self.config
-        scanned = scan(subject, self.vocabulary)
-        found = findings(subject, scanned)
+        corpus, config = self.corpus, self.config
+        scanned = scan(corpus, self.vocabulary)
+        found = findings(corpus, scanned)
         shown = self._typical()
-        read = rows_of(subject, rows_named(found) | {int(subject.row_of[one]) for one in shown})
-        report = subject.train.report
-        examples = subject.lengths[subject.in_train]
-        lengths = full_lengths(subject)
+        read = rows_of(corpus, rows_named(found) | {int(corpus.row_of[one]) for one in shown})
+        report = corpus.train.report
+        examples = corpus.lengths[corpus.in_train]
+        lengths = full_lengths(corpus)
         cost = self.attention_cost
         return {
             "rows": report.rows,
@@ -76,10 +76,10 @@ class Inspection:
             "split": report.split,
             "cut_tokens": report.cut_tokens,
             "documents": report.documents,
-            "unit": subject.unit,
+            "unit": corpus.unit,
             "tokens": report.tokens,
             "trained_tokens": report.trained_tokens,
-            "held_out": None if subject.eval is None else subject.eval.report.documents // subject.together,
+            "held_out": None if corpus.eval is None else corpus.eval.report.documents // corpus.together,
             "sources": list(report.sources),
             "format": report.format,
             "max_length": config.data.max_length,
@@ -89,7 +89,7 @@ class Inspection:
             "cuts": cuts(lengths, config.data.max_length),
             "processes": self.processes,
             "mode": config.packing.mode,
-            "modes": mode_costs(subject, config.packing, config.batch, config.trainer, self.processes, cost or 0.0),
+            "modes": mode_costs(corpus, config.packing, config.batch, config.trainer, self.processes, cost or 0.0),
             "attention_cost": cost,
             "audit": told(found, {row: place for row, (place, _) in read.items()}),
             "shown": self.examples(shown, read),
@@ -97,7 +97,7 @@ class Inspection:
 
     def examples(self, documents: list[int], read: Mapping[int, tuple[str, RawRow]]) -> list[dict[str, Any]]:
         """The examples that begin with these documents, as turns of coloured text; `read` are their rows."""
-        rows = [read[int(self.subject.row_of[one])] for one in documents]
+        rows = [read[int(self.corpus.row_of[one])] for one in documents]
         return [
             self.shower.example(one, place, row, shared=self.shares_prompts)
             for one, (place, row) in zip(documents, rows, strict=True)
@@ -105,11 +105,11 @@ class Inspection:
 
     def _typical(self) -> list[int]:
         """Documents of usual length from the start of the data, and the first that was cut, if any."""
-        subject = self.subject
-        first = subject.train.rows[: _AMONG * subject.together : subject.together]
-        order = np.argsort(np.abs(subject.lengths[first] - np.median(subject.lengths[first])), kind="stable")
+        corpus = self.corpus
+        first = corpus.train.rows[: _AMONG * corpus.together : corpus.together]
+        order = np.argsort(np.abs(corpus.lengths[first] - np.median(corpus.lengths[first])), kind="stable")
         chosen = list(dict.fromkeys(first[order].tolist()))[:SHOWN]
-        cut = first[subject.fates["truncated"][subject.row_of[first]]]
+        cut = first[corpus.fates["truncated"][corpus.row_of[first]]]
         if len(cut) and len(chosen) == SHOWN and int(cut[0]) not in chosen:
             chosen[-1] = int(cut[0])
         return sorted(chosen)
@@ -129,7 +129,7 @@ def inspection(
     if prepared is None:
         make = prepare if kind == "sft" else prepare_pairs
         prepared = make(config.data, tokenizer, seed=seed, progress=progress)
-    return Inspection(config, subject_of(config.data, kind, tokenizer, prepared, seed=seed), processes)
+    return Inspection(config, corpus_of(config.data, kind, tokenizer, prepared, seed=seed), processes)
 
 
 def data_summary(config: RunConfig, processes: int = 1, **given: Any) -> dict[str, Any]:

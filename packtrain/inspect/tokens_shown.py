@@ -18,9 +18,9 @@ import numpy as np
 from packtrain.config.schema import Format
 from packtrain.data.sources.chunks import BadRow, RawRow
 from packtrain.data.tokens.encode import Encoder, PairEncoder
-from packtrain.inspect.roles import PARTS, Headers, headers_of
-from packtrain.inspect.subject import Subject
-from packtrain.inspect.vocabulary import Vocabulary
+from packtrain.inspect.corpus import Corpus
+from packtrain.inspect.scan.roles import PARTS, Headers, headers_of
+from packtrain.inspect.scan.vocabulary import Vocabulary
 
 MOST_TOKENS = 20_000
 """Tokens of a part that are shown."""
@@ -48,67 +48,67 @@ def _symbol(character: str) -> str:
 
 @dataclass(frozen=True)
 class Shower:
-    """Shows documents of a subject."""
+    """Shows documents of a corpus."""
 
-    subject: Subject
+    corpus: Corpus
     vocabulary: Vocabulary
 
     @cached_property
     def headers(self) -> Headers:
-        return headers_of(self.subject.chat)
+        return headers_of(self.corpus.chat)
 
     @cached_property
     def encoder(self) -> Encoder:
         """Makes whole documents: nothing is cut."""
-        subject = self.subject
-        kind = PairEncoder if subject.kind == "dpo" else Encoder
-        return kind(subject.tokenizer, subject.template, replace(subject.data, max_length=None))
+        corpus = self.corpus
+        kind = PairEncoder if corpus.kind == "dpo" else Encoder
+        return kind(corpus.tokenizer, corpus.template, replace(corpus.data, max_length=None))
 
     def example(self, number: int, place: str, row: RawRow, *, shared: bool = False) -> dict[str, Any]:
         """The example that begins with document `number`, of the `row` at `place`; of a pair the prompt once if it is `shared`."""
-        subject = self.subject
-        own = int(subject.row_of[number])
-        fate = subject.fates[own]
-        documents = [subject.document(number + side) for side in range(subject.together)]
+        corpus = self.corpus
+        own = int(corpus.row_of[number])
+        fate = corpus.fates[own]
+        documents = [corpus.document(number + side) for side in range(corpus.together)]
         kept = [(one.input_ids, one.loss_mask, np.zeros(len(one.input_ids), bool)) for one in documents]
         if fate["truncated"]:
             kept = self._with_cut(kept, own, number, row)
-        of_row = np.flatnonzero(subject.row_of == own) if fate["documents"] > subject.together else []
+        of_row = np.flatnonzero(corpus.row_of == own) if fate["documents"] > corpus.together else []
         parts = (
-            f", part {1 + (number - int(of_row[0])) // subject.together} of {len(of_row) // subject.together}"
+            f", part {1 + (number - int(of_row[0])) // corpus.together} of {len(of_row) // corpus.together}"
             if len(of_row)
             else ""
         )
-        return self._shown(kept, subject.format_of(number), f"{place}{parts}", shared=shared)
+        return self._shown(kept, corpus.format_of(number), f"{place}{parts}", shared=shared)
 
     def row(self, store: int, place: str, row: RawRow, dropped: str) -> dict[str, Any]:
         """A row that gave no document, `dropped` for a reason: all of it is cut."""
         try:
-            whole = self.encoder.documents_of(row, cast(Format, self.subject.stores[store].format))
+            whole = self.encoder.documents_of(row, cast(Format, self.corpus.stores[store].format))
         except BadRow as bad:
             return {"where": place, "note": f"left out: {bad.what}", "tokens": 0, "trained": 0, "cut": 0, "parts": []}
         kept = [(ids, mask, np.ones(len(ids), bool)) for ids, mask in whole]
-        return {**self._shown(kept, self.subject.stores[store].format, place), "note": f"left out: {dropped}"}
+        return {**self._shown(kept, self.corpus.stores[store].format, place), "note": f"left out: {dropped}"}
 
     def _with_cut(self, kept: list[Any], own: int, number: int, row: RawRow) -> list[Any]:
         """The documents with the tokens that data.max_length cut, where the row still gives as many documents."""
-        subject = self.subject
+        corpus = self.corpus
         try:
-            whole = self.encoder.documents_of(row, cast(Format, subject.format_of(number)))
+            whole = self.encoder.documents_of(row, cast(Format, corpus.format_of(number)))
         except BadRow:
             return kept
-        first = int(np.flatnonzero(subject.row_of == own)[0])
-        if len(whole) != subject.fates["documents"][own]:
+        first = int(np.flatnonzero(corpus.row_of == own)[0])
+        if len(whole) != corpus.fates["documents"][own]:
             return kept
         found = []
         for side, (ids, _, _) in enumerate(kept):
             all_ids, mask = whole[number - first + side]
             cut = np.arange(len(all_ids)) >= len(ids)
-            found.append((all_ids, mask, cut[::-1] if subject.data.overlong == "keep_end" else cut))
+            found.append((all_ids, mask, cut[::-1] if corpus.data.overlong == "keep_end" else cut))
         return found
 
     def _shown(self, documents: list[Any], format: str, place: str, *, shared: bool = False) -> dict[str, Any]:
-        names = ("chosen", "rejected") if self.subject.kind == "dpo" else ("",)
+        names = ("chosen", "rejected") if self.corpus.kind == "dpo" else ("",)
         pieces = [(name, *document) for name, document in zip(names, documents, strict=False)]
         common = 0
         if shared and len(documents) == 2:

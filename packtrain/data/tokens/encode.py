@@ -48,7 +48,7 @@ from packtrain.data.row_counts import Fate
 from packtrain.data.sources.chunks import BadRow, Chunk, NoPair, RawRow
 from packtrain.data.tokens.chat_template import ADVICE, Template
 from packtrain.data.tokens.loss_mask import REFUSED, ChatEncoder, LossOn
-from packtrain.data.tokens.oddities import Oddities
+from packtrain.data.tokens.text_faults import TextFaults
 from packtrain.data.tokens.tokenizer import PlainTokenizer
 from packtrain.errors import Problem, UserError
 
@@ -163,10 +163,10 @@ class Encoder:
         return ChatEncoder(self.tokenizer, self.template)
 
     @cached_property
-    def _oddities(self) -> Oddities:
+    def _faults(self) -> TextFaults:
         tokenizer = self.tokenizer
         end = "" if tokenizer.eos_id is None else tokenizer.text_of(tokenizer.eos_id)
-        return Oddities(tokenizer.control_texts, end, self.template is not None and self._chat.drops_system)
+        return TextFaults(tokenizer.control_texts, end, self.template is not None and self._chat.drops_system)
 
     @cached_property
     def _training(self) -> ChatEncoder | None:
@@ -217,7 +217,7 @@ class Encoder:
             default = "assistant" if example.answer_from is None else "completion"
             try:
                 documents, flags = self._chatted(example, default if loss_on == "auto" else loss_on)
-                return documents, flags | self._oddities.of(example)
+                return documents, flags | self._faults.of(example)
             except BadRow as bad:
                 raise in_file(bad, row, format) from bad
         if isinstance(example, PromptCompletion):
@@ -228,7 +228,7 @@ class Encoder:
             mask = np.ones(len(ids), dtype=bool)
         else:
             ids, mask = self._given(example)
-        return [(ids, mask)], {"apart": apart, **self._oddities.of(example)}
+        return [(ids, mask)], {"apart": apart, **self._faults.of(example)}
 
     def _given(self, tokens: Tokens) -> IdsAndMask:
         ids, mask, loss_on = tokens.input_ids, tokens.mask, self.data.loss_on
@@ -318,7 +318,7 @@ class PairEncoder(Encoder):
         choice = read_preference(row, format)
         prompt, *answered = self._encoded(choice)
         border = min(_common(prompt, ids) for ids in answered)
-        flags = {"apart": border < len(prompt), **self._oddities.of(choice.chosen, choice.rejected)}
+        flags = {"apart": border < len(prompt), **self._faults.of(choice.chosen, choice.rejected)}
         if self._is_prefix(*sorted(answered, key=len)):
             flags["prefix"] = True
         return [(ids, np.arange(len(ids)) >= border) for ids in answered], flags

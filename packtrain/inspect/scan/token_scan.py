@@ -13,10 +13,10 @@ from functools import cached_property
 import numpy as np
 
 from packtrain.data.tokens.cache import Store
-from packtrain.inspect.near_duplicates import SAMPLE, Signatures, common_grams, grams, signatures_of
-from packtrain.inspect.roles import PARTS, Headers, headers_of
-from packtrain.inspect.subject import Subject
-from packtrain.inspect.vocabulary import LATIN, SCRIPTS, Vocabulary
+from packtrain.inspect.corpus import Corpus
+from packtrain.inspect.scan.near_duplicates import SAMPLE, Signatures, common_grams, grams, signatures_of
+from packtrain.inspect.scan.roles import PARTS, Headers, headers_of
+from packtrain.inspect.scan.vocabulary import LATIN, SCRIPTS, Vocabulary
 
 BLOCK = 1 << 19
 """Tokens that are looked at together."""
@@ -25,7 +25,7 @@ THREADS = 2
 
 @dataclass(frozen=True, eq=False)
 class TokenScan:
-    """Of each document, by its number (subject.py): `hashes` uint64 of all its tokens, `signatures` of its n-grams.
+    """Of each document, by its number (corpus.py): `hashes` uint64 of all its tokens, `signatures` of its n-grams.
 
     bool[documents]: whether it trains the end of an answer (`ends`), two ends in a row (`ends_twice`), begins with two BOS
     (`two_bos`), has a token for what the tokenizer does not know (`unknown`), or ends inside a trained answer (`open`). `script`
@@ -48,14 +48,14 @@ class TokenScan:
 class _Scanner:
     """What a block is looked at with."""
 
-    subject: Subject
+    corpus: Corpus
     vocabulary: Vocabulary
     headers: Headers
     common: np.ndarray
 
     @cached_property
     def is_end(self) -> np.ndarray:
-        return self.vocabulary.table(self.subject.end_ids)
+        return self.vocabulary.table(self.corpus.end_ids)
 
     @cached_property
     def random(self) -> np.ndarray:
@@ -63,7 +63,7 @@ class _Scanner:
 
     def look(self, block: tuple[int, int, int]) -> dict[str, np.ndarray]:
         number, first, end = block
-        store = self.subject.stores[number]
+        store = self.corpus.stores[number]
         ids, mask = store.read(first, end)
         lengths = store.lengths[first:end].astype(np.int64)
         starts = np.cumsum(lengths) - lengths
@@ -77,12 +77,12 @@ class _Scanner:
             "unknown": np.zeros(len(lengths), bool),
             **self._ends(ids, mask, lengths, starts),
         }
-        if (bos := self.subject.tokenizer.bos_id) is not None:
+        if (bos := self.corpus.tokenizer.bos_id) is not None:
             second = np.minimum(starts + 1, len(ids) - 1)
             found["two_bos"] = (lengths > 1) & (ids[starts] == bos) & (ids[second] == bos)
-        if self.subject.unknown is not None:
-            found["unknown"] = np.logical_or.reduceat(ids == self.subject.unknown, starts)
-        taken = self.subject.in_train[self.subject.first_documents[number] + np.arange(first, end)]
+        if self.corpus.unknown is not None:
+            found["unknown"] = np.logical_or.reduceat(ids == self.corpus.unknown, starts)
+        taken = self.corpus.in_train[self.corpus.first_documents[number] + np.arange(first, end)]
         found["roles"] = self._roles(store, ids, mask, lengths, starts, taken)
         return found
 
@@ -150,12 +150,12 @@ class _Scanner:
         return found
 
 
-def scan(subject: Subject, vocabulary: Vocabulary) -> TokenScan:
-    """Reads every token of the subject's stores."""
-    headers = headers_of(subject.chat)
-    common = common_grams(_sample(subject))
-    scanner = _Scanner(subject, vocabulary, headers, common)
-    blocks = list(_blocks(subject.stores))
+def scan(corpus: Corpus, vocabulary: Vocabulary) -> TokenScan:
+    """Reads every token of the corpus's stores."""
+    headers = headers_of(corpus.chat)
+    common = common_grams(_sample(corpus))
+    scanner = _Scanner(corpus, vocabulary, headers, common)
+    blocks = list(_blocks(corpus.stores))
     _ = scanner.is_end, scanner.random, vocabulary.scripts, vocabulary.is_space  # once, before the threads
     with ThreadPoolExecutor(THREADS) as threads:
         parts = list(threads.map(scanner.look, blocks))
@@ -165,7 +165,7 @@ def scan(subject: Subject, vocabulary: Vocabulary) -> TokenScan:
 
     roles: dict[str, np.ndarray] = {}
     for (number, _, _), part in zip(blocks, parts, strict=True):
-        names = (*headers.names, *PARTS.get(subject.stores[number].format, ("prompt", "answer")))
+        names = (*headers.names, *PARTS.get(corpus.stores[number].format, ("prompt", "answer")))
         for name, figures in zip(names, part["roles"].T, strict=True):
             roles[name] = roles.get(name, 0) + figures
     return TokenScan(
@@ -189,9 +189,7 @@ def _blocks(stores: tuple[Store, ...]) -> Iterator[tuple[int, int, int]]:
             first = end
 
 
-def _sample(subject: Subject) -> list[np.ndarray]:
+def _sample(corpus: Corpus) -> list[np.ndarray]:
     """The tokens of documents spread evenly over all of them."""
-    total = len(subject.lengths)
-    return [
-        subject.read(int(number)) for number in np.unique(np.linspace(0, total - 1, min(SAMPLE, total)).astype(int))
-    ]
+    total = len(corpus.lengths)
+    return [corpus.read(int(number)) for number in np.unique(np.linspace(0, total - 1, min(SAMPLE, total)).astype(int))]

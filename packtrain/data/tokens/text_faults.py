@@ -16,7 +16,7 @@ _FEWEST = 4
 
 
 @dataclass(frozen=True)
-class Oddities:
+class TextFaults:
     """Finds them. `markers` are texts of control tokens, `end` that of EOS; `drops_system`: the template leaves out system prompts."""
 
     markers: frozenset[str]

@@ -20,7 +20,7 @@ from packtrain.data.tokens.tokenizer import PlainTokenizer, plain_tokenizer
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class Corpus:
     """The documents of `train` and `eval`, those of pairs one after the other (chosen, rejected).
 
     A document has one number, counted through the `stores`; a row of a source likewise through all rows of the stores.
@@ -162,8 +162,8 @@ class Subject:
         return " or ".join(map(self.tokenizer.text_of, self.end_ids)) or "there is none"
 
 
-def subject_of(data: Data, kind: ObjectiveKind, tokenizer: Any, prepared: PreparedData[Any], *, seed: int) -> Subject:
-    """The subject of data that is `prepared` for the objective `kind`, with the transformers tokenizer that made its tokens."""
+def corpus_of(data: Data, kind: ObjectiveKind, tokenizer: Any, prepared: PreparedData[Any], *, seed: int) -> Corpus:
+    """The corpus of data that is `prepared` for the objective `kind`, with the transformers tokenizer that made its tokens."""
     pairs = prepared.train if isinstance(prepared.train, PairDataset) else None
     train, held_out = (
         one.documents if isinstance(one, PairDataset) else one for one in (prepared.train, prepared.eval)
@@ -172,4 +172,4 @@ def subject_of(data: Data, kind: ObjectiveKind, tokenizer: Any, prepared: Prepar
     control = {plain.eos_id, plain.bos_id, tokenizer.pad_token_id}  # GPT-2's <|endoftext|> is all of them
     template = choose_template(data.chat_template, tokenizer)
     unknown = None if unknown in control else unknown
-    return Subject(data, kind, seed, plain, template, unknown, train, held_out, pairs)
+    return Corpus(data, kind, seed, plain, template, unknown, train, held_out, pairs)

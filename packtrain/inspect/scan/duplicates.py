@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packtrain.inspect.near_duplicates import MOST_CHECKED, SIMILAR, candidates, similarity
-from packtrain.inspect.subject import Subject
-from packtrain.inspect.token_scan import TokenScan
+from packtrain.inspect.corpus import Corpus
+from packtrain.inspect.scan.near_duplicates import MOST_CHECKED, SIMILAR, candidates, similarity
+from packtrain.inspect.scan.token_scan import TokenScan
 
 LIKELY = SIMILAR - 0.2
 """How alike signatures must be for documents to be compared: two standard deviations below."""
@@ -26,32 +26,32 @@ class Twin:
     count: int
 
 
-def duplicates(subject: Subject, scan: TokenScan) -> tuple[Twin, Twin]:
+def duplicates(corpus: Corpus, scan: TokenScan) -> tuple[Twin, Twin]:
     """Trained examples with the tokens of an earlier one, and others that are almost an earlier one."""
-    numbers, hashes = _examples(subject, scan, subject.in_train)
+    numbers, hashes = _examples(corpus, scan, corpus.in_train)
     first, again = _first_of(hashes)
     same = Twin(numbers[again], numbers[first[again]], int(again.sum()))
     alone = numbers[~again]
-    return same, _similar(subject, scan, alone, np.zeros(len(alone), np.int8), held_out=False)
+    return same, _similar(corpus, scan, alone, np.zeros(len(alone), np.int8), held_out=False)
 
 
-def leaks(subject: Subject, scan: TokenScan) -> tuple[Twin, Twin]:
+def leaks(corpus: Corpus, scan: TokenScan) -> tuple[Twin, Twin]:
     """Held-out examples with the tokens of a trained one, and others that are almost one."""
-    trained, of_trained = _examples(subject, scan, subject.in_train)
-    held, of_held = _examples(subject, scan, subject.in_eval)
+    trained, of_trained = _examples(corpus, scan, corpus.in_train)
+    held, of_held = _examples(corpus, scan, corpus.in_eval)
     order = np.argsort(of_trained, kind="stable")
     at = np.minimum(np.searchsorted(of_trained[order], of_held), len(order) - 1)
     known = of_trained[order][at] == of_held
     same = Twin(held[known], trained[order][at[known]], int(known.sum()))
     numbers = np.concatenate([trained, held[~known]])
-    return same, _similar(subject, scan, numbers, np.arange(len(numbers)) >= len(trained), held_out=True)
+    return same, _similar(corpus, scan, numbers, np.arange(len(numbers)) >= len(trained), held_out=True)
 
 
-def _examples(subject: Subject, scan: TokenScan, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _examples(corpus: Corpus, scan: TokenScan, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The first document of each example among the documents `chosen`, and the hash of all its tokens."""
-    numbers = np.flatnonzero(chosen)[:: subject.together]
+    numbers = np.flatnonzero(chosen)[:: corpus.together]
     hashes = scan.hashes[numbers]
-    if subject.together == 2:
+    if corpus.together == 2:
         hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + scan.hashes[numbers + 1]
     return numbers, hashes
 
@@ -62,23 +62,23 @@ def _first_of(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first[inverse], first[inverse] != np.arange(len(hashes))
 
 
-def _similar(subject: Subject, scan: TokenScan, numbers: np.ndarray, eldest: np.ndarray, *, held_out: bool) -> Twin:
+def _similar(corpus: Corpus, scan: TokenScan, numbers: np.ndarray, eldest: np.ndarray, *, held_out: bool) -> Twin:
     best, alike = candidates(scan.signatures, numbers, eldest)
     found = np.flatnonzero((best >= 0) & (alike >= LIKELY))
     if held_out:
-        found = found[subject.in_eval[numbers[found]] & subject.in_train[best[found]]]
+        found = found[corpus.in_eval[numbers[found]] & corpus.in_train[best[found]]]
     checked = found
     if len(found) > MOST_CHECKED:
         checked = np.sort(np.random.default_rng(0).choice(found, MOST_CHECKED, replace=False))
-    true = np.array([_is_similar(subject, scan, int(numbers[at]), int(best[at])) for at in checked], bool)
+    true = np.array([_is_similar(corpus, scan, int(numbers[at]), int(best[at])) for at in checked], bool)
     kept = checked[true]
     count = round(len(kept) * len(found) / max(1, len(checked)))
     return Twin(numbers[kept], best[kept], count)
 
 
-def _is_similar(subject: Subject, scan: TokenScan, one: int, other: int) -> bool:
+def _is_similar(corpus: Corpus, scan: TokenScan, one: int, other: int) -> bool:
     """Whether the documents are, of pairs both of either."""
     return all(
-        similarity(subject.read(one + side), subject.read(other + side), scan.common) >= SIMILAR
-        for side in range(subject.together)
+        similarity(corpus.read(one + side), corpus.read(other + side), scan.common) >= SIMILAR
+        for side in range(corpus.together)
     )
