@@ -178,6 +178,8 @@ def _refused(value: Any, key: Key) -> Fault:
         return Fault((key.path,), f"found {_found(value)}", f"Allowed: at most {key.maximum:.0f}.")
     fix = f"Allowed: {describe(key)}."
     meant = near(value, choices(key.type), 1) if isinstance(value, str) else []
+    if str(value).lower() == "off" and "no" in choices(key.type):  # in a YAML file `off` is false, and so is `no`
+        meant = ["no"]
     if meant and meant[0] == value:
         fix += f" Write [{value}]."
     elif meant:

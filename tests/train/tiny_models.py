@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-_COMMON = {
+SIZES = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -14,6 +14,9 @@ _COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+}
+_COMMON = {
+    **SIZES,
     "max_position_embeddings": 256,
     "pad_token_id": 0,
     "bos_token_id": 1,

@@ -182,8 +182,9 @@ def test_a_chat_template_is_named_as_the_model_is() -> None:
     assert load_config(None, [*COMPLETE, "data.chat_template=Llama3.2"]).data.chat_template == "Llama3.2"
 
 
-def test_an_unquoted_no_is_the_choice_no() -> None:
-    assert load_config(write("trainer: {mixed_precision: no}\n"), COMPLETE).trainer.mixed_precision == "no"
+@pytest.mark.parametrize("word", ["no", "off"])
+def test_an_unquoted_no_is_the_choice_no(word: str) -> None:
+    assert load_config(write(f"trainer: {{mixed_precision: {word}}}\n"), COMPLETE).trainer.mixed_precision == "no"
 
 
 def test_sources_can_be_mappings_with_weights() -> None:
@@ -415,6 +416,7 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["+optim.schedule_options.min_lr=1"], "optim.schedule_options.min_lr", "no such option"),
         (["trainer.max_steps=5", "trainer.epochs=2"], "trainer.epochs", "set twice"),
         (["trainer.mixed_precision=bf16", "model.dtype=float16"], "trainer.mixed_precision", "float16"),
+        (["trainer.mixed_precision=off"], "trainer.mixed_precision", "Did you mean no?"),
         (["model.dtype=float16"], "model.dtype", "peft=lora"),
         (["trainer.torch_compile=true", "strategy=zero3"], "trainer.torch_compile", "zero3 gathers the weights"),
         (["trainer.torch_compile=true", "strategy=fsdp2"], "trainer.torch_compile", "strategy=ddp or zero2"),

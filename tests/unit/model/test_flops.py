@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import SIZES
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -14,15 +15,6 @@ from packtrain.config.schema import Peft
 from packtrain.model.adapters import add_adapters
 from packtrain.model.flops import training_flops, visible_keys
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
 LAYER = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96
 HEAD = 97 * 64
 PAIR = 2 * 4 * (16 + 16)  # a query and a key, forwards in one layer

@@ -9,20 +9,12 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from tiny_models import SIZES
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Strategy
 from packtrain.plan.memory import GIB, OUTSIDE, Memory, estimate
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 50,
-}
 MADE = ["model.init=random", "model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]
 
 
