@@ -159,7 +159,8 @@ def training_arguments(
         "report_to": list(tracking.report_to) or "none",
         "run_name": tracking.run_name or Path(trainer.output_dir).name,
         "ddp_timeout": int(limits.step_s),
-        "ddp_find_unused_parameters": False,
+        # else DDP orders its buckets anew after the first step of each start, and with them the sums of three ranks or more
+        "ddp_find_unused_parameters": trainer.deterministic,
         # buffers (rotary frequencies) are equal on all ranks; broadcasting them would make forward passes wait for rank 0
         "ddp_broadcast_buffers": False,
         "disable_tqdm": True,

@@ -158,3 +158,15 @@ def test_a_checkpoint_of_an_earlier_version_is_told(tmp_path: Path) -> None:
     (tmp_path / "origin.json").write_text(json.dumps({"trainer.seed": 0}))
     with pytest.raises(UserError, match="does not record this: an earlier packtrain"):
         check_origin(tmp_path, {"trainer.seed": 0, "optim.rounding": "nearest"})
+
+
+def test_three_processes_that_are_killed_go_on_bitwise_where_that_is_asked_for(tmp_path: Path) -> None:
+    # from step 2 or 4 on: in step 4 one process alone has a document
+    config = config_of(tmp_path, trainer={"deterministic": True, "checkpoint_every": 2})
+    expected = train(tmp_path, config, name="unbroken", processes=3)
+    ranks, _ = start(tmp_path, config, "killed", 3)
+    for one in ranks:
+        signalled(one, signal.SIGKILL)
+    assert ends(ranks) == [-signal.SIGKILL] * 3
+    assert not (tmp_path / "killed" / "final").exists(), "it was killed too late"
+    assert_same_end(train(tmp_path, config, name="killed", processes=3), expected)
