@@ -34,7 +34,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from packtrain.attention.backends import attend_by
 from packtrain.config.schema import Objective, TokenLoss
 from packtrain.errors import CheckFailed
-from packtrain.model.bf16_head import computes_in_bf16, nll_sum
+from packtrain.model.bf16_head import computes_in_bf16, multiply_in_bf16, nll_sum
 from packtrain.model.precision import compute_in
 from packtrain.packing.collate import IGNORE, PairLayout, on_device, places_of, row_arguments, to_device
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
@@ -289,6 +289,7 @@ class _LabelledHead:
         self.config, self._model = model.config, model
         # stands in for a model: TRL replaces `forward`, which uses config, base_model and get_output_embeddings only
         add_fused_lm_head(cast(Any, self), outputs=outputs)
+        multiply_in_bf16()
 
     def base_model(self, hidden: torch.Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(last_hidden_state=hidden)

@@ -176,9 +176,9 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
 
     early = config.trainer.early_stop_patience is not None
     summary = results.Summary(trainer, data, decision, started, early)
-    if run.stop.agreed:
+    step = trainer.state.global_step
+    if run.stop.agreed and step < trainer.state.max_steps:  # after the last step there is nothing to go on with
         _write_summary(run, summary.to_json("stopped"))
-        step = trainer.state.global_step
         log.say(f"stopped by signal {run.stop.agreed} after step {step}; the same command goes on from there")
         return 128 + run.stop.agreed
     _finish(run, trainer, summary)

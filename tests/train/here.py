@@ -17,11 +17,11 @@ from packtrain.train.run import train_in
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def train_here(config: RunConfig, folder: Path, ranks: Ranks = ALONE) -> Run:
-    """Trains by `config` into `folder`; raises what the command would print."""
+def train_here(config: RunConfig, folder: Path, ranks: Ranks = ALONE, *, expect: int = 0) -> Run:
+    """Trains by `config` into `folder`, to an exit code; raises what the command would print."""
     config = replace(config, trainer=replace(config.trainer, output_dir=str(folder)))
     prepared = RunFolder.of(config.trainer)
     prepared.open_attempt("auto")
     prepared.attempt.config.write_text(to_yaml(config))
-    assert train_in(config, replace(ranks, strategy=config.strategy.name)) == 0
+    assert train_in(config, replace(ranks, strategy=config.strategy.name)) == expect
     return Run(folder)

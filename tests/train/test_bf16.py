@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.data.dataset import Document
-from packtrain.model import bf16_head
+from packtrain.model import bf16_head, forward
 from packtrain.model.forward import add_loss_sum
 from packtrain.model.precision import weights_cast_once
 from packtrain.packing.collate import collate_padded
@@ -78,6 +78,40 @@ def test_the_head_gives_loss_and_gradients_of_full_logits(weights: torch.dtype, 
     for one, other in zip(leaves[: 2 + bias], exact, strict=False):
         assert one.grad is not None and other.grad is not None and one.grad.dtype == weights
         assert (one.grad.float() - other.grad).norm() <= 1e-2 * other.grad.norm()
+
+
+class Float32Products(TorchDispatchMode):
+    """Counts products of float32 matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.count += all(one.dtype == torch.float32 for one in args if isinstance(one, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_head_of_pairs_multiplies_in_bfloat16() -> None:
+    model = tiny_model("llama")
+    for weight in model.parameters():
+        weight.data *= 0.5 if weight.dim() > 1 else 1
+    ids = torch.randint(3, 97, (4, 40), generator=torch.Generator().manual_seed(0))
+    head = forward._LabelledHead(model, ("log_probs", "entropy"))
+    hidden = model.base_model(ids).last_hidden_state.detach()
+
+    def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
+        model.zero_grad()
+        model.to(dtype)
+        states = hidden.to(dtype, copy=True).requires_grad_()
+        head.score(states, ids, torch.arange(ids.numel())).log_probs.sum().backward()
+        return [states.grad.float(), model.get_output_embeddings().weight.grad.float()]
+
+    exact = gradients(torch.float32)
+    with Float32Products() as products:
+        ours = gradients(torch.bfloat16)
+    assert not products.count
+    for one, other in zip(ours, exact, strict=True):
+        assert (one - other).norm() <= 1e-2 * other.norm()
 
 
 def test_a_confident_head_loses_nothing_to_rounding() -> None:

@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from here import train_here
 from running import ENVIRONMENT, Run, base_config, packtrain, train
 
+from packtrain.config.compose import load_config
 from packtrain.errors import UserError
 from packtrain.train.checkpoint import check_origin
+from packtrain.train.settings import StopRequest
 from tests.train import forked
 
 DROPOUT = {"attention_dropout": 0.1}  # so that a lost random state would show
@@ -99,6 +102,21 @@ def test_a_signal_ends_the_run_after_a_checkpoint_that_it_goes_on_from(
     assert (folder / name / "checkpoints" / f"step-{stopped_at:06d}" / "manifest.json").exists()
     resumed = train(folder, config, f"trainer.max_steps={stopped_at + 2}", name=name, processes=processes)
     assert [line["step"] for line in resumed.steps] == list(range(1, stopped_at + 3))
+
+
+@pytest.mark.parametrize(("steps", "code"), [(1, 0), (2, 128 + signal.SIGTERM)])
+def test_a_signal_in_the_last_step_lets_the_run_come_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, code: int
+) -> None:
+    def sent_in_step_1(self: StopRequest) -> None:
+        self.signal = signal.SIGTERM
+
+    monkeypatch.setattr(StopRequest, "listen", sent_in_step_1)
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(base_config(tmp_path, trainer={"max_steps": steps})))
+    run = train_here(load_config(str(path), []), tmp_path / "run", expect=code)
+    assert run.summary["status"] == ("stopped" if code else "done") and run.summary["steps"] == 1
+    assert (run.folder / "final").exists() != bool(code)
+    assert (run.folder / "checkpoints" / "step-000001").exists()
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(unbroken: tuple[Path, Run]) -> None:
