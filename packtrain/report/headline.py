@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,8 @@ from packtrain.wording import counted
 
 SLOW = 1.2
 """A rank is slow whose forward passes and loading of data take so many times the median, as train/sync/rank_times.py has it."""
+
+_TELLING_LINES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,18 @@ def tiles(run: RunRecord) -> list[Tile]:
             Tile("Memory", size(float(memory.max())), f"most of rank 0; {percent(float(padding.mean()))} padding")
         )
     return [one for one in found if one is not None]
+
+
+def telling(lines: Sequence[str]) -> list[str]:
+    """Of what packtrain doctor says of a run the part to show first: its first line, and the error at the end of a log."""
+    plain = [line.strip() for line in lines]
+    errors = [
+        number for number, line in enumerate(plain) if line == "error:" or re.fullmatch(r"error: \d+ problems", line)
+    ]
+    if errors:
+        error = textwrap.dedent("\n".join(lines[errors[-1] + 1 :])).splitlines()
+        return [lines[0].split("; the end of ")[0], *error]
+    return [*lines] if len(lines) <= _TELLING_LINES else [lines[0], "    …", *lines[-_TELLING_LINES:]]
 
 
 def seconds_of(run: RunRecord) -> float | None:

@@ -60,12 +60,13 @@
       const value = `%{y:${FORMATS[figure.kind] || ".5~g"}}${UNITS[figure.kind] || ""}`;
       const marker = { color: hue, size: curve.heldOut ? 6 : 5, line: { color: colour("--panel"), width: 1 } };
       const mode = curve.heldOut || few ? "lines+markers" : "lines";
+      const raw = isLog(number) ? curve.y.map((one) => (one > 0 ? one : null)) : curve.y;
       const common = { type: "scatter", x, name, mode, marker, showlegend: false, meta: index };
       if (share) {
-        made.push({ ...common, y: curve.y, line: { ...line, width: 1 }, opacity: 0.28, hoverinfo: "skip" });
-        const raw = value.replace("%{y", "%{customdata");
-        made.push({ ...common, y: smoothed(curve.y, share), customdata: curve.y, line, hovertemplate: `${raw} <span>(smoothed ${value})</span>` });
-      } else made.push({ ...common, y: curve.y, line, hovertemplate: value });
+        made.push({ ...common, y: raw, line: { ...line, width: 1 }, opacity: 0.28, hoverinfo: "skip" });
+        const own = value.replace("%{y", "%{customdata");
+        made.push({ ...common, y: smoothed(curve.y, share), customdata: curve.y, line, hovertemplate: `${own} (smoothed ${value})` });
+      } else made.push({ ...common, y: raw, line, hovertemplate: value });
     });
     return made;
   }
@@ -73,29 +74,34 @@
   const logOf = (one) => Math.log10(one);
   const ranged = (range, log) => (range && log ? (range[0] > 0 ? range.map(logOf) : null) : range);
 
+  // A figure with negative values stays linear; zeros are gaps on a logarithmic axis.
+  const isLog = (number) => state.logy && page.figures[number].curves.every((one) => one.least >= 0) && page.figures[number].curves.some((one) => one.most > 0);
+  const decades = (figure) => Math.max(...figure.curves.map((one) => one.most)) / Math.min(...figure.curves.map((one) => one.leastAbove0));
+
   // The height of what is seen between the two ends of a zoom on x.
-  function heightWithin(made) {
+  function heightWithin(made, log) {
     let low = Infinity, high = -Infinity;
     for (const one of made) {
       for (let i = 0; i < one.x.length; i++) {
-        if (one.x[i] < state.x[0] || one.x[i] > state.x[1] || (state.logy && one.y[i] <= 0)) continue;
+        if (one.x[i] < state.x[0] || one.x[i] > state.x[1] || one.y[i] === null) continue;
         if (one.y[i] < low) low = one.y[i];
         if (one.y[i] > high) high = one.y[i];
       }
     }
     if (low > high) return null;
-    if (state.logy) [low, high] = [logOf(low), logOf(high)];
+    if (log) [low, high] = [logOf(low), logOf(high)];
     const margin = (high - low) * 0.06 || Math.abs(high) * 0.06 || 1;
     return [low - margin, high + margin];
   }
 
   function layout(number, made) {
-    const figure = page.figures[number], soft = colour("--soft"), line = colour("--line");
+    const figure = page.figures[number], log = isLog(number), soft = colour("--soft"), line = colour("--line");
     const x = ranged(state.x, state.logx), font = { family: getComputedStyle(document.body).fontFamily, size: 12, color: soft };
     const axis = { gridcolor: line, linecolor: line, zeroline: false, tickfont: font, automargin: true, fixedrange: false };
-    const y = state.y[number] || (x && heightWithin(made));
-    const kind = figure.kind === "percent" ? { tickformat: ".3~%" } : state.logy ? { tickformat: "~g", dtick: undefined } : { tickformat: "~s" };
-    if (figure.kind === "number" && !state.logy) kind.tickformat = "";
+    const y = state.y[number] || (x && heightWithin(made, log));
+    const kind = figure.kind === "percent" ? { tickformat: ".3~p" } : { ticksuffix: UNITS[figure.kind] || "" };
+    if (log) Object.assign(kind, { tickformat: figure.kind === "percent" ? ".3~p" : ",~g", dtick: decades(figure) < 3000 ? "D2" : undefined });
+    const positive = figure.curves.every((one) => one.least >= 0);
     return {
       autosize: true,
       margin: { l: 8, r: 10, t: 6, b: 34 },
@@ -109,15 +115,22 @@
       separators: ".,",
       xaxis: {
         ...axis, showgrid: false, ticks: "outside", ticklen: 4, tickcolor: line, type: state.logx ? "log" : "linear", nticks: 7,
-        tickformat: state.axis === "seconds" ? "~g" : "~s", hoverformat: state.axis === "seconds" ? ".4~g" : ",d",
+        tickformat: state.axis === "tokens" ? "~s" : ",~g", hoverformat: state.axis === "seconds" ? ".4~g" : ",d",
         title: { text: axisTitle(), font, standoff: 6 },
         unifiedhovertitle: { text: state.axis === "seconds" ? `%{x} ${unit}` : `${axisTitle()} %{x}` },
         ...(x ? { range: x, autorange: false } : { autorange: true }),
       },
-      yaxis: { ...axis, type: state.logy ? "log" : "linear", nticks: 6, exponentformat: "power", minexponent: 4, ...kind, ...(y ? { range: y, autorange: false } : { autorange: true }) },
+      yaxis: { ...axis, type: log ? "log" : "linear", nticks: 6, exponentformat: "power", minexponent: 4, rangemode: positive ? "nonnegative" : "normal", ...kind, ...(y ? { range: y, autorange: false } : { autorange: true }) },
     };
   }
 
+  for (const figure of page.figures) {
+    for (const one of figure.curves) {
+      one.least = one.y.reduce((a, b) => Math.min(a, b), Infinity);
+      one.leastAbove0 = one.y.reduce((a, b) => (b > 0 ? Math.min(a, b) : a), Infinity);
+      one.most = one.y.reduce((a, b) => Math.max(a, b), -Infinity);
+    }
+  }
   const CONFIG = { displayModeBar: false, responsive: true, doubleClick: false, showTips: false, scrollZoom: false };
   const plots = page.figures.map((_, number) => at(`plot${number}`));
   const drawn = new Set();
@@ -191,14 +204,15 @@
     }
     if (several) page.runs.forEach((name, run) => at("runs").append(button(name, true, (made) => toggle(state.runs, run, made), run)));
     page.figures.forEach((figure, number) => {
-      const labels = figure.curves.map((one) => one.label);
-      const said = several ? [...new Set(labels)] : labels;
+      const labels = figure.curves.map((one) => (one.heldOut ? "held out" : one.label)), said = [...new Set(labels)].sort((a, b) => (a === "held out") - (b === "held out"));
+      const bases = new Set(figure.curves.map((one) => one.base)).size;
       if (said.length < 2) return;
       said.forEach((label) => {
         const mine = figure.curves.map((one, index) => index).filter((index) => labels[index] === label);
         const press = (made) => mine.forEach((index) => toggle(state.curves, `${number}:${index}`, made));
-        const made = button(label, true, press, several ? undefined : coloured(figure, figure.curves[mine[0]]));
-        if (figure.curves[mine[0]].heldOut) made.classList.add("heldout");
+        const first = figure.curves[mine[0]], grey = several || (first.heldOut && bases > 1);
+        const made = button(label, true, press, grey ? (first.heldOut ? -1 : undefined) : coloured(figure, first));
+        if (first.heldOut) made.classList.add("heldout");
         at(`legend${number}`).append(made);
       });
     });

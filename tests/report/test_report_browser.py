@@ -1,0 +1,290 @@
+"""The report as a reader has it: in a headless Chromium, without a network."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtrain.report.page import page
+from packtrain.report.run_record import read_run
+from tests.unit.report.run_folders import leave_run, lines_of
+
+selenium = pytest.importorskip("selenium", reason="selenium is not installed")
+CHROME = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+if not (CHROME and DRIVER):
+    pytest.skip("no chromium and chromedriver (Debian: apt-get install chromium-driver)", allow_module_level=True)
+
+from selenium import webdriver  # noqa: E402
+from selenium.webdriver.chrome.options import Options  # noqa: E402
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-dev-shm-usage",
+        "--window-size=1200,900",
+    ),
+)
+LINES = lines_of(60, eval_every=20)
+MARKUP = (
+    "<img src=x onerror=\"document.title='hit'\"><script>document.title='hit'</script><a href='javascript:1'>\x1b[31m"
+)
+# of the traces of the figure with this number
+TRACES = "return document.getElementById('plot' + arguments[0]).data.map(one => [one.name, one.x.length, [...one.y]])"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = Options()
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.binary_location = str(CHROME)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    os.environ["SE_OFFLINE"] = "true"  # no search for another driver
+    driver = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """one.html, two.html of runs with planted names and keys, failed.html, long.html."""
+    folder = tmp_path_factory.mktemp("pages")
+    evil = [{**line, MARKUP: 1.0} for line in LINES]
+    ranks = {"forward": [0.1, 0.2], "backward": [0.2, 0.2], "data": [0.01, 0.0], "counts": [0.1, 0.0]}
+    answered = [{"prompt": MARKUP, "before": MARKUP, "after": MARKUP}]
+    config = {"data": {"train": MARKUP}, "batch": {"examples_per_step": 8}, "trainer": {"log_every": 1}}
+    one = read_run(leave_run(folder / "one", lines=LINES, rank_seconds=ranks))
+    two = read_run(leave_run(folder / f"two {MARKUP}".replace("/", ""), lines=evil, answers=answered, config=config))
+    failed = leave_run(folder / "failed", lines=[], status=None)
+    (failed.logs / "diagnosis.txt").write_text("rank 1 on n0 is stopped\n  → kill -CONT 77\n")
+    long = read_run(leave_run(folder / "long", lines=lines_of(20_000, eval_every=100)))
+    shown = {"one": [one], "two": [one, two], "failed": [read_run(failed)], "long": [long]}
+    for name, runs in shown.items():
+        (folder / f"{name}.html").write_text(page(runs), encoding="utf-8")
+    return folder
+
+
+def wait_until_drawn(browser: Any) -> None:
+    end = time.monotonic() + 60
+    while not browser.execute_script("return document.documentElement.dataset.drawn"):
+        assert time.monotonic() < end, browser.get_log("browser")
+        time.sleep(0.05)
+
+
+def opened(browser: Any, file: Path) -> None:
+    """Opens a page and waits until its curves are drawn, and everything that it may ask for has been asked for."""
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)
+    browser.get(file.as_uri())
+    if "<script" in file.read_text():
+        wait_until_drawn(browser)
+
+
+def hits(browser: Any) -> list[str]:
+    """What a page asked for beside itself."""
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"]
+    return [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] + [
+        one["params"]["url"] for one in events if one["method"] == "Network.webSocketCreated"
+    ]
+
+
+def barriers(browser: Any) -> list[dict[str, Any]]:
+    """What axe-core finds in the way of a reader."""
+    package = metadata.distribution("axe-playwright-python")  # for its copy of axe-core alone
+    browser.execute_script(Path(str(package.locate_file("axe_playwright_python/axe.min.js"))).read_text())
+    return browser.execute_async_script("axe.run().then(found => arguments[0](found.violations))")
+
+
+def click(browser: Any, text: str, inside: str = "body") -> None:
+    browser.find_element(By.CSS_SELECTOR, inside).find_element(By.XPATH, f".//button[contains(., '{text}')]").click()
+    wait_until_drawn(browser)
+
+
+def value(browser: Any, script: str, *given: Any) -> Any:
+    return browser.execute_script(f"return {script}", *given)
+
+
+@pytest.mark.parametrize("name", ["one", "two", "failed", "long"])
+def test_a_page_asks_no_host_for_anything_and_has_no_error_or_barrier(browser: Any, pages: Path, name: str) -> None:
+    opened(browser, pages / f"{name}.html")
+    for scheme in ("light", "dark"):
+        value(browser, "document.documentElement.dataset.theme = arguments[0]", scheme)
+        found = barriers(browser)
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found if one["impact"] in ("serious", "critical")] == []
+    assert hits(browser) == []
+    assert [entry["message"] for entry in browser.get_log("browser")] == []
+    assert browser.title != "hit"
+
+
+def test_curves_have_the_points_of_the_file(browser: Any, pages: Path) -> None:
+    opened(browser, pages / "one.html")
+    titles = [one.text for one in browser.find_elements(By.TAG_NAME, "figcaption")]
+    assert titles == ["Loss", "Learning rate", "Gradient norm", "Tokens per second", "Padding", "Memory"]
+    losses = [line["loss"] for line in LINES if "loss" in line]
+    training, held_out = browser.execute_script(TRACES, 0)
+    assert (training[1], held_out[1]) == (60, 4)
+    assert training[2] == pytest.approx(losses, rel=1e-6)
+    drawn = "document.querySelectorAll('#plot0 .scatterlayer .trace').length"
+    assert value(browser, drawn) == 2
+    click(browser, "held out", "#legend0")
+    assert value(browser, drawn) == 1
+    click(browser, "held out", "#legend0")
+
+
+def test_the_pointer_reads_the_value_of_the_file(browser: Any, pages: Path) -> None:
+    opened(browser, pages / "one.html")
+    plot = browser.find_element(By.ID, "plot0")
+    ActionChains(browser).move_to_element_with_offset(plot, 60, 20).perform()
+    shown = said(browser)
+    step = int(shown[0].removeprefix("step "))
+    loss = next(line["loss"] for line in LINES if line["step"] == step and "loss" in line)
+    assert float(shown[1].split(" : ")[-1]) == pytest.approx(loss, rel=1e-4)
+    value(
+        browser,
+        "(document.getElementById('smooth').value = 0.9, document.getElementById('smooth').dispatchEvent(new Event('input')))",
+    )
+    wait_until_drawn(browser)
+    ActionChains(browser).move_to_element_with_offset(plot, 70, 25).perform()
+    shown = said(browser)
+    step = int(shown[0].removeprefix("step "))
+    loss = next(line["loss"] for line in LINES if line["step"] == step and "loss" in line)
+    assert float(shown[1].split(" : ")[-1].split(" (")[0]) == pytest.approx(loss, rel=1e-4) and "smoothed" in shown[1]
+
+
+def said(browser: Any) -> list[str]:
+    """What stands under the pointer, line by line."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        if lines := value(
+            browser, "[...document.querySelectorAll('#plot0 .hoverlayer text')].map(one => one.textContent)"
+        ):
+            return [line.replace("\u2212", "-") for line in lines if line]
+        time.sleep(0.05)
+    raise AssertionError("nothing under the pointer")
+
+
+def test_axes_become_logarithmic_and_count_tokens_or_time(browser: Any, pages: Path) -> None:
+    opened(browser, pages / "one.html")
+    axis = "(({type, range}) => [type, ...range])(document.getElementById('plot0')._fullLayout[arguments[0]])"
+    before = value(browser, axis, "yaxis")
+    for box in ("logx", "logy"):
+        browser.find_element(By.ID, box).click()
+        wait_until_drawn(browser)
+    kind, low, high = value(browser, axis, "yaxis")
+    losses = [line[key] for line in LINES for key in ("loss", "eval_loss") if key in line]
+    assert (before[0], kind, value(browser, axis, "xaxis")[0]) == ("linear", "log", "log")
+    assert low < math.log10(min(losses)) < low + 0.5 and high - 0.5 < math.log10(max(losses)) < high
+    for box in ("logx", "logy"):
+        browser.find_element(By.ID, box).click()
+        wait_until_drawn(browser)
+    for name, last in (("Tokens", 5400), ("Time", 6.5), ("Step", 60)):
+        click(browser, name, "#axes")
+        assert value(browser, "document.getElementById('plot0').data[0].x.at(-1)") == last
+
+
+def test_dragging_zooms_into_all_figures_and_the_button_shows_the_whole(browser: Any, pages: Path) -> None:
+    opened(browser, pages / "one.html")
+    plot = browser.find_element(By.ID, "plot0")
+    ActionChains(browser).move_to_element_with_offset(plot, -200, 0).click_and_hold().move_by_offset(
+        300, 0
+    ).release().perform()
+    span = "document.getElementById(arguments[0])._fullLayout.xaxis.range"
+    end = time.monotonic() + 10
+    while not value(browser, "document.getElementById('reset').disabled === false") and time.monotonic() < end:
+        time.sleep(0.05)
+    wait_until_drawn(browser)
+    low, high = value(browser, span, "plot0")
+    assert 5 < low < high < 55
+    assert value(browser, span, "plot2") == pytest.approx([low, high])
+    click(browser, "whole curves")
+    assert value(browser, span, "plot0")[0] < 1 and value(browser, span, "plot2")[1] >= 60
+
+
+def test_a_figure_is_read_and_zoomed_with_the_keyboard(browser: Any, pages: Path) -> None:
+    opened(browser, pages / "one.html")
+    plot = browser.find_element(By.ID, "plot0")
+    assert "from 7" in value(
+        browser, "arguments[0].computedName || document.getElementById('words0').textContent", plot
+    )
+    plot.send_keys(Keys.END)
+    plot.send_keys(Keys.ARROW_LEFT)
+    loss = next(line["loss"] for line in LINES if line["step"] == 59 and "loss" in line)
+    words = value(browser, "document.getElementById('reading').textContent")
+    assert words.startswith("step 59: training ") and float(words.split()[-1]) == pytest.approx(loss, rel=1e-4)
+    plot.send_keys("+")
+    wait_until_drawn(browser)
+    assert value(browser, "document.getElementById('plot1')._fullLayout.xaxis.range")[0] > 1
+    plot.send_keys("0")
+    wait_until_drawn(browser)
+
+
+def test_runs_over_each_other_are_clicked_away_and_their_names_do_nothing(browser: Any, pages: Path) -> None:
+    opened(browser, pages / "two.html")
+    names = [one for one, *_ in browser.execute_script(TRACES, 0)]
+    assert [name.split()[0] for name in names] == ["one", "one", "two", "two"]
+    click(browser, "one", "#runs")
+    assert [one.split()[0] for one, *_ in browser.execute_script(TRACES, 0)] == ["two", "two"]
+    plot = browser.find_element(By.ID, "plot0")
+    ActionChains(browser).move_to_element_with_offset(plot, 60, 20).perform()
+    assert any("<img" in line for line in said(browser))
+    assert value(browser, "[document.images.length, document.querySelectorAll('a[href^=javascript]').length]") == [0, 0]
+    assert browser.title != "hit"
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_extremes(browser: Any, pages: Path) -> None:
+    opened(browser, pages / "long.html")
+    training = browser.execute_script(TRACES, 0)[0]
+    losses = [line["loss"] for line in lines_of(20_000) if "loss" in line]
+    assert 1500 < training[1] <= 2000
+    assert (min(training[2]), max(training[2])) == pytest.approx((min(losses), max(losses)), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["one", "two", "failed"])
+def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Any, pages: Path, name: str) -> None:
+    phone = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+    try:
+        opened(browser, pages / f"{name}.html")
+        value(browser, "document.querySelectorAll('details').forEach(one => (one.open = true))")
+        assert value(browser, "[innerWidth, document.documentElement.scrollWidth]") == [390, 390]
+        wide = "[...document.querySelectorAll('main *')].filter(one => !one.closest('.wide, svg, .unseen') && one.getBoundingClientRect().right > 391)"
+        assert value(browser, f"{wide}.map(one => one.outerHTML.slice(0, 80))") == []
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_without_javascript_the_figures_are_still_there(browser: Any, pages: Path) -> None:
+    browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        browser.get((pages / "one.html").as_uri())
+        words = browser.find_element(By.TAG_NAME, "main").text
+        assert "Curves are drawn with JavaScript" in words and "7.250" in words
+        assert not browser.find_element(By.ID, "tools").is_displayed()
+    finally:
+        browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+def test_it_prints_on_white_with_all_figures(browser: Any, pages: Path) -> None:
+    opened(browser, pages / "one.html")
+    value(browser, "document.documentElement.dataset.theme = 'dark'")
+    printed = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
+    assert len(printed["data"]) > 20_000
+    wait_until_drawn(browser)
+    assert value(browser, "document.documentElement.dataset.theme") == "dark"
