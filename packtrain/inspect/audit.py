@@ -78,7 +78,7 @@ def told(found: Sequence[Found], places: Mapping[int, str]) -> list[dict[str, An
     for one in found:
         where = [places[int(row)] for row in one.rows[:EXAMPLES]]
         for at, twin in enumerate(one.twins[:EXAMPLES]):
-            where[at] += f" (as {places[twin]})"
+            where[at] += f" (as {_beside(places[twin], where[at])})"
         figures = {
             "name": one.name,
             "count": one.number,
@@ -88,6 +88,12 @@ def told(found: Sequence[Found], places: Mapping[int, str]) -> list[dict[str, An
         }
         made.append({**figures, "what": one.what, "fix": one.fix, "severity": one.severity})
     return made
+
+
+def _beside(place: str, other: str) -> str:
+    """A place, without its file if the `other` one is in it."""
+    file, colon, line = place.rpartition(":")
+    return f"line {line}" if colon and other.startswith(f"{file}:") else place
 
 
 def _all(corpus: Corpus, scan: TokenScan) -> Iterator[Found]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -96,7 +97,7 @@ class DataTerminal:
 
     def _lengths(self, data: dict[str, Any]) -> None:
         self.say()
-        words = {"0": "shortest", "50": "half", "100": "longest"}
+        words = {"0": "min", "50": "median", "100": "max"}
         marks = [f"{words.get(name, f'{name} %')} {value:,}" for name, value in data["percentiles"].items()]
         self.say("length of documents in tokens", "bold")
         most = max(one["documents"] for one in data["histogram"])
@@ -149,16 +150,12 @@ class DataTerminal:
             line = Text(f"{mark} ", style).append(one["name"].replace("_", " "), f"bold {style}")
             line.append(f": {counted(one['count'], one['unit'])} ({percent(one['share'])}): {one['what']}")
             more = " …" if one["count"] > len(one["where"]) else ""
-            self._indented(line, "")
-            self._indented(Text(f"{', '.join(one['where'])}{more}", "cyan"), "  ")
-            self._indented(Text(f"→ {one['fix']}", "dim"), "  ")
+            self._indented(line, 0)
+            self._indented(Text(f"{', '.join(one['where'])}{more}", "cyan"), 2)
+            self._indented(Text(f"→ {one['fix']}", "dim"), 2)
 
-    def _indented(self, text: Text, before: str) -> None:
-        grid = Table.grid()
-        grid.add_column(width=len(before))
-        grid.add_column(overflow="fold")
-        grid.add_row(before, text)
-        self.console.print(grid)
+    def _indented(self, text: Text, by: int) -> None:
+        self.console.print(Padding(text, (0, 0, 0, by)))
 
     def _row(self, title: str, batch: dict[str, Any], step: dict[str, Any]) -> None:
         """The head of a micro-batch, with a ruler on which each example is as wide as in the row."""
@@ -211,8 +208,10 @@ class DataTerminal:
                 continue
             before, after = (spans[at + step] if 0 <= at + step < len(spans) else None for step in (-1, 1))
             opens, closes = ("~~", "~~") if cut else ("⟦", "⟧") if trained else ("", "")
-            text.append("" if _alike(span, before) else opens).append(span["text"]).append(
-                "" if _alike(span, after) else closes
+            said, closes = span["text"], "" if _alike(span, after) else closes
+            line_end = "\n" if said.endswith("\n") else ""  # behind the bracket
+            text.append("" if _alike(span, before) else opens).append(
+                f"{said.removesuffix(line_end)}{closes}{line_end}"
             )
         text.rstrip()
         return text

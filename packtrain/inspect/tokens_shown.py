@@ -162,8 +162,9 @@ class Shower:
         places, roles = self.headers.find(ids)
         begins = np.zeros(len(ids), bool)
         if not len(places):
-            begins[1:] = mask[1:] != mask[:-1]
-            return PARTS.get(format, ("prompt", "answer")), mask.astype(np.int64), begins
+            names = PARTS.get(format, ("prompt", "answer"))
+            begins[1:] = (mask[1:] != mask[:-1]) & (names[0] != names[1])
+            return names, mask.astype(np.int64), begins
         begins[places] = True
         role = np.zeros(len(ids), np.int64)
         for place, number in zip(places.tolist(), roles.tolist(), strict=True):

@@ -34,6 +34,7 @@ from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import LostPeers, UserError
+from packtrain.inspect.pointless import pointless
 from packtrain.model.compiled import compile_layers
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision, multiply_in
@@ -202,6 +203,8 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
         give_template(run.tokenizer, config.data.chat_template)
     preparing = preparing_s(config.topology.step_timeout)
     agree_on_data(peers, data, timeout_s=preparing)
+    for remark in pointless(data.train, run.tokenizer, config.data.max_length) if ranks.main else ():
+        log.warn(remark)
     if ranks.main:  # for `packtrain plan`
         size = DataSize(len(data.train), int(data.train.lengths.sum()), objective.longest_document(data.train))
         remember(size, config.model, config.data, config.objective.kind, config.trainer.seed)

@@ -17,7 +17,7 @@ GRAM = 4
 SIMILAR = 0.8
 BANDS, BAND = 6, 4
 HASHES = BANDS * BAND
-FEWEST = 12
+FEWEST = 32
 """N-grams of a document that is compared."""
 COMMON = 0.02
 """An n-gram that more than this part of the documents of a sample have does not count."""

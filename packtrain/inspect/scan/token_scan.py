@@ -166,6 +166,8 @@ def scan(corpus: Corpus, vocabulary: Vocabulary) -> TokenScan:
     roles: dict[str, np.ndarray] = {}
     for (number, _, _), part in zip(blocks, parts, strict=True):
         names = (*headers.names, *PARTS.get(corpus.stores[number].format, ("prompt", "answer")))
+        if names[-1] == names[-2]:
+            part["roles"][2, -1] = 0  # one turn, not two parts of it
         for name, figures in zip(names, part["roles"].T, strict=True):
             roles[name] = roles.get(name, 0) + figures
     return TokenScan(
