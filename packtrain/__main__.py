@@ -13,6 +13,10 @@ def _work() -> int:
         from packtrain.train.run import train
 
     verb, config = sys.argv[-2:]
+    if verb == "bench":
+        from packtrain.bench.trials import bench_in
+
+        return train(verb, load_config(config, []), bench_in)
     return train(verb, load_config(config, []))
 
 

@@ -170,6 +170,28 @@ def verify(arguments: Arguments = None, as_json: AsJson = False) -> None:
 
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+def bench(
+    arguments: Arguments = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="About how long to measure, after loading.")] = 120,
+    as_json: AsJson = False,
+) -> None:
+    """Measure which packing mode and sizes train this config fastest here; nothing is kept."""
+
+    def work() -> int:
+        from packtrain.bench.launches import run_bench
+        from packtrain.launch.execute import execute
+
+        run, _ = _config_and_plan(arguments)
+
+        def measure(launch: LaunchPlan, aside: RunConfig) -> int:
+            return execute(launch, aside, lambda: _train("bench", aside))
+
+        return run_bench(run, measure, seconds=seconds, as_json=as_json, given=arguments or [])
+
+    _end(work)
+
+
+@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
 def env(
     arguments: Arguments = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="Of all machines of the run, and what differs.")] = False,
@@ -282,6 +304,10 @@ def _refuse(refused: PacktrainError, limit_s: float) -> None:
 def _train(verb: str, config: RunConfig) -> int:
     with fast_imports():
         from packtrain.train.run import train
+    if verb == "bench":
+        from packtrain.bench.trials import bench_in
+
+        return train(verb, config, bench_in)
     return train(verb, config)
 
 

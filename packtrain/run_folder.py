@@ -70,6 +70,7 @@ class RunFolder:
     verification = _Entry(
         "verify.json", "What `packtrain verify` found; it has a folder of its own and leaves that of the run alone."
     )
+    benchmark = _Entry("bench.json", "What `packtrain bench` measures, in a folder of its own too.")
     checkpoints = _Entry("checkpoints", "step-000123/ each.", result=True)
     final = _Entry("final", "The trained model (or adapters) and tokenizer, for from_pretrained.", result=True)
     adapters = _Entry("final-adapters", "The adapters, where final/ has the merged model.", result=True)
@@ -172,8 +173,9 @@ class RunFolder:
 
     def entries(self, *, results: bool = False) -> list[Path]:
         """What a run writes, replaces or moves, whether it is there or not; with `results` only those."""
+        apart = (self.mark, self.verification, self.benchmark)
         kinds = [one for one in vars(type(self)).values() if isinstance(one, _Entry) and (one.result or not results)]
-        return [self.root / one.name for one in kinds if self.root / one.name not in (self.mark, self.verification)]
+        return [self.root / one.name for one in kinds if self.root / one.name not in apart]
 
     def _ran(self) -> bool:
         return any(_holds_something(entry) for entry in self.entries(results=True))

@@ -31,7 +31,7 @@ def explained(error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch) -
     if ranks.world_size > 1 and (isinstance(error, torch.distributed.DistError) or "gloo/" in said):
         fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
         return LostPeers(f"rank {ranks.rank} lost the other processes: {shortly(error)}", fix=fix)
-    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in said:
+    if out_of_memory(error):
         fix = (
             "set it lower, or trainer.gradient_checkpointing=true, or strategy=fsdp2 or zero3 on several devices: each trains "
             f"the same. packtrain plan shows what takes how much. Then {_GO_ON}"
@@ -54,6 +54,11 @@ def explained(error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch) -
         fix = f"make room and {_GO_ON}"
         return UserError(f"cannot write: {said}", where=f"trainer.output_dir ({folder.root})", fix=fix)
     return None
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the machine for a CPU, had no memory left for a tensor."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error).partition("\n")[0]
 
 
 def shortly(error: BaseException) -> str:

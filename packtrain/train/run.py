@@ -1,7 +1,7 @@
 """A training run in one process, in order: from the resolved config to the trained model (`train_in`).
 
 Only this file sees the whole config: everything below takes its own group of it, and values that are decided here once. A new
-objective is a class with the members of `TrainingObjective`, a trainer, and a line in `_objective`.
+objective is a class with the members of `TrainingObjective`, a trainer, and a line in `objective_of`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
@@ -129,15 +130,21 @@ class Run:
     before: list[str] = field(default_factory=list)
 
 
-def train(verb: str, config: RunConfig) -> int:
-    """Runs `verb` in this process (of one or of many). Returns the exit code; raises PacktrainError for the user."""
+Work = Callable[[RunConfig, Ranks, Peers | None], int]
+
+
+def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
+    """Runs `verb` in this process (of one or of many), or the `work` of a verb that is not of training.
+
+    Returns the exit code; raises PacktrainError for the user.
+    """
     quiet_libraries(on_cpu=not torch.cuda.is_available())
     multiply_in(config.trainer.float32_matmul)
     own_heartbeat().enter("join")
     ranks, peers = _join(verb, config)
     own_heartbeat().enter("proof")
     try:
-        run = verify_in if verb == "verify" else train_in
+        run = work or (verify_in if verb == "verify" else train_in)
         with deterministic(config.trainer.deterministic):
             return run(config, ranks, peers)
     except (RuntimeError, OSError, SafetensorError) as error:
@@ -188,7 +195,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
 
 def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, AttentionChoice | None, Path | None]:
     """All that comes before step 1: data, trainer, the attention chosen for packed rows, the checkpoint to go on from."""
-    config, ranks, peers, log, objective = run.config, run.ranks, run.peers, run.log, _objective(run.config)
+    config, ranks, peers, log, objective = run.config, run.ranks, run.peers, run.log, objective_of(run.config)
     console.about_compiler(log, ranks.device)
     checkpoint = _checkpoint_to_resume(run)
     needed = checkpoint is not None or config.trainer.checkpoint_every is not None
@@ -234,14 +241,14 @@ def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> in
     from packtrain.train.dpo import DPO
     from packtrain.train.verify.measure import Subject, verify
 
-    objective = _objective(config)
+    objective = objective_of(config)
     dpo = objective if isinstance(objective, DPO) else None
     subject = Subject(config.model, config.peft, config.packing, config.objective, config.trainer, dpo, config.optim)
     with telling(peers):
         return verify(subject, ranks, peers, timeout_s=preparing_s(config.topology.step_timeout))
 
 
-def _objective(config: RunConfig) -> TrainingObjective:
+def objective_of(config: RunConfig) -> TrainingObjective:
     """The objective of the config, with its groups of the config; the other one, and TRL's trainer for it, is not imported."""
     objective, packing = config.objective, config.packing
     if objective.kind == "sft":
@@ -380,7 +387,7 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
     peers = join(timeout_s=limit_s)
     heartbeat = own_heartbeat()
     heartbeat.enter("join")  # again: each of these steps may take topology.join_timeout
-    own = ("trainer.output_dir",) if verb == "verify" else ()  # each launcher makes its own folder
+    own = ("trainer.output_dir",) if verb in ("verify", "bench") else ()  # each launcher makes its own folder
     shared = {key: value for key, value in shared_values(asdict(config)).items() if key not in own}
     agree_on_start(peers, shared, "cpu" if on_cpu else "cuda", timeout_s=limit_s)
     if peers is not None:

@@ -36,15 +36,10 @@ def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
     """
     folder = tempfile.mkdtemp(prefix="packtrain-verify-")
     aside = replace(config, trainer=replace(config.trainer, output_dir=folder))
-    surroundings = look_around()
-    launch = plan_launch(aside, surroundings, "verify")
-    if launch.nodes > 1 and not launch.in_process:  # every machine would prove the same, so this one is enough
-        here = Topology(kind="local" if surroundings.gpus else "single")
-        own = {name: value for name, value in surroundings.env.items() if name.startswith(("CUDA_", "OMP_"))}
-        launch = plan_launch(replace(aside, topology=here), replace(surroundings, env=own), "verify")
+    launch = on_this_machine(aside, "verify")
     logs_are_named = not launch.in_process  # an error names them, so they are kept
     try:
-        with _stdout_on_stderr():
+        with stdout_on_stderr():
             code = execute(launch, aside)
         logs_are_named = code not in (0, CheckFailed.exit_code)
         report = RunFolder.of(aside.trainer).verification
@@ -54,6 +49,17 @@ def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
     finally:
         if not logs_are_named:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def on_this_machine(config: RunConfig, verb: str) -> LaunchPlan:
+    """The plan of `verb`; of a run on several machines with the processes of this one alone, as all of them do the same."""
+    surroundings = look_around()
+    launch = plan_launch(config, surroundings, verb)
+    if launch.nodes == 1 or launch.in_process:
+        return launch
+    here = Topology(kind="local" if surroundings.gpus else "single")
+    own = {name: value for name, value in surroundings.env.items() if name.startswith(("CUDA_", "OMP_"))}
+    return plan_launch(replace(config, topology=here), replace(surroundings, env=own), verb)
 
 
 def show(report: dict[str, Any], *, as_json: bool) -> None:
@@ -149,7 +155,7 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 @contextmanager
-def _stdout_on_stderr() -> Iterator[None]:
+def stdout_on_stderr() -> Iterator[None]:
     """Whatever this process and its children print inside the block goes to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
