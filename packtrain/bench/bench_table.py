@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -26,9 +27,8 @@ def show(report: dict[str, Any], given: Sequence[str], *, as_json: bool) -> None
     for name, text in _head(report):
         console.print(f"[bold]{name:<10}[/]{escape(text)}")
     console.print(_table(report))
-    for one in report["trials"]:
-        if one["why"]:
-            console.print(f"[yellow]{escape(_settings(one))}[/]: {escape(one['why'])}")
+    for line in _not_measured(report["trials"]):
+        console.print(f"[yellow]{escape(line)}[/]")
     best = report["best"]
     if best is None:
         console.print("[bold red]nothing could be measured[/]")
@@ -87,8 +87,12 @@ def _verdict(best: dict[str, Any]) -> str:
     return times if best["clear"] else f"{times}, which is not clear: it was not faster in every round"
 
 
-def _settings(one: dict[str, Any]) -> str:
-    return " ".join(one["overrides"])
+def _not_measured(trials: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The reasons why candidates have no figures, each with those."""
+    named = [(one["why"], f"{_mode(one)} {_number(one['tokens_per_device'])}".strip()) for one in trials if one["why"]]
+    for why in dict.fromkeys(why for why, _ in named):
+        given = "; ".join(name for reason, name in named if reason == why)
+        yield from textwrap.wrap(f"not measured: {given}: {why}", _WIDTH, subsequent_indent="  ")
 
 
 def _mode(one: dict[str, Any]) -> str:

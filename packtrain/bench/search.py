@@ -67,7 +67,7 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Measured:
     """What a visit measured: `tokens` in `seconds`, all steps but the warm ones; `elapsed` seconds of the whole command by then.
 
     `peak` is the largest memory of a process in bytes, `padding` the share of slots, `mfu` None if not known; `failed` is why it
@@ -92,7 +92,7 @@ class Trial:
     candidate: Candidate
     configured: bool = False
     why: str = ""
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, Measured] = field(default_factory=dict)
 
     @property
     def speed(self) -> float:
@@ -137,7 +137,7 @@ class Limits:
 
 LayoutOf = Callable[[Candidate, float], str]
 """What names the layout of the first steps by a candidate, of a part of a step each; raises UserError if it cannot be."""
-Visits = Generator[Visit, Outcome, list[Trial]]
+Visits = Generator[Visit, Measured, list[Trial]]
 
 
 def families(
@@ -197,7 +197,7 @@ class _Search:
     too_many: int | None = None
     seen: dict[tuple[str, bool | None], dict[str, Trial]] = field(default_factory=dict)
 
-    def size_up(self, probe: Candidate) -> Generator[Visit, Outcome, None]:
+    def size_up(self, probe: Candidate) -> Generator[Visit, Measured, None]:
         """Finds how much of a step a visit takes, from small parts upwards, and how many of them."""
         self.part = self.limits.probe
         while True:
@@ -217,13 +217,13 @@ class _Search:
         """What a step may take, so that a dozen of them can be made."""
         return self.limits.seconds / 12
 
-    def as_configured(self, family: Family, trials: dict[Candidate, Trial]) -> Generator[Visit, Outcome, None]:
+    def as_configured(self, family: Family, trials: dict[Candidate, Trial]) -> Generator[Visit, Measured, None]:
         """The first visit of a family."""
         own = trials.setdefault(family.own, Trial(family.own, why=family.why))
         if not own.why:
             yield from self._try(own, self._seen(family))
 
-    def explore(self, family: Family, trials: dict[Candidate, Trial]) -> Generator[Visit, Outcome, None]:
+    def explore(self, family: Family, trials: dict[Candidate, Trial]) -> Generator[Visit, Measured, None]:
         """Visits the other sizes of a family once, as far as memory, time and sense go."""
         own, seen = trials[family.own], self._seen(family)
         if family.why:
@@ -263,7 +263,7 @@ class _Search:
             return f"it might take more than {self.limits.memory / 2**30:.1f} GiB, a process's share of the free memory"
         return ""
 
-    def _try(self, trial: Trial, seen: dict[str, Trial]) -> Generator[Visit, Outcome, None]:
+    def _try(self, trial: Trial, seen: dict[str, Trial]) -> Generator[Visit, Measured, None]:
         """The first visit, unless the layout is that of another trial, or there cannot be one."""
         if self.elapsed > self.limits.seconds:
             trial.why = "no time left for it (--seconds)"
@@ -279,7 +279,7 @@ class _Search:
         seen[name] = trial
         yield from self._visit(trial, 0, warm=1 if self.step_s < self.limits.seconds / 40 else 0)
 
-    def _visit(self, trial: Trial, number: int, *, warm: int) -> Generator[Visit, Outcome, None]:
+    def _visit(self, trial: Trial, number: int, *, warm: int) -> Generator[Visit, Measured, None]:
         outcome = yield Visit(trial.candidate, self.cursor, warm, self.per_visit, self.part)
         self.elapsed = outcome.elapsed
         if outcome.failed:
@@ -290,7 +290,7 @@ class _Search:
         else:
             trial.outcomes[number] = outcome
 
-    def compare(self, trials: list[Trial]) -> Generator[Visit, Outcome, None]:
+    def compare(self, trials: list[Trial]) -> Generator[Visit, Measured, None]:
         """Visits those that matter again, in turn."""
         measured = [one for one in trials if one.outcomes]
         best = max((one.speed for one in measured), default=0.0)
@@ -318,7 +318,7 @@ class _Search:
 _SAME = "the same layout as another"
 
 
-def _speed(outcome: Outcome) -> float:
+def _speed(outcome: Measured) -> float:
     return outcome.tokens / max(outcome.seconds, 1e-9)
 
 

@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerControl
 
 from packtrain.attention.backends import attending_by, own_attention
 from packtrain.bench.peak_memory import free_memory, peak_memory, reset_peak
-from packtrain.bench.search import Candidate, Limits, Outcome, Trial, Visit, best_of, families, search
+from packtrain.bench.search import Candidate, Limits, Measured, Trial, Visit, best_of, families, search
 from packtrain.config.rules.combinations import check
 from packtrain.config.schema import PackingMode, RunConfig, Tracking
 from packtrain.errors import CheckFailed, PacktrainError, UserError
@@ -368,9 +368,9 @@ class Conductor(TrainerCallback):
             visit = Visit(**{**event["visit"], "candidate": Candidate(**event["visit"]["candidate"])})
             if self._visit != visit:
                 return
-            self._next(Outcome(**event["outcome"]))
+            self._next(Measured(**event["outcome"]))
 
-    def _next(self, outcome: Outcome | None) -> None:
+    def _next(self, outcome: Measured | None) -> None:
         """Asks the search for the next visit."""
         self._stack.close()
         try:
@@ -409,7 +409,7 @@ class Conductor(TrainerCallback):
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not out_of_memory(error):
                     raise
-                self._failed = f"out of memory on {self.lab.ranks.device}"
+                self._failed = f"out of memory on {self.lab.ranks.device.type}"
                 if self.lab.ranks.world_size > 1 or self.lab.ranks.strategy != "ddp":
                     self._note()
                     raise
@@ -442,7 +442,7 @@ class Conductor(TrainerCallback):
         if self.lab.ranks.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _outcome(self, visit: Visit) -> Outcome:
+    def _outcome(self, visit: Visit) -> Measured:
         """What the visit measured, the same on all processes."""
         lab = self.lab
         self._settle()
@@ -452,11 +452,11 @@ class Conductor(TrainerCallback):
             every = gather_object([own]) if lab.ranks.world_size > 1 else [own]
         peak, (tokens, slots, micro) = max(one[0] for one in every), np.sum([one[1:] for one in every], axis=0)
         if self._failed:
-            return self._agreed(Outcome(failed=self._failed, elapsed=self._elapsed()))
+            return self._agreed(Measured(failed=self._failed, elapsed=self._elapsed()))
         steps = lab.steps_of(visit.candidate, visit.part)
         numbers = range(visit.first + visit.warm, visit.first + visit.warm + visit.steps)
         return self._agreed(
-            Outcome(
+            Measured(
                 tokens=lab.tokens(steps, numbers),
                 seconds=seconds,
                 first_seconds=self._first_seconds,
@@ -473,7 +473,7 @@ class Conductor(TrainerCallback):
         before = max((one["outcome"]["elapsed"] for one in self._known["events"]), default=0.0)
         return before + time.perf_counter() - self._loaded
 
-    def _write(self, visit: Visit, outcome: Outcome) -> None:
+    def _write(self, visit: Visit, outcome: Measured) -> None:
         """Keeps the outcome for a launch after this one, and tells of it (main process only)."""
         if not self.lab.ranks.main:
             return
@@ -487,7 +487,7 @@ class Conductor(TrainerCallback):
         """Says in a file of its own what this process had no memory for."""
         event = {
             "visit": asdict(cast(Visit, self._visit)),
-            "outcome": asdict(Outcome(failed=self._failed, elapsed=self._elapsed())),
+            "outcome": asdict(Measured(failed=self._failed, elapsed=self._elapsed())),
         }
         write_json(self._folder.root / f"out-of-memory-{self.lab.ranks.rank:05d}.json", event)
 

@@ -10,6 +10,7 @@ import pytest
 from running import LLAMA, base_config, packtrain
 from test_dpo_user import pairs
 
+from packtrain.bench.bench_table import show
 from tests.train import running
 
 ROOM = 300
@@ -93,7 +94,9 @@ def too_large(trials: list[dict[str, Any]]) -> None:
     assert any(one["why"] == "512 tokens of another mode ran out of memory" for one in large)
 
 
-def test_all_modes_are_measured_and_the_best_is_given_to_copy(tmp_path: Path) -> None:
+def test_all_modes_are_measured_and_the_best_is_given_to_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = base_config(
         tmp_path, trainer={"checkpoint_every": 1, "samples": ["x"]}, tracking={"report_to": ["tensorboard"]}
     )
@@ -108,10 +111,11 @@ def test_all_modes_are_measured_and_the_best_is_given_to_copy(tmp_path: Path) ->
     assert report["trials"][0]["configured"] and report["trials"][0]["ratio"] == 1
     assert report["best"]["overrides"][0].startswith("packing.mode=")
     assert report["attention"].startswith("segmented") and report["processes"] == 1
-    shown = packtrain("bench", written(tmp_path, config), "packing.mode=padding", "--seconds", "5", cwd=tmp_path)
-    assert f"packtrain sft {tmp_path}/bench.yaml packing.mode=padding" in " ".join(shown.stdout.split())
-    assert "measuring for about 5 s" in shown.stderr and "tokens/s" in shown.stderr
-    assert max(map(len, shown.stdout.splitlines()[:-1])) <= 100
+    assert "measuring for about 5 s" in report["stderr"] and "tokens/s" in report["stderr"]
+    show(report, ["run.yaml", "a b=1"], as_json=False)
+    table = capsys.readouterr().out.splitlines()
+    assert max(map(len, table)) <= 100 and sum("config" in line for line in table) >= 1
+    assert table[-1].startswith("run       packtrain sft run.yaml 'a b=1'")
 
 
 def test_pairs_are_measured_with_shared_prompts_and_without(tmp_path: Path) -> None:
@@ -139,7 +143,9 @@ def test_two_processes_go_on_without_what_one_of_them_had_no_memory_for(tmp_path
     report = benched(tmp_path, cramped(tmp_path), *two)
     assert report["processes"] == 2
     too_large(report["trials"])
-    assert "out of memory on cpu: CUDA out of memory" in report["stderr"] and "going on without it" in report["stderr"]
+    assert (
+        "out of memory on cpu:0: CUDA out of memory" in report["stderr"] and "going on without it" in report["stderr"]
+    )
 
 
 @pytest.mark.parametrize(

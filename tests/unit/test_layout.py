@@ -33,6 +33,7 @@ LAYERS = (
     ("train",),
     ("diagnose",),
     ("report",),
+    ("bench",),
     ("cli",),
     ("__main__",),
 )
@@ -43,7 +44,17 @@ FROM_LAUNCH = {"cli": "", "__main__": "", "diagnose": "", "train": "packtrain.la
 """Who imports `launch`: what is on top, and of `train` nothing but what a process says to its launcher."""
 MOST_FILES, MOST_LINES, MOST_LINES_OF_A_FUNCTION = 14, 600, 70
 MOST_CONDUCTORS = 15
-WITHOUT_TORCH = ("config", "plan", "launch", "report", "cli", "packing/bins", "monitor/channel")
+WITHOUT_TORCH = (
+    "config",
+    "plan",
+    "launch",
+    "report",
+    "cli",
+    "packing/bins",
+    "monitor/channel",
+    "bench/search",
+    "bench/launches",
+)
 MEANINGLESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "base"}
 OF_OTHERS = {"serve.py", "kernels/chunked_logprob.py"}
 """Files that are spoken of and not ours: an example of a program, and TRL's."""

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
-from packtrain.bench.search import Candidate, Family, Limits, Outcome, Trial, Visit, best_of, families, search
+from packtrain.bench.search import Candidate, Family, Limits, Measured, Trial, Visit, best_of, families, search
 from packtrain.config.schema import Batch, Packing
 from packtrain.errors import UserError
 
@@ -36,14 +36,14 @@ class Machine:
             raise UserError("the longest document has 512 tokens")
         return f"{candidate.mode} {candidate.shared} {min(candidate.tokens or 10**9, int(STEP * part))}"
 
-    def outcome(self, visit: Visit) -> Outcome:
+    def outcome(self, visit: Visit) -> Measured:
         tokens = int(STEP * visit.part * visit.steps)
         seconds = tokens / self.speed(visit.candidate)
         self.now += seconds * (visit.steps + visit.warm) / visit.steps
         peak = min(visit.candidate.tokens or 0, int(STEP * visit.part)) * 1000
         if peak > self.most:
-            return Outcome(failed="out of memory", elapsed=self.now)
-        return Outcome(tokens=tokens, seconds=seconds, peak=peak, elapsed=self.now)
+            return Measured(failed="out of memory", elapsed=self.now)
+        return Measured(tokens=tokens, seconds=seconds, peak=peak, elapsed=self.now)
 
 
 def all_families(batch: Batch = BATCH, *, pairs: bool = False, least: int = 512, refused: str = "") -> list[Family]:
