@@ -26,9 +26,10 @@ from packtrain.bench.peak_memory import free_memory, peak_memory, reset_peak
 from packtrain.bench.search import Candidate, Limits, Measured, Trial, Visit, best_of, families, search
 from packtrain.config.rules.combinations import check
 from packtrain.config.schema import PackingMode, RunConfig, Tracking
+from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, PacktrainError, UserError
 from packtrain.model.flops import training_flops
-from packtrain.model.load import base_model, check_positions, check_trainable, load_model, load_tokenizer
+from packtrain.model.load import base_model, check_positions, check_trainable, load_model
 from packtrain.model.precision import decide_precision
 from packtrain.model.spread import Ranks, open_proofs, spread
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting

@@ -114,7 +114,7 @@ def test_all_modes_are_measured_and_the_best_is_given_to_copy(
     assert "measuring for about 5 s" in report["stderr"] and "tokens/s" in report["stderr"]
     show(report, ["run.yaml", "a b=1"], as_json=False)
     table = capsys.readouterr().out.splitlines()
-    assert max(map(len, table)) <= 100 and sum("config" in line for line in table) >= 1
+    assert max(map(len, table[:-1])) <= 100 and sum("config" in line for line in table) >= 1
     assert table[-1].startswith("run       packtrain sft run.yaml 'a b=1'")
 
 
