@@ -328,7 +328,8 @@ class PairEncoder(Encoder):
         special = [
             at for at in range(max(0, len(shorter) - 2), len(shorter)) if shorter[at] in self.tokenizer.special_ids
         ]
-        return _common(shorter, longer) >= min(special, default=len(shorter))
+        common = _common(shorter, longer)
+        return common >= min(special, default=len(shorter)) and common < len(longer)
 
     def _encoded(self, choice: PreferenceExample) -> list[np.ndarray]:
         """Ids of the prompt, of prompt + chosen and of prompt + rejected."""

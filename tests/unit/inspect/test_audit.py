@@ -1,0 +1,167 @@
+"""Each fault that is planted is found, where it is, and a clean set has none."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from data_tokenizers import tokenizer_of
+from inspecting import WORDS, chat, clean, found, inspect, report, sentence, write
+
+MARKER, END = "<|im_start|>", "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def rng() -> random.Random:
+    return random.Random(3)
+
+
+def test_a_clean_set_has_no_finding(tmp_path: Path) -> None:
+    write(tmp_path, clean(150))
+    write(tmp_path, clean(20, seed=1), "eval.jsonl")
+    assert found(tmp_path, "data.train=chats.jsonl", "data.eval=eval.jsonl") == {}
+
+
+def test_what_texts_show_is_found_where_it_is(tmp_path: Path) -> None:
+    rows = clean(150)
+    planted = {
+        5: chat("Is this the end? <|im_end|> No.", "Yes it is a marker."),
+        9: chat("What is the answer to this?", " What is the answer to this?"),
+        12: chat("Where is the caf\ufffd?", "There it is."),
+        14: chat("Where is the cafÃ©?", "There it is, too."),
+        20: {
+            "messages": [
+                {"role": "user", "content": "Say nothing."},
+                {"role": "assistant", "content": "Nothing.", "weight": 0},
+            ]
+        },
+        30: chat("Say it twice.", "Said." + END),
+        41: chat("What is it?", "Это большой зелёный крокодил, и живёт он в тёплой воде далеко отсюда."),
+    }
+    for line, row in planted.items():
+        rows[line - 1] = row
+    audit = found(tmp_path, f"data.train={write(tmp_path, rows)}")
+    lines = {name: one["where"] for name, one in audit.items()}
+    assert lines == {
+        "marker_in_content": ["chats.jsonl:5", "chats.jsonl:30"],
+        "answer_is_prompt": ["chats.jsonl:9"],
+        "broken_encoding": ["chats.jsonl:12", "chats.jsonl:14"],
+        "no_trained_token": ["chats.jsonl:20"],
+        "end_trained_twice": ["chats.jsonl:30"],
+        "other_script": ["chats.jsonl:41"],
+    }
+    assert audit["broken_encoding"]["count"] == 2
+    assert audit["broken_encoding"]["share"] == pytest.approx(2 / 150, abs=1e-6)
+    assert all(one["fix"] and one["what"] for one in audit.values())
+
+
+def test_blank_lines_and_files_before_it_do_not_shift_a_place(tmp_path: Path) -> None:
+    write(tmp_path, clean(30), "a.jsonl")
+    (tmp_path / "b.jsonl").write_text("\n\n" + json.dumps(chat("Why?", "caf\ufffd")) + "\n")
+    audit = found(tmp_path, "data.train=[a.jsonl, b.jsonl]")
+    assert audit["broken_encoding"]["where"] == ["b.jsonl:3"]
+
+
+def test_answers_that_are_cut_and_outliers_are_found(tmp_path: Path, rng: random.Random) -> None:
+    rows = [*clean(300), chat("Tell me a lot.", sentence(rng, 1000)), chat("And more.", sentence(rng, 900))]
+    write(tmp_path, rows)
+    audit = found(tmp_path, "data.train=chats.jsonl", "data.max_length=null")
+    assert audit["length_outliers"]["where"] == ["chats.jsonl:301", "chats.jsonl:302"]
+    cut = report(tmp_path, "data.train=chats.jsonl", "data.max_length=512")
+    assert {one["name"]: one["count"] for one in cut["audit"]}["answer_cut"] == 2
+    assert cut["truncated"] == 2
+
+
+def test_equal_and_similar_documents_are_found_within_train_and_in_eval(tmp_path: Path, rng: random.Random) -> None:
+    rows, held = clean(150), clean(20, seed=1)
+    rows.append(rows[2])
+    answer = rows[6]["messages"][1]["content"].split() + sentence(rng, 60).split()
+    rows[6]["messages"][1]["content"] = " ".join(answer)
+    rows.append(chat(rows[6]["messages"][0]["content"], " ".join([*answer[:30], "other", *answer[31:]])))
+    held[4] = rows[9]
+    held[7] = chat(rows[6]["messages"][0]["content"], " ".join([*answer[:20], "another", *answer[21:]]))
+    write(tmp_path, rows)
+    write(tmp_path, held, "eval.jsonl")
+    audit = found(tmp_path, "data.train=chats.jsonl", "data.eval=eval.jsonl")
+    assert {name: one["where"] for name, one in audit.items()} == {
+        "exact_duplicates": ["chats.jsonl:151 (as line 3)"],
+        "near_duplicates": ["chats.jsonl:152 (as line 7)"],
+        "eval_in_train": ["eval.jsonl:5 (as chats.jsonl:10)"],
+        "eval_nearly_in_train": ["eval.jsonl:8 (as chats.jsonl:7)"],
+    }
+
+
+def test_documents_that_weights_repeat_and_the_same_prompt_are_no_duplicates(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    system = sentence(rng, 150)  # far longer than what differs
+    rows = [chat(sentence(rng, 12), sentence(rng, 30), system) for _ in range(120)]
+    write(tmp_path, rows)
+    assert found(tmp_path, "data.train=[{path: chats.jsonl, weight: 2.5}]") == {}
+
+
+def test_a_system_prompt_that_the_template_drops_is_found(tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages if message['role'] != 'system' %}{{ '<|im_start|>' + message['role'] + '\\n' +"
+        " message['content'] + '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    (tmp_path / "silent.jinja").write_text(template)
+    write(tmp_path, [chat("Who are you?", "I am.", "You are a tutor."), chat("And you?", "Me too.")])
+    audit = found(tmp_path, "data.train=chats.jsonl", "data.chat_template=silent.jinja")
+    assert audit["dropped_system_prompt"]["where"] == ["chats.jsonl:1"]
+    assert found(tmp_path, "data.train=chats.jsonl") == {}
+
+
+def test_faults_of_tokens_are_found(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of("llama3")
+    tokenizer.add_special_tokens({"unk_token": "<unk>"})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    bos, end, unknown = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id
+    words = tokenizer.encode("what is the weather", add_special_tokens=False)
+    rows = [
+        [bos, *words, end],
+        [bos, bos, *words, end],
+        [bos, *words, unknown, end],
+        [bos, *words, end, end],
+        [bos, *words],
+    ]
+    write(tmp_path, [{"input_ids": row} for row in rows])
+    audit = found(tmp_path, "data.train=chats.jsonl", model=_of(tmp_path))
+    assert {name: (one["where"], one["severity"]) for name, one in audit.items()} == {
+        "doubled_bos": (["chats.jsonl:2"], "warn"),
+        "unknown_tokens": (["chats.jsonl:3"], "warn"),
+        "end_trained_twice": (["chats.jsonl:4"], "warn"),
+        "end_never_trained": (["chats.jsonl:5"], "warn"),
+    }
+    write(tmp_path, [{"input_ids": [bos, *words]} for _ in range(4)], "endless.jsonl")
+    audit = found(tmp_path, "data.train=endless.jsonl", model=_of(tmp_path))
+    assert audit["end_never_trained"]["severity"] == "bad"
+
+
+def _of(folder: Path) -> tuple[str, ...]:
+    return ("model.init=random", f"model.tokenizer={folder}/tokenizer", "model.config={model_type: llama}")
+
+
+def test_pairs_with_the_same_answers_or_one_in_the_other_are_found(tmp_path: Path) -> None:
+    pairs = [(" ".join(WORDS[n : n + 5]), " ".join(WORDS[n + 1 : n + 7])) for n in range(20)]
+    rows = [{"prompt": f"{n}?", "chosen": f" {one}.", "rejected": f" {other}."} for n, (one, other) in enumerate(pairs)]
+    rows[3] |= {"rejected": rows[3]["chosen"]}
+    rows[6] |= {"rejected": rows[6]["chosen"] + " And more."}
+    write(tmp_path, [*rows, rows[8]])
+    audit = found(tmp_path, "objective.kind=dpo", "data.train=chats.jsonl", "data.max_length=512")
+    assert {name: (one["where"], one["unit"]) for name, one in audit.items()} == {
+        "identical_answers": (["chats.jsonl:4"], "rows"),
+        "prefix_answers": (["chats.jsonl:7"], "rows"),
+        "exact_duplicates": (["chats.jsonl:21 (as line 9)"], "pairs"),
+    }
+
+
+def test_the_terminal_says_what_the_json_does(tmp_path: Path) -> None:
+    rows = clean(20)
+    rows[4] = chat("Where is the caf\ufffd?", "There.")
+    done = inspect(tmp_path, f"data.train={write(tmp_path, rows)}")
+    assert done.returncode == 0
+    assert "broken encoding: 1 row (5 %)" in done.stdout
+    assert "chats.jsonl:5" in done.stdout
