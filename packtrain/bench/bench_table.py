@@ -84,7 +84,10 @@ def _verdict(best: dict[str, Any]) -> str:
     if best["ratio"] is None:
         return f"{speed}; the configured settings could not be measured"
     times = f"{speed}, {best['ratio']:.2f} times the configured settings"
-    return times if best["clear"] else f"{times}, which is not clear: it was not faster in every round"
+    if best["clear"]:
+        return times
+    why = "it was not faster in every round" if best["rounds"] > 1 else "each was measured once (--seconds)"
+    return f"{times}, which is not clear: {why}"
 
 
 def _not_measured(trials: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -56,7 +56,7 @@ def run_bench(
         with stdout_on_stderr():
             print(f"measuring for about {seconds:g} s after loading; nothing is kept", file=sys.stderr)
             code = _launches(launch, aside, execute, state)
-        keep = bool(code) and not launch.in_process  # an error names the logs
+        keep = 0 < code <= 128 and not launch.in_process  # an error names the logs; a signal does not
         report = json.loads(state.read_text()).get("report")
         if report is not None:
             show(report, given, as_json=as_json)

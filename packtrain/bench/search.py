@@ -201,7 +201,7 @@ class _Search:
         """Finds how much of a step a visit takes, from small parts upwards, and how many of them."""
         self.part = self.limits.probe
         while True:
-            outcome = yield Visit(probe, 0, 1, 1, self.part)
+            outcome = yield Visit(probe, 0, int(self.part == self.limits.probe), 1, self.part)
             self.elapsed, self.step_s = outcome.elapsed, max(outcome.seconds, 1e-6)
             larger = min(self.part * min(self._most_step_s / self.step_s, 8), 1.0)
             if outcome.failed or larger < 1.3 * self.part:
@@ -214,8 +214,8 @@ class _Search:
 
     @property
     def _most_step_s(self) -> float:
-        """What a step may take, so that a dozen of them can be made."""
-        return self.limits.seconds / 12
+        """What a step may take, so that there is time for two dozen."""
+        return self.limits.seconds / 24
 
     def as_configured(self, family: Family, trials: dict[Candidate, Trial]) -> Generator[Visit, Measured, None]:
         """The first visit of a family."""
