@@ -83,7 +83,7 @@ class Corpus:
     @cached_property
     def fates(self) -> np.ndarray:
         """FATES[rows] of all rows."""
-        return np.concatenate([store.fates for store in self.stores])
+        return self.stores[0].fates if len(self.stores) == 1 else np.concatenate([store.fates for store in self.stores])
 
     @cached_property
     def row_of(self) -> np.ndarray:
@@ -126,7 +126,7 @@ class Corpus:
         """The ids of a document, read and not mapped."""
         store = self.store_of(number)
         at = int(number - self.first_documents[store])
-        return self.stores[store].read(at, at + 1)[0]
+        return self.stores[store].read_ids(at, at + 1)
 
     def dropped_for(self, reasons: Sequence[str]) -> np.ndarray:
         """bool[rows]: those that were left out for one of these reasons."""

@@ -140,8 +140,12 @@ class Store:
     def read(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32[T] and mask bool[T] of documents `first` to `end` - 1, end to end: read, so that no page stays mapped."""
         start, stop = int(self._borders[first]), int(self._borders[end])
-        ids = np.fromfile(self.folder / TOKENS, np.int32, stop - start, offset=4 * start)
-        return ids, np.fromfile(self.folder / MASK, bool, stop - start, offset=start)
+        return self.read_ids(first, end), np.fromfile(self.folder / MASK, bool, stop - start, offset=start)
+
+    def read_ids(self, first: int, end: int) -> np.ndarray:
+        """The ids that `read` gives."""
+        start, stop = int(self._borders[first]), int(self._borders[end])
+        return np.fromfile(self.folder / TOKENS, np.int32, stop - start, offset=4 * start)
 
     def __getitem__(self, index: int) -> Document:
         """Document number `index`, from 0."""

@@ -24,7 +24,7 @@ COMMON = 0.02
 SAMPLE = 2000
 MOST_CHECKED = 20_000
 """Candidates that are compared n-gram by n-gram: of more, that many by chance."""
-_BITS = 22
+_BITS = 18
 _MULTIPLIERS = (np.random.default_rng(7).integers(0, 2**31, HASHES, np.uint32) * 2 + 1).astype(np.uint32)
 _BLOCK = 1 << 18
 
@@ -75,20 +75,20 @@ def common_grams(samples: Sequence[np.ndarray]) -> np.ndarray:
     return table
 
 
-def signatures_of(hashed: np.ndarray, lengths: np.ndarray, common: np.ndarray) -> Signatures:
-    """The signatures of documents end to end; `hashed` uint32[T] are their `grams`."""
+def signatures_of(
+    hashed: np.ndarray, lengths: np.ndarray, common: np.ndarray, values: np.ndarray, compared: np.ndarray
+) -> None:
+    """Writes the signatures of documents end to end, whose `grams` are `hashed` uint32[T], into the fields of Signatures."""
     kept = whole(lengths) & ~common[hashed >> np.uint32(32 - _BITS)]
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     number = np.add.reduceat(kept, starts, dtype=np.int64)
-    compared = number >= FEWEST
-    values = np.zeros((len(lengths), HASHES), np.uint32)
+    compared[:] = number >= FEWEST
     if compared.any():
         kept &= np.repeat(compared, lengths)
         own = hashed[kept]
         first = np.cumsum(number[compared]) - number[compared]
         for at, multiplier in enumerate(_MULTIPLIERS):
             values[compared, at] = np.minimum.reduceat(own * multiplier, first)
-    return Signatures(values, compared)
 
 
 def candidates(signatures: Signatures, chosen: np.ndarray, eldest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

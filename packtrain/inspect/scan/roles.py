@@ -41,20 +41,21 @@ class Headers:
 
     def find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The places int64[n] where turns begin in `ids` int32[T], ascending, and their roles uint8[n]."""
-        places, roles, lengths = [], [], []
-        for header, role in self.tokens.items():
-            at = np.flatnonzero(ids[: len(ids) - len(header) + 1] == header[0])
+        places, roles = [np.empty(0, np.int64)], [np.empty(0, np.uint8)]
+        firsts = {header[0]: np.flatnonzero(ids == header[0]) for header in self.tokens}
+        for header in sorted(self.tokens, key=len, reverse=True):
+            at = firsts[header[0]]
+            at = at[: np.searchsorted(at, len(ids) - len(header), side="right")]
             for offset, token in enumerate(header[1:], 1):
                 at = at[ids[at + offset] == token]
             places.append(at)
-            roles.append(np.full(len(at), role, np.uint8))
-            lengths.append(np.full(len(at), -len(header)))
-        if not places:
-            return np.empty(0, np.int64), np.empty(0, np.uint8)
+            roles.append(np.full(len(at), self.tokens[header], np.uint8))
         at, role = np.concatenate(places), np.concatenate(roles)
-        order = np.lexsort((np.concatenate(lengths), at))  # where one header begins like another the longer one counts
+        order = np.argsort(
+            at, kind="stable"
+        )  # where one header begins like another the longer one counts: it comes first
         at, role = at[order], role[order]
-        first = np.append(True, at[1:] != at[:-1]) if len(at) else np.empty(0, bool)
+        first = np.append(True, at[1:] != at[:-1])[: len(at)]
         return at[first], role[first]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from packtrain.data.tokens.cache import Store
 from packtrain.inspect.corpus import Corpus
-from packtrain.inspect.scan.near_duplicates import SAMPLE, Signatures, common_grams, grams, signatures_of
+from packtrain.inspect.scan.near_duplicates import HASHES, SAMPLE, Signatures, common_grams, grams, signatures_of
 from packtrain.inspect.scan.roles import PARTS, Headers, headers_of
 from packtrain.inspect.scan.vocabulary import LATIN, SCRIPTS, Vocabulary
 
@@ -61,30 +61,25 @@ class _Scanner:
     def random(self) -> np.ndarray:
         return np.random.default_rng(5).integers(0, 2**64, len(self.vocabulary), np.uint64)
 
-    def look(self, block: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    def look(self, block: tuple[int, int, int], found: dict[str, np.ndarray]) -> np.ndarray:
+        """Writes what a block's documents are into the arrays `found` of all documents; returns what roles say in them."""
         number, first, end = block
         store = self.corpus.stores[number]
         ids, mask = store.read(first, end)
         lengths = store.lengths[first:end].astype(np.int64)
         starts = np.cumsum(lengths) - lengths
-        signatures = signatures_of(grams(ids), lengths, self.common)
-        found = {
-            "hashes": self._hashes(ids, lengths, starts),
-            "signatures": signatures.values,
-            "compared": signatures.compared,
-            "script": self._script(ids, lengths, starts),
-            "two_bos": np.zeros(len(lengths), bool),
-            "unknown": np.zeros(len(lengths), bool),
-            **self._ends(ids, mask, lengths, starts),
-        }
+        inside = slice(int(self.corpus.first_documents[number]) + first, int(self.corpus.first_documents[number]) + end)
+        signatures_of(grams(ids), lengths, self.common, found["signatures"][inside], found["compared"][inside])
+        found["hashes"][inside] = self._hashes(ids, lengths, starts)
+        found["script"][inside] = self._script(ids, lengths, starts)
+        for name, values in self._ends(ids, mask, lengths, starts).items():
+            found[name][inside] = values
         if (bos := self.corpus.tokenizer.bos_id) is not None:
             second = np.minimum(starts + 1, len(ids) - 1)
-            found["two_bos"] = (lengths > 1) & (ids[starts] == bos) & (ids[second] == bos)
+            found["two_bos"][inside] = (lengths > 1) & (ids[starts] == bos) & (ids[second] == bos)
         if self.corpus.unknown is not None:
-            found["unknown"] = np.logical_or.reduceat(ids == self.corpus.unknown, starts)
-        taken = self.corpus.in_train[self.corpus.first_documents[number] + np.arange(first, end)]
-        found["roles"] = self._roles(store, ids, mask, lengths, starts, taken)
-        return found
+            found["unknown"][inside] = np.logical_or.reduceat(ids == self.corpus.unknown, starts)
+        return self._roles(ids, mask, lengths, starts, self.corpus.in_train[inside])
 
     def _hashes(self, ids: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """A hash of the tokens and their places: Σ random(token) · (2 · place + 1)."""
@@ -120,7 +115,6 @@ class _Scanner:
 
     def _roles(
         self,
-        store: Store,
         ids: np.ndarray,
         mask: np.ndarray,
         lengths: np.ndarray,
@@ -133,7 +127,9 @@ class _Scanner:
         of = np.searchsorted(starts, places, side="right") - 1
         has = np.zeros(len(lengths), bool)
         has[of] = True
-        before = starts[has & ~np.isin(starts, places)]
+        begins = np.zeros(len(ids), bool)
+        begins[places] = True
+        before = starts[has & ~begins[starts]]
         at = np.concatenate([places, before, starts[~has]])
         role = np.concatenate([roles, np.zeros(len(before), np.uint8), np.full((~has).sum(), names, np.uint8)])
         order = np.argsort(at, kind="stable")
@@ -157,26 +153,22 @@ def scan(corpus: Corpus, vocabulary: Vocabulary) -> TokenScan:
     scanner = _Scanner(corpus, vocabulary, headers, common)
     blocks = list(_blocks(corpus.stores))
     _ = scanner.is_end, scanner.random, vocabulary.scripts, vocabulary.is_space  # once, before the threads
+    total = len(corpus.lengths)
+    flags = {name: np.zeros(total, bool) for name in ("compared", "ends", "ends_twice", "two_bos", "unknown", "open")}
+    found = {"hashes": np.empty(total, np.uint64), "script": np.empty(total, np.uint8), **flags}
+    found["signatures"] = np.zeros((total, HASHES), np.uint32)
     with ThreadPoolExecutor(THREADS) as threads:
-        parts = list(threads.map(scanner.look, blocks))
-
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([part.pop(name) for part in parts])
-
+        said = list(threads.map(lambda block: scanner.look(block, found), blocks))
     roles: dict[str, np.ndarray] = {}
-    for (number, _, _), part in zip(blocks, parts, strict=True):
+    for (number, _, _), part in zip(blocks, said, strict=True):
         names = (*headers.names, *PARTS.get(corpus.stores[number].format, ("prompt", "answer")))
         if names[-1] == names[-2]:
-            part["roles"][2, -1] = 0  # one turn, not two parts of it
-        for name, figures in zip(names, part["roles"].T, strict=True):
+            part[2, -1] = 0  # one turn, not two parts of it
+        for name, figures in zip(names, part.T, strict=True):
             roles[name] = roles.get(name, 0) + figures
-    return TokenScan(
-        hashes=joined("hashes"),
-        signatures=Signatures(joined("signatures"), joined("compared")),
-        common=common,
-        roles={name: figures for name, figures in roles.items() if figures[0]},
-        **{name: joined(name) for name in ("ends", "ends_twice", "two_bos", "unknown", "open", "script")},
-    )
+    signatures = Signatures(found.pop("signatures"), found.pop("compared"))
+    spoken = {name: figures for name, figures in roles.items() if figures[0]}
+    return TokenScan(signatures=signatures, common=common, roles=spoken, **found)
 
 
 def _blocks(stores: tuple[Store, ...]) -> Iterator[tuple[int, int, int]]:
