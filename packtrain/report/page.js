@@ -120,7 +120,7 @@
         unifiedhovertitle: { text: state.axis === "seconds" ? `%{x} ${unit}` : `${axisTitle()} %{x}` },
         ...(x ? { range: x, autorange: false } : { autorange: true }),
       },
-      yaxis: { ...axis, type: log ? "log" : "linear", nticks: 6, exponentformat: "power", minexponent: 4, rangemode: positive ? "nonnegative" : "normal", ...kind, ...(y ? { range: y, autorange: false } : { autorange: true }) },
+      yaxis: { ...axis, type: log ? "log" : "linear", nticks: 6, exponentformat: "power", minexponent: 7, rangemode: positive ? "nonnegative" : "normal", ...kind, ...(y ? { range: y, autorange: false } : { autorange: true }) },
     };
   }
 
@@ -211,8 +211,8 @@
         const mine = figure.curves.map((one, index) => index).filter((index) => labels[index] === label);
         const press = (made) => mine.forEach((index) => toggle(state.curves, `${number}:${index}`, made));
         const first = figure.curves[mine[0]], grey = several || (first.heldOut && bases > 1);
-        const made = button(label, true, press, grey ? (first.heldOut ? -1 : undefined) : coloured(figure, first));
-        if (first.heldOut) made.classList.add("heldout");
+        const made = button(label, true, press, grey ? -1 : coloured(figure, first));
+        if (first.heldOut || (several && first.base)) made.classList.add(first.heldOut ? "heldout" : "dashed");
         at(`legend${number}`).append(made);
       });
     });

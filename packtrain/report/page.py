@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, TemplateError
 from markupsafe import Markup
 
 from packtrain import __version__
 from packtrain.errors import UserError
+from packtrain.inspect.html import DATA_CSS, data_section
 from packtrain.report import headline, units
 from packtrain.report.comparison import answers, differences
 from packtrain.report.figures import PHASES, drawn
@@ -53,7 +54,8 @@ def page(runs: Sequence[RunRecord]) -> str:
         answers=answers(runs),
         points=sum(len(curve["y"]) for figure in curves["figures"] for curve in figure["curves"]),
         allowed=Markup(allowed or "'none'"),
-        css=Markup(_here("page.css")),
+        data=[_data_of(run) for run in runs],
+        css=Markup(_here("page.css") + DATA_CSS),
         script=Markup(script),
         plotly=Markup(base64.b64encode(gzip.compress(plotly.encode(), mtime=0)).decode() if plotly else ""),
         curves=_inline(curves),
@@ -74,6 +76,16 @@ def readings(curves: dict[str, Any]) -> list[list[dict[str, Any]]]:
             rows.append(row | {"low_at": steps[low], "high_at": steps[high]})
         found.append(rows)
     return found
+
+
+def _data_of(run: RunRecord) -> Markup | None:
+    """The section on a run's data; None without data.json, or with one that is none."""
+    if run.data is None:
+        return None
+    try:
+        return data_section(dict(run.data))
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError):
+        return None
 
 
 def _groups(curves: dict[str, Any]) -> list[tuple[str, list[int]]]:

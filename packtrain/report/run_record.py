@@ -123,7 +123,7 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         processes=plan.get("num_processes") if isinstance(plan.get("num_processes"), int) else 1,
         environment=plain(_read_json(source.environment)),
         saved=_saved(folder),
-        data=_read_json(folder.data) or None,
+        data=plain(_read_json(folder.data)) or None,
     )
 
 

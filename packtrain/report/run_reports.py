@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from packtrain.config.compose import load_config
 from packtrain.config.yaml_files import shown
-from packtrain.errors import UserError
+from packtrain.errors import PacktrainError, UserError
+from packtrain.plan.data_size import recall
 from packtrain.report.comparison import told_apart
 from packtrain.report.page import page, write_page
-from packtrain.report.run_record import read_run
-from packtrain.run_folder import RunFolder
+from packtrain.report.run_record import RunRecord, read_run
+from packtrain.run_folder import RunFolder, write_json
 
 COMPARED = "report.html"
 """Where several runs are reported by default, in this folder; one run has its report in its own."""
@@ -21,7 +23,7 @@ COMPARED = "report.html"
 def report_runs(places: Sequence[str], output: Path | None) -> int:
     """Writes the report of the runs in these folders, says where it is, returns the exit code. Raises UserError where it cannot be."""
     folders = [RunFolder(Path(place).expanduser()) for place in places]
-    records = [read_run(folder) for folder in folders]
+    records = [_with_data(read_run(folder), folder) for folder in folders]
     if len(records) > 1:
         names = told_apart([folder.root for folder in folders])
         records = [replace(one, name=name) for one, name in zip(records, names, strict=True)]
@@ -38,6 +40,23 @@ def report_runs(places: Sequence[str], output: Path | None) -> int:
                 file=sys.stderr,
             )
     return 0
+
+
+def _with_data(run: RunRecord, folder: RunFolder) -> RunRecord:
+    """The record with a description of its data, made now if its run made none and its tokens are still in the cache."""
+    if run.data is not None or not folder.config.exists():
+        return run
+    try:
+        config = load_config(str(folder.config), [])
+        if recall(config.model, config.data, config.objective.kind, config.trainer.seed) is None:
+            return run
+        from packtrain.inspect.summary import data_summary
+
+        write_json(folder.data, made := data_summary(config, run.processes))
+    except (PacktrainError, OSError) as error:
+        print(f"{run.name}: its data is not described: {str(error).splitlines()[0]}", file=sys.stderr)
+        return run
+    return replace(run, data=made)
 
 
 def report_at_end(folder: RunFolder) -> None:

@@ -14,10 +14,7 @@ def thinned(values: np.ndarray, most: int) -> np.ndarray:
     if len(values) <= most:
         return np.arange(len(values))
     inner = values[1:-1]
-    parts = max(most // 2 - 1, 1)
-    starts = np.linspace(0, len(inner), parts + 1).astype(np.int64)[:-1]
-    part_of = np.repeat(np.arange(parts), np.diff(starts, append=len(inner)))
-    by_value = np.lexsort((inner, part_of))  # within a part from the lowest to the highest
-    ends = np.append(starts[1:], len(inner)) - 1
-    chosen = np.concatenate([[0], 1 + by_value[starts], 1 + by_value[ends], [len(values) - 1]])
-    return np.unique(chosen)
+    width = -(-len(inner) // max(most // 2 - 1, 1))
+    parts = np.pad(inner, (0, -len(inner) % width), mode="edge").reshape(-1, width)
+    starts = 1 + width * np.arange(len(parts))
+    return np.unique(np.concatenate([[0], starts + parts.argmin(1), starts + parts.argmax(1), [len(values) - 1]]))

@@ -71,6 +71,9 @@ from packtrain.train.sync.checks import (
 )
 from packtrain.train.sync.store_barrier import Peers, join, preparing_s, telling
 
+_MOST_DESCRIBED = 200_000
+"""Documents of data that is described at the end of a run, in two seconds at most; of more, `packtrain report` does it."""
+
 
 class TrainingObjective(Protocol):
     """The parts of a run that depend on the objective, in the order of use; implemented by SFT and DPO."""
@@ -437,7 +440,8 @@ def _begin_run_folder(run: Run, checkpoint: Path | None) -> None:
             run.log.say(escape(f"{folder.root} held another run: {what} in {shown(moved)} now"))
     except OSError as error:
         raise UserError(f"cannot begin: {error}", where=f"trainer.output_dir ({folder.root})") from error
-    folder.summary.unlink(missing_ok=True)
+    for of_an_earlier_run in (folder.summary, folder.data):
+        of_an_earlier_run.unlink(missing_ok=True)
     for remark in set_aside(folder.checkpoints, step_of(checkpoint) if checkpoint else 0):
         run.log.warn(remark)
 
@@ -470,6 +474,20 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         chat=bool(run.tokenizer.chat_template),
     )
     results.show(run.log, summary, folder, saved, commands)
+    _describe_data(run, summary.data)
+
+
+def _describe_data(run: Run, data: PreparedData) -> None:
+    """data.json, for the report: here data and tokenizer are open. It is an extra: what goes wrong is noted in the log."""
+    if not run.ranks.main or len(data.train) > _MOST_DESCRIBED:
+        return
+    from packtrain.inspect.summary import data_summary
+
+    try:
+        given: Any = {"tokenizer": run.tokenizer, "prepared": data}
+        write_json(run.folder.data, data_summary(run.config, run.ranks.world_size, **given))
+    except Exception as error:
+        run.log.note(f"no data.json: {type(error).__name__}: {error}")
 
 
 def _answers(run: Run) -> list[str]:
