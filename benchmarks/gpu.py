@@ -1,18 +1,20 @@
 """Everything of packtrain that needs a GPU, in one command: tests/gpu, kernels, and training speed beside TRL's.
 
     python benchmarks/gpu.py [--minutes 10] [--only NAME,NAME] [--output benchmarks/RESULTS.md] [--logs FOLDER]
-    python benchmarks/gpu.py --tiny --output FILE      # every part of it on a CPU, with tiny models: a test of this script
+    python benchmarks/gpu.py --tiny [--output FILE]    # every part of it on a CPU, with tiny models: a test of this script
 
 Needs no network: weights are random, with the sizes of Qwen3-0.6B and 8B, and documents are random tokens, as long as real
 conversations are (lengths.json). With several GPUs strategies are compared besides. Each part runs in processes of its own
-(gpu_parts.py) with a time limit; one that fails is listed, and the others go on. The section "On GPUs" of the output file is
-replaced by what was measured; the exit code is 1 if anything failed.
+(gpu_parts.py) with a time limit; one that fails is listed, and the others go on. While one is measured, the next one imports. The
+section "On GPUs" of the output file is replaced by what was measured (with --tiny only of a file that is named); the exit code
+is 1 if anything failed, 2 if nothing could be run.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import multiprocessing
 import os
@@ -20,11 +22,12 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,7 @@ WARM = (
     "deepspeed",
     "pytest",
 )
+"""What parts import."""
 
 
 def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
@@ -62,6 +66,8 @@ def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
             parts.append(Part(f"{task}, TRL padding_free", by_trl, {**given, "padding_free": True}, group=task))
     ranks = 2 if tiny else gpus
     parts.append(Part("kernels", gpu_parts.kernels))
+    compiled = {"task": "sft 0.6B", "changes": ["packing.mode=packed", "trainer.torch_compile=true"]}
+    parts.append(Part("sft 0.6B, packed, compiled", train, compiled, limit_s=150, group="sft 0.6B"))
     for strategy in ("ddp", "fsdp2", "zero3") if ranks > 1 else ():
         given = {"task": "sft 0.6B", "changes": ["packing.mode=packed", f"strategy={strategy}"]}
         needs = "deepspeed" if strategy.startswith("zero") else ""
@@ -78,51 +84,87 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--only", default="", help="parts whose names begin so, comma-separated")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("RESULTS.md"))
+    parser.add_argument("--output", type=Path, help="benchmarks/RESULTS.md if none")
     parser.add_argument("--logs", type=Path, help="folder for what the parts print; a temporary one if none")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    if options.minutes <= 0:
+        parser.error("--minutes: more than 0")
+    if gpu_parts.lacks("packtrain"):
+        parser.error("packtrain is not installed here: pip install -e '.[dev]' in its folder")
     if options.tiny:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a CPU's run, also on a machine with GPUs
+        os.environ["DS_ACCELERATOR"] = "cpu"  # else DeepSpeed looks for one, and says that it found none
+    output = options.output or (None if options.tiny else Path(__file__).with_name("RESULTS.md"))
+    if output is not None and (output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK)):
+        parser.error(f"--output: {output} cannot be written")
     import torch
 
     gpus = torch.cuda.device_count()  # asked of the driver: a context would take memory from the parts
     if not gpus and not options.tiny:
-        print("there is no GPU here; --tiny runs everything on a CPU", file=sys.stderr)
+        built = "" if torch.version.cuda else f" (torch {torch.__version__} is made without CUDA)"
+        print(f"there is no GPU here{built}; --tiny runs everything on a CPU", file=sys.stderr)
         return 2
+    every = parts_of(gpus, tiny=options.tiny)
+    parts = [part for part in every if part.name.startswith(tuple(options.only.split(",")))]
+    if not parts:
+        parser.error(
+            f"--only: no part begins with {options.only!r}; there are\n  " + "\n  ".join(one.name for one in every)
+        )
     until = time.monotonic() + 60 * options.minutes
-    logs = options.logs or Path(tempfile.mkdtemp(prefix="packtrain-gpu-"))
-    logs.mkdir(parents=True, exist_ok=True)
-    # forked from a process that has imported everything: not with CUDA, which does not survive a fork
-    context = multiprocessing.get_context("forkserver" if options.tiny else "spawn")
-    if options.tiny:
-        context.set_forkserver_preload([*WARM])
-    parts = [part for part in parts_of(gpus, tiny=options.tiny) if part.name.startswith(tuple(options.only.split(",")))]
-    results, failed = {}, {}
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(2 if options.tiny else 1) as turns:
-        folder = Path(temporary)
-        gpu_parts.write_inputs(folder, tiny=options.tiny)
-        always = Part("versions", gpu_parts.versions)
-        going = {
-            part.name: turns.submit(run, part, folder, logs, context, until, tiny=options.tiny)
-            for part in [always, *parts]
-        }
-        for name, part in going.items():
-            try:
-                results[name] = part.result()
-            except Exception as reason:  # whatever it is, the others go on
-                failed[name] = str(reason) or type(reason).__name__
-                print(f"{name}: FAILED: {reason}", flush=True)
+    try:
+        logs = options.logs or Path(tempfile.mkdtemp(prefix="packtrain-gpu-"))
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--logs: {error}")
+    try:
+        results, failed = measure(parts, logs, until, tiny=options.tiny)
+    except KeyboardInterrupt:
+        print("stopped: nothing is written", file=sys.stderr)
+        return 130
     text = section(results, failed, parts, " ".join(sys.argv[1:]))
-    replace_section(options.output, text)
-    print(f"{text}\n\nwhat the parts printed is in {logs}")
+    if output is not None:
+        replace_section(output, text)
+    print(f"{text}\n\nwhat the parts printed is in {logs}" + (f", this in {output}" if output else ""))
     return 1 if failed or results.get("tests/gpu", {}).get("failed") else 0
 
 
-def run(part: Part, folder: Path, logs: Path, context: Any, until: float, *, tiny: bool) -> Any:
-    """The result of a part. Raises Failed with the reason if there is none."""
-    limit = min(part.limit_s, left := until - time.monotonic())
-    if left < LEAST_S:
+def measure(parts: Sequence[Part], logs: Path, until: float, *, tiny: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """The results of the parts by name, and why others have none. Ctrl-C ends all of them."""
+    os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker"  # of processes that are ended while they hold something
+    # forked from a process that has imported everything: not with CUDA, which does not survive a fork
+    context = multiprocessing.get_context("forkserver" if tiny else "spawn")
+    if tiny:
+        context.set_forkserver_preload([*WARM])
+    device = nullcontext() if tiny else threading.Lock()
+    results, failed = {}, {}
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(2) as turns:
+        folder = Path(temporary)
+        gpu_parts.write_inputs(folder, tiny=tiny)
+        always = Part("versions", gpu_parts.versions)
+        going = {
+            part.name: turns.submit(run, part, folder, logs, context, until, device, tiny=tiny)
+            for part in [always, *parts]
+        }
+        try:
+            for name, part in going.items():
+                try:
+                    results[name] = part.result()
+                except Exception as reason:  # whatever it is, the others go on
+                    failed[name] = str(reason) or type(reason).__name__
+                    print(f"{name}: FAILED: {reason}", flush=True)
+        except KeyboardInterrupt:
+            turns.shutdown(wait=False, cancel_futures=True)
+            end(multiprocessing.active_children())
+            raise
+    return results, failed
+
+
+def run(
+    part: Part, folder: Path, logs: Path, context: Any, until: float, device: AbstractContextManager[Any], *, tiny: bool
+) -> Any:
+    """The result of a part, which has the `device` to itself. Raises Failed with the reason if there is none."""
+    if until - time.monotonic() < LEAST_S:  # also looked at when it is its turn
         raise Failed("not run: no time was left")
     if part.needs and gpu_parts.lacks(part.needs):
         raise Failed(f"not run: {part.needs} is not installed")
@@ -130,24 +172,36 @@ def run(part: Part, folder: Path, logs: Path, context: Any, until: float, *, tin
     log.unlink(missing_ok=True)
     result, ranks = log.with_suffix(".json"), environments(part.processes)
     result.unlink(missing_ok=True)
-    processes = [context.Process(target=work, args=(part, folder, log, result, own, tiny)) for own in ranks]
+    go = context.Event()
+    processes = [context.Process(target=work, args=(part, folder, log, result, own, go, tiny)) for own in ranks]
     for process in processes:
         process.start()
-    started = time.monotonic()
-    ends = started + limit
-    for process in processes:
-        process.join(max(0.0, ends - time.monotonic()))
-    late = [process for process in processes if process.exitcode is None]
-    for process in processes:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
-        process.join()
+    with device:
+        started = time.monotonic()
+        limit = min(part.limit_s, until - started)
+        try:
+            if limit < LEAST_S and limit < part.limit_s:
+                raise Failed("not run: no time was left")
+            go.set()
+            for process in processes:
+                process.join(max(0.0, started + limit - time.monotonic()))
+            late = [process for process in processes if process.exitcode is None]
+        finally:
+            end(processes)
     if late:
         raise Failed(f"not done after {limit:.0f} s")
     if any(process.exitcode for process in processes) or not result.exists():
         raise Failed(gpu_parts.reason_in(log))
     print(f"{part.name}: {time.monotonic() - started:.1f} s", flush=True)
     return json.loads(result.read_text())
+
+
+def end(processes: Sequence[Any]) -> None:
+    """Ends processes of parts, and what they have started."""
+    for process in processes:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
 
 
 def environments(processes: int) -> list[dict[str, str]]:
@@ -163,14 +217,18 @@ def environments(processes: int) -> list[dict[str, str]]:
     return [{name: str(value) for name, value in one.items()} for one in ranks]
 
 
-def work(part: Part, folder: Path, log: Path, result: Path, environment: dict[str, str], tiny: bool) -> None:
-    """A process of a part."""
+def work(part: Part, folder: Path, log: Path, result: Path, environment: dict[str, str], go: Any, tiny: bool) -> None:
+    """A process of a part: it imports, waits for its turn to `go`, and works."""
     os.setsid()
     os.environ.update(environment, HF_HUB_OFFLINE="1")
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
     sys.stdout = sys.stderr = log.open("a", buffering=1)
     for stream in (1, 2):
         os.dup2(sys.stdout.fileno(), stream)
+    for module in WARM:
+        with suppress(ImportError):  # the part will say what it lacks
+            importlib.import_module(module)
+    go.wait()
     try:
         measured = part.work(folder, tiny=tiny, **part.given)
     except BaseException as error:

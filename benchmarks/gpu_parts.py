@@ -244,7 +244,7 @@ def train(folder: Path, *, tiny: bool, task: str, changes: list[str]) -> dict[st
     import torch
 
     from packtrain import cli
-    from packtrain.model import reference
+    from packtrain.model import compiled, reference
     from packtrain.train import run
     from packtrain.train.loop import StepTrainer
 
@@ -256,6 +256,8 @@ def train(folder: Path, *, tiny: bool, task: str, changes: list[str]) -> dict[st
         self.add_callback(watch)
 
     StepTrainer.open_loop = with_watch
+    if tiny:
+        compiled.BACKEND = "eager"  # graphs are made, and not compiled: that takes a CPU a minute
     alone = "WORLD_SIZE" not in os.environ
     if alone:  # drawing 8 billion numbers takes minutes on a CPU
         run.load_model = reference.load_model = drawn_on_device(run.load_model)
@@ -340,6 +342,7 @@ def train_by_trl(folder: Path, *, tiny: bool, task: str, padding_free: bool = Fa
         "bf16": True,
         "seed": 0,
         "logging_steps": warm,
+        "logging_first_step": True,  # as packtrain
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import tiny_model
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from packtrain.attention import flash
 from packtrain.attention.backends import attention_of
 from packtrain.errors import CheckFailed
+from packtrain.model.compiled import compile_layers
 from packtrain.packing.segments import Segments
+from packtrain.plan.compiler import lack_of_compiler
 from packtrain.proof.choice import choose_attention
 from packtrain.proof.isolation import prove_isolation
 
@@ -96,3 +99,25 @@ def test_availability_names_the_kernel(device: torch.device) -> None:
     assert choice and choice.kernel and why.startswith(choice.kernel.name)
     assert flash.available(tiny_model("llama").to(device), device)[0] is None
     assert flash.available(tiny_model("llama").to(device), device, torch.bfloat16)[0]
+
+
+def test_compiled_layers_compute_the_same_around_flash(device: torch.device) -> None:
+    """As near as kernels that round in other places can be; rows of other lengths have nothing compiled anew."""
+    if lack := lack_of_compiler():
+        pytest.skip(lack)
+    plain, fast = (tiny_model("llama").to(device, torch.bfloat16).train() for _ in range(2))
+    compile_layers(fast)
+    graphs = []
+    for lengths in ((150, 7, 33), (5, 90), (64, 64, 64, 1)):
+        segments = Segments(lengths)
+        ids = torch.randint(3, 97, (1, segments.tokens), generator=torch.Generator().manual_seed(0)).to(device)
+        row: dict[str, Any] = {"input_ids": ids, "position_ids": segments.position_ids().to(device)}
+        found = []
+        for model in (plain, fast):
+            with attention_of(model, flash.NAME):
+                logits = model(**row, segments=segments, use_cache=False).logits[0]
+                found.append((logits.detach(), gradients(model, logits)))
+        assert off(found[1][0], found[0][0]) <= 2e-2 and off(found[1][1], found[0][1]) <= 5e-2
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1] > 0
+    torch.compiler.reset()
