@@ -199,14 +199,16 @@ class _Search:
 
     def size_up(self, probe: Candidate) -> Generator[Visit, Measured, None]:
         """Finds how much of a step a visit takes, from small parts upwards, and how many of them."""
-        self.part = self.limits.probe
+        self.part, cold = self.limits.probe, True
         while True:
-            outcome = yield Visit(probe, 0, int(self.part == self.limits.probe), 1, self.part)
+            outcome = yield Visit(probe, 0, int(cold), 1, self.part)
             self.elapsed, self.step_s = outcome.elapsed, max(outcome.seconds, 1e-6)
             larger = min(self.part * min(self._most_step_s / self.step_s, 8), 1.0)
-            if outcome.failed or larger < 1.3 * self.part:
+            if outcome.failed or (larger < 1.3 * self.part and not cold):
                 break
-            self.part = larger if larger < 0.7 else 1.0
+            if larger >= 1.3 * self.part:  # else the first may have been slow for another reason
+                self.part = larger if larger < 0.7 else 1.0
+            cold = False
         if outcome.failed:  # nothing is known: the smallest steps, once
             self.step_s = self._most_step_s
         visit_s = min(self.limits.seconds / 60, _MOST_VISIT_S)
