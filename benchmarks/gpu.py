@@ -1,6 +1,6 @@
 """Everything of packtrain that needs a GPU, in one command: tests/gpu, kernels, and training speed beside TRL's.
 
-    python benchmarks/gpu.py [--minutes 10] [--only NAME,NAME] [--output benchmarks/RESULTS.md] [--logs FOLDER]
+    python benchmarks/gpu.py [--minutes 10] [--only NAME NAME …] [--output benchmarks/RESULTS.md] [--logs FOLDER]
     python benchmarks/gpu.py --tiny [--output FILE]    # every part of it on a CPU, with tiny models: a test of this script
 
 Needs no network: weights are random, with the sizes of Qwen3-0.6B and 8B, and documents are random tokens, as long as real
@@ -83,7 +83,7 @@ class Failed(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--only", default="", help="parts whose names begin so, comma-separated")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts whose names begin so")
     parser.add_argument("--output", type=Path, help="benchmarks/RESULTS.md if none")
     parser.add_argument("--logs", type=Path, help="folder for what the parts print; a temporary one if none")
     parser.add_argument("--tiny", action="store_true")
@@ -106,10 +106,11 @@ def main() -> int:
         print(f"there is no GPU here{built}; --tiny runs everything on a CPU", file=sys.stderr)
         return 2
     every = parts_of(gpus, tiny=options.tiny)
-    parts = [part for part in every if part.name.startswith(tuple(options.only.split(",")))]
+    parts = [part for part in every if part.name.startswith(tuple(options.only))]
     if not parts:
         parser.error(
-            f"--only: no part begins with {options.only!r}; there are\n  " + "\n  ".join(one.name for one in every)
+            f"--only: no part begins with {' or '.join(options.only)}; there are\n  "
+            + "\n  ".join(one.name for one in every)
         )
     until = time.monotonic() + 60 * options.minutes
     try:

@@ -24,8 +24,8 @@ from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
 NAME = "packtrain_varlen"
-DEVICES = ("cuda",)
-FORMATS = (torch.bfloat16, torch.float16)
+DEVICES: tuple[str, ...] = ("cuda",)
+FORMATS: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 _DROPS = "the kernels drop no scores (set model.config.attention_dropout=0, or the like of its type)"
 _OTHER = "set model.attention=auto: segmented and per_document need no kernel"
 

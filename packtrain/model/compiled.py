@@ -8,6 +8,7 @@ documents of a row are Python numbers that differ from row to row; so lengths ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def is_compiled(model: nn.Module) -> bool:
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
-def _why_not(model: PreTrainedModel, layers: list[nn.Module]) -> str:
+def _why_not(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str:
     """What stands against compiling, in words; "" if nothing."""
     if not layers:
         return "its layers are not marked as such (transformers' GradientCheckpointingLayer)"
