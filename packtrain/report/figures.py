@@ -41,14 +41,14 @@ _KNOWN = (
     Figure("Log-probabilities", {"logps/chosen": "chosen", "logps/rejected": "rejected"}, "Preferences"),
     Figure("Logits", {"logits/chosen": "chosen", "logits/rejected": "rejected"}, "Preferences"),
     Figure("Tokens predicted right", {"mean_token_accuracy": "accuracy"}, "Preferences", "percent"),
-    Figure("Entropy", {"entropy": "entropy"}, "Preferences"),
-    Figure("Learning rate", {"lr": "learning rate"}, "Optimizer"),
+    Figure("Entropy", {"entropy": "Entropy"}, "Preferences"),
+    Figure("Learning rate", {"lr": "Learning rate"}, "Optimizer"),
     Figure("Gradient norm", {"grad_norm": "before clipping"}, "Optimizer"),
     Figure("Updates lost in rounding", {"updates_lost": "share"}, "Optimizer", "percent"),
-    Figure("Tokens per second", {"tokens_per_second": "all devices"}, "Speed"),
+    Figure("Tokens per second", {"tokens_per_second": "of all devices"}, "Speed"),
     Figure("Model FLOPs utilisation", {"mfu": "of the peak"}, "Speed", "percent"),
     Figure("Padding", {"padding_fraction": "share of slots"}, "Speed", "percent"),
-    Figure("Memory", {"memory_bytes": "rank 0"}, "Speed", "gib"),
+    Figure("Memory", {"memory_bytes": "of rank 0"}, "Speed", "gib"),
     *(
         Figure(
             title,

@@ -85,7 +85,7 @@ def _data_of(run: RunRecord) -> Markup | None:
     try:
         return data_section(dict(run.data))
     except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError):
-        return None
+        return Markup('<p class="remark">data.json is not what packtrain writes, and cannot be shown.</p>')
 
 
 def _groups(curves: dict[str, Any]) -> list[tuple[str, list[int]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from mmap import ACCESS_READ, mmap
@@ -123,17 +123,18 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         processes=plan.get("num_processes") if isinstance(plan.get("num_processes"), int) else 1,
         environment=plain(_read_json(source.environment)),
         saved=_saved(folder),
-        data=plain(_read_json(folder.data)) or None,
+        data=harmless(_read_json(folder.data), redactor.text) or None,  # its `cut_tokens` are no secret
     )
 
 
-def harmless(value: Any) -> Any:
-    """Plain containers with control characters of texts as pictures (␛) or numbers (<U+202E>), so that none is obeyed."""
+def harmless(value: Any, text: Callable[[str], str] = str) -> Any:
+    """Plain containers with `text` of their texts, in which control characters are pictures (␛) or numbers (<U+202E>): none is
+    obeyed."""
     if isinstance(value, str):
-        return _UNSEEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", value.translate(_CONTROLS))
+        return _UNSEEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", text(value).translate(_CONTROLS))
     if isinstance(value, Mapping):
-        return {harmless(str(name)): harmless(inner) for name, inner in value.items()}
-    return [harmless(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return {harmless(str(name), text): harmless(inner, text) for name, inner in value.items()}
+    return [harmless(inner, text) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _state(folder: RunFolder, *, over: bool) -> tuple[str, Sequence[str]]:

@@ -20,8 +20,10 @@ def number(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """0.4167 as 41.7 %."""
-    return "–" if share is None or not math.isfinite(share) else f"{100 * share:.1f} %"
+    """0.4167 as 41.7 %, 0.0000123 as 0.0012 %."""
+    if share is None or not math.isfinite(share):
+        return "–"
+    return f"{100 * share:.1f} %" if share == 0 or abs(share) >= 0.0005 else f"{100 * share:.2g} %"
 
 
 def duration(seconds: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import shlex
@@ -63,6 +64,14 @@ def test_a_run_imports_without_the_garbage_collector_and_nothing_of_what_it_does
     other_verbs = ["packtrain.train.verify", "packtrain.diagnose.env", "packtrain.launch.sbatch"]
     trackers = ["tensorboard", "torch.utils.tensorboard", "wandb", "mlflow"]
     assert {*facts["modules"]} & {*other_objective, *other_verbs, *trackers} == set()
+
+
+def test_the_quickstart_leaves_a_report_with_its_data_and_answers(quickstart) -> None:
+    folder = quickstart[0] / "runs" / "quickstart-sft"
+    text, summary = (folder / "report.html").read_text(), json.loads((folder / "summary.json").read_text())
+    assert "What each mode costs" in text and "exact: outputs of documents" in text
+    assert all(one["prompt"] in text and html.escape(one["after"]) in text for one in summary["answers"])
+    assert "no report" not in quickstart[1].stderr
 
 
 def test_the_quickstart_at_least_halves_the_held_out_loss_and_shows_what_was_learnt(quickstart) -> None:

@@ -151,6 +151,12 @@ def test_several_runs_are_told_apart_and_compared(tmp_path: Path) -> None:
     assert "2 runs" in Elements(page([one, two])).words
 
 
+def test_data_that_is_not_described_as_inspect_does_is_told(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run")
+    folder.data.write_text('{"rows": [], "documents": "many"}')
+    assert "cannot be shown" in page([read_run(folder)])
+
+
 def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     seconds = {
         "forward": [0.1, 0.1, 0.2],

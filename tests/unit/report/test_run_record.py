@@ -98,6 +98,12 @@ def test_secrets_do_not_get_into_a_record(tmp_path: Path, monkeypatch: pytest.Mo
     assert not [secret for secret in ("abc123def", "pass1", "swordfish") if secret in said]
 
 
+def test_counts_of_tokens_in_the_description_of_data_are_no_secrets(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "run")
+    folder.data.write_text(json.dumps({"cut_tokens": 7, "shown": [{"text": "my hf_abcdefghijklmnop"}]}))
+    assert read_run(folder).data == {"cut_tokens": 7, "shown": [{"text": "my ***"}]}
+
+
 def test_control_characters_are_shown_and_not_obeyed() -> None:
     assert harmless("a\x1b[31mred\x00\x7f") == "a␛[31mred␀␡"
     assert harmless({"\u202eevil": ["\ud800", "tab\tline\n", "ünï – 漢字 🙂"]}) == {
