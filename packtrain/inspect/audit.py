@@ -158,7 +158,7 @@ def _of_ends(corpus: Corpus, scan: TokenScan) -> Iterator[Found]:
             "answer_cut",
             np.unique(rows[corpus.in_train & cut & scan.open]),
             total,
-            f"data.max_length={corpus.data.max_length} cuts the answer before its end, so the model learns to go on",
+            f"the answer is cut before its end by data.max_length={corpus.data.max_length}, so the model learns to go on",
             "Raise data.max_length (the statistics say what each would cut), or set data.overlong=drop.",
         )
     endless = np.unique(rows[corpus.in_train & ~cut & ~fates["split"][rows] & ~scan.ends])

@@ -60,9 +60,13 @@ def full_lengths(corpus: Corpus) -> np.ndarray:
     fates, row_of, lengths = corpus.fates, corpus.row_of, corpus.lengths.astype(np.int64)
     chosen = corpus.in_train
     rows = row_of[chosen]
-    cut = fates["cut_tokens"][rows] // np.maximum(fates["documents"][rows], 1)
     split = fates["split"][rows]
-    whole = lengths[chosen] + np.where(fates["truncated"][rows], cut, 0)
+    # a row's loss is that of its documents that are as long as can be, or of both answers' prompts
+    lost = fates["truncated"][rows] & (
+        (lengths[chosen] == corpus.data.max_length) | (corpus.data.overlong == "keep_end")
+    )
+    losers = np.bincount(rows[lost], minlength=len(fates))
+    whole = lengths[chosen] + np.where(lost, fates["cut_tokens"][rows] // np.maximum(losers[rows], 1), 0)
     if not split.any():
         return whole
     parts = np.bincount(rows[split], weights=lengths[chosen][split], minlength=len(fates))
