@@ -27,6 +27,8 @@ _BUSY = 5
 """The share of the time that reading may take is one in so many: a run of a million lines is read less often."""
 _GOING_ON = ("running", "stalled")
 _AXIS, _GAP = 9, 2
+_MOST = 1e150
+"""Of what is drawn: beyond, differences are no numbers any more."""
 _TWO_BESIDE, _LOW, _HIGH = 80, 4, 12
 _COLOURS = {"running": "green", "done": "bold green", "stalled": "bold yellow", "stopped": "yellow"}
 
@@ -128,7 +130,9 @@ def _curves(drawing: Drawing, metrics: Metrics, width: int, height: int) -> Text
     """A title with the last value, dots with the largest and smallest value beside them, the first and last step below."""
     found = [(*metrics.points(key), name, colour) for key, name, colour in drawing.curves]
     found = [one for one in found if len(one[0])]
-    curves = [(metrics.steps[lines].astype(float), values, colour) for lines, values, _, colour in found]
+    curves = [
+        (metrics.steps[lines].astype(float), values.clip(-_MOST, _MOST), colour) for lines, values, _, colour in found
+    ]
     first, last = (float(end(np.concatenate([steps for steps, _, _ in curves]))) for end in (np.min, np.max))
     low, high = (float(end(np.concatenate([values for _, values, _ in curves]))) for end in (np.min, np.max))
     room = (high - low) / 20 or abs(high) / 20 or 1.0
@@ -141,12 +145,18 @@ def _curves(drawing: Drawing, metrics: Metrics, width: int, height: int) -> Text
         for at in range(1, len(xs)):
             canvas.line(xs[at - 1], ys[at - 1], xs[at], ys[at], color=colour)
     rows = canvas.plot().split("\n")
-    labels = {0: format(high, drawing.form), len(rows) - 1: format(low, drawing.form)}
+    labels = {0: _written(high, drawing.form), len(rows) - 1: _written(low, drawing.form)}
     text = Text(no_wrap=True, overflow="crop")
     text.append(f"{drawing.title} ", "bold")
     for number, (_, values, name, colour) in enumerate(found):
-        text.append(f"{', ' if number else ''}{name}{values[-1]:{drawing.form}}", colour)
+        text.append(f"{', ' if number else ''}{name}{_written(values[-1], drawing.form)}", colour)
     for number, row in enumerate(rows):
         text.append(f"\n{labels.get(number, ''):>{_AXIS - 1}} ", "dim").append_text(Text.from_ansi(row))
     ends = f"{first:,.0f}", f"{last:,.0f}"
     return text.append(f"\n{'':{_AXIS}}{ends[0]}{ends[1]:>{max(cells - len(ends[0]), 0)}}", "dim")
+
+
+def _written(value: float, form: str) -> str:
+    """A value as it fits beside a curve."""
+    text = format(value, form)
+    return text if len(text) < _AXIS else f"{value:.2g}"

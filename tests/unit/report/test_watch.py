@@ -56,6 +56,8 @@ def test_a_curve_has_its_extremes_at_its_sides_and_its_last_value_above(tmp_path
     title, top, *rest = drawn(folder, 60)[1:]
     assert title.startswith("loss 2.5") and top.split()[0] == "6.5"
     assert rest[6].split()[0] == "0.5" and rest[7].split() == ["1", "5,000"]
+    folder.metrics.write_text('{"step": 1, "loss": 1e308, "tokens_per_second": 1e300}\n{"step": 2, "loss": -1e308}\n')
+    assert max(map(len, drawn(folder))) <= 100
     folder.metrics.write_text('{"step": 3, "loss": 2.0}\n{"step": 4, "loss": NaN}\n{"ste')
     assert any(DOTS.search(line) for line in drawn(folder))
 
