@@ -86,7 +86,8 @@ def _verdict(best: dict[str, Any]) -> str:
     times = f"{speed}, {best['ratio']:.2f} times the configured settings"
     if best["clear"]:
         return times
-    why = "it was not faster in every round" if best["rounds"] > 1 else "each was measured once (--seconds)"
+    few = "there was time for two rounds at most (--seconds)"
+    why = "it was not faster in every round" if best["rounds"] > 2 else few
     return f"{times}, which is not clear: {why}"
 
 
