@@ -40,6 +40,10 @@ def peers(world_size: int) -> list[Peers]:
     return [Peers(store, world_size, Statement(rank, f"n{rank}", f"n{rank}", {})) for rank in range(world_size)]
 
 
+ended: list[int] = []
+"""The ranks that were refused, in the order in which they end."""
+
+
 def together(
     all_peers: list[Peers], facts: list[dict[str, str]], timeout_s: float = 60, stage: str = "data"
 ) -> list[PacktrainError | None]:
@@ -49,10 +53,12 @@ def together(
 
     def one(peer: Peers, own: dict[str, str]) -> PacktrainError | None:
         try:
+            ended.clear()
             if some and peer is all_peers[0]:
                 peer.store.wait(said)
             _agree(peer, stage, own, {}, timeout_s)
         except PacktrainError as error:
+            ended.append(peer.own.rank)
             return error
         return None
 
@@ -70,6 +76,7 @@ def test_the_first_process_knows_the_ranks_of_each_machine_afterwards_also_where
 def test_all_processes_raise_the_same_words_and_the_first_one_shows_them() -> None:
     assert together(peers(5), [{"seed": "0"}] * 5) == [None] * 5
     raised = together(peers(5), [*[{"seed": "0"}] * 4, {"seed": "1"}])
+    assert ended[0] == 0, "torchrun ends all when one has ended"
     assert {type(error) for error in raised} == {Disagreement}
     assert {str(error) for error in raised} == {
         "seed: rank 4 on n4 has 1; rank 0 on n0, rank 1 on n1, rank 2 on n2 and rank 3 on n3 have 0"

@@ -78,8 +78,10 @@ class Peers:
         try:
             with waiting(f"the other ranks at the stage {stage!r}"):
                 verdict = self._verdict(store, replace(self.own, facts=facts), judge, timeout_s)
-                if self.own.rank == 0 and (verdict["problems"] or verdict["missing"]):
-                    time.sleep(_READ_S)  # the store may end with this process; the others must read the verdict first
+                if verdict["problems"] or verdict["missing"]:
+                    # rank 0 may hold the store: the others must read the verdict before it ends. It alone prints: as torchrun ends
+                    # all when one has ended, they come after it
+                    time.sleep(_READ_S if self.own.rank == 0 else _READ_S + 2 * _LONGEST_PAUSE_S)
         except DistError as error:
             what = f"rank {self.own.rank} lost rank 0 at the stage {stage!r}: {shortly(error)}"
             raise PeerFailed(what, fix="its terminal or log says why it ended") from error
