@@ -184,6 +184,11 @@ def test_a_run_tells_of_lost_updates_and_loses_none_with_masters(tmp_path: Path)
     assert "float32 masters" in said(Run(tmp_path / "masters"))
 
 
+def test_a_choice_that_does_nothing_for_the_loaded_weights_is_told(tmp_path: Path) -> None:
+    run = here(tmp_path, "model.dtype=auto", CHANCE, "trainer.max_steps=1", name="run")
+    assert "nothing to do: no trained weight is bfloat16" in said(run)
+
+
 @pytest.mark.parametrize(("strategy", "how"), [("ddp", CHANCE), ("fsdp2", "optim.master_weights=true")])
 def test_two_processes_go_on_bit_for_bit(tmp_path: Path, strategy: str, how: str) -> None:
     overrides = [f"strategy={strategy}", how, "trainer.save_dtype=float32"]
