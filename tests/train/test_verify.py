@@ -273,7 +273,7 @@ def test_what_cannot_be_loaded_says_which_package_or_setting_is_missing() -> Non
     missing = ImportError(
         "Timm requires the timm library. You can install it with pip:\n`pip install timm`. Then restart."
     )
-    assert "pip install timm" in loading._first_line(missing)
+    assert "pip install timm" in loading.first_line(missing)
     assert loading._advice(OSError("no file"), Model(path="m"), online=False) == OFFLINE_ADVICE
 
 
