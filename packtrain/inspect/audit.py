@@ -17,6 +17,7 @@ from packtrain.inspect.corpus import Corpus
 from packtrain.inspect.scan.duplicates import Twin, duplicates, leaks
 from packtrain.inspect.scan.token_scan import TokenScan
 from packtrain.inspect.scan.vocabulary import SCRIPTS
+from packtrain.inspect.visible import visible
 
 Severity = Literal["bad", "warn", "note"]
 EXAMPLES = 3
@@ -76,9 +77,9 @@ def told(found: Sequence[Found], places: Mapping[int, str]) -> list[dict[str, An
     """The findings as plain containers, with the places of their first rows."""
     made = []
     for one in found:
-        where = [places[int(row)] for row in one.rows[:EXAMPLES]]
+        where = [visible(places[int(row)]) for row in one.rows[:EXAMPLES]]
         for at, twin in enumerate(one.twins[:EXAMPLES]):
-            where[at] += f" (as {_beside(places[twin], where[at])})"
+            where[at] += f" (as {_beside(visible(places[twin]), where[at])})"
         figures = {
             "name": one.name,
             "count": one.number,

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from packtrain.inspect.visible import visible
 from packtrain.wording import counted
 
 _HERE = Path(__file__).parent
@@ -25,7 +26,7 @@ def _templates() -> Environment:
     made = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made.filters |= {"percent": percent, "number": lambda value: f"{value:,}", "counted": counted}
+    made.filters |= {"percent": percent, "number": lambda value: f"{value:,}", "counted": counted, "visible": visible}
     return made
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packtrain.inspect.html import percent
+from packtrain.inspect.visible import visible
 from packtrain.wording import counted
 
 _BAR = 32
@@ -84,7 +85,7 @@ class DataTerminal:
         if data["unit"] == "pairs":
             made = f"{counted(data['documents'] // 2, 'pairs')} ({made})"
         trained = percent(data["trained_tokens"] / data["tokens"])
-        self.say(f"{', '.join(data['sources'])} ({data['format']})", "bold")
+        self.say(f"{visible(', '.join(data['sources']))} ({data['format']})", "bold")
         self.say(
             f"{made} of {counted(data['rows'], 'rows')}, {data['tokens']:,} tokens, {data['trained_tokens']:,} trained ({trained})"
         )
@@ -127,7 +128,7 @@ class DataTerminal:
     def _remarks(self, data: dict[str, Any]) -> None:
         for name, one in data["modes"].items():
             if one["rows"] is None:
-                self.say(f"  {name} is not possible here: {one['why']}", "yellow")
+                self.say(f"  {name} is not possible here: {visible(one['why'])}", "yellow")
         packed = data["modes"]["packed"]
         if packed.get("fill") is not None:
             self.say(
@@ -192,7 +193,7 @@ class DataTerminal:
             if head := " · ".join(filter(None, (name, place))):
                 self.say(f"   {head}", "dim" if not part["name"] else "bold")
             grid = Table.grid(padding=(0, 1))
-            grid.add_column(width=10, justify="right", style="dim", overflow="fold")
+            grid.add_column(width=11, justify="right", style="dim", overflow="fold")
             grid.add_column(overflow="fold")
             for turn in part["turns"]:
                 grid.add_row(Text(turn["role"]), self._text(turn["spans"]))

@@ -1,13 +1,8 @@
-"""Documents as a reader can see them: turns of text, each with what is trained, what is a control token, and what was cut.
-
-Nothing of the data can act on what shows it: control characters (a terminal obeys them), and those that turn the direction of a
-text or cannot be seen, become visible symbols. Escaping for HTML and rich is up to who shows it.
-"""
+"""Documents as a reader can see them: turns of text, each with what is trained, what is a control token, and what was cut."""
 
 from __future__ import annotations
 
 import codecs
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,29 +16,10 @@ from packtrain.data.tokens.encode import Encoder, PairEncoder
 from packtrain.inspect.corpus import Corpus
 from packtrain.inspect.scan.roles import PARTS, Headers, headers_of
 from packtrain.inspect.scan.vocabulary import Vocabulary
+from packtrain.inspect.visible import visible
 
 MOST_TOKENS = 20_000
 """Tokens of a part that are shown."""
-
-
-def visible(text: str) -> str:
-    """`text` with a symbol for each character that acts, or that cannot be seen; a line end stays, behind its symbol."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(map(_symbol, text))
-
-
-def _symbol(character: str) -> str:
-    if character == "\n":
-        return "⏎\n"
-    if character.isprintable() or character == "\u3000":
-        return character
-    code = ord(character)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if code == 0x7F:
-        return "␡"
-    return "⍽" if unicodedata.category(character) == "Zs" else f"⟨U+{code:04X}⟩"
 
 
 @dataclass(frozen=True)
@@ -79,14 +55,22 @@ class Shower:
             if len(of_row)
             else ""
         )
-        return self._shown(kept, corpus.format_of(number), f"{place}{parts}", shared=shared)
+        shown = self._shown(kept, corpus.format_of(number), f"{place}{parts}", shared=shared)
+        return {**shown, "note": "held out"} if corpus.in_eval[number] else shown
 
     def row(self, store: int, place: str, row: RawRow, dropped: str) -> dict[str, Any]:
         """A row that gave no document, `dropped` for a reason: all of it is cut."""
         try:
             whole = self.encoder.documents_of(row, cast(Format, self.corpus.stores[store].format))
         except BadRow as bad:
-            return {"where": place, "note": f"left out: {bad.what}", "tokens": 0, "trained": 0, "cut": 0, "parts": []}
+            return {
+                "where": visible(place),
+                "note": visible(f"left out: {bad.what}"),
+                "tokens": 0,
+                "trained": 0,
+                "cut": 0,
+                "parts": [],
+            }
         kept = [(ids, mask, np.ones(len(ids), bool)) for ids, mask in whole]
         return {**self._shown(kept, self.corpus.stores[store].format, place), "note": f"left out: {dropped}"}
 
@@ -123,7 +107,7 @@ class Shower:
             parts.append({"name": name, "tokens": int((~cut[first:]).sum()), "turns": shown})
         kept = [(mask & ~cut).sum() for _, mask, cut in documents]
         return {
-            "where": place,
+            "where": visible(place),
             "note": "",
             "tokens": sum(part["tokens"] for part in parts),
             "trained": int(sum(kept)),

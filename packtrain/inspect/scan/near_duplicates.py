@@ -22,6 +22,8 @@ FEWEST = 32
 COMMON = 0.02
 """An n-gram that more than this part of the documents of a sample have does not count."""
 SAMPLE = 2000
+FEW = 8
+"""Documents that say nothing of what is common."""
 MOST_CHECKED = 20_000
 """Candidates that are compared n-gram by n-gram: of more, that many by chance."""
 _BITS = 18
@@ -68,7 +70,7 @@ def common_grams(samples: Sequence[np.ndarray]) -> np.ndarray:
     found = [
         np.unique(grams(ids)[: len(ids) - GRAM + 1] >> np.uint32(32 - _BITS)) for ids in samples if len(ids) >= GRAM
     ]
-    if len(found) < 50:
+    if len(found) < FEW:
         return table
     values, times = np.unique(np.concatenate(found), return_counts=True)
     table[values[times > max(3, COMMON * len(found))]] = True

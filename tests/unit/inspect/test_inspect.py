@@ -117,9 +117,16 @@ def test_text_of_the_data_cannot_act(folder: Path) -> None:
     done = inspect(folder, "data.train=hostile.jsonl", "--rows", "1")
     assert "␛[31mred␛[0m ␇ [bold]markup[/] ⟨U+202E⟩turned⟨U+2066⟩ ⟨U+200B⟩zero ␍ over" in " ".join(done.stdout.split())
     assert not set(done.stdout) & set("\x1b\x07\u202e\u2066\u200b\r")
+    (folder / "names").mkdir()
+    (folder / "names" / "<b>\x1b[31m\u202e.jsonl").write_text(json.dumps(chat("Where?", "There \ufffd.")) + "\n")
+    named = inspect(folder, "data.train=names")
+    assert "<b>␛[31m⟨U+202E⟩.jsonl:1" in named.stdout
+    assert not set(named.stdout) & set("\x1b\u202e")
     page = folder / "page.html"
-    assert inspect(folder, "data.train=hostile.jsonl", "--html", str(page)).returncode == 0
+    assert inspect(folder, "data.train=[hostile.jsonl, names]", "--html", str(page)).returncode == 0
     text = page.read_text()
+    assert "<b>␛" not in text
+    assert "&lt;b&gt;␛[31m⟨U+202E⟩.jsonl:1" in text
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)" in text
     assert not set(text) & set("\x1b\x07\u202e\u2066\u200b\r")
