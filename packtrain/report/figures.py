@@ -22,13 +22,14 @@ _NOT_DRAWN = {"epoch", "tokens", "examples", "seconds", "slowest_rank", "eval_to
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One drawing: the keys of metrics.jsonl in it, each with its label; `kind` is number, percent, gib or seconds."""
+    """One drawing: the keys of metrics.jsonl in it, each with its label; `kind` is number, percent, gib or seconds. What is
+    not `noisy` is never smoothed."""
 
     title: str
     keys: Mapping[str, str]
     group: str
     kind: str = "number"
-    note: str = ""
+    noisy: bool = True
 
 
 PHASES = {"forward": "Forward", "backward": "Backward", "data": "Loading data", "counts": "Waiting for others"}
@@ -42,7 +43,7 @@ _KNOWN = (
     Figure("Logits", {"logits/chosen": "chosen", "logits/rejected": "rejected"}, "Preferences"),
     Figure("Tokens predicted right", {"mean_token_accuracy": "accuracy"}, "Preferences", "percent"),
     Figure("Entropy", {"entropy": "Entropy"}, "Preferences"),
-    Figure("Learning rate", {"lr": "Learning rate"}, "Optimizer"),
+    Figure("Learning rate", {"lr": "Learning rate"}, "Optimizer", noisy=False),
     Figure("Gradient norm", {"grad_norm": "before clipping"}, "Optimizer"),
     Figure("Updates lost in rounding", {"updates_lost": "share"}, "Optimizer", "percent"),
     Figure("Tokens per second", {"tokens_per_second": "of all devices"}, "Speed"),
@@ -117,7 +118,7 @@ def drawn(runs: Sequence[RunRecord]) -> dict[str, Any]:
                 places.append({name: _short(column[lines]) for name, column in axes[curve.run].items()})
             one = {"run": curve.run, "label": harmless(curve.label), "base": curve.base, "heldOut": curve.held_out}
             lines_drawn.append({**one, "x": at, "y": _short(values * scale)})
-        one = {"title": harmless(figure.title), "kind": figure.kind, "group": figure.group}
+        one = {"title": harmless(figure.title), "kind": figure.kind, "group": figure.group, "noisy": figure.noisy}
         plain.append({**one, "curves": lines_drawn})
     known = {name: title for name, title in X_AXES.items() if all(name in one for one in axes)}
     return {"runs": [run.name for run in runs], "axes": known, "xs": places, "figures": plain}

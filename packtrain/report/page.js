@@ -4,11 +4,10 @@
   const page = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
   const at = (id) => document.getElementById(id);
+  const coarse = matchMedia("(pointer: coarse)").matches; // a finger scrolls the page, unless it is to zoom
   const several = page.runs.length > 1;
-  const coarse = matchMedia("(pointer: coarse)").matches;
-  const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
   // What is shown: hidden runs, hidden curves as "figure:curve", the zoom on x (in its units) and, by figure, on y.
-  const state = { axis: "step", logx: false, logy: false, smooth: 0, runs: new Set(), curves: new Set(), x: null, y: {} };
+  const state = { axis: "step", logx: false, logy: false, smooth: 0, runs: new Set(), curves: new Set(), x: null, y: {}, drag: !coarse };
   const DASHES = ["solid", "dash", "dot"];
   const FORMATS = { number: ".5~g", percent: ".1%", gib: ".4~g", seconds: ".4~g" };
   const UNITS = { gib: " GiB", seconds: " s" };
@@ -53,8 +52,8 @@
     figure.curves.forEach((curve, index) => {
       if (!shown(number, index)) return;
       const hue = colour(`--run${coloured(figure, curve) % 8}`), x = places(curve);
-      const few = curve.y.length < 3, share = curve.heldOut ? 0 : state.smooth;
-      const dash = several && DASHES[(curve.base + (curve.run > 7 ? 1 : 0)) % 3] !== "solid" ? DASHES[curve.base % 3] : "solid";
+      const few = curve.y.length < 3, share = curve.heldOut || !figure.noisy ? 0 : state.smooth;
+      const dash = several ? DASHES[(curve.base + (curve.run > 7 ? 1 : 0)) % 3] : "solid";
       const name = plain(several ? `${page.runs[curve.run]}${figure.curves.some((one) => one.label !== curve.label) ? " · " + curve.label : ""}` : curve.label);
       const line = { color: hue, width: curve.heldOut ? 1.5 : 1.75, dash: curve.heldOut ? "dot" : dash, simplify: false };
       const value = `%{y:${FORMATS[figure.kind] || ".5~g"}}${UNITS[figure.kind] || ""}`;
@@ -111,12 +110,12 @@
       hovermode: "x unified",
       hoverdistance: 40,
       hoverlabel: { bgcolor: colour("--panel"), bordercolor: line, font: { ...font, color: colour("--ink") }, align: "left" },
-      dragmode: coarse ? false : "zoom",
+      dragmode: state.drag ? "zoom" : false,
       separators: ".,",
       xaxis: {
         ...axis, showgrid: false, ticks: "outside", ticklen: 4, tickcolor: line, type: state.logx ? "log" : "linear", nticks: 7,
         tickformat: state.axis === "tokens" ? "~s" : ",~g", hoverformat: state.axis === "seconds" ? ".4~g" : ",d",
-        title: { text: axisTitle(), font, standoff: 6 },
+        title: { text: axisTitle(), font, standoff: 6 }, spikecolor: soft, spikethickness: 1, spikedash: "solid",
         unifiedhovertitle: { text: state.axis === "seconds" ? `%{x} ${unit}` : `${axisTitle()} %{x}` },
         ...(x ? { range: x, autorange: false } : { autorange: true }),
       },
@@ -221,6 +220,13 @@
     listen("logy", "change", (box) => ((state.logy = box.checked), (state.y = {})));
     listen("smooth", "input", (slide) => ((state.smooth = +slide.value), (at("smoothed").textContent = slide.value)));
     at("reset").addEventListener("click", whole);
+    if (coarse) {
+      at("reset").before(button("drag to zoom", false, (made) => {
+        made.setAttribute("aria-pressed", (state.drag = !state.drag));
+        refresh();
+      }));
+      at("reset").previousSibling.className = "quiet";
+    }
     plots.forEach((plot, number) => plot.addEventListener("keydown", (event) => key(event, number)));
     at("tools").hidden = false;
   }

@@ -176,7 +176,8 @@ def _settings(config: Mapping[str, Any]) -> list[Setting]:
         for name, value in values.items() if isinstance(values, Mapping) else [("", values)]:
             path = f"{group}.{name}" if name else str(group)
             default = known[path].default if path in known else None
-            found.append(Setting(path, _as_text(value), _as_text(default), _as_text(value) != _as_text(default)))
+            text, usual = _as_text(value), _as_text(default)
+            found.append(Setting(path, text, usual, changed=text != usual and value != default))
     return found
 
 

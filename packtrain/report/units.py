@@ -27,9 +27,11 @@ def percent(share: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """0.82 s, 61 s, 4 min 05 s, 3 h 20 min, 2 d 4 h."""
+    """1.8 ms, 0.82 s, 61 s, 4 min 05 s, 3 h 20 min, 2 d 4 h."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
+    if 0 < seconds < 0.1:
+        return f"{1000 * seconds:.2g} ms"
     if seconds < 10:
         return f"{seconds:.2g} s"
     if (whole := round(seconds)) < 120:

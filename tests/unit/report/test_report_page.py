@@ -182,7 +182,8 @@ def test_figures_are_written_as_people_read_them() -> None:
     assert [number(one) for one in (7.57998, 0.172044, 15568.1, 3e-5, 12, None, float("nan"))] == [
         *("7.580", "0.1720", "15,568", "3.0e-05", "12", "–", "–"),
     ]
-    assert [duration(one) for one in (0.8231, 61.2, 245, 12000, 187200)] == [
+    assert [duration(one) for one in (0.00182, 0.8231, 61.2, 245, 12000, 187200)] == [
+        "1.8 ms",
         "0.82 s",
         "61 s",
         "4 min 05 s",
