@@ -64,7 +64,7 @@ def test_layers_trained_beside_adapters_keep_their_masters(base: Path, tmp_path:
     whole = AutoModelForCausalLM.from_pretrained(run.folder / "final-merged")
     assert whole.dtype == torch.float32 and torch.equal(whole.lm_head.weight, master)
     assert not coarse(whole.model.layers[0].self_attn.q_proj.weight), "merged in bfloat16"
-    rounded = here(tmp_path, *named, name="rounded", peft=HEAD)
+    rounded = here(tmp_path, *named, "trainer.save_dtype=bfloat16", name="rounded", peft=HEAD)
     adapters = load_file(rounded.folder / "final" / "adapter_model.safetensors")
     assert {str(one.dtype) for name, one in adapters.items() if "lm_head" in name} == {"torch.bfloat16"}
     assert {str(one.dtype) for name, one in adapters.items() if "lora" in name} == {"torch.float32"}
