@@ -55,7 +55,7 @@ def _table(report: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="left" if name in ("mode", "") else "right", no_wrap=True)
-    best = report["best"] or {}
+    best, rounds = report["best"] or {}, max(one["rounds"] for one in report["trials"])
     for one in report["trials"]:
         if one["tokens_per_second"] is None:
             continue
@@ -66,7 +66,8 @@ def _table(report: dict[str, Any]) -> Table:
             "docs": _number(one["examples_per_device"]),
             "tokens/s": f"{one['tokens_per_second']:,.0f}",
             "spread": "" if one["spread"] is None else f"{one['spread']:.0%}",
-            "ratio": f"{one['ratio']:.2f}" if one["ratio"] else "",
+            # one round beside another moment's is not worth much
+            "ratio": f"{one['ratio']:.2f}" if one["ratio"] and (one["rounds"] > 1 or rounds == 1) else "",
             "MFU": "" if one["mfu"] is None else f"{one['mfu']:.1%}",
             "peak": f"{one['peak_memory'] / 2**30:.2f} GiB",
             "padding": f"{one['padding']:.0%}",
@@ -87,7 +88,7 @@ def _verdict(best: dict[str, Any]) -> str:
     if best["clear"]:
         return times
     few = "there was time for two rounds at most (--seconds)"
-    why = "it was not faster in every round" if best["rounds"] > 2 else few
+    why = "it was faster in too few rounds" if best["rounds"] > 2 else few
     return f"{times}, which is not clear: {why}"
 
 

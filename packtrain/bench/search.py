@@ -11,6 +11,7 @@ Whoever sends the same outcomes again gets the same visits: a launch that ran ou
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +20,10 @@ from itertools import chain
 from packtrain.config.schema import DEFAULT_ROW_TOKENS, Batch, Packing, PackingMode
 from packtrain.errors import UserError
 
-ROUNDS = 6
+ROUNDS = 12
 MOST_SIZES = 5
-_MOST_VISIT_S, _MOST_STEPS = 2.0, 50
+FEWEST, CHANCE = 3, 0.05
+_MOST_VISIT_S, _MOST_STEPS = 1.0, 50
 _SHORT_STEP_S = 0.25
 """Steps that are short beside what it takes to switch from one layout to another."""
 _EXPLORING = 0.5
@@ -211,7 +213,7 @@ class _Search:
             cold = False
         if outcome.failed:  # nothing is known: the smallest steps, once
             self.step_s = self._most_step_s
-        visit_s = min(self.limits.seconds / 60, _MOST_VISIT_S)
+        visit_s = min(self.limits.seconds / 120, _MOST_VISIT_S)
         self.per_visit = min(max(round(visit_s / self.step_s), 1), _MOST_STEPS)
 
     @property
@@ -335,3 +337,14 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
 def modes_of(trials: Sequence[Trial]) -> list[tuple[str, bool | None]]:
     """Modes in their order, for the table."""
     return list(dict.fromkeys(chain((one.candidate.mode, one.candidate.shared) for one in trials)))
+
+
+def is_clear(best: Trial, configured: Trial) -> bool:
+    """Whether the best is faster than the configured settings: in each of three rounds or more, or in so many of them that two equal
+    ones would do that once in CHANCE."""
+    ratios = best.beside(configured)
+    wins, number = sum(ratio > 1 for ratio in ratios), len(ratios)
+    if best is configured or number < FEWEST:
+        return False
+    by_chance = sum(math.comb(number, more) for more in range(wins, number + 1)) / 2**number  # the sign test
+    return wins == number or by_chance <= CHANCE

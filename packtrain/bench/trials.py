@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerControl
 
 from packtrain.attention.backends import attending_by, own_attention
 from packtrain.bench.peak_memory import free_memory, peak_memory, reset_peak
-from packtrain.bench.search import Candidate, Limits, Measured, Trial, Visit, best_of, families, search
+from packtrain.bench.search import Candidate, Limits, Measured, Trial, Visit, best_of, families, is_clear, search
 from packtrain.config.rules.combinations import check
 from packtrain.config.schema import PackingMode, RunConfig, Tracking
 from packtrain.data.tokens.pretrained import load_tokenizer
@@ -50,8 +50,6 @@ from packtrain.train.sync.store_barrier import Peers, preparing_s, telling
 
 _ENDLESS = 10**6
 _COMPARED_STEPS = 8
-_ROUNDS = 3
-"""Of two settings that are equally fast one is ahead in three rounds with a chance of 1 in 8."""
 
 
 def bench_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
@@ -281,7 +279,7 @@ class Lab:
                 "part": part,
             },
             "trials": [self._told(one, configured) for one in trials],
-            "best": None if best is None else self._told(best, configured) | {"clear": _clear(best, configured)},
+            "best": None if best is None else self._told(best, configured) | {"clear": is_clear(best, configured)},
         }
 
     def _told(self, trial: Trial, configured: Trial) -> dict[str, Any]:
@@ -306,12 +304,6 @@ class Lab:
             "micro_batches": last[0].micro_batches if last else None,
             "first_step_seconds": next(iter(trial.outcomes.values())).first_seconds if last else None,
         }
-
-
-def _clear(best: Trial, configured: Trial) -> bool:
-    """Whether the best was faster than the configured settings in every round, of enough to be no chance."""
-    ratios = best.beside(configured)
-    return best is not configured and len(ratios) >= _ROUNDS and min(ratios) > 1
 
 
 class Conductor(TrainerCallback):

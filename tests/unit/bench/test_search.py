@@ -6,7 +6,18 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
-from packtrain.bench.search import Candidate, Family, Limits, Measured, Trial, Visit, best_of, families, search
+from packtrain.bench.search import (
+    Candidate,
+    Family,
+    Limits,
+    Measured,
+    Trial,
+    Visit,
+    best_of,
+    families,
+    is_clear,
+    search,
+)
 from packtrain.config.schema import Batch, Packing
 from packtrain.errors import UserError
 
@@ -139,3 +150,21 @@ def test_a_machine_where_even_the_configured_settings_do_not_fit_finds_smaller_o
     assert trials[0].why == "out of memory"
     best = best_of(trials)
     assert best and best.candidate.tokens == 2048
+
+
+def test_what_chance_could_do_is_not_clear() -> None:
+    def trial(speeds: list[int]) -> Trial:
+        made = Trial(Candidate("packed", None, speeds[0], None))
+        made.outcomes = {at: Measured(tokens=one, seconds=1.0) for at, one in enumerate(speeds)}
+        return made
+
+    even = trial([100] * 12)
+    for speeds, clear in (
+        ([200, 200], False),  # too few
+        ([101, 101, 101], True),
+        ([300, 300, 99], False),
+        ([110] * 10 + [90] * 2, True),
+        ([110] * 8 + [90] * 4, False),
+    ):
+        assert is_clear(trial(speeds), even) == clear
+    assert not is_clear(even, even)
