@@ -19,6 +19,7 @@ from packtrain.wording import counted
 SLOW = 1.2
 """A rank is slow whose forward passes and loading of data take so many times the median, as train/sync/rank_times.py has it."""
 
+MOST_RANKS = 64
 _TELLING_LINES = 8
 
 
@@ -124,16 +125,17 @@ def _counted_steps(run: RunRecord) -> str:
 
 
 def rank_times(run: RunRecord) -> list[RankTime]:
-    """The times of every rank by summary.json, [] of a run of one process and of one that has not ended."""
+    """The times of the ranks by summary.json, of many those of the MOST_RANKS slowest, [] of a run of one process and of one that has not ended."""
     times = run.summary.get("rank_seconds")
     if not isinstance(times, Mapping) or not times or not all(_are_numbers(one) for one in times.values()):
         return []
     ranks = range(min(map(len, times.values())))
     own = [sum(float(times.get(phase, [0] * len(ranks))[rank]) for phase in ("forward", "data")) for rank in ranks]
     usual = statistics.median_low(own) if own else 0.0
+    shown = ranks if len(ranks) <= MOST_RANKS else sorted(sorted(ranks, key=lambda rank: -own[rank])[:MOST_RANKS])
     return [
         RankTime(rank, {phase: float(one[rank]) for phase, one in times.items()}, own[rank] > SLOW * usual > 0)
-        for rank in ranks
+        for rank in shown
     ]
 
 

@@ -58,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """One run. `status` is done, stopped, failed, stalled or running; `said` why, in lines; `later` the same of an attempt that came
+    """One run. `status` is done, stopped, failed, stalled, running or unknown; `said` why, in lines; `later` the same of an attempt that came
     after it and did not begin to train. `started` is local time; `facts` are lines of the log by FACTS."""
 
     name: str
@@ -88,11 +88,13 @@ class RunRecord:
 
 
 def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
-    """The record of a run. `over`: it has ended, although its folder is still locked. Raises UserError where there is no run."""
+    """The record of a run. `over`: it has ended, although its folder is still locked.
+
+    Raises UserError where there is no run, or none has begun.
+    """
     if not folder.root.is_dir():
         raise UserError("no such folder", where=str(folder.root), fix="Name the folder that trainer.output_dir is.")
-    traces = (folder.logs, folder.summary, folder.metrics, folder.config)
-    if not any(place.exists() for place in traces):
+    if not any(place.exists() for place in (folder.mark, folder.summary, folder.metrics)):
         fix = "Name the folder that trainer.output_dir is."
         raise UserError("there is no run of packtrain", where=str(folder.root), fix=fix)
     redactor = Redactor(os.environ)
@@ -140,11 +142,8 @@ def harmless(value: Any, text: Callable[[str], str] = str) -> Any:
 def _state(folder: RunFolder, *, over: bool) -> tuple[str, Sequence[str]]:
     """Status and the lines of `packtrain doctor`."""
     if not folder.logs.is_dir() and not folder.summary.exists():
-        return "failed", ["this folder has neither logs nor a summary: it is not known how the run ended"]
-    try:
-        found = examine(folder, over=over)
-    except UserError as error:
-        return "failed", [str(error)]
+        return "unknown", ["this folder has neither logs nor a summary, which would say how the run ended"]
+    found = examine(folder, over=over)
     return found.status, found.lines if found.status not in ("done", "running") else ()
 
 

@@ -169,6 +169,14 @@ def test_the_slow_rank_is_named(tmp_path: Path) -> None:
     assert "Slow: rank 2" in Elements(page([run])).words
 
 
+def test_of_a_thousand_ranks_the_slowest_are_shown(tmp_path: Path) -> None:
+    seconds = {"forward": [0.1 + (rank == 777) for rank in range(1000)], "data": [0.0] * 1000}
+    run = replace(read_run(leave_run(tmp_path / "run", rank_seconds=seconds)), processes=1000)
+    shown = rank_times(run)
+    assert len(shown) == headline.MOST_RANKS and [one.rank for one in shown if one.slow] == [777]
+    assert "64 slowest of 1000" in Elements(page([run])).words
+
+
 def test_tiles_of_a_run_that_stopped_say_how_far_it_came(tmp_path: Path) -> None:
     run = replace(
         read_run(leave_run(tmp_path / "run", lines=lines_of(12), status="stopped")), batch={"steps": 30}, processes=2

@@ -9,6 +9,7 @@ import pytest
 
 from packtrain.errors import UserError
 from packtrain.launch.run_lock import locked
+from packtrain.report.page import page
 from packtrain.report.run_record import harmless, read_run
 from packtrain.run_folder import RunFolder
 from tests.unit.report.run_folders import FACTS, leave_run
@@ -64,6 +65,7 @@ def test_an_attempt_that_did_not_begin_is_told_beside_the_earlier_run(tmp_path: 
 def test_of_a_first_attempt_that_did_not_begin_its_config_is_shown(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.attempt.root.mkdir(parents=True)
+    folder.mark.touch()
     folder.attempt.config.write_text("data: {train: other.jsonl}\n")
     run = read_run(folder)
     assert run.status == "failed" and run.setting("data.train") == "other.jsonl"
@@ -83,8 +85,22 @@ def test_half_written_files_are_left_out(tmp_path: Path, broken: str) -> None:
 def test_a_folder_that_is_no_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         read_run(RunFolder(tmp_path / "none"))
+    (tmp_path / "config.yaml").write_text("mine: 1")
+    (tmp_path / "logs").mkdir()
     with pytest.raises(UserError, match="no run of packtrain"):
         read_run(RunFolder(tmp_path))
+    (tmp_path / ".packtrain").touch()
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "logs" / "slurm-7.out").touch()
+    with pytest.raises(UserError, match="no run has begun here yet"):
+        read_run(RunFolder(tmp_path))
+
+
+def test_metrics_alone_are_shown_too(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    run = read_run(RunFolder(tmp_path))
+    assert run.status == "unknown" and len(run.metrics.steps) == 1
+    assert "What is known of this run" in page([run])
 
 
 def test_secrets_do_not_get_into_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
