@@ -92,39 +92,35 @@ def mode_costs(
 
 
 def _costs(schedule: Schedule, corpus: Corpus, packing: Packing, processes: int, cost: float) -> dict[str, Any]:
-    lengths, mode = schedule.lengths, packing.mode
-    steps = min(schedule.total_steps, schedule.steps_per_epoch(0))
+    lengths, mode, pairs = schedule.lengths, packing.mode, corpus.pairs
+    tokens = pairs.lengths if pairs is not None and mode == "padding" else lengths
+    epoch = schedule.steps_per_epoch(0)
+    steps = min(schedule.total_steps, epoch)
     sample = np.unique(np.linspace(0, steps - 1, min(SAMPLED_STEPS, steps)).round().astype(int)).tolist()
-    rows = slots = tokens = documents = 0
+    rows = slots = used = 0
     batches, uneven = [], []
-    needed = lengths if corpus.pairs is None or mode != "padding" else corpus.pairs.lengths
     for step in sample:
         layout = schedule.layout(step, processes)
-        parts = [part for parts in layout for part in parts if len(part)]
-        for part in parts:
-            documents += len(part)
-            tokens += int(needed[part].sum(dtype=np.int64))
-            slots += (
-                len(part) * int(lengths[part].max()) if mode == "padding" else int(lengths[part].sum(dtype=np.int64))
-            )
-        each = 1 if corpus.pairs is None else 2
-        rows += sum(len(part) * each for part in parts) if mode == "padding" else len(parts)
+        for part in (part for parts in layout for part in parts if len(part)):
+            padded = len(part) * int(lengths[part].max())
+            slots += padded if mode == "padding" else int(lengths[part].sum(dtype=np.int64))
+            used += int(tokens[part].sum(dtype=np.int64))
+            rows += 1
         batches.append(len(layout[0]))
         uneven.append(imbalance(layout, lengths, cost, mode))
-    whole = min(steps, schedule.steps_per_epoch(0)) == len(sample) and steps == schedule.steps_per_epoch(0)
-    scale = 1.0 if whole else len(lengths) / documents
+    whole = int(tokens.sum(dtype=np.int64))
     figures: dict[str, Any] = {
-        "rows": round(rows * scale),
-        "slots": round(slots * scale),
-        "efficiency": round(tokens / max(1, slots), 4),
-        "steps": schedule.steps_per_epoch(0),
+        "rows": len(lengths) * corpus.together if mode == "padding" else round(rows * whole / used),
+        "slots": round(slots * whole / used),
+        "efficiency": round(used / slots, 4),
+        "steps": epoch,
         "micro_batches": [min(batches), max(batches)],
         "imbalance": round(float(np.mean(uneven)), 4),
-        "sampled": not whole,
+        "sampled": len(sample) < epoch,
     }
     if mode == "packed":
-        figures["fill"] = round(slots / max(1, rows * schedule.limits.tokens), 4)
-    if corpus.pairs is not None and mode != "padding" and packing.share_prefix is not False:
-        saved = int((corpus.pairs.lengths - corpus.pairs.shared_lengths).sum(dtype=np.int64))
-        figures["saved_by_sharing"] = round(saved / int(corpus.pairs.lengths.sum(dtype=np.int64)), 4)
+        figures["fill"] = round(slots / (rows * schedule.limits.tokens), 4)
+    if pairs is not None and mode != "padding" and packing.share_prefix is not False:
+        both = int(pairs.lengths.sum(dtype=np.int64))
+        figures["saved_by_sharing"] = round(1 - int(pairs.shared_lengths.sum(dtype=np.int64)) / both, 4)
     return figures

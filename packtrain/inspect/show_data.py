@@ -46,7 +46,10 @@ def show_data(config: RunConfig, wanted: Wanted, processes: int, title: str) -> 
     examples = _examples(found, wanted, step)
     if wanted.html is None and not wanted.as_json and examples is not None:
         terminal.legend()
-        terminal.step(step, unit) if step else terminal.examples(examples, unit)
+        if step is not None:
+            terminal.step(step, unit)
+        else:
+            terminal.examples(examples, unit)
         return 0
     summary = found.summary()
     if examples is not None:

@@ -6,6 +6,7 @@ Texts of the data become rich's `Text`, never markup. Where there are no colours
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import dropwhile
 from typing import Any
 
 from rich.console import Console
@@ -102,7 +103,7 @@ class DataTerminal:
         marks = [f"{words.get(name, f'{name} %')} {value:,}" for name, value in data["percentiles"].items()]
         self.say("length of documents in tokens", "bold")
         most = max(one["documents"] for one in data["histogram"])
-        for one in data["histogram"]:
+        for one in dropwhile(lambda one: not one["documents"], data["histogram"]):
             full, part = divmod(round(8 * _BAR * one["documents"] / most), 8)
             bar = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "") or ("▏" if one["documents"] else "")
             line = Text(f"  {one['first']:>7,} – {one['last']:<7,} ").append(f"{bar:<{_BAR}}", "cyan")
@@ -259,7 +260,7 @@ def _modes(data: dict[str, Any]) -> tuple[list[str], list[list[str]], int | None
         if one["rows"] is None:
             rows.append([name, "–", "–", "–", "–", "–"])
             continue
-        about = "about " if one["sampled"] else ""
+        about = "about " if one["sampled"] and name != "padding" else ""
         batches = " to ".join(f"{number:,}" for number in sorted(set(one["micro_batches"])))
         rows.append(
             [
