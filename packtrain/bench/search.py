@@ -147,9 +147,9 @@ def families(
 ) -> list[Family]:
     """All modes, the configured one first. `least` is the smallest batch.tokens_per_device; `refused` says why a mode, with shared
     prompts or without, cannot be had ("" if it can)."""
+    flat: tuple[PackingMode, ...] = ("padding_free", "packed")
     kinds: list[tuple[PackingMode, bool | None]] = [("padding", None)]
-    for mode in ("padding_free", "packed"):
-        kinds += [(mode, None)] if not pairs else [(mode, False), (mode, True)]
+    kinds = kinds + [(mode, shared) for mode in flat for shared in ((False, True) if pairs else (None,))]
     kinds.sort(key=lambda kind: (kind[0] != packing.mode, kind[1] == (packing.share_prefix is False)))
     return [_family(batch, mode, shared, least, refused(mode, bool(shared))) for mode, shared in kinds]
 

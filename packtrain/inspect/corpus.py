@@ -60,10 +60,8 @@ class Corpus:
     @cached_property
     def sources(self) -> list[tuple[DataSource, Split]]:
         """The source of each store."""
-        extra: Any = [] if self._shares_stores else self.data.eval
-        return [(one, "train") for one in sources(self.data.train, "train")] + [
-            (one, "eval") for one in sources(extra, "eval")
-        ]
+        roles: tuple[Split, ...] = ("train", "eval")
+        return [(one, role) for role in roles for one in sources(getattr(self.data, role), role)]
 
     def source(self, store: int) -> Source:
         """Where the rows of a store come from."""
@@ -165,9 +163,8 @@ class Corpus:
 def corpus_of(data: Data, kind: ObjectiveKind, tokenizer: Any, prepared: PreparedData[Any], *, seed: int) -> Corpus:
     """The corpus of data that is `prepared` for the objective `kind`, with the transformers tokenizer that made its tokens."""
     pairs = prepared.train if isinstance(prepared.train, PairDataset) else None
-    train, held_out = (
-        one.documents if isinstance(one, PairDataset) else one for one in (prepared.train, prepared.eval)
-    )
+    train: Any = prepared.train if pairs is None else pairs.documents
+    held_out = prepared.eval.documents if isinstance(prepared.eval, PairDataset) else prepared.eval
     unknown, plain = tokenizer.unk_token_id, plain_tokenizer(tokenizer)
     control = {plain.eos_id, plain.bos_id, tokenizer.pad_token_id}  # GPT-2's <|endoftext|> is all of them
     template = choose_template(data.chat_template, tokenizer)

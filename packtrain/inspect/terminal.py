@@ -42,10 +42,10 @@ class DataTerminal:
         """How tokens are shown."""
         sample = [("trained", True, False, False), ("not trained", False, False, False)]
         sample += [("<control>", False, True, False), ("cut", False, False, True)]
-        spans = [dict(zip(("text", "trained", "special", "cut"), one, strict=True)) for one in sample]
-        line = Text("tokens: ", "bold")
-        for span in spans:
-            line.append_text(self._text([span])).append("  ")
+        names: tuple[str, ...] = ("text", "trained", "special", "cut")
+        line = Text.assemble(("tokens: ", "bold"))
+        for one in sample:
+            line.append_text(self._text([dict(zip(names, one, strict=True))])).append("  ")
         self.console.print(line)
 
     def examples(self, shown: Sequence[dict[str, Any]], unit: str) -> None:

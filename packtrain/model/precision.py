@@ -118,7 +118,8 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 @contextmanager
 def without_autocast(model: nn.Module, accelerator: Any) -> Iterator[None]:
     """Inside the block forward passes of `model`, which `accelerator` has prepared, are not under autocast."""
-    base, native, wrapped = base_model(model), accelerator.native_amp, model.__dict__.get("forward")
+    base, native = base_model(model), accelerator.native_amp
+    wrapped: Any = model.__dict__.get("forward")
     setattr(base, _PLAIN, True)
     accelerator.native_amp = False
     if plain := model.__dict__.get("_original_forward"):  # accelerate's name

@@ -122,7 +122,7 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         settings=_settings(plain(_read_config(source.config))),
         summary=plain(summary),
         batch=_mapping(plan.get("batch")),
-        processes=plan.get("num_processes") if isinstance(plan.get("num_processes"), int) else 1,
+        processes=processes if isinstance(processes := plan.get("num_processes"), int) else 1,
         environment=plain(_read_json(source.environment)),
         saved=_saved(folder),
         data=harmless(_read_json(folder.data), redactor.text) or None,  # its `cut_tokens` are no secret
