@@ -24,7 +24,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface
@@ -88,7 +88,7 @@ def _taken_apart(
     """The keys or values of each segment for itself, and those of its prefix for each that has one."""
     own, of_prefixes = list(segments), {}
     for prefix, by in row.followers.items():
-        own[prefix], *taken = _Shared.apply(segments[prefix], 1 + len(by))  # pyright: ignore[reportGeneralTypeIssues]
+        own[prefix], *taken = cast(Any, _Shared.apply(segments[prefix], 1 + len(by)))
         of_prefixes |= zip(by, taken, strict=True)
     return own, of_prefixes
 

@@ -110,7 +110,8 @@ def test_gradients_of_a_shared_prefix_are_summed_in_float32() -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(1, heads, segments.tokens, 16).bfloat16() for heads in (4, 2, 2)]
     weights = torch.randn(1, segments.tokens, 4, 16).bfloat16() + 0.5
-    layer = tiny_model("llama").model.layers[0].self_attn
+    model: Any = tiny_model("llama")
+    layer = model.model.layers[0].self_attn
 
     def gradients(dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [one.to(dtype).requires_grad_() for one in inputs]
