@@ -27,17 +27,20 @@ def attention_cost(model: Model, peft: Peft, vocabulary: int) -> float | None:
     try:
         base = base_of(model.path) if model.init == "pretrained" else None
         model = replace(model, path=base or model.path)
-        if model.path is None or "vocab_size" in model.config:
-            model = replace(model, config={"vocab_size": vocabulary, **model.config})
-        weights = weights_of(model)
+        config: Any
         if model.path is None:
-            settings = {name: value for name, value in model.config.items() if name != "model_type"}
-            config: Any = AutoConfig.for_model(model.config["model_type"], **settings)
+            sizes = {"vocab_size": vocabulary, **model.config}
+            config = AutoConfig.for_model(**sizes)
         else:
             config = AutoConfig.from_pretrained(**location(model.path, model))
             for name, value in model.config.items():
                 setattr(config, name, value)
-    except Exception:  # no model here, or one whose layers are not known: the libraries raise errors of every kind
+            sizes = config.get_text_config().to_dict()
+        try:
+            weights = weights_of(model)
+        except UserError:  # no safetensors here: a .gguf file, or layers that its sizes tell
+            weights = weights_of(Model(init="random", config=sizes))
+    except Exception:  # nothing here, or a model whose layers are not known: libraries raise errors of every kind
         return None
     shapes = dict(weights.shapes)
     if getattr(config, "tie_word_embeddings", False):
