@@ -17,6 +17,7 @@ from packtrain.config.schema import DataSource
 from packtrain.data.row_counts import DataReport, PairFigures, add, count
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
+from packtrain.plan.data_size import DataSize
 
 LEAST_PROMPT = 2
 """Tokens of a the shortest prompt worth computing once: its last token predicts the answer, so it runs in front of each answer."""
@@ -94,6 +95,12 @@ class PairDataset:
         """Pair number `index`, 0 to len - 1."""
         chosen, rejected = self.documents[2 * index], self.documents[2 * index + 1]
         return Preference(chosen, rejected, int(self.prompts[index]))
+
+
+def size_of(data: TokenDataset | PairDataset) -> DataSize:
+    """How much that is, for plans."""
+    documents = data.documents if isinstance(data, PairDataset) else data
+    return DataSize(len(data), int(data.lengths.sum(dtype=np.int64)), int(documents.lengths.max(initial=0)))
 
 
 @dataclass(frozen=True, slots=True)

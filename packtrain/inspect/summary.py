@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.config.schema import RunConfig
+from packtrain.data.dataset import size_of
 from packtrain.data.prepare import PreparedData, prepare, prepare_pairs
 from packtrain.data.sources.chunks import RawRow
 from packtrain.data.tokens.pretrained import load_tokenizer
@@ -21,6 +22,7 @@ from packtrain.inspect.scan.token_scan import scan
 from packtrain.inspect.scan.vocabulary import Vocabulary
 from packtrain.inspect.statistics import by_role, cuts, full_lengths, histogram, percentiles
 from packtrain.inspect.tokens_shown import Shower
+from packtrain.plan.data_size import remember
 
 SHOWN = 3
 _AMONG = 200
@@ -129,6 +131,7 @@ def inspection(
     if prepared is None:
         make = prepare if kind == "sft" else prepare_pairs
         prepared = make(config.data, tokenizer, seed=seed, progress=progress)
+        remember(size_of(prepared.train), config.model, config.data, kind, seed)  # for `packtrain plan`
     return Inspection(config, corpus_of(config.data, kind, tokenizer, prepared, seed=seed), processes)
 
 

@@ -29,7 +29,7 @@ from packtrain.attention.determinism import deterministic
 from packtrain.attention.kernels.selection import prefer
 from packtrain.config.schema import Data, RunConfig
 from packtrain.config.yaml_files import shown
-from packtrain.data.dataset import PairDataset, TokenDataset
+from packtrain.data.dataset import PairDataset, TokenDataset, size_of
 from packtrain.data.prepare import PreparedData
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
@@ -45,7 +45,7 @@ from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.agreement import shared_values
-from packtrain.plan.data_size import DataSize, remember
+from packtrain.plan.data_size import remember
 from packtrain.plan.dpo_reference import reference_of
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.proof.choice import AttentionChoice
@@ -216,8 +216,7 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
     for remark in pointless(data.train, run.tokenizer, config.data.max_length) if ranks.main else ():
         log.warn(remark)
     if ranks.main:  # for `packtrain plan`
-        size = DataSize(len(data.train), int(data.train.lengths.sum()), objective.longest_document(data.train))
-        remember(size, config.model, config.data, config.objective.kind, config.trainer.seed)
+        remember(size_of(data.train), config.model, config.data, config.objective.kind, config.trainer.seed)
 
     own_heartbeat().enter("load")
     run.model = load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed)

@@ -132,7 +132,7 @@ def _steps(config: RunConfig, size: DataSize | None, each: int | None, steps: in
     """How many, and what that is of the data, if an earlier command has counted it."""
     if size is None or each is None:
         epochs = f"{config.trainer.epochs:g} epoch{'' if config.trainer.epochs == 1 else 's'}"
-        return f"{f'{steps:,}' if steps else epochs}; what an epoch is, is known once a run has tokenised the data"
+        return f"{f'{steps:,}' if steps else epochs}; what an epoch is, is known once packtrain inspect or a run has tokenised the data"
     passes = f"{steps / each:.3g}" if steps else ""
     about = "about " if config.batch.tokens_per_step else ""
     tokens = f"{size.tokens / each:,.0f} tokens a step"

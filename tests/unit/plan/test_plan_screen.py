@@ -97,7 +97,7 @@ def test_steps_and_tokens_of_an_epoch_come_from_the_cache(tmp_path: Path, monkey
     file = tmp_path / "chats.jsonl"
     file.write_text("{}\n")
     arguments = ["model.path=m", "data.train=chats.jsonl", "batch.examples_per_step=10", "trainer.epochs=2"]
-    assert any("is known once a run has tokenised the data" in line for line in planned(tmp_path, *arguments))
+    assert any("is known once packtrain inspect or" in line for line in planned(tmp_path, *arguments))
     monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     remember(DataSize(105, 42_000, 900), Model(path="m"), Data(train="chats.jsonl"), "sft", 0)
