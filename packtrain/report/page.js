@@ -180,7 +180,7 @@
     made.setAttribute("aria-pressed", pressed);
     if (number !== undefined) {
       const swatch = made.appendChild(document.createElement("span"));
-      swatch.className = `swatch run${number % 8}`;
+      swatch.className = `swatch run${number % 8}${number > 7 ? " again" : ""}`;
       swatch.setAttribute("aria-hidden", "true");
     }
     made.append(text);

@@ -13,7 +13,7 @@ from packtrain.errors import PacktrainError, UserError
 from packtrain.plan.data_size import recall
 from packtrain.report.comparison import told_apart
 from packtrain.report.page import page, write_page
-from packtrain.report.run_record import RunRecord, read_run
+from packtrain.report.run_record import RunRecord, harmless, read_run
 from packtrain.run_folder import RunFolder, write_json
 
 COMPARED = "report.html"
@@ -32,7 +32,7 @@ def report_runs(places: Sequence[str], output: Path | None) -> int:
         raise UserError("this is a folder", where=str(file), fix="Name a file with -o.")
     text = page(records)
     write_page(file, text)
-    print(f"{shown(file)} ({len(text.encode()) / 1e6:.1f} MB)")
+    print(f"{harmless(shown(file))} ({len(text.encode()) / 1e6:.1f} MB)")
     for one in records:
         if one.metrics.skipped:
             print(
@@ -67,4 +67,4 @@ def report_at_end(folder: RunFolder) -> None:
         write_page(folder.report, page([read_run(folder, over=True)]))
     except Exception as error:
         said = str(error).splitlines()
-        print(f"no report.html: {type(error).__name__}: {said[0] if said else ''}", file=sys.stderr)
+        print(harmless(f"no report.html: {type(error).__name__}: {said[0] if said else ''}"), file=sys.stderr)
