@@ -235,7 +235,7 @@ def _of_twins(corpus: Corpus, scan: TokenScan) -> Iterator[Found]:
         return
     total = int(corpus.in_eval.sum()) // corpus.together
     same, similar = leaks(corpus, scan)
-    fix = "Take them out of data.train or data.eval: the eval loss would praise what was learned by heart."
+    fix = "Keep one of the two: the eval loss would praise what was learned by heart."
     what = "held-out examples that are trained, token by token"
     yield _twins("eval_in_train", same, corpus, total, what, fix, unit, "warn")
     what = "held-out examples that are almost the same as trained ones"

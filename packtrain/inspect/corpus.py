@@ -94,11 +94,14 @@ class Corpus:
         return np.concatenate([store.lengths for store in self.stores])
 
     @cached_property
+    def times(self) -> np.ndarray:
+        """int64[documents]: how often an epoch trains on each."""
+        return np.bincount(self.train.rows, minlength=len(self.lengths))
+
+    @cached_property
     def in_train(self) -> np.ndarray:
         """bool[documents]: those that are trained on."""
-        inside = np.zeros(len(self.lengths), bool)
-        inside[self.train.rows] = True
-        return inside
+        return self.times > 0
 
     @cached_property
     def in_eval(self) -> np.ndarray:

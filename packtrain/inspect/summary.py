@@ -66,7 +66,6 @@ class Inspection:
         shown = self._typical()
         read = rows_of(corpus, rows_named(found) | {int(corpus.row_of[one]) for one in shown})
         report = corpus.train.report
-        examples = corpus.lengths[corpus.in_train]
         lengths = full_lengths(corpus)
         cost = self.attention_cost
         return {
@@ -85,8 +84,8 @@ class Inspection:
             "sources": list(report.sources),
             "format": report.format,
             "max_length": config.data.max_length,
-            "percentiles": percentiles(examples),
-            "histogram": histogram(examples),
+            "percentiles": percentiles(corpus.train.lengths),
+            "histogram": histogram(corpus.train.lengths),
             "roles": by_role(scanned),
             "cuts": cuts(lengths, config.data.max_length),
             "processes": self.processes,

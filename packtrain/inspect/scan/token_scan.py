@@ -79,7 +79,7 @@ class _Scanner:
             found["two_bos"][inside] = (lengths > 1) & (ids[starts] == bos) & (ids[second] == bos)
         if self.corpus.unknown is not None:
             found["unknown"][inside] = np.logical_or.reduceat(ids == self.corpus.unknown, starts)
-        return self._roles(ids, mask, lengths, starts, self.corpus.in_train[inside])
+        return self._roles(ids, mask, lengths, starts, self.corpus.times[inside])
 
     def _hashes(self, ids: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """A hash of the tokens and their places: Σ random(token) · (2 · place + 1)."""
@@ -119,9 +119,12 @@ class _Scanner:
         mask: np.ndarray,
         lengths: np.ndarray,
         starts: np.ndarray,
-        taken: np.ndarray,
+        times: np.ndarray,
     ) -> np.ndarray:
-        """int64[3, roles]: tokens, trained tokens and turns, of the documents `taken`; the last two roles are the two parts."""
+        """int64[3, roles]: tokens, trained tokens and turns of each role; the last two roles are the two parts.
+
+        Documents count as often as they are trained on: `times` int64[documents].
+        """
         names = len(self.headers.names)
         places, roles = self.headers.find(ids)
         of = np.searchsorted(starts, places, side="right") - 1
@@ -136,11 +139,10 @@ class _Scanner:
         at, role = at[order], role[order]
         tokens = np.diff(np.append(at, len(ids)))
         trained = np.add.reduceat(mask, at, dtype=np.int64)
-        kept = taken[np.searchsorted(starts, at, side="right") - 1]
-        at, role, tokens, trained = at[kept], role[kept], tokens[kept], trained[kept]
+        weight = times[np.searchsorted(starts, at, side="right") - 1]
         found = np.zeros((3, names + 2), np.int64)
-        for row, weights in enumerate((tokens, trained, np.ones(len(at)))):
-            found[row] = np.bincount(role, weights=weights, minlength=names + 2)[: names + 2]
+        for row, figures in enumerate((tokens, trained, 1)):
+            found[row] = np.bincount(role, weights=weight * figures, minlength=names + 2)
         whole, learned, number = found[:, names]
         found[:, names + 1], found[:, names] = (learned, learned, number), (whole - learned, 0, number)
         return found

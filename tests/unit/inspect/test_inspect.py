@@ -159,3 +159,11 @@ def test_a_row_that_was_left_out_is_shown_with_the_reason(folder: Path) -> None:
     said = inspect(folder, "data.train=weights.jsonl", "--source", "weights.jsonl:2").stdout
     assert "left out: no trained token" in said
     assert "Never." in said
+
+
+def test_documents_count_as_often_as_they_are_trained_on(folder: Path) -> None:
+    write(folder, clean(1, seed=5), "single.jsonl")
+    data = report(folder, "data.train=[{path: chats.jsonl, weight: 2.5}, single.jsonl]")
+    assert data["documents"] == 151 == sum(one["documents"] for one in data["histogram"])
+    assert sum(one["tokens"] for one in data["roles"]) == data["tokens"]
+    assert sum(one["trained"] for one in data["roles"]) == data["trained_tokens"]
