@@ -12,6 +12,7 @@ import numpy as np
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import size_of
 from packtrain.data.prepare import PreparedData, prepare, prepare_pairs
+from packtrain.data.row_counts import DataReport
 from packtrain.data.sources.chunks import RawRow
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.inspect.audit import findings, rows_named, told
@@ -23,6 +24,7 @@ from packtrain.inspect.scan.vocabulary import Vocabulary
 from packtrain.inspect.statistics import by_role, cuts, full_lengths, histogram, percentiles
 from packtrain.inspect.tokens_shown import Shower
 from packtrain.plan.data_size import remember
+from packtrain.wording import counted
 
 SHOWN = 3
 _AMONG = 200
@@ -83,6 +85,7 @@ class Inspection:
             "held_out": None if corpus.eval is None else corpus.eval.report.documents // corpus.together,
             "sources": list(report.sources),
             "format": report.format,
+            "remarks": _remarks(report),
             "max_length": config.data.max_length,
             "percentiles": percentiles(corpus.train.lengths),
             "histogram": histogram(corpus.train.lengths),
@@ -114,6 +117,16 @@ class Inspection:
         if len(cut) and len(chosen) == SHOWN and int(cut[0]) not in chosen:
             chosen[-1] = int(cut[0])
         return sorted(chosen)
+
+
+def _remarks(report: DataReport) -> list[str]:
+    """What was decided about the rows."""
+    told = {
+        "rendered by TRL's training version of the chat template": report.retold,
+        "a document for each question, as the chat template rewrites what came before": report.unrolled,
+        "tokenised in parts, as a token would lie over the border of an answer": report.apart,
+    }
+    return [*report.remarks, *(f"{counted(rows, 'rows')} {what}" for what, rows in told.items() if rows)]
 
 
 def inspection(

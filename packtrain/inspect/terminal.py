@@ -96,6 +96,8 @@ class DataTerminal:
             + (f": {reasons}" if reasons else "")
             + ("" if data["held_out"] is None else f"; held out {counted(data['held_out'], data['unit'])}")
         )
+        for remark in data["remarks"]:
+            self.say(visible(remark), "dim")
 
     def _lengths(self, data: dict[str, Any]) -> None:
         self.say()

@@ -45,8 +45,9 @@ class Vocabulary:
         by_bytes = "ByteLevel" in json.dumps(json.loads(self.tokenizer.backend)["decoder"])
         bytes_of = _bytes_of_characters() if by_bytes else {}
         texts = []
-        for token in range(max(rust.get_vocab_size(), self.tokenizer.vocabulary)):
-            text = rust.id_to_token(token) or ""
+        names = {token: text for text, token in rust.get_vocab(with_added_tokens=True).items()}
+        for token in range(max(max(names) + 1, self.tokenizer.vocabulary)):  # ids may have gaps
+            text = names.get(token, "")
             if token in added:
                 texts.append(text.encode())
             elif bytes_of and all(character in bytes_of for character in text):

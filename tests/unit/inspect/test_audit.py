@@ -165,3 +165,15 @@ def test_the_terminal_says_what_the_json_does(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "broken encoding: 1 row (5 %)" in done.stdout
     assert "chats.jsonl:5" in done.stdout
+
+
+def test_of_very_many_similar_documents_a_sample_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(8)
+    rows = [chat(sentence(rng, 10), sentence(rng, 80)) for _ in range(60)]
+    for number in range(30):
+        words = rows[number]["messages"][1]["content"].split()
+        rows[number + 30] = chat(rows[number]["messages"][0]["content"], " ".join([*words[:40], "other", *words[41:]]))
+    monkeypatch.setattr("packtrain.inspect.scan.duplicates.MOST_CHECKED", 5)
+    similar = found(tmp_path, f"data.train={write(tmp_path, rows)}")["near_duplicates"]
+    assert 27 <= similar["count"] <= 30
+    assert len(similar["where"]) == 3

@@ -167,3 +167,9 @@ def test_documents_count_as_often_as_they_are_trained_on(folder: Path) -> None:
     assert data["documents"] == 151 == sum(one["documents"] for one in data["histogram"])
     assert sum(one["tokens"] for one in data["roles"]) == data["tokens"]
     assert sum(one["trained"] for one in data["roles"]) == data["trained_tokens"]
+
+
+def test_what_was_decided_about_a_source_is_told(folder: Path) -> None:
+    (folder / "lines.txt").write_text("One line of a text.\nAnother line of it.\n")
+    said = inspect(folder, "data.train=lines.txt").stdout
+    assert "the file is 1 row (data.split_text=line would make 2)" in said
