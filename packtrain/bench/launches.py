@@ -24,7 +24,7 @@ from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.verify.command import on_this_machine, stdout_on_stderr
 
-LEAST_S = 5
+LEAST_S, MOST_LAUNCHES = 5, 10
 OUT_OF_MEMORY = "out-of-memory-*.json"
 
 
@@ -86,14 +86,16 @@ def _launches(
     launch: LaunchPlan, config: RunConfig, execute: Callable[[LaunchPlan, RunConfig], int], state: Path
 ) -> int:
     """Launches until one ends for another reason than that a process has run out of memory."""
-    while True:
+    code = 0
+    for left in reversed(range(MOST_LAUNCHES)):
         code = execute(launch, config)
         notes = sorted(state.parent.glob(OUT_OF_MEMORY))
-        if code == 0 or not notes or launch.in_process:
-            return code
+        if code == 0 or not notes or launch.in_process or not left:
+            break
         event = json.loads(notes[0].read_text())
         for note in notes:
             note.unlink()
         known = json.loads(state.read_text())
         write_json(state, {**known, "events": [*known["events"], event]})
         print("that was out of memory: going on without it", file=sys.stderr)
+    return code

@@ -222,7 +222,7 @@ class _Search:
         return self.limits.seconds / 24
 
     def as_configured(self, family: Family, trials: dict[Candidate, Trial]) -> Generator[Visit, Measured, None]:
-        """The first visit of a family."""
+        """The first visit of a family, for which there is always time."""
         own = trials.setdefault(family.own, Trial(family.own, why=family.why))
         if not own.why:
             yield from self._try(own, self._seen(family))
@@ -269,9 +269,6 @@ class _Search:
 
     def _try(self, trial: Trial, seen: dict[str, Trial]) -> Generator[Visit, Measured, None]:
         """The first visit, unless the layout is that of another trial, or there cannot be one."""
-        if self.elapsed > self.limits.seconds:
-            trial.why = "no time left for it (--seconds)"
-            return
         try:
             name = self.layout(trial.candidate, self.part)
         except UserError as error:

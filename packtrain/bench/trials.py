@@ -312,7 +312,9 @@ class Conductor(TrainerCallback):
     def __init__(self, lab: Lab, folder: RunFolder, log: Log) -> None:
         self.lab, self._folder, self._log = lab, folder, log
         self._known = json.loads(folder.benchmark.read_text())
-        self._limits = self._agreed(self._own_limits())
+        self._limits = Limits(**self._agreed(self._known.get("limits") or asdict(self._own_limits())))
+        if lab.ranks.main:  # a launch after this one decides by the same
+            write_json(folder.benchmark, {**self._known, "limits": asdict(self._limits)})
         asked = lab.config.packing.share_prefix
         packing = replace(lab.config.packing, share_prefix=lab.shares if asked is None else asked)
         found = families(lab.config.batch, packing, lab.least, pairs=lab.pairs, refused=lab.refused)
@@ -336,6 +338,11 @@ class Conductor(TrainerCallback):
         trainer.training_step = self._caught(trainer.training_step)
         try:
             trainer.train()
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if out_of_memory(error) and not self._failed:  # between two steps
+                self._failed = f"out of memory on {self.lab.ranks.device.type}"
+                self._note()
+            raise
         finally:
             self._stack.close()
         assert self._trials is not None
