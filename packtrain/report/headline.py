@@ -73,7 +73,9 @@ def tiles(run: RunRecord) -> list[Tile]:
 
 
 def telling(lines: Sequence[str]) -> list[str]:
-    """Of what packtrain doctor says of a run the part to show first: its first line, and the error at the end of a log."""
+    """Of what packtrain doctor says of a run the part to show first: a diagnosis up to its advice, or the error at the end of a log."""
+    if advice := [number for number, line in enumerate(lines) if line.startswith("  → ")]:
+        return [*lines[: advice[0] + 1]]
     plain = [line.strip() for line in lines]
     errors = [
         number for number, line in enumerate(plain) if line == "error:" or re.fullmatch(r"error: \d+ problems", line)

@@ -81,7 +81,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wait_until_drawn(browser: Any) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + LONG_S
     while not browser.execute_script("return document.documentElement.dataset.drawn"):
         assert time.monotonic() < end, browser.get_log("browser")
         time.sleep(0.05)
@@ -170,7 +170,7 @@ def test_the_pointer_reads_the_value_of_the_file(browser: Any, pages: Path) -> N
 
 def said(browser: Any) -> list[str]:
     """What stands under the pointer, line by line."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + LONG_S
     while time.monotonic() < end:
         if lines := value(
             browser, "[...document.querySelectorAll('#plot0 .hoverlayer text')].map(one => one.textContent)"
@@ -206,7 +206,7 @@ def test_dragging_zooms_into_all_figures_and_the_button_shows_the_whole(browser:
         300, 0
     ).release().perform()
     span = "document.getElementById(arguments[0])._fullLayout.xaxis.range"
-    end = time.monotonic() + 10
+    end = time.monotonic() + LONG_S
     while not value(browser, "document.getElementById('reset').disabled === false") and time.monotonic() < end:
         time.sleep(0.05)
     wait_until_drawn(browser)

@@ -132,6 +132,16 @@ def test_a_run_without_lines_has_no_script_and_says_why_it_failed(tmp_path: Path
     assert "rank 0 lacks memory" in elements.words and "script" not in [one for one, _ in elements.found]
 
 
+def test_of_a_failure_the_telling_lines_come_first() -> None:
+    log = [f"    step {number}" for number in range(20)]
+    diagnosis = ["rank 1 died", "  likely cause: killed", "  → see dmesg"]
+    assert headline.telling([*diagnosis, *log]) == diagnosis
+    error = ["    error:", "      key: wrong", "          → mend it"]
+    first = "rank 0 failed (exit code 2); the end of logs/x.log:"
+    assert headline.telling([first, *log, *error]) == ["rank 0 failed (exit code 2)", "key: wrong", "    → mend it"]
+    assert headline.telling([first, *log])[-8:] == log[-8:] and headline.telling(log[:3]) == log[:3]
+
+
 def test_several_runs_are_told_apart_and_compared(tmp_path: Path) -> None:
     assert told_apart([Path("/a/x/run"), Path("/a/y/run"), Path("/a/z")]) == ["x/run", "y/run", "z"]
     assert told_apart([Path("/a/run"), Path("/a/run")]) == ["/a/run"[1:], "a/run"] or told_apart([Path("/a/run")]) == [
