@@ -40,6 +40,7 @@ FLAGS = (
         "--window-size=1200,900",
     ),
 )
+LONG_S = 120  # reached only where something hangs
 LINES = lines_of(60, eval_every=20)
 MARKUP = (
     "<img src=x onerror=\"document.title='hit'\"><script>document.title='hit'</script><a href='javascript:1'>\x1b[31m"
