@@ -52,7 +52,6 @@ def page(runs: Sequence[RunRecord]) -> str:
         phases=PHASES,
         differences=differences(runs) if len(runs) > 1 else [],
         answers=answers(runs),
-        points=sum(len(curve["y"]) for figure in curves["figures"] for curve in figure["curves"]),
         allowed=Markup(allowed or "'none'"),
         data=[_data_of(run) for run in runs],
         css=Markup(_here("page.css") + DATA_CSS),
