@@ -133,14 +133,14 @@ def test_pairs_are_measured_with_shared_prompts_and_without(tmp_path: Path) -> N
 
 
 def test_what_runs_out_of_memory_is_told_and_the_rest_is_measured(tmp_path: Path) -> None:
-    report = benched(tmp_path, cramped(tmp_path), seconds=20)
+    report = benched(tmp_path, cramped(tmp_path), seconds=12)
     too_large(report["trials"])
     assert report["best"]["tokens_per_device"] == 256
 
 
 def test_two_processes_go_on_without_what_one_of_them_had_no_memory_for(tmp_path: Path) -> None:
     two = ("topology=local", "topology.gpus_per_node=2")
-    report = benched(tmp_path, cramped(tmp_path), *two, seconds=20)
+    report = benched(tmp_path, cramped(tmp_path), *two, seconds=12)
     assert report["processes"] == 2
     too_large(report["trials"])
     assert (
