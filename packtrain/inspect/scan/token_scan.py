@@ -5,6 +5,7 @@ Blocks are read, not mapped, and in a few threads, so memory stays small however
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from packtrain.inspect.scan.vocabulary import LATIN, SCRIPTS, Vocabulary
 
 BLOCK = 1 << 19
 """Tokens that are looked at together."""
-THREADS = 2
+THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, eq=False)
