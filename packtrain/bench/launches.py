@@ -24,7 +24,7 @@ from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.verify.command import on_this_machine, stdout_on_stderr
 
-LEAST_S, MOST_LAUNCHES = 5, 10
+LEAST_S, MOST_S, MOST_LAUNCHES = 5, 86_400, 10
 OUT_OF_MEMORY = "out-of-memory-*.json"
 
 
@@ -39,12 +39,11 @@ def run_bench(
     """Measures for about `seconds` in as many processes as `config` trains in on this machine, and shows the report.
 
     Returns the exit code. `execute` carries out the plan, in this process if there is only one; `given` named the config.
-    trainer.output_dir is not touched. Raises UserError for a time that is too short.
+    trainer.output_dir is not touched. Raises UserError for a time that is too short or long.
     """
-    if seconds < LEAST_S:
-        raise UserError(
-            f"{seconds:g} is too short to measure anything", where="--seconds", fix=f"Give at least {LEAST_S}."
-        )
+    if not LEAST_S <= seconds <= MOST_S:  # nan is neither
+        fix = f"Give {LEAST_S} to {MOST_S}."
+        raise UserError(f"{seconds:g} s is no time to measure in", where="--seconds", fix=fix)
     folder = Path(tempfile.mkdtemp(prefix="packtrain-bench-"))
     aside = replace(config, trainer=_aside(config, folder), tracking=Tracking())
     if not isinstance(config.data.eval, (int, float)):  # else it decides what is left to train on

@@ -151,7 +151,9 @@ def test_two_processes_go_on_without_what_one_of_them_had_no_memory_for(tmp_path
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("--seconds", "1"), "--seconds: 1 is too short"),
+        (("--seconds", "1"), "--seconds: 1 s is no time"),
+        (("--seconds", "nan"), "--seconds: nan s is no time"),
+        (("--seconds", "inf"), "--seconds: inf s is no time"),
         (("batch.examples_per_step=null",), "batch.examples_per_step: the size of an optimizer step is not set"),
     ],
 )
