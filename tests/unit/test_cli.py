@@ -100,7 +100,7 @@ def test_overrides_of_every_form_reach_hydra(tmp_path: Path) -> None:
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
     overrides = [*COMPLETE, "packing.mode=padding", "trainer.samples=[a b]"]
-    done = packtrain("sft", *overrides, "--dry-run", folder=tmp_path, HF_HOME=str(tmp_path / "none"))
+    done = packtrain("sft", *overrides, "--dry-run", folder=tmp_path, COLUMNS="100", HF_HOME=str(tmp_path / "none"))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     names = [name for line in lines if (name := line[:10].strip())]
