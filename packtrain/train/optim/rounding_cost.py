@@ -159,6 +159,8 @@ def _computing_with(trainer: Any, layers: list[_Layer], give: _Give, merged: _Ro
         layer.enter(give, merged if trained else None)
 
     with ExitStack() as undo:
+        # layers that are compiled (trainer.torch_compile) would be compiled anew, for these formats and nothing but this
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
         undo.enter_context(without_autocast(model, trainer.accelerator))
         if settings.backend == "flash":  # its kernels do not compute in float32
             undo.enter_context(attending_by(base_model(model), SEGMENTED))
