@@ -350,9 +350,11 @@ class Conductor(TrainerCallback):
 
     def _own_limits(self) -> Limits:
         lab, config = self.lab, self.lab.config
-        documents = 2 * lab.ranks.world_size / (config.batch.examples_per_step or 1)
-        probe = documents if config.batch.examples_per_step else 1e-9
-        memory = None if lab.ranks.device.type == "cuda" else free_memory(lab.ranks.world_size)
+        batch, world = config.batch, lab.ranks.world_size
+        rows = (batch.limits("packed")[1] or 1) / (batch.tokens_per_step or 1)
+        # a step has at least a row of each process
+        probe = world * (rows if batch.tokens_per_step else 2 / (batch.examples_per_step or 1))
+        memory = None if lab.ranks.device.type == "cuda" else free_memory(world)
         return Limits(self._known["seconds"], memory, lab.whole_step(), min(probe, 1.0))
 
     def _agreed(self, own: Any) -> Any:
