@@ -59,6 +59,8 @@ def _why_not(model: PreTrainedModel, layers: Sequence[nn.Module]) -> str:
     """What stands against compiling, in words; "" if nothing."""
     if not layers:
         return "its layers are not marked as such (transformers' GradientCheckpointingLayer)"
+    if model._is_stateful:
+        return "its layers carry a state from token to token, so that each length is a program of its own"
     if not uses_attention_interface(model):
         return "its attention is code of its own, which runs once per document"
     if any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules()):

@@ -34,6 +34,7 @@ from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint import tidy
 from packtrain.train.console import Log
+from packtrain.train.library_errors import out_of_memory
 from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.final_weights import merged_in
 from packtrain.train.optim.rounding_cost import RoundingCost, rounding_cost
@@ -68,7 +69,7 @@ def save_final(
         trainer.save_model(str(adapters))
     else:
         trainer.save_weights_in(dtype, adapters, seed)
-    cost = rounding_cost(trainer, dtype, seed, merges=bool(merged))
+    cost = _cost_of_rounding(trainer, dtype, seed, merges=bool(merged))
     if not trainer.accelerator.is_main_process:
         return [], cost
     if merged:
@@ -84,6 +85,21 @@ def save_final(
     for place in saved:
         tidy(place)
     return [f"{place.name}/ holds {what}" for place, what in saved.items()], cost
+
+
+def _cost_of_rounding(
+    trainer: StepTrainer, dtype: torch.dtype, seed: int | None, *, merges: bool
+) -> RoundingCost | str | None:
+    """`rounding_cost`, which is not worth a run: float32 and attention without flash may need more memory than training did.
+
+    Of several processes one alone cannot leave off, since the others wait for it.
+    """
+    try:
+        return rounding_cost(trainer, dtype, seed, merges=merges)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if trainer.accelerator.num_processes > 1 or not out_of_memory(error):
+            raise
+        return "there was no memory for float32"
 
 
 def saves_whole_model(settings: Model, peft: Peft) -> bool:

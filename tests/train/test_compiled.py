@@ -93,7 +93,9 @@ def test_preferences_of_two_processes_begin_with_a_zero_margin_as_the_reference_
     assert "compiled   2 layers by torch.compile" in said and "isolation  exact" in said
 
 
-@pytest.mark.parametrize("family, said", [("gpt_oss", "which experts"), ("bloom", "code of its own")])
+@pytest.mark.parametrize(
+    "family, said", [("gpt_oss", "which experts"), ("bloom", "code of its own"), ("mamba", "from token to token")]
+)
 def test_models_whose_layers_are_another_program_for_each_row_are_refused(family: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         compile_layers(tiny_model(family))

@@ -15,6 +15,7 @@ from test_strategies import NEEDS_DEEPSPEED
 from transformers import AutoModelForCausalLM
 
 from packtrain.config.compose import load_config
+from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.float32_step import MASTER
 
 BF16, MERGED = "model.dtype=bfloat16", {"kind": "lora", "merge": True}
@@ -105,6 +106,17 @@ def test_without_held_out_documents_the_last_step_tells_the_cost(tmp_path: Path)
     cost = run.summary["rounding"]
     assert not cost["held_out"] and abs(cost["saved"] - cost["exact"]) < 0.01 * cost["exact"]
     assert "on the last step's documents" in said(run)
+
+
+def test_want_of_memory_for_the_cost_of_rounding_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hungry(trainer: Any) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 36.00 GiB.")
+
+    monkeypatch.setattr(StepTrainer, "compared_loss", hungry)
+    run = here(tmp_path, BF16, name="run", peft=MERGED)
+    assert run.summary["rounding"] is None and "was not measured: there was no memory for float32" in said(run)
+    for place in ("final", "final-merged"):
+        AutoModelForCausalLM.from_pretrained(run.folder / place)
 
 
 @pytest.mark.parametrize(
