@@ -87,9 +87,8 @@ def _verdict(best: dict[str, Any]) -> str:
     times = f"{speed}, {best['ratio']:.2f} times the configured settings"
     if best["clear"]:
         return times
-    few = "there was time for two rounds at most (--seconds)"
-    why = "it was faster in too few rounds" if best["rounds"] > 2 else few
-    return f"{times}, which is not clear: {why}"
+    why = "faster in too few of its rounds" if best["rounds"] > 2 else "too few rounds (--seconds)"
+    return f"{times}; not clear: {why}"
 
 
 def _not_measured(trials: Sequence[dict[str, Any]]) -> Iterator[str]:
