@@ -84,10 +84,10 @@ def _verdict(best: dict[str, Any]) -> str:
         return f"the configured settings, {speed}"
     if best["ratio"] is None:
         return f"{speed}; the configured settings could not be measured"
-    times = f"{speed}, {best['ratio']:.2f} times the configured settings"
+    times = f"{speed}, {best['ratio']:.2f} times as configured"
     if best["clear"]:
         return times
-    why = "faster in too few of its rounds" if best["rounds"] > 2 else "too few rounds (--seconds)"
+    why = "faster in too few rounds" if best["rounds"] > 2 else "too few rounds (--seconds)"
     return f"{times}; not clear: {why}"
 
 
