@@ -1,4 +1,4 @@
-"""Numbers of things, ranks, and who has what, in words."""
+"""Numbers of things, ranks, and who has what, in words; text that a terminal can show."""
 
 from __future__ import annotations
 
@@ -50,3 +50,8 @@ def grouped(by_name: Mapping[str, str]) -> tuple[tuple[str, tuple[str, ...]], ..
 def by_value(by_name: Mapping[str, str]) -> str:
     """ "4 on n1 and n3, 3 on n2", the value that most have first."""
     return ", ".join(f"{value} on {listed(names)}" for value, names in grouped(by_name))
+
+
+def printable(text: str) -> str:
+    """Without characters that would move the cursor or change colours: they are shown as in Python's literals."""
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)

@@ -74,22 +74,28 @@ def full_lengths(corpus: Corpus) -> np.ndarray:
     return np.concatenate([whole[~split], together])
 
 
-def cuts(lengths: np.ndarray, current: int | None) -> list[dict[str, Any]]:
-    """What data.max_length would cut, for lengths of 512 tokens and more up to the first that cuts nothing."""
+def cuts(lengths: np.ndarray, current: int | None, dropped: int = 0) -> list[dict[str, Any]]:
+    """What data.max_length would cut, for lengths of 512 tokens and more up to the first that cuts nothing.
+
+    Of documents that were `dropped` for being longer than `current` no more is known: there are no larger limits then, and no tokens.
+    """
     longest = int(lengths.max())
     wanted = [limit for limit in LIMITS if limit < 2 * longest] or [LIMITS[0]]
+    if dropped and current:
+        wanted = [limit for limit in wanted if limit < current]
     total = int(lengths.sum())
     found = []
     for limit in sorted({*wanted, *([current] if current else [])}):
         longer = lengths[lengths > limit]
         lost = int((longer - limit).sum())
+        documents = len(longer) + dropped
         found.append(
             {
                 "max_length": limit,
-                "documents": len(longer),
-                "share": round(len(longer) / len(lengths), 4),
-                "tokens": lost,
-                "tokens_share": round(lost / total, 4),
+                "documents": documents,
+                "share": round(documents / (len(lengths) + dropped), 4),
+                "tokens": None if dropped else lost,
+                "tokens_share": None if dropped else round(lost / total, 4),
                 "current": limit == current,
             }
         )

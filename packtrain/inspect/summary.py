@@ -14,6 +14,7 @@ from packtrain.data.dataset import size_of
 from packtrain.data.prepare import PreparedData, prepare, prepare_pairs
 from packtrain.data.row_counts import DataReport
 from packtrain.data.sources.chunks import RawRow
+from packtrain.data.tokens.encode import TOO_LONG
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.inspect.audit import findings, rows_named, told
 from packtrain.inspect.corpus import Corpus, corpus_of
@@ -90,7 +91,7 @@ class Inspection:
             "percentiles": percentiles(corpus.train.lengths),
             "histogram": histogram(corpus.train.lengths),
             "roles": by_role(scanned),
-            "cuts": cuts(lengths, config.data.max_length),
+            "cuts": cuts(lengths, config.data.max_length, report.dropped.get(TOO_LONG, 0) * corpus.together),
             "processes": self.processes,
             "mode": config.packing.mode,
             "modes": mode_costs(corpus, config.packing, config.batch, config.trainer, self.processes, cost or 0.0),

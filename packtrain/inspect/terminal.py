@@ -247,8 +247,7 @@ def _cuts(data: dict[str, Any]) -> tuple[list[str], list[list[str]], int | None]
             f"{one['max_length']:,}",
             f"{one['documents']:,}",
             percent(one["share"]),
-            f"{one['tokens']:,}",
-            percent(one["tokens_share"]),
+            *(["–", "–"] if one["tokens"] is None else [f"{one['tokens']:,}", percent(one["tokens_share"])]),
         ]
         for one in data["cuts"]
     ]

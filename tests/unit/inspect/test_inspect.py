@@ -42,6 +42,19 @@ def test_the_json_has_what_is_promised(folder: Path) -> None:
     assert len(data["shown"]) == 3
 
 
+def test_documents_left_out_for_their_length_count_among_those_that_a_limit_cuts(folder: Path) -> None:
+    cut = report(folder, TRAIN, "data.max_length=64")["truncated"]
+    options = (TRAIN, "data.max_length=64", "data.overlong=drop")
+    data = report(folder, *options)
+    [own] = data["cuts"]
+    assert own["max_length"] == 64
+    assert own["documents"] == data["dropped"] == cut
+    assert own["share"] == pytest.approx(cut / 60, abs=1e-4)
+    assert own["tokens"] is None
+    assert "tokens lost" in inspect(folder, *options).stdout
+    assert inspect(folder, *options, "--html", "dropped.html").returncode == 0
+
+
 def test_what_each_mode_costs_is_what_its_steps_come_to(folder: Path) -> None:
     """By the longest document of each batch, over all steps of the epoch, on two processes."""
     config = load_config(None, [*MODEL, f"data.train={folder}/chats.jsonl", "batch.examples_per_step=8"], print)
