@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from packtrain.config.compose import load_config
 from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.float32_step import MASTER
+from packtrain.train.optim.rounding_cost import RoundingCost
 
 BF16, MERGED = "model.dtype=bfloat16", {"kind": "lora", "merge": True}
 HEAD = {"kind": "lora", "modules_to_save": ["lm_head"]}
@@ -106,6 +107,11 @@ def test_without_held_out_documents_the_last_step_tells_the_cost(tmp_path: Path)
     cost = run.summary["rounding"]
     assert not cost["held_out"] and abs(cost["saved"] - cost["exact"]) < 0.01 * cost["exact"]
     assert "on the last step's documents" in said(run)
+
+
+def test_a_cost_that_no_figure_shows_needs_no_advice() -> None:
+    assert "save_dtype" not in RoundingCost(exact=6.82374, saved=6.823743, held_out=True).sentence()
+    assert "save_dtype" in RoundingCost(exact=6.8237, saved=6.8239, held_out=True).sentence()
 
 
 def test_want_of_memory_for_the_cost_of_rounding_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,7 @@ def test_arguments_that_would_measure_nothing_or_lose_it_are_refused_at_once(
     for arguments, said in {
         ("--only", "sfd"): "no part begins with sfd; there are\n  tests/gpu\n  sft 0.6B, packed",
         ("--minutes", "0"): "--minutes: more than 0",
+        ("--minutes", "nan"): "--minutes: more than 0",
         ("--output", f"{tmp_path}/none/R.md"): "cannot be written",
         ("--output", str(tmp_path)): "cannot be written",
         ("--logs", f"{tmp_path}/file"): "--logs:",

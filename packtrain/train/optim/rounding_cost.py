@@ -44,9 +44,8 @@ class RoundingCost:
         """The cost in words."""
         what = "held-out loss" if self.held_out else "on the last step's documents loss"
         said = f"rounded to bfloat16 for final/, the weights have {what} {self.saved:.4f} in place of {self.exact:.4f}"
-        kept = (
-            ": trainer.save_dtype=float32 keeps what was learned (docs/precision.md)" if self.saved > self.exact else ""
-        )
+        seen = round(self.saved, 4) > round(self.exact, 4)
+        kept = ": trainer.save_dtype=float32 keeps what was learned (docs/precision.md)" if seen else ""
         return f"{said} (both computed in float32){kept}"
 
 
