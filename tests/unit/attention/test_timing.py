@@ -73,3 +73,16 @@ def test_a_row_like_those_of_the_run_has_documents_from_all_of_the_data() -> Non
     assert 3000 < sum(row) <= 4096 and row[0] == 1 and len(row) >= 7
     assert row_like(lengths, 8, None) == [1, 143, 286, 429, 571, 714, 857, 1000]
     assert row_like(np.array([7, 9]), None, 4096) == [7, 9] and row_like(np.array([90]), None, 64) == [90]
+
+
+def test_a_kernel_that_fails_at_the_shapes_of_the_run_is_not_taken() -> None:
+    def refusing(*_: object) -> torch.Tensor:
+        raise ValueError("no configuration for 96 tokens")
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+        return q + k + v
+
+    kernels = [Kernel("refuses", refusing), Kernel("works", attend)]
+    layer = LayerFeatures(torch.float32, 1, 16, 16)
+    assert list(kernel_times(kernels, layer, 2, [30, 66], torch.device("cpu"))) == ["works"]
+    assert kernel_times(kernels[:1], layer, 2, [30, 66], torch.device("cpu")) == {}
