@@ -96,8 +96,12 @@ def _groups(curves: dict[str, Any]) -> list[tuple[str, list[int]]]:
 
 
 def write_page(file: Path, text: str) -> None:
-    """Writes the report aside and renames it. Raises UserError where that cannot be, or where the file is no report."""
+    """Writes the report aside and renames it; into a device or pipe as it is. Raises UserError where the file is no report."""
     try:
+        if file.exists() and not file.is_file():  # renaming would put a file in the place of /dev/null, or of a pipe
+            file.write_text(text, encoding="utf-8", errors="replace")
+            return
+        file = file.resolve()  # a link stays, such as /dev/stdout
         with file.open("rb") if file.exists() else open(os.devnull, "rb") as old:
             head = old.read(_HEAD_BYTES)
         if head and GENERATOR.encode() not in head:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -16,7 +17,7 @@ from packtrain.report import headline
 from packtrain.report.comparison import answers, differences, told_apart
 from packtrain.report.figures import POINTS_OF_A_CURVE, drawn, figures_of
 from packtrain.report.headline import rank_times, tiles
-from packtrain.report.page import page
+from packtrain.report.page import page, write_page
 from packtrain.report.run_record import read_run
 from packtrain.report.units import duration, number, percent, size
 from tests.unit.report.run_folders import FACTS, leave_run, lines_of
@@ -237,3 +238,17 @@ def test_the_command_refuses_what_is_no_run_and_spares_files_of_others(tmp_path:
         done = packtrain("report", *given, folder=tmp_path)
         assert done.returncode == 2 and said in done.stderr, given
     assert (tmp_path / "notes.html").read_text() == "mine"
+
+
+def test_a_report_goes_through_links_and_pipes_and_does_not_take_their_place(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link.html").symlink_to(tmp_path / "there" / "real.html")
+    write_page(tmp_path / "link.html", "<p>")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "there" / "real.html").read_text() == "<p>"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_page(tmp_path / "pipe", "<p>")
+    assert os.read(reader, 10) == b"<p>"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
