@@ -17,6 +17,7 @@ from packtrain.inspect.terminal import DataTerminal
 
 _FIRST = 2
 """Documents that are shown above the summary."""
+_PAGE_HEAD = b"<!doctype html>"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ def show_data(config: RunConfig, wanted: Wanted, processes: int, title: str) -> 
         raise UserError(what, where="--source", fix="Leave one of them out.")
     if wanted.html is not None and not wanted.html.parent.is_dir():
         raise UserError("there is no such folder", where=f"--html {shown(wanted.html)}", fix="Make it first.")
+    if wanted.html is not None and _is_something_else(wanted.html):
+        what = "this file is no page, and is left alone"
+        raise UserError(what, where=f"--html {shown(wanted.html)}", fix="Name another file.")
     found = inspection(config, processes, progress=os.isatty(2))
     unit, terminal = found.corpus.unit, DataTerminal()
     step = None if wanted.step is None else step_laid_out(found, wanted.step, wanted.rows)
@@ -77,6 +81,18 @@ def _examples(found: Inspection, wanted: Wanted, step: dict[str, Any] | None) ->
     if wanted.source is not None:
         return examples_at(found, wanted.source)
     return None if wanted.rows is None else first_examples(found, wanted.rows)
+
+
+def _is_something_else(file: Path) -> bool:
+    """Whether the file holds anything but a page: a config or data whose name was given by mistake."""
+    if not file.is_file():
+        return False
+    try:
+        with file.open("rb") as old:
+            head = old.read(len(_PAGE_HEAD))
+    except OSError:
+        return False
+    return head not in (b"", _PAGE_HEAD)
 
 
 def _write(file: Path, summary: dict[str, Any], title: str) -> None:

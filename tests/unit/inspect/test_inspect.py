@@ -55,6 +55,15 @@ def test_documents_left_out_for_their_length_count_among_those_that_a_limit_cuts
     assert inspect(folder, *options, "--html", "dropped.html").returncode == 0
 
 
+def test_a_page_is_not_written_over_data(folder: Path) -> None:
+    before = (folder / "pairs.jsonl").read_bytes()
+    done = inspect(folder, TRAIN, "--html", "pairs.jsonl")
+    assert done.returncode == 2
+    assert "is left alone" in done.stderr
+    assert (folder / "pairs.jsonl").read_bytes() == before
+    assert [inspect(folder, TRAIN, "--html", "twice.html").returncode for _ in range(2)] == [0, 0]
+
+
 def test_what_each_mode_costs_is_what_its_steps_come_to(folder: Path) -> None:
     """By the longest document of each batch, over all steps of the epoch, on two processes."""
     config = load_config(None, [*MODEL, f"data.train={folder}/chats.jsonl", "batch.examples_per_step=8"], print)
