@@ -24,6 +24,8 @@ from packtrain.plan.dpo_reference import base_of
 LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _HEADER_LIMIT = 100 * 2**20
+MOST_LAYERS = 10_000
+"""Far more than any model has; a plan of all that a typo asks for would not be instant."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -83,6 +85,8 @@ def layers_of(sizes: Mapping[str, Any]) -> Layers:
         whose = "tokenizer" if missing[0] == "vocab_size" else "model type"
         raise UserError(f"model.config.{missing[0]} is left to the {whose}")
     hidden, inner, number, heads, vocabulary = (sizes[name] for name in _SIZES)
+    if number > MOST_LAYERS:
+        raise UserError(f"model.config.num_hidden_layers={number:,}: up to {MOST_LAYERS:,} are counted")
     head = sizes.get("head_dim") or hidden // heads
     shared = (sizes.get("num_key_value_heads") or heads) * head
     return Layers(kind, number, heads, hidden, inner, heads * head, shared, head, vocabulary)
