@@ -21,7 +21,7 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 HERE = Path(__file__).parent
-RECIPE = HERE.parent / "recipes" / "quickstart-sft.yaml"
+RECIPE = "recipes/quickstart-sft.yaml"
 FRAME = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>{styles} text {{ font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }}</style>
 <defs><clipPath id="{unique_id}-clip-terminal"><rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/></clipPath>
@@ -79,19 +79,19 @@ def photograph(page: Path, file: Path, width: int, height: int) -> None:
 def main() -> None:
     """Makes all pictures in docs/pictures/."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--bench", nargs="+", metavar="CONFIG", default=[str(RECIPE)])
+    arguments.add_argument("--bench", nargs="+", metavar="CONFIG", default=[RECIPE])
     bench = arguments.parse_args().bench
     made = HERE / "pictures"
     made.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = packtrain("inspect", str(RECIPE), "--step", "1", folder=folder)
-        draw("packtrain inspect recipes/quickstart-sft.yaml --step 1", rows, made / "inspect.svg", lines=34)
-        packtrain("sft", str(RECIPE), folder=folder)
+        shutil.copytree(HERE.parent / "recipes", folder / "recipes")
+        rows = packtrain("inspect", RECIPE, "--step", "1", folder=folder)
+        draw(f"packtrain inspect {RECIPE} --step 1", rows, made / "inspect.svg", lines=34)
+        packtrain("sft", RECIPE, folder=folder)
         photograph(folder / "runs" / "quickstart-sft" / "report.html", made / "report.png", 1100, 1150)
-        config = Path(bench[0]).resolve()
-        table = packtrain("bench", str(config), *bench[1:], folder=folder)
-        draw(f"packtrain bench {config.name}", table, made / "bench.svg")
+        config = bench[0] if bench[0] == RECIPE else str(Path(bench[0]).resolve())
+        draw(f"packtrain bench {config}", packtrain("bench", config, *bench[1:], folder=folder), made / "bench.svg")
 
 
 if __name__ == "__main__":
