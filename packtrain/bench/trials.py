@@ -272,7 +272,7 @@ class Lab:
             "precision": f"{formats}{f' computed in {mixed}' if mixed else ''}",
             "attention": self.decision and f"{self.decision.backend.name} ({self.decision.backend.why})",
             "step": {
-                "size": f"{batch.examples_per_step} {unit}"
+                "size": f"{min(batch.examples_per_step, len(self.data.train))} {unit}"
                 if batch.examples_per_step
                 else f"{batch.tokens_per_step} tokens",
                 "tokens": self.whole_step(),

@@ -32,7 +32,7 @@ from packtrain.plan.launcher_settings import STAGES
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import PairSteps, Steps
 from packtrain.train.optim.float32_step import loses_updates
-from packtrain.wording import counted
+from packtrain.wording import counted, printable
 
 
 class Log:
@@ -44,7 +44,8 @@ class Log:
         self.console = Console(file=sys.stdout, highlight=False, quiet=not main, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """To the terminal and the file."""
+        """To the terminal and the file; prompts and answers in it may have control characters, which are not obeyed."""
+        text = printable(text)
         self.console.print(text)
         self.note(render(text).plain)
 

@@ -148,10 +148,17 @@ def test_the_run_folder_holds_what_is_promised_and_nothing_of_the_machine(tmp_pa
     config = base_config(
         tmp_path,
         data={"max_length": 60},
-        trainer={"max_steps": 3, "checkpoint_every": 1, "keep_checkpoints": 2, "samples": ["Say backwards: a b"]},
+        trainer={
+            "max_steps": 3,
+            "checkpoint_every": 1,
+            "keep_checkpoints": 2,
+            "samples": ["Say \x1b[31mbackwards: a b"],
+        },
         tracking={"report_to": ["tensorboard"]},
     )
     run = train(tmp_path, config)
+    shown = (run.folder / "logs" / "rank-00000.log").read_text()
+    assert "Say \\x1b[31mbackwards: a b" in shown and "\x1b" not in shown  # the terminal has the same lines
     names = {path.name for path in run.folder.iterdir()}
     promised = {"config.yaml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "final", "logs", "summary.json"}
     assert promised <= names
