@@ -70,6 +70,7 @@ from packtrain.train.sync.checks import (
     limit_collectives,
 )
 from packtrain.train.sync.store_barrier import Peers, join, preparing_s, telling
+from packtrain.wording import counted
 
 _MOST_DESCRIBED = 200_000
 """Documents of data that is described at the end of a run, in two seconds at most; of more, `packtrain report` does it."""
@@ -299,7 +300,7 @@ def _build(
     console.about_steps(log, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
     console.attention(log, base, decision)
     if compiled:
-        log.fact("compiled", f"{compiled} layers by torch.compile, attention apart")
+        log.fact("compiled", f"{counted(compiled, 'layers')} by torch.compile, attention apart")
     if prove:
         check_as_it_comes(base, padding=decision is None, autocast=precision.autocast)
     settings = LoopSettings(

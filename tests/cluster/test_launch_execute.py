@@ -173,6 +173,7 @@ def test_a_signal_before_training_ends_every_process_with_one_line(number: signa
     while not other.exists() or "hello" not in other.read_text():
         assert process.poll() is None
         time.sleep(0.05)
+    assert process.stdout and "hello" in process.stdout.readline()  # rank 0 has begun, too
     process.send_signal(number)
     _, stderr = process.communicate(timeout=LONG_S)
     assert process.returncode == 128 + number
