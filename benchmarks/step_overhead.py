@@ -18,7 +18,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerCallback
 
 from packtrain.config.compose import load_config
-from packtrain.train import run, sft
+from packtrain.train import run
+from packtrain.train.objectives import sft
 
 inside = {"forward": 0.0, "backward": 0.0, "clipping": 0.0, "optimizer": 0.0}
 

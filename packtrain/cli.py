@@ -108,6 +108,18 @@ def dpo(arguments: Arguments = None, dry_run: DryRun = False) -> None:
 
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+def kto(arguments: Arguments = None, dry_run: DryRun = False) -> None:
+    """Train on answers that are each labelled good or bad (Kahneman-Tversky optimisation)."""
+    _end(lambda: _run("kto", arguments, dry_run))
+
+
+@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
+def reward(arguments: Arguments = None, dry_run: DryRun = False) -> None:
+    """Train a reward model on pairs of a preferred and a rejected answer."""
+    _end(lambda: _run("reward", arguments, dry_run))
+
+
+@app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
 def plan(
     arguments: Arguments = None,
     full: Annotated[bool, typer.Option("--full", help="Also every setting and every machine's command.")] = False,
@@ -219,7 +231,7 @@ def env(
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
 def sbatch(
-    verb: Annotated[str, typer.Argument(metavar="VERB", help="sft or dpo.")],
+    verb: Annotated[str, typer.Argument(metavar="VERB", help="sft, dpo, kto or reward.")],
     arguments: Arguments = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the script, and say where its log is.")] = False,
     test_only: Annotated[bool, typer.Option("--test-only", help="Only ask sbatch whether it would take it.")] = False,
@@ -348,12 +360,14 @@ def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tu
 def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     """The run, or the runs of a sweep, as a Slurm job that starts in this folder."""
     from packtrain.config.compose import load_config
+    from packtrain.config.schema import TRAITS
     from packtrain.config.sweep import Point, load_points
     from packtrain.launch.sbatch import Job
     from packtrain.launch.submit import this_program
 
-    if verb not in ("sft", "dpo"):
-        raise UserError(f"{verb!r} is no verb of a job", where="VERB", fix="Write packtrain sbatch sft CONFIG, or dpo.")
+    if verb not in TRAITS:
+        fix = f"Write packtrain sbatch sft CONFIG; verbs of a job are {', '.join(TRAITS)}."
+        raise UserError(f"{verb!r} is no verb of a job", where="VERB", fix=fix)
     path, changes = split_arguments(arguments)
     if sweep:
         points, shared = load_points(path, changes, _said_by(verb), _note)
@@ -386,7 +400,7 @@ def _note_if_refused(run: RunConfig, arguments: list[str] | None) -> None:
 
 def _said_by(verb: str | None) -> list[str]:
     """The overrides that a verb implies: under `packtrain dpo` objective.kind need not be written."""
-    return ["objective.kind=dpo"] if verb == "dpo" else []
+    return [] if verb in (None, "sft") else [f"objective.kind={verb}"]
 
 
 def _check_verb(verb: str | None, run: RunConfig) -> None:

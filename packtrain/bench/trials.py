@@ -73,7 +73,7 @@ class Lab:
 
     def __init__(self, config: RunConfig, ranks: Ranks, peers: Peers | None, log: Log) -> None:
         self.config, self.ranks = config, ranks
-        self.pairs = config.objective.kind == "dpo"
+        self.pairs = config.objective.traits.pairs
         # what packed rows can do decides on all modes; `share_prefix` is tried both ways
         asked = replace(config, packing=replace(config.packing, mode="packed", share_prefix=None))
         objective, seed = objective_of(asked), config.trainer.seed

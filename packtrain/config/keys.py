@@ -79,7 +79,7 @@ class Fault:
 @dataclass(frozen=True, slots=True)
 class Key:
     """One config key: `path` is "optim.learning_rate"; bounds are `>= minimum`, `> above`, `< below` and `<= maximum`;
-    `objective` is the only one that uses it, None where both do."""
+    `objectives` are those that use it, () where all do."""
 
     path: str
     type: Any
@@ -89,7 +89,7 @@ class Key:
     above: float | None
     below: float | None
     maximum: float
-    objective: str | None
+    objectives: tuple[str, ...]
 
 
 @cache

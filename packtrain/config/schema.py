@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Literal
 
 PackingMode = Literal["padding", "padding_free", "packed"]
-ObjectiveKind = Literal["sft", "dpo"]
+ObjectiveKind = Literal["sft", "dpo", "kto", "reward"]
 TokenLoss = Literal["nll", "dft"]
 Split = Literal["train", "eval"]
 Format = Literal[
@@ -69,6 +69,33 @@ DEFAULT_EXAMPLES = 8
 DEFAULT_ROW_TOKENS = 8192
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What sets an objective apart outside of its own files.
+
+    An example is `documents` documents of the data set (2: preference pairs) and is called one of `unit`; `reference`: the
+    model is held to a reference; `about`: in words.
+    """
+
+    about: str
+    unit: str
+    documents: int
+    reference: bool
+
+    @property
+    def pairs(self) -> bool:
+        """Whether it trains on preference pairs."""
+        return self.documents == 2
+
+
+TRAITS: dict[ObjectiveKind, Traits] = {
+    "sft": Traits("supervised fine-tuning", "documents", 1, reference=False),
+    "dpo": Traits("direct preference optimisation", "pairs", 2, reference=True),
+    "kto": Traits("Kahneman-Tversky optimisation", "answers", 1, reference=True),
+    "reward": Traits("a reward model", "pairs", 2, reference=False),
+}
+
+
 def key(
     default: Any,
     doc: str,
@@ -77,14 +104,16 @@ def key(
     above: float | None = None,
     below: float | None = None,
     maximum: float = 10**9,
-    objective: Literal["sft", "dpo"] | None = None,
+    objective: ObjectiveKind | tuple[ObjectiveKind, ...] = (),
 ) -> Any:
-    """A config field: default, one-sentence description, bounds (`>= minimum`, `> above`, `< below`), the only `objective` it is for.
+    """A config field: default, one-sentence description, bounds (`>= minimum`, `> above`, `< below`), the `objective` or several that
+    it is for (all of them if none is named).
 
     A number above `maximum` does not fit some counter, or would never end.
     """
     bounds = {"minimum": minimum, "above": above, "below": below, "maximum": maximum}
-    metadata = {"doc": f"{objective}: {doc}" if objective else doc, **bounds, "objective": objective}
+    objectives = (objective,) if isinstance(objective, str) else objective
+    metadata = {"doc": f"{', '.join(objectives)}: {doc}" if objectives else doc, **bounds, "objectives": objectives}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -208,7 +237,7 @@ class Packing:
 class Objective:
     """The loss."""
 
-    kind: ObjectiveKind = key("sft", "Supervised fine-tuning, or direct preference optimisation (packtrain dpo).")
+    kind: ObjectiveKind = key("sft", "What is trained; each has a verb of its name (packtrain dpo).")
     loss: TokenLoss = key("nll", "negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629).", objective="sft")
     neftune_alpha: float | None = key(
         None, "scale of NEFTune's noise on the embeddings (arXiv 2310.05914).", above=0, objective="sft"
@@ -251,6 +280,11 @@ class Objective:
         "training starts from: adapters_off with new adapters, the same ones where model.path names adapters, else model.",
         objective="dpo",
     )
+
+    @property
+    def traits(self) -> Traits:
+        """What the objective is made of."""
+        return TRAITS[self.kind]
 
     @property
     def losses(self) -> list[LossType]:

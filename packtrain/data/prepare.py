@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from packtrain.config.schema import Data, DataSource, Format, ObjectiveKind, Split, sources
+from packtrain.config.schema import TRAITS, Data, DataSource, Format, ObjectiveKind, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, hold_out, mixed
 from packtrain.data.formats.columns import detect_format
 from packtrain.data.sources.chunks import BadRow, Chunk
@@ -93,9 +93,9 @@ def _prepared(
     if data.train is None:
         raise UserError("there is nothing to train on", where="data.train", fix="Give a file, a folder or a hub id.")
     template = choose_template(data.chat_template, tokenizer)
-    encoder = (Encoder if objective == "sft" else PairEncoder)(plain_tokenizer(tokenizer), template, data)
+    encoder = (PairEncoder if TRAITS[objective].pairs else Encoder)(plain_tokenizer(tokenizer), template, data)
     console = Console(stderr=True, quiet=not progress)
-    mix = partial(mixed, seed=seed, together=1 if objective == "sft" else 2)
+    mix = partial(mixed, seed=seed, together=TRAITS[objective].documents)
     with ExitStack() as stack:
         workers = _Workers(encoder, data.workers or min(_cores(), MOST_WORKERS), stack)
         make = _Tokeniser(workers, data, objective, cache_folder(data.cache_dir), seed, console)
@@ -166,7 +166,7 @@ class _Tokeniser:
             if not (counts := writer.counts).kept:
                 reasons = ", ".join(f"{rows} {reason}" for reason, rows in Counter(counts.dropped).most_common())
                 what = f"no document is left of {counted(counts.rows, 'rows')}; dropped: {reasons}"
-                keys = "data.loss_on, max_length" if self.objective == "sft" else "data.max_length, overlong"
+                keys = "data.max_length, overlong" if TRAITS[self.objective].pairs else "data.loss_on, max_length"
                 raise UserError(what, where=source.name, fix=f"See data.format, {keys}.")
             writer.finish(format, time.monotonic() - started)
 

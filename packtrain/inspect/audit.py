@@ -124,7 +124,7 @@ def _of_rows(corpus: Corpus) -> Iterator[Found]:
         "See data.loss_on, weights of turns, and data.max_length if the answers begin beyond it.",
         severity="bad" if len(untrained) >= POINTLESS * rows else "warn",
     )
-    if corpus.kind == "dpo":
+    if corpus.pairs:
         same = "the chosen and the rejected answer are the same, so these pairs are left out"
         yield Found(
             "identical_answers", dropped(SAME, SAME_ONCE_CUT), rows, same, "Take them out, or see data.max_length."

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.config.schema import Data, DataSource, ObjectiveKind, Split, sources
+from packtrain.config.schema import TRAITS, Data, DataSource, ObjectiveKind, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.prepare import PreparedData
 from packtrain.data.sources.locate import Source, locate
@@ -39,12 +39,12 @@ class Corpus:
     @property
     def unit(self) -> str:
         """What the objective trains on."""
-        return "pairs" if self.kind == "dpo" else "documents"
+        return TRAITS[self.kind].unit
 
     @property
     def together(self) -> int:
         """Documents of one example."""
-        return 2 if self.kind == "dpo" else 1
+        return TRAITS[self.kind].documents
 
     @cached_property
     def stores(self) -> tuple[Store, ...]:

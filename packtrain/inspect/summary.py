@@ -59,7 +59,7 @@ class Inspection:
     def shares_prompts(self) -> bool:
         """Whether the prompt of a pair is laid out once, if the attention proves that exact."""
         packing = self.config.packing
-        return self.corpus.kind == "dpo" and packing.mode != "padding" and packing.share_prefix is not False
+        return self.corpus.pairs is not None and packing.mode != "padding" and packing.share_prefix is not False
 
     def summary(self) -> dict[str, Any]:
         """Everything about the data set, as plain containers."""

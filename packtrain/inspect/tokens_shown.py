@@ -37,7 +37,7 @@ class Shower:
     def encoder(self) -> Encoder:
         """Makes whole documents: nothing is cut."""
         corpus = self.corpus
-        kind = PairEncoder if corpus.kind == "dpo" else Encoder
+        kind = PairEncoder if corpus.pairs else Encoder
         return kind(corpus.tokenizer, corpus.template, replace(corpus.data, max_length=None))
 
     def example(self, number: int, place: str, row: RawRow, *, shared: bool = False) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Shower:
         return found
 
     def _shown(self, documents: list[Any], format: str, place: str, *, shared: bool = False) -> dict[str, Any]:
-        names = ("chosen", "rejected") if self.corpus.kind == "dpo" else ("",)
+        names = ("chosen", "rejected") if self.corpus.pairs else ("",)
         pieces = [(name, *document) for name, document in zip(names, documents, strict=False)]
         common = 0
         if shared and len(documents) == 2:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from packtrain.config.schema import RunConfig, sources
-from packtrain.plan.dpo_reference import base_of
+from packtrain.plan.reference_choice import base_of
 
 
 def inputs(config: RunConfig, given: str | None) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ from packtrain.data.sources.offline import OFFLINE_ADVICE
 from packtrain.data.tokens.pretrained import first_line, hub, location
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, continue_adapters
-from packtrain.plan.dpo_reference import base_of
+from packtrain.plan.reference_choice import base_of
 from packtrain.proof.isolation import positions_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}

@@ -1,6 +1,6 @@
-"""The reference of DPO: a separate model, or log-probabilities that were precomputed.
+"""The reference of dpo and kto: a separate model, or log-probabilities that were precomputed.
 
-(If it is the model without its adapters, or with earlier ones, nothing is loaded; plan/dpo_reference.py decides.)
+(If it is the model without its adapters, or with earlier ones, nothing is loaded; plan/reference_choice.py decides.)
 Precomputed log-probabilities are kept beside the data cache, named by a hash of everything they depend on: pairs, weights,
 precision, model settings, LD-DPO's alpha; in 16 bits also the rows that they were computed in, and by what. Each process computes its share and rank 0 writes the file.
 """
@@ -26,11 +26,11 @@ from packtrain.model.load import load_model, weights_hash
 from packtrain.model.spread import Ranks, spread
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.schedule import Schedule
-from packtrain.plan.dpo_reference import DpoReference
+from packtrain.plan.reference_choice import ReferenceChoice
 
 
 def load_reference(
-    reference: DpoReference,
+    reference: ReferenceChoice,
     named: str,
     model: Model,
     tokenizer: PreTrainedTokenizerBase,

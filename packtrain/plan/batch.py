@@ -93,7 +93,7 @@ def plan_batch(batch: Batch, mode: str, objective: Objective, trainer: Trainer, 
         tokens_per_device=tokens,
         rows_per_step=rows,
         micro_batches_per_device=micro_batches,
-        unit="documents" if objective.kind == "sft" else "pairs",
+        unit=objective.traits.unit,
         steps=trainer.max_steps,
     )
 

@@ -24,9 +24,9 @@ from typing import Any
 from packtrain.config.rules.combinations import check_strategy
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
-from packtrain.plan.dpo_reference import reference_of
 from packtrain.plan.launcher_settings import BUCKET, STAGES
 from packtrain.plan.mixed_precision import planned
+from packtrain.plan.reference_choice import reference_of
 from packtrain.plan.shapes import Layers, Weights, adapter_shapes, is_adapted, layers_of, weights_of
 
 GIB = 2**30
@@ -59,7 +59,7 @@ _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activati
 class Memory:
     """Bytes on each device, by part; `parameters` of the model, `trained` ones (adapters included).
 
-    `reference` is the reference model (or adapters) of a DPO run, taken to be as large as the trained one; `buffers` are those
+    `reference` is the reference model (or adapters) of a run, taken to be as large as the trained one; `buffers` are those
     of strategies and autocast at the peak. `activations` is None if they are not known, for the reason `unknown`. `host` is
     for each process, `device` the memory of a GPU if it is known.
     """
@@ -277,8 +277,8 @@ def _in_float32(config: RunConfig) -> int:
 
 
 def _reference(config: RunConfig, model: _Model) -> int:
-    """Bytes of the model or the adapters that DPO keeps for its reference."""
-    if config.objective.kind != "dpo":
+    """Bytes of the model or the adapters that are kept for the reference."""
+    if not config.objective.traits.reference:
         return 0
     kind = reference_of(config.model, config.peft, config.objective, config.strategy).kind
     if kind == "adapters":
@@ -322,7 +322,7 @@ class FullestBatch:
 
 def _fullest(config: RunConfig, width: int) -> FullestBatch | None:
     """The fullest micro-batch that `config` allows; None if neither its tokens nor its documents' lengths have a limit."""
-    each = 1 if config.objective.kind == "sft" else 2
+    each = config.objective.traits.documents
     examples, tokens = config.batch.limits(config.packing.mode)
     longest = config.data.max_length
     bounds = [] if tokens is None else [tokens]

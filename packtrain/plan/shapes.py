@@ -19,7 +19,7 @@ from huggingface_hub import constants
 
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError
-from packtrain.plan.dpo_reference import base_of
+from packtrain.plan.reference_choice import base_of
 
 LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -27,8 +27,8 @@ from packtrain.model.load import base_model
 from packtrain.model.precision import Precision
 from packtrain.model.spread import Ranks, elements
 from packtrain.plan.compiler import INSTALL, lack_of_compiler
-from packtrain.plan.dpo_reference import DpoReference
 from packtrain.plan.launcher_settings import STAGES
+from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import PairSteps, Steps
 from packtrain.train.optim.float32_step import loses_updates
@@ -172,7 +172,9 @@ def attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None
         )
 
 
-def pairs(log: Log, objective: Objective, layout: str, unshared: str, reference: DpoReference, dropout: float) -> None:
+def pairs(
+    log: Log, objective: Objective, layout: str, unshared: str, reference: ReferenceChoice, dropout: float
+) -> None:
     """How pairs run, the losses and the reference; `dropout` is peft.dropout."""
     runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
     if layout in runs:

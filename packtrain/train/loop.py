@@ -5,7 +5,7 @@ loader item is a whole optimizer step of this process, which runs through these 
 
 1. data         get_batch_samples: the micro-batches of the step (loader.py; their rows: packing/schedule.py, collate.py)
 2. counts       _get_num_items_in_batch: tokens and documents of the global step, summed over ranks before the first forward
-3. forward      training_step → `loss_of` (sft.py, dpo.py) → the wrapped model.forward (model/forward.py)
+3. forward      training_step → `loss_of` (objectives/) → the wrapped model.forward (model/forward.py)
 4. backward     training_step: gradients are exchanged with the last micro-batch
 5. optimizer    transformers' own: clipping, optimizer (over bfloat16 weights by optim/float32_step.py), schedule
 6. log          `log`, and evaluation (metrics.py)

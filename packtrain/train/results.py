@@ -29,7 +29,7 @@ from packtrain.model.load import base_model, load_model
 from packtrain.model.save import weights_at_least
 from packtrain.model.spread import loading_whole
 from packtrain.monitor.heartbeat import progress
-from packtrain.plan.dpo_reference import base_of
+from packtrain.plan.reference_choice import base_of
 from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint import tidy

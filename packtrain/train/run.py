@@ -46,8 +46,8 @@ from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.agreement import shared_values
 from packtrain.plan.data_size import remember
-from packtrain.plan.dpo_reference import reference_of
 from packtrain.plan.launcher_settings import STAGES
+from packtrain.plan.reference_choice import reference_of
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
@@ -77,7 +77,7 @@ _MOST_DESCRIBED = 200_000
 
 
 class TrainingObjective(Protocol):
-    """The parts of a run that depend on the objective, in the order of use; implemented by SFT and DPO."""
+    """The parts of a run that depend on the objective, in the order of use; implemented in objectives/."""
 
     def prepare_data(self, data: Data, tokenizer: Any, *, seed: int, progress: bool) -> PreparedData[Any]:
         """The tokenised data sets."""
@@ -241,7 +241,7 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
 
 def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """The proof of `packtrain verify` in this process; see train/verify/measure.py."""
-    from packtrain.train.dpo import DPO
+    from packtrain.train.objectives.dpo import DPO
     from packtrain.train.verify.measure import Subject, verify
 
     objective = objective_of(config)
@@ -252,13 +252,15 @@ def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> in
 
 
 def objective_of(config: RunConfig) -> TrainingObjective:
-    """The objective of the config, with its groups of the config; the other one, and TRL's trainer for it, is not imported."""
+    """The objective of the config, with its groups of the config; the others, and TRL's trainers for them, are not imported."""
     objective, packing = config.objective, config.packing
     if objective.kind == "sft":
-        from packtrain.train.sft import SFT
+        from packtrain.train.objectives.sft import SFT
 
         return SFT(objective, packing)
-    from packtrain.train.dpo import DPO
+    if objective.kind != "dpo":
+        raise NotImplementedError(objective.kind)
+    from packtrain.train.objectives.dpo import DPO
 
     reference = reference_of(config.model, config.peft, objective, config.strategy)
     cache = cache_folder(config.data.cache_dir) / "reference"

@@ -17,7 +17,8 @@ WORKER = """
 import os, time
 from pathlib import Path
 from packtrain.launch.worker import run_worker
-from packtrain.train import loader, sft
+from packtrain.train import loader
+from packtrain.train.objectives import sft
 from packtrain.__main__ import _work
 
 fault, steps, trainer = os.environ["FAULT"], loader.Steps, sft.PackedSFTTrainer

@@ -21,11 +21,11 @@ from packtrain.model.adapters import add_adapters
 from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import PairRows, collate_pairs
-from packtrain.plan.dpo_reference import DpoReference
+from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.train import console
-from packtrain.train.dpo import DPO
-from packtrain.train.dpo_trainer import _COLUMNS, FIGURES, PackedDPOTrainer
 from packtrain.train.loader import PairSteps
+from packtrain.train.objectives.dpo import DPO
+from packtrain.train.objectives.dpo_trainer import _COLUMNS, FIGURES, PackedDPOTrainer
 from packtrain.train.settings import unread_data
 
 SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
@@ -219,7 +219,7 @@ def test_losses_are_told_of_with_their_weights() -> None:
         config.objective,
         "shared",
         "",
-        DpoReference("model", "", True),
+        ReferenceChoice("model", "", True),
         0.0,
     )
     assert "sigmoid + 0.2 × sft, beta 0.1" in said[-1]
@@ -246,7 +246,7 @@ def test_label_smoothing_that_trl_passes_over_is_refused_by_the_config(tmp_path:
 @pytest.mark.parametrize("loss_type", ["aot", ["sigmoid", "aot_unpaired"]])
 def test_losses_that_sort_the_pairs_of_a_step_are_refused_where_it_is_split(loss_type: Any) -> None:
     def steps(objective: Objective, tokens: int | None = None, processes: int = 1) -> PairSteps:
-        reference = DpoReference("model", "", True)
+        reference = ReferenceChoice("model", "", True)
         dpo = DPO(objective, Packing(), Batch(), Model(), Peft(), reference, Path())
         of = steps_of("flat", tokens=tokens)
         return dpo.steps(of.data, of.schedule, 0, Ranks(0, processes, torch.device("cpu")))

@@ -24,7 +24,7 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
 from packtrain.model.load import load_model
 from packtrain.train import checkpoint
-from packtrain.train.dpo_trainer import FIGURES
+from packtrain.train.objectives.dpo_trainer import FIGURES
 from tests.train import forked
 
 PAIRS, HELD_OUT, A_STEP, STEPS = 22, 5, 7, 6  # step 4 has one pair, step 5 is of the second epoch

@@ -25,8 +25,8 @@ from packtrain.errors import CheckFailed
 from packtrain.model.adapters import add_adapters
 from packtrain.packing.collate import PairRows
 from packtrain.packing.segments import Segments
-from packtrain.train.dpo_trainer import PackedDPOTrainer
 from packtrain.train.loader import PairSteps
+from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
 from packtrain.train.verify import dpo_start
 from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 

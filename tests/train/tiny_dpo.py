@@ -18,8 +18,8 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.load import base_model
 from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import make_schedule
-from packtrain.train.dpo_trainer import PackedDPOTrainer
 from packtrain.train.loader import PairSteps
+from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
 from packtrain.train.settings import LoopSettings, StopRequest
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))

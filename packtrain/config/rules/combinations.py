@@ -83,10 +83,11 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if isinstance(data.eval, str) and re.fullmatch(r"[0-9.]+ ?%?", data.eval):
         what = f"found the text {data.eval!r}"
         yield Fault(("data.eval",), what, "A fraction is a number without quotes, e.g. 0.05.")
-    if data.format in ("preference", "ranked") and config.objective.kind == "sft":
+    kind, pairs = config.objective.kind, config.objective.traits.pairs
+    if data.format in ("preference", "ranked") and kind == "sft":
         what = "packtrain sft has no use for preference pairs"
         yield Fault(("data.format",), what, "Choose messages or prompt_completion; pairs are for packtrain dpo.")
-    if data.overlong in ("keep_start", "keep_end") and config.objective.kind == "sft":
+    if data.overlong in ("keep_start", "keep_end") and not pairs:
         what = f"{data.overlong} is for preference pairs"
         fix = "Choose truncate, split, drop or error, or use packtrain dpo (objective.kind=dpo)."
         yield Fault(("data.overlong",), what, fix)
@@ -103,7 +104,7 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             fix = f"Did you mean {meant[0]}?" if meant else f"Ours are {', '.join(COLUMNS)}."
             fix = f"Ours comes first: {{{theirs}: {ours}}}." if theirs in COLUMNS else fix
             yield Fault((f"data.columns.{ours}",), f"packtrain has no column {ours!r}", fix)
-    row, each = config.batch.limits(config.packing.mode)[1], 1 if config.objective.kind == "sft" else 2
+    row, each = config.batch.limits(config.packing.mode)[1], config.objective.traits.documents
     if row is not None and data.max_length is not None and data.max_length * each > row:
         origin = "" if config.batch.tokens_per_device else " (its default for packed rows)"
         thing = "documents" if each == 1 else "pairs of documents"
@@ -211,17 +212,16 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
             what = "it does nothing without adapters (peft.kind is none)"
             yield Fault((key,), what, "Choose peft=lora, or take the key away.", because="peft.kind")
     objective = config.objective
-    other = "dpo" if objective.kind == "sft" else "sft"
     for path, key in keys().items():
-        if path in given and key.objective == other:
+        if path in given and key.objectives and objective.kind not in key.objectives:
+            other = key.objectives[0]
             fix = f"Take it away, or use packtrain {other} (objective.kind={other})."
-            yield Fault((path,), f"it is a key of packtrain {other}", fix)
-    if objective.kind == "sft":
-        if config.packing.share_prefix is not None:
-            what = "only preference pairs share a prompt; packtrain sft has none"
-            yield Fault(("packing.share_prefix",), what, "Take the key away.")
-        return
-    yield from dpo_rules(objective, config.data, config.packing, config.peft, given)
+            yield Fault((path,), f"it is a key of packtrain {' and '.join(key.objectives)}", fix)
+    if config.packing.share_prefix is not None and not objective.traits.pairs:
+        what = f"only preference pairs share a prompt; packtrain {objective.kind} has none"
+        yield Fault(("packing.share_prefix",), what, "Take the key away.")
+    if objective.kind == "dpo":
+        yield from dpo_rules(objective, config.data, config.packing, config.peft, given)
 
 
 def check_strategy(config: RunConfig) -> Iterator[Fault]:

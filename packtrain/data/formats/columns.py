@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from packtrain.config.schema import OPTIONAL, READ_TOO, REQUIRED, Format, ObjectiveKind
+from packtrain.config.schema import OPTIONAL, READ_TOO, REQUIRED, TRAITS, Format, ObjectiveKind
 from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
 
@@ -92,9 +92,9 @@ def detect_format(
     if absent := sorted(set(columns.values()) - set(names)):
         raise UserError(f"data.columns names the column {absent[0]!r}, which is not there; {found}", where=where)
     fits = _fitting(first, columns, objective) if wanted == "auto" else [wanted]
-    shown = OF_PAIRS if objective == "dpo" else [name for name in REQUIRED if name not in OF_PAIRS]
+    shown = OF_PAIRS if TRAITS[objective].pairs else [name for name in REQUIRED if name not in OF_PAIRS]
     needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in shown)
-    if objective == "dpo" and not set(fits) & set(OF_PAIRS):
+    if TRAITS[objective].pairs and not set(fits) & set(OF_PAIRS):
         seen = f"these are {' or '.join(fits)}" if fits else "the columns are not those of preference pairs"
         fix = f"Rename with data.columns.OURS=THEIRS, or train on them with packtrain sft. Needed are {needs}; prompt if any."
         raise UserError(f"{seen}; {found}", where=where, fix=fix)
@@ -106,7 +106,7 @@ def detect_format(
             else f"Rename with data.columns.OURS=THEIRS. Needed are {needs}."
         )
         raise UserError(f"{what}; {found}", where=where, fix=fix)
-    if fits[0] in OF_PAIRS and objective == "sft":
+    if fits[0] in OF_PAIRS and not TRAITS[objective].pairs:
         raise UserError("these are preference pairs", where=where, fix="Train on them with packtrain dpo.")
     if missing := _missing(fits[0], names, columns):
         what = f"data.format={fits[0]} needs the column {missing[0]!r}; {found}"
@@ -117,12 +117,12 @@ def detect_format(
 
 
 def _fitting(first: list[str], columns: Mapping[str, str], objective: ObjectiveKind) -> list[str]:
-    """The formats whose required columns are all present. For dpo, pairs win over every other format, then ranked lists."""
+    """The formats whose required columns are all present. Where pairs are trained, they win over every other format, then ranked lists."""
     fits = [name for name in REQUIRED if name != "ranked" and not _missing(name, first, columns)]
-    if objective == "dpo" and "preference" in fits:
+    if TRAITS[objective].pairs and "preference" in fits:
         return ["preference"]  # other columns may hold the prompt, or the chosen answer once more
-    # only dpo ranks lists: many other data sets have a column `answers` too
-    return ["ranked"] if objective == "dpo" and not _missing("ranked", first, columns) else fits
+    # only pairs are ranked lists: many other data sets have a column `answers` too
+    return ["ranked"] if TRAITS[objective].pairs and not _missing("ranked", first, columns) else fits
 
 
 def _missing(format: str, names: list[str], columns: Mapping[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 import pyarrow as pa
 
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
-from packtrain.config.schema import DataSource, ObjectiveKind, Split, SplitText
+from packtrain.config.schema import TRAITS, DataSource, ObjectiveKind, Split, SplitText
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, ParsedChunk, RawRow, TableChunk
 from packtrain.data.sources.files import READABLE, kind_of, read_file, suffix_of, texts
@@ -125,7 +125,7 @@ class Quickstart:
 
     def chunks(self) -> Iterator[Chunk]:
         """All rows."""
-        make = quickstart.conversations if self.objective == "sft" else quickstart.preferences
+        make = quickstart.preferences if TRAITS[self.objective].pairs else quickstart.conversations
         rows: list[RawRow] = list(make(self.split, self.seed, None))
         for start in range(0, len(rows), CHUNK_ROWS):
             part = rows[start : start + CHUNK_ROWS]

@@ -28,8 +28,8 @@ from packtrain.model.spread import most_of_all
 from packtrain.packing.collate import IGNORE
 from packtrain.plan.memory import CHECKED_LOGITS, COMPARED_PAIRS
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model, vocabulary_of
-from packtrain.train.dpo_trainer import PackedDPOTrainer
 from packtrain.train.loader import MicroBatch, PairSteps
+from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
 
 Logps = tuple[torch.Tensor, torch.Tensor]
 """float32 [pairs] of chosen and of rejected answers."""

@@ -41,7 +41,7 @@ from packtrain.proof.choice import choose_attention, prove_backend, prove_pairs
 from packtrain.proof.isolation import Proof, check_as_it_comes
 from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
-from packtrain.train.dpo import DPO
+from packtrain.train.objectives.dpo import DPO
 from packtrain.train.preflight import why_not_together
 from packtrain.train.sync.checks import agree_on_model
 from packtrain.train.sync.store_barrier import Peers

@@ -41,9 +41,9 @@ from packtrain.packing.collate import (
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
 from packtrain.proof.isolation import evaluating, positions_of, refusals_of_a_model, vocabulary_of
-from packtrain.train.dpo import DPO
-from packtrain.train.dpo_trainer import PackedDPOTrainer
 from packtrain.train.loader import MicroBatch, PairSteps
+from packtrain.train.objectives.dpo import DPO
+from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.verify.dpo_start import Start, check_pair_forward, start_of
 from packtrain.train.verify.first_update import Sampled, sample

@@ -27,12 +27,12 @@ from packtrain.model.reference import cache_key, computer, load_reference, preco
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import Schedule
-from packtrain.plan.dpo_reference import DpoReference
+from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.proof.choice import AttentionChoice, prove_pairs
 from packtrain.train import console
 from packtrain.train.console import Log
-from packtrain.train.dpo_trainer import PackedDPOTrainer, check_routers, objective_arguments
 from packtrain.train.loader import PairSteps, Steps
+from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer, check_routers, objective_arguments
 from packtrain.train.preflight import choose_together, same_everywhere
 from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 
@@ -49,7 +49,7 @@ class DPO:
         batch: Batch,
         model: Model,
         peft: Peft,
-        reference: DpoReference,
+        reference: ReferenceChoice,
         cache: Path,
     ) -> None:
         """Precomputed log-probabilities go to the folder `cache`."""

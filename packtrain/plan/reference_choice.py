@@ -1,4 +1,4 @@
-"""Which reference model DPO uses, and folders of adapters as model.path: decided before anything is loaded.
+"""Which reference model dpo and kto use, and folders of adapters as model.path: decided before anything is loaded.
 
 A folder of adapters (final/ of a LoRA run) names its base model. The memory estimate depends on this choice (memory.py), and
 training makes the reference accordingly (model/reference.py, model/adapters.py).
@@ -19,8 +19,8 @@ _CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True)
-class DpoReference:
-    """The reference of DPO; `kind` says how it is made.
+class ReferenceChoice:
+    """The reference of a run; `kind` says how it is made.
 
     `adapters` is the folder of its adapters, "" for none; `at_start` whether the model equals its reference before step 1.
     """
@@ -44,7 +44,7 @@ def base_of(path: str | None) -> str | None:
     return str(base)
 
 
-def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strategy) -> DpoReference:
+def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strategy) -> ReferenceChoice:
     """What objective.reference means in this run."""
     wanted, lora = objective.reference, peft.kind == "lora"
     continued = model.init == "pretrained" and base_of(model.path) is not None  # from a folder of adapters
@@ -60,5 +60,5 @@ def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strat
         beside = lora and same and strategy.name not in SHARDED_WEIGHTS  # adapters cannot be added to sharded weights
         kind = "adapters" if beside else "model" if wanted == "auto" else "path"
     if kind == "adapters":
-        return DpoReference(kind, adapters, wanted == "auto")
-    return DpoReference(kind, "", kind in ("model", "precomputed") or (kind == "adapters_off" and not continued))
+        return ReferenceChoice(kind, adapters, wanted == "auto")
+    return ReferenceChoice(kind, "", kind in ("model", "precomputed") or (kind == "adapters_off" and not continued))
