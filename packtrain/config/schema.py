@@ -32,7 +32,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 """The columns that rows of a format must have, by packtrain's names; `data.columns` maps these to the file's."""
 PROMPTS = ("prompt", "conversations", "instruction")
 """Columns that may hold the prompt of a preference."""
-READ_TOO = {"preference": PROMPTS, "ranked": (*PROMPTS, "scores", "ranks")}
+READ_TOO = {"preference": (*PROMPTS, "margin"), "ranked": (*PROMPTS, "scores", "ranks", "margin")}
 """Columns beside the required ones and OPTIONAL that only this format reads."""
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs", *MASKS)

@@ -69,10 +69,11 @@ class PairDataset:
 
     lengths: int32[n], tokens of both documents of a pair, the prompt in each. shared_lengths: int32[n], its tokens when
     the prompt (but for its last token) is computed once. trained: int32[n], its targets. prompts: int32[n], see
-    Preference. `fingerprint` changes whenever a token, a mask or the order changes.
+    Preference. margins: float32[n], where they are asked for. `fingerprint` changes whenever a token, a mask, a margin or the
+    order changes.
     """
 
-    def __init__(self, documents: TokenDataset) -> None:
+    def __init__(self, documents: TokenDataset, *, with_margins: bool = False) -> None:
         """`documents`: the chosen and the rejected one of each pair, one after the other."""
         self.documents, self.fingerprint = documents, documents.fingerprint
         lengths, trained = (part.reshape(-1, 2) for part in (documents.lengths, documents.trained))
@@ -87,6 +88,12 @@ class PairDataset:
             shareable=int(np.count_nonzero(self.prompts)),
         )
         self.report: DataReport = replace(documents.report, pairs=figures)
+        if with_margins:
+            fates = [store.fates for store in documents.stores]
+            of_documents = np.concatenate([np.repeat(one["margin"], one["documents"]) for one in fates])
+            self.margins: np.ndarray = of_documents[documents.rows[::2]]
+            digest = hashlib.blake2b(documents.fingerprint.encode() + self.margins.tobytes(), digest_size=16)
+            self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self.lengths)

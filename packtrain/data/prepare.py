@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -40,7 +40,7 @@ from packtrain.data.sources.chunks import BadRow, Chunk
 from packtrain.data.sources.locate import Files, Source, locate
 from packtrain.data.tokens.cache import StoreWriter, cache_folder, hash_file, open_or_build
 from packtrain.data.tokens.chat_template import choose_template
-from packtrain.data.tokens.encode import AS_TEXT, MOST_PROBLEMS, EncodedChunk, Encoder, PairEncoder
+from packtrain.data.tokens.encode import AS_TEXT, ENCODERS, MOST_PROBLEMS, EncodedChunk, Encoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.monitor import heartbeat
@@ -87,13 +87,29 @@ def prepare_pairs(
     return PreparedData(PairDataset(made.train), None if made.eval is None else PairDataset(made.eval))
 
 
+def prepare_with_margins(
+    data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool = False
+) -> PreparedData[PairDataset]:
+    """As `prepare_pairs`, with their margins."""
+    made = _prepared(data, tokenizer, seed, progress, "reward")
+    held = None if made.eval is None else PairDataset(made.eval, with_margins=True)
+    return PreparedData(PairDataset(made.train, with_margins=True), held)
+
+
+PREPARE: dict[ObjectiveKind, Callable[..., PreparedData[Any]]] = {
+    "sft": prepare,
+    "dpo": prepare_pairs,
+    "reward": prepare_with_margins,
+}
+
+
 def _prepared(
     data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, progress: bool, objective: ObjectiveKind
 ) -> PreparedData[TokenDataset]:
     if data.train is None:
         raise UserError("there is nothing to train on", where="data.train", fix="Give a file, a folder or a hub id.")
     template = choose_template(data.chat_template, tokenizer)
-    encoder = (PairEncoder if TRAITS[objective].pairs else Encoder)(plain_tokenizer(tokenizer), template, data)
+    encoder = ENCODERS[objective](plain_tokenizer(tokenizer), template, data)
     console = Console(stderr=True, quiet=not progress)
     mix = partial(mixed, seed=seed, together=TRAITS[objective].documents)
     with ExitStack() as stack:

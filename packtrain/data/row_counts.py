@@ -30,6 +30,7 @@ FATES = np.dtype(  # the fields of Fate
         ("unsaid", bool),
         ("echo", bool),
         ("prefix", bool),
+        ("margin", np.float32),
     ],
     align=True,
 )
@@ -39,9 +40,9 @@ class Fate(NamedTuple):
     """What became of one row: it gave `documents` documents, or was `dropped` for a reason; see RowCounts for the rest.
 
     `content` is a hash of the row itself (formats/columns.py), independent of template, tokenizer and data.max_length.
-    The last five are faults that `packtrain inspect` tells (tokens/text_faults.py): a `marker` of the template in what is said,
+    `marker` to `prefix` are faults that `packtrain inspect` tells (tokens/text_faults.py): a `marker` of the template in what is said,
     text that is `garbled`, a system prompt that stays `unsaid`, an answer that is an `echo` of its question, one answer of a
-    pair that is a `prefix` of the other.
+    pair that is a `prefix` of the other. `margin` is what the row says of how much better the chosen answer is (reward only).
     """
 
     content: int
@@ -59,6 +60,7 @@ class Fate(NamedTuple):
     unsaid: bool = False
     echo: bool = False
     prefix: bool = False
+    margin: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

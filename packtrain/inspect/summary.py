@@ -11,7 +11,7 @@ import numpy as np
 
 from packtrain.config.schema import RunConfig
 from packtrain.data.dataset import size_of
-from packtrain.data.prepare import PreparedData, prepare, prepare_pairs
+from packtrain.data.prepare import PREPARE, PreparedData
 from packtrain.data.row_counts import DataReport
 from packtrain.data.sources.chunks import RawRow
 from packtrain.data.tokens.encode import TOO_LONG
@@ -142,8 +142,7 @@ def inspection(
     kind, seed = config.objective.kind, config.trainer.seed
     tokenizer = tokenizer or load_tokenizer(config.model)
     if prepared is None:
-        make = prepare if kind == "sft" else prepare_pairs
-        prepared = make(config.data, tokenizer, seed=seed, progress=progress)
+        prepared = PREPARE[kind](config.data, tokenizer, seed=seed, progress=progress)
         remember(size_of(prepared.train), config.model, config.data, kind, seed)  # for `packtrain plan`
     return Inspection(config, corpus_of(config.data, kind, tokenizer, prepared, seed=seed), processes)
 

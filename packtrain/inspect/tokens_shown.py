@@ -12,7 +12,7 @@ import numpy as np
 
 from packtrain.config.schema import Format
 from packtrain.data.sources.chunks import BadRow, RawRow
-from packtrain.data.tokens.encode import Encoder, PairEncoder
+from packtrain.data.tokens.encode import ENCODERS, Encoder
 from packtrain.inspect.corpus import Corpus
 from packtrain.inspect.scan.roles import PARTS, Headers, headers_of
 from packtrain.inspect.scan.vocabulary import Vocabulary
@@ -37,8 +37,7 @@ class Shower:
     def encoder(self) -> Encoder:
         """Makes whole documents: nothing is cut."""
         corpus = self.corpus
-        kind = PairEncoder if corpus.pairs else Encoder
-        return kind(corpus.tokenizer, corpus.template, replace(corpus.data, max_length=None))
+        return ENCODERS[corpus.kind](corpus.tokenizer, corpus.template, replace(corpus.data, max_length=None))
 
     def example(self, number: int, place: str, row: RawRow, *, shared: bool = False) -> dict[str, Any]:
         """The example that begins with document `number`, of the `row` at `place`; of a pair the prompt once if it is `shared`."""

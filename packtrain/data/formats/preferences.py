@@ -71,6 +71,16 @@ def read_preference(row: Row, format: Format) -> PreferenceExample:
     return _of_strings(row) if plain else _of_messages(row)
 
 
+def margin_of(row: Row) -> float:
+    """By how much the row says that the chosen answer is better, 0 where it does not; raises BadRow where that is no number."""
+    value = row.optional("margin")
+    if value is None:
+        return 0.0
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise wrong_type("a number", value, row.name("margin"))
+    return float(value)
+
+
 def prompt_of(row: Row, format: Format) -> str | Messages:
     """The prompt of a row, equal in all rows that ask the same; raises BadRow as `read_preference`.
 

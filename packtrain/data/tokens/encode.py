@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.config.schema import Data, Format
+from packtrain.config.schema import Data, Format, ObjectiveKind
 from packtrain.data.formats.columns import Row, content_of, number_of
 from packtrain.data.formats.conversations import (
     Conversation,
@@ -43,7 +43,7 @@ from packtrain.data.formats.conversations import (
     in_file,
     read_row,
 )
-from packtrain.data.formats.preferences import PreferenceExample, prompt_of, read_preference
+from packtrain.data.formats.preferences import PreferenceExample, margin_of, prompt_of, read_preference
 from packtrain.data.row_counts import Fate
 from packtrain.data.sources.chunks import BadRow, Chunk, NoPair, RawRow
 from packtrain.data.tokens.chat_template import ADVICE, Template
@@ -63,7 +63,7 @@ NO_EOS = "Set eos_token on the tokenizer: without it the model cannot learn to s
 AS_TEXT = (
     "the model has no chat template, so alpaca rows become plain text: Below is an instruction that describes a task …"
 )
-Flags = dict[str, bool]
+Flags = dict[str, Any]
 """Fields of a row's Fate."""
 IdsAndMask = tuple[np.ndarray, np.ndarray]
 """Ids int32[n] of a document and its trained targets bool[n]."""
@@ -366,6 +366,18 @@ class PairEncoder(Encoder):
                 return [], fate._replace(dropped=SAME_ONCE_CUT)
         lost = sum(len(ids) for ids, _ in documents) - sum(len(ids) for ids, _ in kept)
         return kept, fate._replace(documents=2, truncated=True, cut_tokens=lost)
+
+
+@dataclass(frozen=True)
+class MarginEncoder(PairEncoder):
+    """As PairEncoder, for pairs that may have a margin."""
+
+    def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
+        documents, flags = super()._documents(row, format)
+        return documents, {**flags, "margin": margin_of(row)}
+
+
+ENCODERS: dict[ObjectiveKind, type[Encoder]] = {"sft": Encoder, "dpo": PairEncoder, "reward": MarginEncoder}
 
 
 def _questions(conversation: Conversation) -> list[Conversation]:
