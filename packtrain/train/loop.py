@@ -15,12 +15,12 @@ loader item is a whole optimizer step of this process, which runs through these 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-from accelerate import DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback
 from transformers.integrations import TensorBoardCallback
@@ -185,6 +185,16 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         self.clock.enter("optimizer")
         return total
 
+    @contextmanager
+    def without_gathering(self) -> Iterator[None]:
+        """Keeps TRL from gathering figures: processes may have different numbers of micro-batches, and would hang."""
+        accelerator = self.accelerator
+        self.accelerator = cast(Accelerator, _LocalAccelerator(accelerator))
+        try:
+            yield
+        finally:
+            self.accelerator = accelerator
+
     def take_counts(self) -> None:
         """Reads the counts of the last step: tokens, for lines and checkpoints, and the requests to stop, for the next step."""
         with waiting("the counts of all ranks"):  # where a GPU is behind, here is where its process learns of it
@@ -231,3 +241,18 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
 
     def _send_telemetry(self) -> None:
         """packtrain sends nothing to anyone."""
+
+
+class _LocalAccelerator:
+    """An accelerator whose gather returns this process's tensor."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    gather_for_metrics = gather

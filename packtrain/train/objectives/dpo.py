@@ -19,25 +19,23 @@ from trl import DPOConfig
 from packtrain.config.schema import Batch, Model, Objective, Packing, Peft
 from packtrain.data.dataset import PairDataset
 from packtrain.data.prepare import prepare_pairs
-from packtrain.errors import CheckFailed, UserError
+from packtrain.errors import UserError
 from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model, weights_hash
 from packtrain.model.precision import Precision
 from packtrain.model.reference import cache_key, computer, load_reference, precompute
 from packtrain.model.spread import Ranks
-from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.reference_choice import ReferenceChoice
-from packtrain.proof.choice import AttentionChoice, prove_pairs
 from packtrain.train import console
 from packtrain.train.console import Log
 from packtrain.train.loader import PairSteps, Steps
 from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer, check_routers, objective_arguments
-from packtrain.train.preflight import choose_together, same_everywhere
+from packtrain.train.objectives.of_pairs import OfPairs
 from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 
 
-class DPO:
+class DPO(OfPairs):
     """The TrainingObjective (train/run.py) of preference optimisation."""
 
     prepare_data = staticmethod(prepare_pairs)
@@ -53,16 +51,11 @@ class DPO:
         cache: Path,
     ) -> None:
         """Precomputed log-probabilities go to the folder `cache`."""
-        self.objective, self._packing, self._model, self._peft = objective, packing, model, peft
-        self.reference, self._cache, self._batch = reference, cache, batch
+        super().__init__(packing, batch)
+        self.objective, self._model, self._peft = objective, model, peft
+        self.reference, self._cache = reference, cache
         self._reference_model: PreTrainedModel | None = None
         self._identity = ""
-        self.layout: PairRows = "padding"
-        self._unshared = ""
-
-    def longest_document(self, data: PairDataset) -> int:
-        """Tokens of the longest prompt with an answer."""
-        return int(data.documents.lengths.max())
 
     def take_reference(
         self,
@@ -89,42 +82,6 @@ class DPO:
         weights = weights or weights_hash(model)
         self._identity = identity_of_reference(model, self._peft, weights)
         return {"objective.reference": f"one of weights with hash {weights[:12]}"}
-
-    def decide_attention(
-        self, wanted: str, model: PreTrainedModel, ranks: Ranks, precision: Precision, *, prove: bool
-    ) -> AttentionChoice:
-        """Which backend serves packed rows of `model`, and whether prompts are computed once for both answers.
-
-        Raises CheckFailed if packing.share_prefix is true and the backend cannot share prompts.
-        """
-        share = self._packing.share_prefix
-        decision = choose_together(wanted, model, ranks, precision.autocast, prove=prove, pairs=share is not False)
-        if share is False:
-            self.layout, self._unshared = "flat", "packing.share_prefix=false"
-            return decision
-        lack = decision.unshared
-        if lack is None:  # not tried yet, since nothing was proved
-            lack, _ = prove_pairs(decision.backend.name, model, precision.autocast)
-        layout = "shared" if not lack else "flat"
-        same_everywhere(layout, "layout of pairs", "packing.share_prefix", ranks.world_size)
-        if lack and share:
-            raise CheckFailed(f"prompts cannot be shared: {lack}", where="packing.share_prefix", fix="set it to false")
-        self.layout, self._unshared = layout, lack
-        return decision
-
-    def slots(self, data: PairDataset) -> np.ndarray:
-        """int32 [pairs]: token slots of each. Raises UserError if the longest exceeds a micro-batch: pairs are never split."""
-        # padded a pair takes two rows as long as the longer of its documents
-        longer = 2 * data.documents.lengths.reshape(-1, 2).max(axis=1)
-        slots = {"padding": longer, "flat": data.lengths, "shared": data.shared_lengths}[self.layout].astype(np.int32)
-        longest, (_, most) = int(slots.max(initial=0)), self._batch.limits(self._packing.mode)
-        if most is not None and longest > most:
-            raise UserError(
-                f"the longest pair takes {longest} token slots, a micro-batch has {most}",
-                where="batch.tokens_per_device",
-                fix=f"set batch.tokens_per_device to at least {longest}, or data.max_length to {most // 2}",
-            )
-        return slots
 
     def steps(self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> PairSteps:
         """The optimizer steps over `data`. Raises UserError if a loss that sorts all pairs of a step would get only some."""
@@ -161,7 +118,7 @@ class DPO:
         precision: Precision,
     ) -> None:
         """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
-        console.pairs(log, self.objective, self.layout, self._unshared, self.reference, self._peft.dropout)
+        console.pairs(log, self.objective, self.layout, self.unshared, self.reference, self._peft.dropout)
         if self.reference.kind == "precomputed":
             settings = trainer.settings
             steps = self._with_reference(settings.steps, trainer, ranks, precision)

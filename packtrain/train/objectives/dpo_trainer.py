@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import datasets
 import torch
-from accelerate import Accelerator
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
@@ -105,7 +104,7 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
             weight * (tokens if name in TOKEN_LOSSES else pairs)
             for name, weight in zip(self.loss_types, self.all_loss_weights, strict=True)
         ]
-        with self._without_gathering(), self.accelerator.autocast():
+        with self.without_gathering(), self.accelerator.autocast():
             loss = self._compute_loss(model, inputs, False)
         self._take_figures(batch)
         return loss
@@ -138,7 +137,7 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
             inputs |= {"ref_chosen_logps": reference[0], "ref_rejected_logps": reference[1]}
         self.loss_weights = self.all_loss_weights
         try:
-            with self._without_gathering(), self.accelerator.autocast():
+            with self.without_gathering(), self.accelerator.autocast():
                 return self._compute_loss(self.model, inputs, False).item()
         finally:
             self.precompute_ref_logps = known
@@ -171,16 +170,6 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         call = {name: value for name, value in inputs.items() if name not in apart}
         labels = torch.full_like(call["input_ids"], -100)
         return model(**call, labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
-
-    @contextmanager
-    def _without_gathering(self) -> Iterator[None]:
-        """Keeps TRL from gathering figures: processes may have different numbers of micro-batches, and would hang."""
-        accelerator = self.accelerator
-        self.accelerator = cast(Accelerator, _LocalAccelerator(accelerator))
-        try:
-            yield
-        finally:
-            self.accelerator = accelerator
 
     def _take_figures(self, batch: MicroBatch) -> None:
         """Moves TRL's figures of a micro-batch into our sums, weighted by the unit that each is a mean over."""
@@ -245,21 +234,6 @@ def _keep_weights_untouched(model: PreTrainedModel) -> Iterator[None]:
     finally:
         del adapted.add_adapter, adapted.get_parameter
         trl_dpo.hash_module = hash_of
-
-
-class _LocalAccelerator:
-    """An accelerator whose gather returns this process's tensor."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    gather_for_metrics = gather
 
 
 def check_routers(model: PreTrainedModel) -> None:
