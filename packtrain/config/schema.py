@@ -37,7 +37,11 @@ READ_TOO = {"preference": (*PROMPTS, "margin"), "ranked": (*PROMPTS, "scores", "
 MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 OPTIONAL = ("tools", "system", "input", "history", "attention_mask", "chat_template_kwargs", *MASKS)
 _OF_FORMATS = (*REQUIRED.values(), *READ_TOO.values())
-COLUMNS = tuple(dict.fromkeys((*(name for names in _OF_FORMATS for name in names), *OPTIONAL)))
+LABEL = "label"
+"""The column of packtrain kto that says whether an answer is desirable."""
+LABELLED: tuple[Format, ...] = ("messages", "prompt_completion", "sharegpt", "alpaca")
+"""The formats that it may be beside."""
+COLUMNS = tuple(dict.fromkeys((*(name for names in _OF_FORMATS for name in names), *OPTIONAL, LABEL)))
 """All of packtrain's names of columns."""
 SaveDtype = Literal["auto", "float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]

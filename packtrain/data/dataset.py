@@ -1,7 +1,8 @@
 """The data sets that training reads: documents or preference pairs by index, from one or more tokenised sources.
 
 A TokenDataset is a list of stores and a list of row numbers. Weights, held-out fractions and mixtures only change the row
-numbers; no token is copied. A PairDataset is a TokenDataset read two documents at a time. A pair's prompt is not stored
+numbers; no token is copied. A PairDataset is a TokenDataset read two documents at a time, an UnpairedDataset one whose
+documents are desirable or not. A pair's prompt is not stored
 separately: it is everything before the first trained target of either document.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from packtrain.config.schema import DataSource
-from packtrain.data.row_counts import DataReport, PairFigures, add, count
+from packtrain.data.row_counts import DataReport, LabelFigures, PairFigures, add, count
 from packtrain.data.tokens.cache import Document, Store
 from packtrain.errors import UserError
 from packtrain.plan.data_size import DataSize
@@ -104,9 +105,34 @@ class PairDataset:
         return Preference(chosen, rejected, int(self.prompts[index]))
 
 
-def size_of(data: TokenDataset | PairDataset) -> DataSize:
+class UnpairedDataset:
+    """Answers for training, each a document with a label; picklable like the documents that they are made of.
+
+    lengths: int32[n], tokens of each. trained: int32[n], its targets, which are all that follows the prompt. labels: bool[n],
+    whether it is desirable. `fingerprint` changes whenever a token, a mask, a label or the order changes.
+    """
+
+    def __init__(self, documents: TokenDataset) -> None:
+        self.documents, self.lengths, self.trained = documents, documents.lengths, documents.trained
+        self.labels: np.ndarray = np.concatenate([store.labels() for store in documents.stores])[documents.rows]
+        digest = hashlib.blake2b(documents.fingerprint.encode(), digest_size=16)
+        digest.update(self.labels.tobytes())
+        self.fingerprint = digest.hexdigest()
+        desirable = int(np.count_nonzero(self.labels))
+        figures = LabelFigures(desirable, len(self.labels) - desirable)
+        self.report: DataReport = replace(documents.report, labels=figures)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Document:
+        """Document number `index`, 0 to len - 1."""
+        return self.documents[index]
+
+
+def size_of(data: TokenDataset | PairDataset | UnpairedDataset) -> DataSize:
     """How much that is, for plans."""
-    documents = data.documents if isinstance(data, PairDataset) else data
+    documents = data if isinstance(data, TokenDataset) else data.documents
     return DataSize(len(data), int(data.lengths.sum(dtype=np.int64)), int(documents.lengths.max(initial=0)))
 
 

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from packtrain.config.schema import TRAITS, Data, DataSource, Format, ObjectiveKind, Split, sources
-from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, hold_out, mixed
+from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, UnpairedDataset, hold_out, mixed
 from packtrain.data.formats.columns import detect_format
 from packtrain.data.sources.chunks import BadRow, Chunk
 from packtrain.data.sources.locate import Files, Source, locate
@@ -49,7 +49,7 @@ from packtrain.wording import counted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 13
+VERSION = 14
 """Goes up whenever the same rows would become other tokens or masks, so that old caches are not used."""
 FEW_ROWS, FEW_BYTES, FEW_CHUNKS = 10_000, 4 << 20, 40
 """What this process tokenises itself, in less time than workers take to start."""
@@ -57,7 +57,7 @@ MOST_WORKERS = 16
 LOOK_AHEAD = 3
 
 
-AnyDataset = TypeVar("AnyDataset", TokenDataset, PairDataset)
+AnyDataset = TypeVar("AnyDataset", TokenDataset, PairDataset, UnpairedDataset)
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,14 @@ def prepare_pairs(
     return PreparedData(PairDataset(made.train), None if made.eval is None else PairDataset(made.eval))
 
 
+def prepare_unpaired(
+    data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool = False
+) -> PreparedData[UnpairedDataset]:
+    """As `prepare`, for answers with labels; also raises UserError for rows that have none."""
+    made = _prepared(data, tokenizer, seed, progress, "kto")
+    return PreparedData(UnpairedDataset(made.train), None if made.eval is None else UnpairedDataset(made.eval))
+
+
 def prepare_with_margins(
     data: Data, tokenizer: PreTrainedTokenizerBase, *, seed: int, progress: bool = False
 ) -> PreparedData[PairDataset]:
@@ -99,6 +107,7 @@ def prepare_with_margins(
 PREPARE: dict[ObjectiveKind, Callable[..., PreparedData[Any]]] = {
     "sft": prepare,
     "dpo": prepare_pairs,
+    "kto": prepare_unpaired,
     "reward": prepare_with_margins,
 }
 

@@ -31,6 +31,7 @@ FATES = np.dtype(  # the fields of Fate
         ("echo", bool),
         ("prefix", bool),
         ("margin", np.float32),
+        ("desirable", bool),
     ],
     align=True,
 )
@@ -43,6 +44,7 @@ class Fate(NamedTuple):
     `marker` to `prefix` are faults that `packtrain inspect` tells (tokens/text_faults.py): a `marker` of the template in what is said,
     text that is `garbled`, a system prompt that stays `unsaid`, an answer that is an `echo` of its question, one answer of a
     pair that is a `prefix` of the other. `margin` is what the row says of how much better the chosen answer is (reward only).
+    `desirable` says so of the row's first document (kto only), which of a pair is the chosen answer; the second one is not.
     """
 
     content: int
@@ -61,6 +63,7 @@ class Fate(NamedTuple):
     echo: bool = False
     prefix: bool = False
     margin: float = 0.0
+    desirable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,14 @@ class PairFigures:
     shareable: int
 
 
+@dataclass(frozen=True, slots=True)
+class LabelFigures:
+    """How many documents of an epoch are answers to give, and how many are not."""
+
+    desirable: int
+    undesirable: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport(RowCounts):
     """What a data set is made of.
@@ -134,7 +145,7 @@ class DataReport(RowCounts):
     The inherited counts cover all rows of its sources or, where data.eval is a fraction of data.train, the rows on this side
     of the split. `documents`, `tokens` and `trained_tokens` describe one epoch, with weights; `held_out` documents are on the
     other side. `seconds` is the time of tokenising (0 if all was cached). `pairs` describes preference pairs,
-    `remarks` say what was decided about a source.
+    `labels` answers that are desirable or not, `remarks` say what was decided about a source.
     """
 
     documents: int
@@ -145,6 +156,7 @@ class DataReport(RowCounts):
     sources: tuple[str, ...]
     seconds: float
     pairs: PairFigures | None = None
+    labels: LabelFigures | None = None
     remarks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

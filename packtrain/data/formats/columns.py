@@ -8,11 +8,11 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from packtrain.config.schema import OPTIONAL, READ_TOO, REQUIRED, TRAITS, Format, ObjectiveKind
+from packtrain.config.schema import LABEL, LABELLED, OPTIONAL, READ_TOO, REQUIRED, TRAITS, Format, ObjectiveKind
 from packtrain.data.sources.chunks import BadRow, RawRow, wrong_type
 from packtrain.errors import UserError
 
-ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages", "tools": "functions"}
+ALIASES = {"chosen": "chosen_messages", "rejected": "rejected_messages", "tools": "functions", LABEL: "kto_tag"}
 """Other names that our columns may have without data.columns."""
 LISTS = ("answers", "responses", "completions", "candidates")
 """Columns that hold all answers to a prompt."""
@@ -96,7 +96,8 @@ def detect_format(
     needs = "; ".join(f"{name}: {', '.join(REQUIRED[name])}" for name in shown)
     if TRAITS[objective].pairs and not set(fits) & set(OF_PAIRS):
         seen = f"these are {' or '.join(fits)}" if fits else "the columns are not those of preference pairs"
-        fix = f"Rename with data.columns.OURS=THEIRS, or train on them with packtrain sft. Needed are {needs}; prompt if any."
+        verb = "kto" if column_of(LABEL, names, columns) in names else "sft"
+        fix = f"Rename with data.columns.OURS=THEIRS, or train on them with packtrain {verb}. Needed are {needs}; prompt if any."
         raise UserError(f"{seen}; {found}", where=where, fix=fix)
     if len(fits) != 1:
         what = f"the columns fit {' and '.join(fits)}" if fits else "the columns fit no known format"
@@ -106,7 +107,9 @@ def detect_format(
             else f"Rename with data.columns.OURS=THEIRS. Needed are {needs}."
         )
         raise UserError(f"{what}; {found}", where=where, fix=fix)
-    if fits[0] in OF_PAIRS and not TRAITS[objective].pairs:
+    if objective == "kto":
+        _check_labelled(fits[0], names, columns, where)
+    elif fits[0] in OF_PAIRS and not TRAITS[objective].pairs:
         raise UserError("these are preference pairs", where=where, fix="Train on them with packtrain dpo.")
     if missing := _missing(fits[0], names, columns):
         what = f"data.format={fits[0]} needs the column {missing[0]!r}; {found}"
@@ -119,10 +122,25 @@ def detect_format(
 def _fitting(first: list[str], columns: Mapping[str, str], objective: ObjectiveKind) -> list[str]:
     """The formats whose required columns are all present. Where pairs are trained, they win over every other format, then ranked lists."""
     fits = [name for name in REQUIRED if name != "ranked" and not _missing(name, first, columns)]
-    if TRAITS[objective].pairs and "preference" in fits:
+    takes_pairs = TRAITS[objective].pairs
+    if objective == "kto":  # a pair is two answers with labels, where a row has none of its own
+        takes_pairs = column_of(LABEL, first, columns) not in first
+    if takes_pairs and "preference" in fits:
         return ["preference"]  # other columns may hold the prompt, or the chosen answer once more
     # only pairs are ranked lists: many other data sets have a column `answers` too
-    return ["ranked"] if TRAITS[objective].pairs and not _missing("ranked", first, columns) else fits
+    return ["ranked"] if takes_pairs and not _missing("ranked", first, columns) else fits
+
+
+def _check_labelled(format: str, names: list[str], columns: Mapping[str, str], where: str) -> None:
+    """Raises UserError unless rows of the format are answers with labels, or pairs."""
+    found, label = f"found: {', '.join(names)}", column_of(LABEL, names, columns)
+    if format not in (*LABELLED, *OF_PAIRS):
+        fix = f"Formats with answers are {', '.join(LABELLED)}, and pairs: {', '.join(OF_PAIRS)}."
+        raise UserError(f"rows of {format} have no answer that could be good or bad; {found}", where=where, fix=fix)
+    if format not in OF_PAIRS and label not in names:
+        what = f"no column {label!r} says which answers are desirable; {found}"
+        fix = f"Add it (true or false), name it with data.columns.{LABEL}=THEIRS, or train on all answers with packtrain sft."
+        raise UserError(what, where=where, fix=fix)
 
 
 def _missing(format: str, names: list[str], columns: Mapping[str, str]) -> list[str]:

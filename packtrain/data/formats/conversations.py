@@ -112,9 +112,7 @@ def refuse_unwanted(row: Row) -> None:
     """Raise BadRow for an answer that is marked as one not to give."""
     if given := next((name for name in WANTED if str(row.values.get(name)).lower() == "false"), None):
         what = "this answer is one not to give (false), and packtrain sft would teach it"
-        fix = (
-            "Take the column out to train on all answers, or write pairs of a better and a worse one for packtrain dpo."
-        )
+        fix = "Train on them with packtrain kto, or take the column out to train on all answers."
         raise BadRow("unwanted answer", what, given, fix)
 
 

@@ -126,6 +126,7 @@ class Quickstart:
     def chunks(self) -> Iterator[Chunk]:
         """All rows."""
         make = quickstart.preferences if TRAITS[self.objective].pairs else quickstart.conversations
+        make = quickstart.labelled if self.objective == "kto" else make
         rows: list[RawRow] = list(make(self.split, self.seed, None))
         for start in range(0, len(rows), CHUNK_ROWS):
             part = rows[start : start + CHUNK_ROWS]

@@ -274,6 +274,21 @@ def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[d
     return rows
 
 
+def labelled(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
+    """`count` rows (4,000 for train, 200 for eval) of the form {"prompt", "completion", "label"}, the first two lists of messages.
+
+    Half of the answers are wrong (`label` false), as in `preferences`, of which the rest is true here too.
+    """
+    rng = random.Random(f"labels-{split}-{seed}")
+    rows = []
+    for _ in range(PAIR_COUNTS[split] if count is None else count):
+        *prompt, answer = conversation(split, rng)
+        right = rng.random() < 0.5
+        content = answer["content"] if right else _wrong(answer["content"], rng)
+        rows.append({"prompt": prompt, "completion": [{"role": "assistant", "content": content}], "label": right})
+    return rows
+
+
 def _wrong(answer: str, rng: random.Random) -> str:
     """`answer` with one item replaced."""
     if SPELT.fullmatch(answer):

@@ -137,6 +137,13 @@ class Store:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def labels(self) -> np.ndarray:
+        """bool[n]: whether each document is a desirable answer; in a store of packtrain kto only."""
+        row = np.repeat(np.arange(len(self.fates)), self.fates["documents"])
+        labels = self.fates["desirable"][row]
+        labels[1:] &= row[1:] != row[:-1]  # the second document of a row is a rejected answer
+        return labels
+
     def read(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32[T] and mask bool[T] of documents `first` to `end` - 1, end to end: read, so that no page stays mapped."""
         start, stop = int(self._borders[first]), int(self._borders[end])

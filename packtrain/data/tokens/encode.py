@@ -18,7 +18,8 @@ A preference pair becomes two documents, prompt + chosen and prompt + rejected, 
 each is tokenised as one text, and the answer starts at the first token in which either differs from the tokenised prompt.
 That is the prompt's end, unless a token crosses the border or the template renders the prompt differently alone; such rows
 are counted. Every later token is a target, also the user's turns within an answer. So both documents begin with the same
-tokens, and their first targets are at the same place; for plain text EOS is the last. A pair that is too long keeps the first
+tokens, and their first targets are at the same place; for plain text EOS is the last. (An answer with a label, packtrain kto,
+becomes one document in the same way, with the ids and targets of TRL's KTOTrainer.) A pair that is too long keeps the first
 tokens of each document (TRL's `keep_start`), or loses the beginning of the prompt (`keep_end`), equally much in both.
 """
 
@@ -43,7 +44,8 @@ from packtrain.data.formats.conversations import (
     in_file,
     read_row,
 )
-from packtrain.data.formats.preferences import PreferenceExample, margin_of, prompt_of, read_preference
+from packtrain.data.formats.preferences import margin_of, prompt_of, read_preference
+from packtrain.data.formats.unpaired import asked_in, read_unpaired
 from packtrain.data.row_counts import Fate
 from packtrain.data.sources.chunks import BadRow, Chunk, NoPair, RawRow
 from packtrain.data.tokens.chat_template import ADVICE, Template
@@ -263,6 +265,16 @@ class Encoder:
         completion = self.tokenizer.ids(pair.completion)
         return self._ended(np.concatenate([prompt, completion])), len(prompt), True
 
+    def _answered(self, *answers: Conversation | PromptCompletion) -> list[np.ndarray]:
+        """Ids of the prompt, and of the prompt with each of its answers, as TRL's trainers of preferences make them."""
+        if chats := [one for one in answers if isinstance(one, Conversation)]:
+            return self._chat.encode_answers(*chats)
+        texts = [one for one in answers if isinstance(one, PromptCompletion)]
+        if self.tokenizer.eos_id is None:
+            raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
+        whole = (self._whole(one.prompt + one.completion) for one in texts)
+        return [self._prompt(texts[0].prompt), *map(self._ended, whole)]
+
     def _fitted(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
         """The parts of the documents that are kept, each with a trained token, and the updated `fate`."""
         fitted = [self._fitted_alone(document, fate, format) for document in documents]
@@ -316,7 +328,7 @@ class PairEncoder(Encoder):
 
     def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
         choice = read_preference(row, format)
-        prompt, *answered = self._encoded(choice)
+        prompt, *answered = self._answered(choice.chosen, choice.rejected)
         border = min(_common(prompt, ids) for ids in answered)
         flags = {"apart": border < len(prompt), **self._faults.of(choice.chosen, choice.rejected)}
         if self._is_prefix(*sorted(answered, key=len)):
@@ -330,17 +342,6 @@ class PairEncoder(Encoder):
         ]
         common = _common(shorter, longer)
         return common >= min(special, default=len(shorter)) and common < len(longer)
-
-    def _encoded(self, choice: PreferenceExample) -> list[np.ndarray]:
-        """Ids of the prompt, of prompt + chosen and of prompt + rejected."""
-        chosen, rejected = choice.chosen, choice.rejected
-        if isinstance(chosen, Conversation) and isinstance(rejected, Conversation):
-            return self._chat.encode_pair(chosen, rejected)
-        assert isinstance(chosen, PromptCompletion) and isinstance(rejected, PromptCompletion)
-        if self.tokenizer.eos_id is None:
-            raise BadRow("no EOS token", f"the tokenizer {self.tokenizer.name} has no EOS token", fix=NO_EOS)
-        texts = (chosen.prompt + chosen.completion, rejected.prompt + rejected.completion)
-        return [self._prompt(chosen.prompt), *(self._ended(self._whole(text)) for text in texts)]
 
     def _fitted(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
         """Both documents or none, and the updated `fate`."""
@@ -377,7 +378,43 @@ class MarginEncoder(PairEncoder):
         return documents, {**flags, "margin": margin_of(row)}
 
 
-ENCODERS: dict[ObjectiveKind, type[Encoder]] = {"sft": Encoder, "dpo": PairEncoder, "reward": MarginEncoder}
+@dataclass(frozen=True)
+class UnpairedEncoder(Encoder):
+    """Turns chunks of answers with labels into documents: one for each answer, with the ids and targets of TRL's KTOTrainer."""
+
+    def _content(self, row: RawRow, format: Format) -> int:
+        """The hash of the prompt alone, so that all answers to it are trained, or all held out."""
+        if isinstance(row, dict):
+            with suppress(BadRow):
+                return number_of(asked_in(self._row(row), format))
+        return super()._content(row, format)
+
+    def _documents(self, row: Row, format: Format) -> tuple[list[IdsAndMask], Flags]:
+        examples = read_unpaired(row, format, as_text=self.as_text(format))
+        documents, apart = [], False
+        for one in examples:
+            prompt, ids = self._answered(one.answered)
+            border = _common(prompt, ids)
+            documents.append((ids, np.arange(len(ids)) >= border))
+            apart |= border < len(prompt)
+        faults = self._faults.of(*(one.answered for one in examples))
+        return documents, {"apart": apart, "desirable": examples[0].desirable, **faults}
+
+    def _fitted(self, documents: list[IdsAndMask], fate: Fate, format: Format) -> tuple[list[IdsAndMask], Fate]:
+        kept, fitted = super()._fitted(documents, fate, format)
+        if len(kept) < len(documents) == 2:  # of a pair only the rejected answer may be left
+            chosen, _ = self._fitted_alone(documents[0], fate, format)
+            fitted = fitted._replace(desirable=bool(chosen))
+        return kept, fitted
+
+
+ENCODERS: dict[ObjectiveKind, type[Encoder]] = {
+    "sft": Encoder,
+    "dpo": PairEncoder,
+    "kto": UnpairedEncoder,
+    "reward": MarginEncoder,
+}
+"""What makes documents of the rows of each objective."""
 
 
 def _questions(conversation: Conversation) -> list[Conversation]:

@@ -107,16 +107,17 @@ class ChatEncoder:
             mask[self._through_its_end(part, following, encoded, text, whole)] = True
         return encoded.ids, mask, apart
 
-    def encode_pair(self, chosen: Conversation, rejected: Conversation) -> list[np.ndarray]:
-        """ids int32[n] of the prompt with the generation prompt, of the chosen and of the rejected conversation.
+    def encode_answers(self, *answered: Conversation) -> list[np.ndarray]:
+        """ids int32[n] of the prompt with the generation prompt, and of each conversation.
 
-        Both have the same messages before `answer_from`. Raises BadRow when the template refuses or leaves out a part.
+        All have the same messages before `answer_from`. Raises BadRow when the template refuses or leaves out a part.
         """
-        template = self.template.for_tools() if chosen.tools else self.template
-        prompt = chosen.messages[: chosen.answer_from]
-        asked = in_dialect_of(template.text, replace(chosen, messages=prompt))
+        first = answered[0]
+        template = self.template.for_tools() if first.tools else self.template
+        prompt = first.messages[: first.answer_from]
+        asked = in_dialect_of(template.text, replace(first, messages=prompt))
         texts = [self._render(template.text, asked, asked.messages, generation_prompt=True).text]
-        for side in (chosen, rejected):
+        for side in answered:
             text = self._whole(template, side)
             if side.tools:
                 self._check_tools(template, side, text)

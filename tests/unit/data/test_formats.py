@@ -182,7 +182,7 @@ def test_answers_that_are_marked_as_ones_not_to_give_are_refused_or_left_out_and
 ):
     path = write(tmp_path / "train.jsonl", row | {column: True}, row | {column: False})
     with pytest.raises(
-        UserError, match=f"(?s)jsonl:2, {column}: this answer is one not to give .*packtrain dpo.*bad_rows=skip"
+        UserError, match=f"(?s)jsonl:2, {column}: this answer is one not to give .*packtrain kto.*bad_rows=skip"
     ):
         ready(path)
     report = ready(path, bad_rows="skip").train.report
