@@ -2,8 +2,8 @@
 
 State-space layers, linear attention, convolutions along the row and unknown code carry state across a document's border.
 Planner, collator and loss still see packed rows; only the forward pass runs per document, documents of equal length in one
-batch, so there is no padding. It is exact by construction for any model; the price is kernels on fewer tokens at a time. A
-segment with a prefix runs with its own copy of the prefix.
+batch, so there is no padding. It is exact by construction for any model; the price is kernels on fewer tokens at a time. What
+documents share each of them computes for itself, and it counts in the first of them only.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Documents of equal length: their tokens' numbers in the row [count, length], the first `before` of them a prefix."""
+    """Documents of equal length, by their last segments: the numbers of their tokens in the row, int64 [count, length], and
+    which of these count here and not in another document."""
 
-    segments: tuple[int, ...]
+    leaves: tuple[int, ...]
     tokens: torch.Tensor
-    before: int
+    counts: torch.Tensor
 
 
 def _groups(segments: Segments) -> list[_Group]:
+    row = segments.unrolled()
+    counts = torch.zeros(row.segments.tokens, dtype=torch.bool)
+    counts[row.outputs] = True
+    tokens, counts = (one.split(row.segments.lengths) for one in (torch.from_numpy(row.tokens), counts))
     return [
         _Group(
-            numbers, torch.stack([_tokens(segments, number) for number in numbers]), segments.prefix_lengths[numbers[0]]
+            tuple(segments.leaves[number] for number in numbers),
+            torch.stack([tokens[number] for number in numbers]),
+            torch.stack([counts[number] for number in numbers]),
         )
-        for numbers in segments.same_shape
+        for numbers in row.segments.same_shape
     ]
 
 
-def _tokens(segments: Segments, number: int) -> torch.Tensor:
-    """int64, where the tokens of a segment and of its prefix before it are in the row."""
-    start, length, prefix = segments.starts[number], segments.lengths[number], segments.shared[number]
-    own = torch.arange(start, start + length)
-    return own if prefix is None else torch.cat([_tokens(segments, prefix), own])
-
-
 def _batch(group: _Group, row: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a row for one group: [count, before + length] tokens, nothing padded, all of them visible."""
+    """The arguments of a row for one group: [count, length] tokens, nothing padded, all of them visible."""
     tokens = to_device(group.tokens, row["input_ids"].device)
     batch = {name: value for name, value in row.items() if name not in _ROW_KEYS}
     batch |= {name: row[name][0][tokens] for name in _PER_TOKEN if row.get(name) is not None}
-    if group.before and "shift_labels" in batch:
-        batch["shift_labels"][:, : group.before] = IGNORE  # the prefix's labels are trained in its own segment
+    if "shift_labels" in batch and not group.counts.all():
+        batch["shift_labels"].masked_fill_(~to_device(group.counts, tokens.device), IGNORE)
     if row.get("label_places") is not None:
         batch["label_places"] = _label_places(group, row["label_places"], row["input_ids"].shape[1])
     return batch | {"attention_mask": torch.ones_like(tokens)}
@@ -84,9 +84,7 @@ def _label_places(group: _Group, places: np.ndarray, tokens: int) -> np.ndarray:
     """Those of the group (packing/collate.py::places_of), from those of a row of so many `tokens`."""
     labelled = np.zeros(tokens, dtype=bool)
     labelled[places] = True
-    of_group = labelled[group.tokens.numpy()]
-    of_group[:, : group.before] = False
-    return np.flatnonzero(of_group)
+    return np.flatnonzero(labelled[group.tokens.numpy()] & group.counts.numpy())
 
 
 def _joined(groups: list[_Group], outputs: list[Any], segments: Segments) -> Any:
@@ -103,13 +101,14 @@ def _joined(groups: list[_Group], outputs: list[Any], segments: Segments) -> Any
 
 
 def _joined_tensor(groups: list[_Group], parts: list[torch.Tensor], segments: Segments) -> torch.Tensor:
-    """The sum of scalars; [1, T, …] of per-token parts [count, before + length, …]."""
+    """The sum of scalars; [1, T, …] of per-token parts [count, length, …]."""
     if parts[0].dim() == 0:
         return torch.stack(parts).sum()
-    own = [part[:, group.before :].unbind(0) for group, part in zip(groups, parts, strict=True)]
-    place = {
-        number: row
-        for group, rows in zip(groups, own, strict=True)
-        for number, row in zip(group.segments, rows, strict=True)
-    }
+    pairs = zip(groups, parts, strict=True)
+    documents = {leaf: one for group, part in pairs for leaf, one in zip(group.leaves, part.unbind(0), strict=True)}
+    place: dict[int, torch.Tensor] = {}
+    for leaf in segments.leaves:
+        path = segments.path(leaf)
+        for number, piece in zip(path, documents[leaf].split([segments.lengths[one] for one in path]), strict=True):
+            place.setdefault(number, piece)  # what is shared counts in the first document
     return torch.cat([place[number] for number in range(len(segments.lengths))])[None]

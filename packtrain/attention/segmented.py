@@ -4,7 +4,7 @@ The algorithm, for a row of T tokens:
 
 1. queries, keys and values are split by segment,
 2. segments of equal length, wherever they are, form a batch: [count, heads, length, d],
-3. the keys and values of a shared prefix are put in front of the segment's own,
+3. the keys and values of the segments before it on its path, if any, are put in front of its own,
 4. the attention function runs on each batch under a causal mask, and the outputs are put back in the order of the row.
 
 No T×T mask is built and nothing is computed between documents: O(Σ l²) in place of O(T²). The price is one call per
@@ -22,7 +22,7 @@ layers fails here at once instead of leaking.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -64,17 +64,13 @@ def segmented_attention(
         query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()  # as autocast does it for sdpa
     kwargs["is_causal"] = True  # some modules leave causality to the mask
     # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
-    queries, *parts = (tensor.split(segments.lengths, dim=2) for tensor in (query, key, value))
-    own, of_prefixes = zip(*(_taken_apart(part, segments) for part in parts), strict=True)
+    queries = query.split(segments.lengths, dim=2)
+    keys, values = (_on_paths(tensor.split(segments.lengths, dim=2), segments) for tensor in (key, value))
     outputs: dict[int, torch.Tensor] = {}
     for numbers in segments.same_shape:
         length, before = segments.lengths[numbers[0]], segments.prefix_lengths[numbers[0]]
-        q, k, v = (_batch(segment[number] for number in numbers) for segment in (queries, *own))
-        if before:
-            k, v = (
-                torch.cat([_batch(segment[number] for number in numbers), after], dim=2)
-                for segment, after in zip(of_prefixes, (k, v), strict=True)
-            )
+        q = _joined([queries[number] for number in numbers])
+        k, v = (_joined([_joined(pieces[number], dim=2) for number in numbers]) for pieces in (keys, values))
         attend = eager if eager and before + length <= _SHORT else usual
         mask = mask_of(attend, length, before + length, window, query.dtype, query.device)
         output = attend(module, q, k, v, mask, sliding_window=window, **kwargs)[0]  # [count, length, heads, d]
@@ -82,15 +78,13 @@ def segmented_attention(
     return torch.cat([outputs[number] for number in range(len(outputs))])[None], None
 
 
-def _taken_apart(
-    segments: tuple[torch.Tensor, ...], row: Segments
-) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
-    """The keys or values of each segment for itself, and those of its prefix for each that has one."""
-    own, of_prefixes = list(segments), {}
-    for prefix, by in row.followers.items():
-        own[prefix], *taken = cast(Any, _Shared.apply(segments[prefix], 1 + len(by)))
-        of_prefixes |= zip(by, taken, strict=True)
-    return own, of_prefixes
+def _on_paths(parts: Sequence[torch.Tensor], segments: Segments) -> list[list[torch.Tensor]]:
+    """The keys or values [1, heads, length, d] of the segments on the path of each, from those of each for itself."""
+    if not any(segments.prefix_lengths):
+        return [[part] for part in parts]
+    users = zip(parts, segments.users, strict=True)
+    copies = [iter(cast(Any, _Shared.apply(part, count)) if count > 1 else (part,)) for part, count in users]
+    return [[next(copies[number]) for number in path] for path in segments.paths]
 
 
 class _Shared(torch.autograd.Function):
@@ -109,10 +103,9 @@ class _Shared(torch.autograd.Function):
         return total.to(first.dtype), None
 
 
-def _batch(segments: Iterable[torch.Tensor]) -> torch.Tensor:
-    """[count, heads, length, d] of tensors [1, heads, length, d]; one alone is not copied."""
-    together = list(segments)
-    return together[0] if len(together) == 1 else torch.cat(together)
+def _joined(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """The tensors one after the other along `dim`; one alone is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
 def row_of(

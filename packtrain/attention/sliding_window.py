@@ -8,6 +8,7 @@ even when all documents of the row are shorter than the window (as those of the 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,8 +34,6 @@ def local_segments(
     if kind == "sliding_attention" and window:
         return segments, window
     if kind == "chunked_attention" and chunk:
-        if any(segments.prefix_lengths):
-            raise CheckFailed(f"{type(module).__name__} attends by chunks, which cannot share a prefix", fix=_UNSURE)
         return chunks(segments, chunk), None
     if kind is None and (window or chunk):
         raise CheckFailed(
@@ -56,5 +55,17 @@ def _positive(config: Any, name: str) -> int | None:
 
 @lru_cache(maxsize=64)
 def chunks(segments: Segments, size: int) -> Segments:
-    """The row cut where positions pass a multiple of `size`: the chunks of chunked attention. The row has no prefixes."""
-    return Segments(tuple(min(size, length - start) for length in segments.lengths for start in range(0, length, size)))
+    """The row cut where positions pass a multiple of `size`: the chunks of chunked attention.
+
+    What begins inside a chunk continues it: the last chunk of the segment before it on its path.
+    """
+    lengths: list[int] = []
+    prefixes: list[int | None] = []
+    last: list[int] = []  # chunk of each segment
+    for length, before, prefix in zip(segments.lengths, segments.prefix_lengths, segments.shared, strict=True):
+        inside = None if prefix is None or before % size == 0 else last[prefix]
+        cuts = [before, *range((before // size + 1) * size, before + length, size), before + length]
+        lengths += [end - start for start, end in pairwise(cuts)]
+        prefixes += [inside, *[None] * (len(cuts) - 2)]
+        last.append(len(lengths) - 1)
+    return Segments(tuple(lengths), tuple(prefixes))

@@ -1,16 +1,20 @@
 """Segments: the one value that describes a flattened row of several documents.
 
-Collators make it, attention backends consume it, the isolation proof perturbs it. A segment is a document (or a piece of
-one) whose tokens attend causally to themselves and, if it has a prefix, to all of one earlier segment: so a prompt shared by
-two answers is in the row once. The lengths are plain Python integers, so that no backend waits for the device to read them.
+Collators make it, attention backends consume it, the isolation proof perturbs it. A segment is a document, or a piece of
+one that continues the end of an earlier piece: its tokens attend causally to themselves and to all that is before it on the
+path to its root. So a row is a forest: what several documents begin with (a prompt, and its answers; turns, and what
+follows each of them) is in the row once. The lengths are plain Python integers, so that no backend waits for the device to
+read them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 
@@ -18,8 +22,8 @@ import torch
 class Segments:
     """A row of `sum(lengths)` tokens made of `len(lengths)` segments, in this order; every length is at least 1.
 
-    `prefixes[i]` is None or the number of an earlier segment, itself without a prefix, that segment i continues: its
-    tokens see that one in full, and their positions count on from it. `()` says that no segment has one.
+    `prefixes[i]` is None or the number of an earlier segment that segment i continues, which may itself continue one: the
+    tokens of i see all segments on this path in full, and their positions count on along it. `()` says that none has one.
     """
 
     lengths: tuple[int, ...]
@@ -31,8 +35,8 @@ class Segments:
         if self.prefixes and len(self.prefixes) != len(self.lengths):
             raise ValueError(f"{len(self.lengths)} segments, but {len(self.prefixes)} prefixes")
         for segment, prefix in enumerate(self.prefixes):
-            if prefix is not None and not (0 <= prefix < segment and self.prefixes[prefix] is None):
-                raise ValueError(f"segment {segment} needs an earlier segment without a prefix, got {prefix}")
+            if prefix is not None and not 0 <= prefix < segment:
+                raise ValueError(f"segment {segment} continues an earlier segment or None, got {prefix}")
 
     @property
     def tokens(self) -> int:
@@ -50,31 +54,51 @@ class Segments:
         return self.prefixes or (None,) * len(self.lengths)
 
     @cached_property
-    def followers(self) -> dict[int, list[int]]:
-        """The segments that continue each prefix."""
-        found: dict[int, list[int]] = {}
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """For each segment the numbers of those from its root to itself."""
+        found: list[tuple[int, ...]] = []
         for number, prefix in enumerate(self.shared):
-            if prefix is not None:
-                found.setdefault(prefix, []).append(number)
-        return found
+            found.append((number,) if prefix is None else (*found[prefix], number))
+        return tuple(found)
+
+    def path(self, number: int) -> tuple[int, ...]:
+        """The numbers of the segments from the root to segment `number`, itself the last."""
+        return self.paths[number]
+
+    @cached_property
+    def users(self) -> tuple[int, ...]:
+        """On how many paths each segment is, its own included: 1 where none continues it."""
+        counts = [1] * len(self.lengths)
+        for number in reversed(range(len(counts))):
+            if (prefix := self.shared[number]) is not None:
+                counts[prefix] += counts[number]
+        return tuple(counts)
+
+    @cached_property
+    def leaves(self) -> tuple[int, ...]:
+        """The segments that none continues: the ends of the row's documents."""
+        return tuple(number for number, count in enumerate(self.users) if count == 1)
 
     @cached_property
     def prefix_lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment's prefix, 0 where it has none."""
-        return tuple(0 if prefix is None else self.lengths[prefix] for prefix in self.shared)
+        """Tokens before each segment on its path, 0 where it continues none."""
+        before: list[int] = []
+        for prefix in self.shared:
+            before.append(0 if prefix is None else before[prefix] + self.lengths[prefix])
+        return tuple(before)
 
     @cached_property
     def same_shape(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers of the segments, those of equal length and equal length of prefix together."""
+        """The numbers of the segments, those of equal length with as many tokens before them together."""
         groups: dict[tuple[int, int], list[int]] = {}
         for number, shape in enumerate(zip(self.lengths, self.prefix_lengths, strict=True)):
             groups.setdefault(shape, []).append(number)
         return tuple(map(tuple, groups.values()))
 
     def position_ids(self) -> torch.Tensor:
-        """int64 [1, T], counting from 0 in every segment, or on from its prefix."""
-        pairs = zip(self.lengths, self.prefix_lengths, strict=True)
-        return torch.cat([torch.arange(before, before + length) for length, before in pairs])[None]
+        """int64 [1, T], counting from 0 in every segment, or on from the one that it continues."""
+        offsets = torch.tensor(self.prefix_lengths) - torch.tensor(self.starts)
+        return (torch.arange(self.tokens) + offsets.repeat_interleave(torch.tensor(self.lengths)))[None]
 
     def cumulative_lengths(self) -> torch.Tensor:
         """int32 [segments + 1], the `cu_seqlens` of flash attention's varlen kernels, for queries."""
@@ -86,13 +110,43 @@ class Segments:
             None
         ]
 
+    def tokens_along(self, numbers: Iterable[int]) -> np.ndarray:
+        """int64: for each of the segments `numbers` in turn, where the tokens of its whole path are in the row."""
+        pieces = np.array([piece for number in numbers for piece in self.paths[number]])
+        lengths = np.array(self.lengths)[pieces]
+        ends = lengths.cumsum()
+        return np.arange(ends[-1]) + np.repeat(np.array(self.starts)[pieces] - ends + lengths, lengths)
+
+    def unrolled(self) -> Unrolled:
+        """The same documents without sharing, for what cannot share: each of the `leaves` with a copy of all before it."""
+        tokens = self.tokens_along(self.leaves)
+        lengths = tuple(self.prefix_lengths[leaf] + self.lengths[leaf] for leaf in self.leaves)
+        return Unrolled(Segments(lengths), tokens, np.unique(tokens, return_index=True)[1])
+
     def visible(self, window: int | None = None) -> torch.Tensor:
         """bool [T, T], True where the query (row) may see the key (column): the definition that backends are tested against.
 
         With `window` a query sees only keys less than `window` positions before it.
         """
         ids, positions = self.segment_ids()[0], self.position_ids()[0]
-        seen = (ids[:, None] == ids[None, :]).tril()
-        prefixes = torch.tensor([-1 if prefix is None else prefix for prefix in self.shared], dtype=ids.dtype)
-        seen |= prefixes[ids][:, None] == ids[None, :]
-        return seen if window is None else seen & (positions[:, None] - positions[None, :] < window)
+        on_path = torch.eye(len(self.lengths), dtype=torch.bool)
+        for number, prefix in enumerate(self.shared):
+            if prefix is not None:
+                on_path[number] |= on_path[prefix]
+        behind = positions[:, None] - positions[None, :]
+        seen = on_path[ids][:, ids] & (behind >= 0)
+        return seen if window is None else seen & (behind < window)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unrolled:
+    """The documents of a row of T tokens without sharing: `segments` of T' tokens, none of which continues another.
+
+    `tokens` int64 [T']: which token of the shared row each of them is. `outputs` int64 [T]: where the output of each token of
+    the shared row is among them, a shared one's in the first document that has it. What is computed for other copies than
+    these is left out, so that every token counts once.
+    """
+
+    segments: Segments
+    tokens: np.ndarray
+    outputs: np.ndarray

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from packtrain.attention import flash
 from packtrain.attention.backends import PER_DOCUMENT, Backend
 from packtrain.errors import CheckFailed, UserError
-from packtrain.proof.isolation import PAIRS, Proof, check_as_it_comes, prove_isolation
+from packtrain.proof.isolation import TREE, Proof, check_as_it_comes, prove_isolation
 from packtrain.proof.leak import find_leak
 
 AUTO = ("flash", "segmented", PER_DOCUMENT)
@@ -92,7 +92,7 @@ def prove_pairs(name: str, model: PreTrainedModel, autocast: torch.dtype | None)
     if name == PER_DOCUMENT:
         return f"{name} runs every document by itself", None
     try:
-        proof = prove_isolation(model, name, autocast=_precision(name, model, autocast), segments=PAIRS)
+        proof = prove_isolation(model, name, autocast=_precision(name, model, autocast), segments=TREE)
     except CheckFailed as refusal:
         return refusal.problems[0].what, None
     exact = proof.verdict == "exact"

@@ -9,8 +9,9 @@ mode, or in eval mode where a model draws noise.
 difference could come from learned positions), must differ from the documents alone by many times the tolerance. So the
 proof cannot pass because it is blind to leaks.
 
-Preference pairs with a shared prompt are proved in the same way: an answer must not move with the other one. A document
-stands between two pairs, so that one proof serves pairs and documents. Weights in float32 are proved in float32 also where
+Shared prefixes are proved in the same way: a segment must not move with one that is not before it on its path, an answer not
+with the other one; that it sees all that is before it follows from (2). A document stands between two trees, so that one proof
+serves trees and documents. Weights in float32 are proved in float32 also where
 training computes in bfloat16, unless the kernel takes nothing else: isolation does not depend on the precision, and
 bfloat16's rounding would hide a small leak.
 """
@@ -39,8 +40,8 @@ LENGTHS = (5, 27, 5)
 """Documents of the proof: 37 tokens, a prime, since few weights have a dimension of that size (proof/leak.py looks for it).
 The outer ones are longer than the filters of convolutions, the middle one is longer than small windows."""
 DOCUMENTS = Segments(LENGTHS)
-PAIRS = Segments((4, 2, 4, 8, 3, 5, 3), (None, 0, 0, None, None, 4, 4))
-"""Two preference pairs in a row, each a prompt and the two answers that see it, and a document between them."""
+TREE = Segments((3, 2, 3, 1, 3, 7, 3, 3, 2), (None, 0, 1, 1, 0, None, None, 6, 6))
+"""Two prompts that are continued twice, one of these continuations twice again, and a document between them."""
 CONTROL_FACTOR = 5
 """How many tolerances the control has to be off."""
 
@@ -110,8 +111,7 @@ def prove_isolation(
             before, after = 0.0, 0.0
             for replaced in _replacements(segments):
                 row = np.concatenate([other[i] if i in replaced else own[i] for i in range(len(own))])
-                # segments that continue a replaced one move with it
-                still = [i for i, prefix in enumerate(segments.shared) if not replaced & {i, prefix}]
+                still = [i for i in range(len(own)) if i not in replaced]
                 moved = _moved(model, row, segments, unchanged, still)
                 if routing.known and (autocast or model.dtype).itemsize < 4 and max(moved.values()) > tolerance:
                     tokens = [torch.full((n,), i in still) for i, n in enumerate(segments.lengths)]
@@ -181,38 +181,32 @@ def random_ids(model: PreTrainedModel, segments: Segments) -> np.ndarray:
 
 
 def _replacements(segments: Segments) -> list[set[int]]:
-    """Sets of segments to replace together: each segment is replaced once while every one independent of it stays.
+    """Sets of segments to replace together: each segment is in one that has nothing of a path on which it is not.
 
-    Without prefixes, each document by itself. Else each prefix with all its continuations; then the first continuation of
-    every prefix, the second of every prefix, and so on, together with the documents beside these families. Raises
-    ValueError unless every prefix has the same number of continuations.
+    One set for each root, with all that continues it; then all that continues the first continuation of every root, the
+    second of every root, and so on, level by level.
     """
-    families: dict[int, list[int]] = {}
-    for number, prefix in enumerate(segments.shared):
-        if prefix is not None:
-            families.setdefault(prefix, []).append(number)
-    lone = [number for number, prefix in enumerate(segments.shared) if prefix is None and number not in families]
-    if not families:
-        return [{number} for number in lone]
-    replacements = [{prefix, *family} for prefix, family in families.items()]
-    return replacements + [{*members, *lone} for members in zip(*families.values(), strict=True)]
+    addresses: list[tuple[int, ...]] = []  # which continuation of the one before, from the root on
+    children: dict[int | None, int] = {}
+    for prefix in segments.shared:
+        children[prefix] = children.get(prefix, -1) + 1
+        addresses.append((*(() if prefix is None else addresses[prefix]), children[prefix]))
+    sets: dict[tuple[int, int], set[int]] = {}
+    for number, address in enumerate(addresses):
+        for branch in enumerate(address):
+            sets.setdefault(branch, set()).add(number)
+    return list(sets.values())
 
 
 def _alone(model: PreTrainedModel, ids: np.ndarray, segments: Segments) -> list[torch.Tensor]:
     """float32 [length, vocabulary] of each segment; each document runs by itself, by the model's own attention.
 
-    A segment with a prefix runs as prefix + segment; the prefix's outputs come from the first segment that continues it.
+    The outputs of what documents share come from the first of them.
     """
-    pieces = np.split(ids, segments.starts[1:])
-    alone: dict[int, torch.Tensor] = {}
-    for number, prefix in enumerate(segments.shared):
-        if number not in segments.shared:
-            row = pieces[number] if prefix is None else np.concatenate([pieces[prefix], pieces[number]])
-            outputs, before = _whole(model, row[None])[0], segments.prefix_lengths[number]
-            alone[number] = outputs[before:]
-            if prefix is not None:
-                alone.setdefault(prefix, outputs[:before])
-    return [alone[number] for number in range(len(segments.lengths))]
+    row = segments.unrolled()
+    documents = np.split(ids[row.tokens], row.segments.starts[1:])
+    outputs = torch.cat([_whole(model, one[None])[0] for one in documents])
+    return list(outputs[torch.from_numpy(row.outputs)].split(segments.lengths))
 
 
 def _whole(model: PreTrainedModel, ids: np.ndarray) -> torch.Tensor:

@@ -21,7 +21,7 @@ from packtrain.packing.segments import Segments
 from packtrain.proof.choice import choose_attention
 from packtrain.proof.isolation import (
     DOCUMENTS,
-    PAIRS,
+    TREE,
     check_as_it_comes,
     evaluating,
     logits_in_row,
@@ -33,6 +33,8 @@ from packtrain.proof.routing import Routing
 
 # two prompts, the first one shared twice and once more later, and a lone document; equal lengths, neighbours and not
 SHARED = Segments((13, 7, 7, 21, 5, 1, 13, 7), (None, 0, 0, None, 3, 3, None, 0))
+# a tree five segments deep, wide at its root and narrow below, beside a second one and a lone document
+DEEP = Segments((9, 4, 1, 3, 12, 4, 6, 1, 5, 11, 2, 8, 8, 1), (None, 0, 1, 2, 3, 3, 1, 0, None, None, 9, 10, 10, 0))
 STATE_SPACE = {
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
@@ -77,13 +79,11 @@ def gradients_of(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
 
 
 def alone(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:
-    """[T, vocabulary]: every segment behind its own copy of its prefix, by the model's own attention."""
+    """[T, vocabulary]: every segment behind its own copy of what is before it on its path, by the model's own attention."""
     segments, ids = batch["segments"], batch["input_ids"][0]
-    pieces = ids.split(segments.lengths)
     outputs = []
-    for piece, prefix in zip(pieces, segments.shared, strict=True):
-        before = pieces[prefix] if prefix is not None else ids[:0]
-        outputs.append(model(torch.cat([before, piece])[None]).logits[0, len(before) :])
+    for number, length in enumerate(segments.lengths):
+        outputs.append(model(ids[segments.tokens_along([number])][None]).logits[0, -length:])
     return torch.cat(outputs)
 
 
@@ -100,9 +100,11 @@ def assert_as_alone(model: PreTrainedModel, batch: dict[str, Any], backend: str)
 
 @pytest.mark.parametrize("backend", ["segmented", "sdpa_mask", "per_document"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_shared_prefix_is_seen_by_each_segment_after_it_as_if_it_had_its_own(family: str, backend: str) -> None:
-    model, batch = tiny_model(family), row(SHARED)
-    assert_as_alone(model, batch, backend)
+def test_what_is_before_a_segment_is_seen_by_it_as_if_it_had_its_own(family: str, backend: str) -> None:
+    """Windows of 8 positions end inside the path."""
+    model = tiny_model(family)
+    for segments in (SHARED, DEEP):
+        assert_as_alone(model, row(segments), backend)
 
 
 def test_gradients_of_a_shared_prefix_are_summed_in_float32() -> None:
@@ -190,11 +192,11 @@ def test_a_layer_that_forgets_its_segments_is_named(monkeypatch: pytest.MonkeyPa
     assert choose_attention("auto", model, CPU).backend.name == "per_document"
 
 
-@pytest.mark.parametrize("segments", [DOCUMENTS, PAIRS], ids=["documents", "pairs"])
+@pytest.mark.parametrize("segments", [DOCUMENTS, TREE], ids=["documents", "tree"])
 def test_the_proof_sees_any_segment_that_reaches_any_other(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
     model, exact = tiny_model("llama"), segmented.segmented_attention
     for source, target in itertools.permutations(range(len(segments.lengths)), 2):
-        if segments.shared[target] == source:
+        if source in segments.path(target):
             continue
 
         def reaching(*args: Any, source: int = source, target: int = target, **kwargs: Any) -> Any:
@@ -208,7 +210,7 @@ def test_the_proof_sees_any_segment_that_reaches_any_other(segments: Segments, m
         assert proof.verdict == "leaks" and moved > proof.tolerance, (source, target)
 
 
-@pytest.mark.parametrize(("pairs", "calls"), [(False, 9), (True, 12)])
+@pytest.mark.parametrize(("pairs", "calls"), [(False, 9), (True, 16)])
 def test_the_proof_before_step_1_costs_less_than_three_rows(pairs: bool, calls: int) -> None:
     """Of 128 tokens, causality included; whatever the model, since it is always the same rows."""
     model, tokens = tiny_model("llama"), []
@@ -268,8 +270,6 @@ def test_a_model_as_small_as_the_proof_is_proved_and_its_leak_found(width: int) 
 def test_segments_with_prefixes_are_checked_when_made() -> None:
     with pytest.raises(ValueError, match="earlier segment"):
         Segments((3, 4), (1, None))
-    with pytest.raises(ValueError, match="earlier segment"):
-        Segments((3, 4, 5), (None, 0, 1))  # a prefix of a prefix
     with pytest.raises(ValueError, match="2 segments, but 1"):
         Segments((3, 4), (None,))
     assert SHARED.position_ids()[0, 13:20].tolist() == list(range(13, 20))
@@ -292,6 +292,13 @@ def test_visible_keys_of_a_shared_prefix_and_a_window_go_by_position() -> None:
 
 def test_chunks_are_cut_where_positions_pass_a_multiple() -> None:
     assert chunks(Segments((5, 8, 3)), 4).lengths == (4, 1, 4, 4, 3)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 100])
+def test_chunks_of_a_tree_continue_the_chunk_that_they_begin_in(size: int) -> None:
+    positions, visible = DEEP.position_ids()[0], DEEP.visible()
+    same_chunk = positions[:, None] // size == positions[None, :] // size
+    assert torch.equal(chunks(DEEP, size).visible(), visible & same_chunk)
 
 
 def test_a_layer_that_brings_a_mask_of_its_own_is_not_flattened() -> None:
@@ -332,7 +339,7 @@ def test_rotary_frequencies_by_length_share_no_prefix() -> None:
     model = longrope_model()
     with attending_by(model, "segmented"), pytest.raises(CheckFailed, match="cannot share a prefix"):
         model(**row(SHARED), use_cache=False)
-    assert prove_isolation(model, "per_document", segments=PAIRS).verdict == "exact"
+    assert prove_isolation(model, "per_document", segments=TREE).verdict == "exact"
 
 
 def test_padded_batches_are_refused_where_a_long_document_would_turn_the_others_otherwise() -> None:

@@ -1,8 +1,8 @@
 """Variable-length ("varlen") kernels: one call attends within every segment of a row, with no mask and no padding.
 
 All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
-causality at the bottom right: a segment may have more keys than queries, which is how a shared prefix is served. Its keys
-and values are gathered in front of the segment's own; the backward of the gather sums the gradients. Whether a kernel has
+causality at the bottom right: a segment may have more keys than queries, which is how shared prefixes are served. The keys and
+values of its whole path are gathered, those of its own tokens last; the backward of the gather sums the gradients. Whether a kernel has
 more (soft-cap, sinks) is read from its signature; whether it is correct is checked by running it (selection.py).
 """
 
@@ -78,16 +78,8 @@ def borders_of(segments: Segments, device: torch.device) -> Borders:
         if not any(segments.prefix_lengths):
             return Borders(queries, queries, max(segments.lengths), max(segments.lengths), None)
         keys = to_device(torch.tensor((0, *accumulate(lengths)), dtype=torch.int32), device)
-        return Borders(queries, keys, max(segments.lengths), max(lengths), to_device(_gathered(segments), device))
-
-
-def _gathered(segments: Segments) -> torch.Tensor:
-    """int64 [keys]: for each segment the tokens of its prefix, then its own."""
-    own = [torch.arange(start, start + n) for start, n in zip(segments.starts, segments.lengths, strict=True)]
-    pieces = []
-    for segment, prefix in enumerate(segments.shared):
-        pieces += [own[segment]] if prefix is None else [own[prefix], own[segment]]
-    return torch.cat(pieces)
+        gather = torch.from_numpy(segments.tokens_along(range(len(lengths))))
+        return Borders(queries, keys, max(segments.lengths), max(lengths), to_device(gather, device))
 
 
 def attend_by_segments(

@@ -1,0 +1,162 @@
+"""Finds what documents have in common at their beginning, and lays them out so that it is in a row once.
+
+The documents are sorted, so that those with a common beginning stand together, and neighbours are compared. Where they branch
+the row is cut: the segments (packing/segments.py) are a trie of the documents, each after the one that it continues.
+Documents that are equal to another one, or its beginning, take no tokens at all: a causal model gives a token the same output
+whatever follows it. The cost is that of sorting, and of comparing each token once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from packtrain.packing.bins import best_fit
+from packtrain.packing.segments import Segments
+
+LEAST_SHARED = 16
+"""Tokens of a common beginning that are worth a segment of their own, which costs every layer a call of its attention and each
+of its continuations a copy of keys and values. And what all documents begin with (the first token, a header of the chat
+template) would tie the whole batch into one tree, which rows take less well than many."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRow:
+    """A row of `documents`, by their numbers; `places`, int64 [length] for each: where its tokens are in the row.
+
+    What documents have in common is at the same places.
+    """
+
+    segments: Segments
+    documents: tuple[int, ...]
+    places: tuple[np.ndarray, ...]
+
+    @cached_property
+    def sources(self) -> np.ndarray:
+        """int64 [T]: the number of each token of the row in the concatenated documents, of a shared one in the first."""
+        return np.unique(np.concatenate(self.places), return_index=True)[1]
+
+
+def common_prefixes(documents: Sequence[np.ndarray], *, share: bool = True, least: int = LEAST_SHARED) -> SharedRow:
+    """One row of `documents`, integer token ids [length] of at least one token each, in which common beginnings are once.
+
+    Beginnings that are shorter than `least` tokens, counted from the one before, are repeated; without `share` everything is.
+    The order is that of the first document of each branch, whatever their tokens are.
+
+    >>> row = common_prefixes([np.array([5, 6, 7]), np.array([9]), np.array([5, 6, 8, 8])], least=2)
+    >>> row.segments.lengths, row.segments.prefixes
+    ((2, 1, 2, 1), (None, 0, 0, None))
+    >>> [place.tolist() for place in row.places]
+    [[0, 1, 2], [5], [0, 1, 3, 4]]
+    """
+    return _row(*_forest(documents, share, least), documents, range(len(documents)))
+
+
+def rows_of(
+    documents: Sequence[np.ndarray], tokens_per_row: int, *, share: bool = True, least: int = LEAST_SHARED
+) -> list[SharedRow]:
+    """`common_prefixes` in rows of at most `tokens_per_row` tokens, by best fit; every document is in one of them.
+
+    A tree that is larger is divided between documents, and what they share repeated in each part. A document that is
+    larger has a row for itself.
+    """
+    segments, ends = _forest(documents, share, least)
+    parts = _parts(segments, ends, tokens_per_row)
+    sizes = np.array([size for size, _ in parts])
+    small = np.flatnonzero(sizes <= tokens_per_row)
+    rows = [[number] for number in np.flatnonzero(sizes > tokens_per_row)]
+    if len(small):
+        fitted = best_fit(sizes[small], tokens_per_row, np.random.default_rng(0))
+        rows += [small[fitted[row]].tolist() for row in range(len(fitted))]
+    together = sorted(sorted(document for part in row for document in parts[part][1]) for row in rows)
+    return [_row(segments, ends, documents, numbers) for numbers in together]
+
+
+def _forest(documents: Sequence[np.ndarray], share: bool, least: int) -> tuple[Segments, list[int]]:
+    """The segments of all documents, in an order that goes down first, and for each the leaf on whose path it is."""
+    count = len(documents)
+    if not share:
+        return Segments(tuple(map(len, documents))), list(range(count))
+    # as bytes, the highest first, tokens compare like their sequence
+    order = sorted(range(count), key=lambda number: np.asarray(documents[number]).astype(">u4").tobytes())
+    sorted_ = [documents[number] for number in order]
+    common = [_in_common(*neighbours) for neighbours in pairwise(sorted_)]
+    # a document that is the beginning of another one is that of the next one
+    ends = [at for at in range(count) if at == count - 1 or common[at] < len(sorted_[at])]
+    leaf_of = np.searchsorted(ends, np.arange(count))  # the leaf, counted from 0, of each sorted document
+    branching = np.array(
+        [common[at] for at in ends[:-1]], dtype=np.int64
+    )  # tokens that leaf and next leaf have in common
+    first_seen = np.full(len(ends), count)
+    np.minimum.at(first_seen, leaf_of, order)
+    lengths: list[int] = []
+    prefixes: list[int | None] = []
+    segment_of = [0] * len(ends)
+    todo: list[tuple[int, int, int, int | None]] = [(0, len(ends), 0, None)]
+    while (
+        todo
+    ):  # leaves from `first` to before `last`, whose tokens up to `start` are in segments, the last of them `prefix`
+        first, last, start, prefix = todo.pop()
+        leaf = last - first == 1
+        depth = len(sorted_[ends[first]]) if leaf else int(branching[first : last - 1].min())
+        if leaf:
+            segment_of[first] = len(lengths)
+        if leaf or depth - start >= max(least, 1):
+            lengths.append(depth - start)
+            prefixes.append(prefix)
+            start, prefix = depth, len(lengths) - 1
+        if not leaf:
+            cuts = first + 1 + np.flatnonzero(branching[first : last - 1] == depth)
+            branches = sorted(pairwise([first, *cuts.tolist(), last]), key=lambda one: -first_seen[slice(*one)].min())
+            todo += [(*one, start, prefix) for one in branches]
+    leaves = [0] * count
+    for number, leaf in zip(order, leaf_of, strict=True):
+        leaves[number] = segment_of[leaf]
+    return Segments(tuple(lengths), tuple(prefixes)), leaves
+
+
+def _in_common(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two documents have in common at their beginning."""
+    shorter = min(len(one), len(other))
+    differ = one[:shorter] != other[:shorter]
+    return int(differ.argmax()) if differ.any() else shorter
+
+
+def _parts(segments: Segments, ends: Sequence[int], most: int) -> list[tuple[int, list[int]]]:
+    """The trees of a row, those above `most` tokens divided: for each part its tokens and its documents."""
+    ending: dict[int, list[int]] = {}
+    for document, leaf in enumerate(ends):
+        ending.setdefault(leaf, []).append(document)
+    parts: list[tuple[int, list[int]]] = []
+    inside: set[int] = set()  # the segments of the last part
+    for leaf in segments.leaves:
+        path = segments.path(leaf)
+        size, documents = parts[-1] if path[0] in inside else (0, [])
+        more = sum(segments.lengths[number] for number in path if number not in inside)
+        if not documents or size + more > most:
+            inside = set()
+            parts.append((sum(segments.lengths[number] for number in path), ending[leaf]))
+        else:
+            parts[-1] = (size + more, documents + ending[leaf])
+        inside.update(path)
+    return parts
+
+
+def _row(segments: Segments, ends: Sequence[int], documents: Sequence[np.ndarray], numbers: Sequence[int]) -> SharedRow:
+    """The row of the documents `numbers`: of all `segments` those on their paths."""
+    taken = sorted({one for number in numbers for one in segments.path(ends[number])})
+    new = {old: number for number, old in enumerate(taken)}
+    prefixes = [segments.shared[old] for old in taken]
+    row = Segments(
+        tuple(segments.lengths[old] for old in taken),
+        tuple(None if one is None else new[one] for one in prefixes),
+    )
+    leaves = [new[ends[number]] for number in numbers]
+    whole = np.array([row.prefix_lengths[leaf] + row.lengths[leaf] for leaf in leaves])
+    paths = np.split(row.tokens_along(leaves), whole.cumsum()[:-1])
+    places = tuple(path[: len(documents[number])] for path, number in zip(paths, numbers, strict=True))
+    return SharedRow(row, tuple(numbers), places)
