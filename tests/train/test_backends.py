@@ -11,12 +11,15 @@ import torch
 from tiny_models import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from trl.trainer.utils import add_fused_lm_head
 
-from packtrain.attention import segmented
+from packtrain.attention import backends, segmented
 from packtrain.attention.backends import attending_by
 from packtrain.attention.sliding_window import chunks
 from packtrain.errors import CheckFailed, UserError
+from packtrain.model.forward import add_loss_sum
 from packtrain.model.load import check_positions
+from packtrain.packing.collate import IGNORE, places_of
 from packtrain.packing.segments import Segments
 from packtrain.proof.choice import choose_attention
 from packtrain.proof.isolation import (
@@ -151,10 +154,24 @@ def test_a_model_with_a_state_along_the_row_runs_per_document_and_is_exact(famil
     assert decision.backend.name == "per_document"
     assert [name for name, _ in decision.rejected] == ["flash", "segmented"]
     assert decision.proof is not None and decision.proof.verdict == "exact"
-    batch = row(SHARED)
-    expected = alone(model, batch)
-    with attending_by(model, "per_document"):
-        assert torch.allclose(model(**batch, use_cache=False).logits[0], expected, atol=1e-5)
+    assert_as_alone(model.train(), row(DEEP), "per_document")  # rwkv changes its weights for evaluation
+
+
+def test_a_label_of_what_is_shared_counts_once() -> None:
+    """By every backend, told where the labels are or not: one document's beginning has no loss for each that has it."""
+    model, batch = tiny_model("llama"), row(DEEP)
+    add_fused_lm_head(model)
+    add_loss_sum(model)
+    labels = batch["input_ids"].roll(-1).masked_fill(torch.arange(DEEP.tokens) % 3 == 0, IGNORE)
+    batch |= {"shift_labels": labels}
+    losses = []
+    for backend in ("sdpa_mask", "segmented", "per_document"):
+        for told in ({}, {"label_places": places_of(labels)}):
+            with attending_by(model, backend):
+                losses.append(model(**batch, **told, loss_sum=True).item())
+                one_by_one = model(**batch, **told, token_losses=True)[0]
+            assert one_by_one.sum().item() == pytest.approx(losses[0], rel=1e-5)
+    assert losses == pytest.approx(losses[:1] * 6, rel=1e-5)
 
 
 def test_what_was_put_in_place_can_be_taken_back() -> None:
@@ -208,6 +225,21 @@ def test_the_proof_sees_any_segment_that_reaches_any_other(segments: Segments, m
         proof = prove_isolation(model, "segmented", segments=segments)
         moved = proof.moved_after if source < target else proof.moved_before
         assert proof.verdict == "leaks" and moved > proof.tolerance, (source, target)
+
+
+def test_the_proof_sees_a_segment_that_misses_any_part_of_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, all_seen = tiny_model("llama"), TREE.segment_ids()[0], backends._visible
+    assert prove_isolation(model, "sdpa_mask", segments=TREE).verdict == "exact"
+    for target, path in enumerate(TREE.paths):
+        for missed in path[:-1]:
+
+            def forgetful(segments: Segments, *args: Any, missed: int = missed, target: int = target) -> torch.Tensor:
+                seen = all_seen(segments, *args)
+                return seen & ~((ids[:, None] == target) & (ids[None, :] == missed)) if segments == TREE else seen
+
+            monkeypatch.setattr(backends, "_visible", forgetful)
+            proof = prove_isolation(model, "sdpa_mask", segments=TREE)
+            assert proof.verdict == "leaks" and proof.alone > proof.tolerance, (target, missed)
 
 
 @pytest.mark.parametrize(("pairs", "calls"), [(False, 9), (True, 16)])

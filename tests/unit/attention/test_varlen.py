@@ -33,7 +33,7 @@ from tests.stand_in_kernels import (
 
 CPU = torch.device("cpu")
 PLAIN = Segments((5, 1, 17, 8, 8))
-SHARED = Segments((7, 1, 9, 4, 1, 3, 2), (None, 0, 0, None, 3, None, 3))
+SHARED = Segments((7, 1, 9, 4, 1, 3, 2), (None, 0, 0, None, 3, None, 4))
 
 
 def as_kernels_do(borders: Any, scale: float, left: int) -> tuple[Callable, Callable]:
