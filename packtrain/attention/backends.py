@@ -13,10 +13,12 @@ attention function takes flattened rows only: see `attention_of`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -25,7 +27,12 @@ from packtrain.attention import flash, segmented
 from packtrain.attention.per_document import run_one_document_at_a_time
 from packtrain.attention.rotary import rotate_by_document
 from packtrain.attention.segmented import as_mask, attention_function, row_of
-from packtrain.attention.segmented_modules import run_attention_once_per_segment, uses_attention_interface
+from packtrain.attention.segmented_modules import (
+    kept_for_recomputation,
+    replace_forward,
+    run_attention_once_per_segment,
+    uses_attention_interface,
+)
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
@@ -66,6 +73,26 @@ def attend_by(model: PreTrainedModel, name: str) -> Callable[[], None]:
             f"the attention of {type(model).__name__} is code of its own, which {name} cannot replace",
             fix=f"set model.attention to {SEGMENTED} or {PER_DOCUMENT}",
         )
+    undo.callback(rotate_by_document(model))
+    return undo.close
+
+
+def attend_when_packed(model: PreTrainedModel, name: str) -> Callable[[], None]:
+    """As `attend_by`, but all other calls of `model`, padded ones and generation, keep its own attention."""
+    if name == PER_DOCUMENT or not uses_attention_interface(model):
+        return attend_by(model, name)
+    inner = model.forward
+    ours = functools.partial(attention_of, model, IMPLEMENTATIONS[name])
+
+    @functools.wraps(type(model).forward)
+    def forward(_: PreTrainedModel, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
+        if segments is None:
+            return inner(*args, **kwargs)
+        with ours(), kept_for_recomputation(model, cast(Any, ours)):
+            return inner(*args, segments=segments, **kwargs)
+
+    undo = ExitStack()
+    undo.callback(replace_forward(model, forward))
     undo.callback(rotate_by_document(model))
     return undo.close
 

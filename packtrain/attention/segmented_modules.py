@@ -18,10 +18,10 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,8 @@ from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
 _FIX = "set model.attention=per_document"
+_CHECKPOINTED_BY = ("_gradient_checkpointing_func", "checkpoint_fn")
+"""The attributes of layers that hold the function by which they are recomputed."""
 _FOR_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 _BY_POSITION: dict[str, Literal["first", "whole"]] = {
     # bloom and falcon, [heads, 1, T]: a document alone has the first l; later values differ by a constant, which 16 bits round
@@ -121,31 +123,34 @@ def _forward_of_model(model: PreTrainedModel, current: _Current) -> Callable[...
                 kwargs.pop("position_ids", None)
             # an explicit mask: models may guess padding from token ids, or borders from restarting positions
             kwargs["attention_mask"] = torch.ones(1, segments.tokens, dtype=torch.int64, device=self.device)
-        with current.set_to(segments), _kept_for_recomputation(model, current, segments):
+        with current.set_to(segments), kept_for_recomputation(model, lambda: cast(Any, current.set_to(segments))):
             return inner(*args, **kwargs)
 
     return forward
 
 
 @contextmanager
-def _kept_for_recomputation(model: PreTrainedModel, current: _Current, row: Segments | None) -> Iterator[None]:
-    """Inside the block, layers under gradient checkpointing remember `row` for their second forward, in the backward pass.
+def kept_for_recomputation(model: nn.Module, around: Callable[[], ContextDecorator]) -> Iterator[None]:
+    """Inside the block, layers under gradient checkpointing remember `around` for their second forward, in the backward pass.
 
-    By then another row may have run, so `row` is bound to the checkpointed function.
+    By then another row may have run, so the context that `around` makes is bound to the checkpointed function. Serves
+    transformers' own checkpointing and torch's wrapper, which FSDP puts around layers.
     """
 
-    def with_row(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(current.set_to(row)(function), *args, **kwargs)
+    def within(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(around()(function), *args, **kwargs)
 
-    layers: list[Any] = [module for module in model.modules() if "_gradient_checkpointing_func" in module.__dict__]
-    own = [(module, module._gradient_checkpointing_func) for module in layers]
-    for module, checkpoint in own:
-        module._gradient_checkpointing_func = functools.partial(with_row, checkpoint)
+    layers: list[tuple[Any, str]] = [
+        (module, name) for module in model.modules() for name in _CHECKPOINTED_BY if name in module.__dict__
+    ]
+    own = [(module, name, getattr(module, name)) for module, name in layers]
+    for module, name, checkpoint in own:
+        setattr(module, name, functools.partial(within, checkpoint))
     try:
         yield
     finally:
-        for module, checkpoint in own:
-            module._gradient_checkpointing_func = checkpoint
+        for module, name, checkpoint in own:
+            setattr(module, name, checkpoint)
 
 
 def _forward_of_module(module: nn.Module, current: _Current) -> Callable[..., Any]:

@@ -92,7 +92,8 @@ def patch_forward(
     return head
 
 
-def _name_backbone(model: PreTrainedModel) -> None:
+def name_backbone(model: PreTrainedModel) -> None:
+    """Has `model.base_model` be all of `model` but its head."""
     if model.base_model is model and hasattr(model, "model"):  # Llama4ForCausalLM names its backbone by another prefix
         model.base_model_prefix = "model"
 
@@ -108,7 +109,7 @@ def add_loss_sum(model: PreTrainedModel, *, loss: TokenLoss = "nll", neftune_alp
 
     With `token_losses=True` the forward returns these losses [rows, T], 0 where the label is IGNORE, for proofs.
     """
-    _name_backbone(model)
+    name_backbone(model)
     inner_forward = model.forward
     head = Head(loss)
     linear, labelled = loss == "nll" and _is_linear(model), _LabelledHead(model, ("log_probs",))
@@ -260,7 +261,7 @@ def add_pair_layout(model: PreTrainedModel, outputs: tuple[str, ...]) -> None:
 
     `outputs` are the per-token figures that TRL's `add_fused_lm_head` was asked for on this model, before.
     """
-    _name_backbone(model)
+    name_backbone(model)
     inner = model.forward
     head = _LabelledHead(model, outputs)
 

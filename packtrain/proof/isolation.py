@@ -271,13 +271,17 @@ def positions_of(model: PreTrainedModel) -> int | None:
 
 
 def logits_of(model: PreTrainedModel, batch: dict[str, Any]) -> torch.Tensor:
-    """float32 [rows, T, vocabulary] of a collated batch. Raises CheckFailed where the model cannot run it."""
+    """float32 [rows, T, vocabulary] of a collated batch, of a model without a head its hidden states [rows, T, d].
+
+    Raises CheckFailed where the model cannot run it.
+    """
     batch = on_device({name: value for name, value in batch.items() if name != "shift_labels"}, model.device)
     flat = "segments" in batch
     what = f"{type(model).__name__} cannot run {'a flattened row' if flat else 'at all'}"
     fix = "set model.attention=auto" if flat else "see what model.config sets"
     with refusals_of_a_model(what, fix=fix):
-        return model(**batch, use_cache=False).logits.float()
+        outputs = model(**batch, use_cache=False)
+    return (outputs.logits if "logits" in outputs else outputs.last_hidden_state).float()
 
 
 @contextmanager

@@ -1,0 +1,152 @@
+"""A padded call [B, L] as rows of documents without padding, and per-token outputs back at their padded places.
+
+Only what a call says is read: token ids, attention mask, positions and labels. What documents begin with in common (the prompt
+of a group, of a pair, turns of a chat) is found from the ids (packing/prefixes.py), and is in a row once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from packtrain.packing.collate import IGNORE, on_device, row_arguments, to_device
+from packtrain.packing.prefixes import rows_of
+from packtrain.packing.segments import Segments
+
+Positions = Literal["tokens", "columns"]
+"""What a model counts in a padded call that brings no positions: the tokens of a document, or columns, padding included."""
+_ITS_OWN = ("input_ids", "attention_mask", "position_ids", "use_cache", "return_dict")
+
+
+class LeftAlone(Exception):
+    """Why a call is not packed, in a few words; it then runs as it came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`rows`: for each row its segments, and int64 [T] the place of each of its tokens in the batch, which is `shape` [B, L].
+
+    A place is counted through the batch (b · L + column). `slots`, int64 [B · L]: the token, counted through the rows, from
+    which each place has its outputs, or their number of tokens where there is padding. `real`: tokens that are not padding.
+    """
+
+    rows: tuple[tuple[Segments, np.ndarray], ...]
+    slots: np.ndarray
+    shape: torch.Size
+    real: int
+    columns: bool
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all rows."""
+        return sum(segments.tokens for segments, _ in self.rows)
+
+    def arguments(self, row: int, input_ids: torch.Tensor) -> dict[str, Any]:
+        """What the model is called with for one of the rows."""
+        segments, places = self.rows[row]
+        ids = input_ids.flatten()[to_device(torch.from_numpy(places), input_ids.device)][None]
+        arguments = row_arguments(segments)
+        if self.columns:
+            arguments["position_ids"] = torch.from_numpy(places % self.shape[1])[None]
+        return {"input_ids": ids, **on_device(arguments, input_ids.device)}
+
+
+def layout_of_call(
+    call: Mapping[str, Any],
+    *,
+    positions: Positions | None = "tokens",
+    share: bool = True,
+    tokens_per_row: int | None = None,
+) -> Layout:
+    """The rows of a padded call, given by its keyword arguments. Raises LeftAlone for a call that is none, or gains nothing.
+
+    `positions` is what the model counts where the documents do not begin in the first column and the call brings no
+    positions; None if unknown. Reads ids and mask on the CPU, so it waits for their device.
+    """
+    ids, mask = call["input_ids"], call["attention_mask"]
+    real = mask.cpu().numpy().astype(bool)
+    starts, lengths = real.argmax(axis=1), real.sum(axis=1)
+    columns = np.arange(real.shape[1])
+    if (real != ((columns >= starts[:, None]) & (columns < (starts + lengths)[:, None]))).any():
+        raise LeftAlone("an attention mask with holes")
+    if not lengths.any():
+        raise LeftAlone("no tokens")
+    by_column = _counts_columns(call.get("position_ids"), real, starts, positions)
+    rows = np.flatnonzero(lengths)
+    tokens = ids.cpu().numpy()
+    documents = [tokens[row, starts[row] : starts[row] + lengths[row]] for row in rows]
+    if by_column and share:  # equal tokens at other positions are not equal
+        _, begins = np.unique(starts[rows], return_inverse=True)
+        documents = [document + begin * (tokens.max() + 1) for document, begin in zip(documents, begins, strict=True)]
+    packed = rows_of(documents, tokens_per_row or int(lengths.sum()), share=share)
+    slots, before, found = np.full(real.shape, sum(row.segments.tokens for row in packed)), 0, []
+    for row in packed:
+        places = [
+            rows[number] * real.shape[1] + starts[rows[number]] + np.arange(len(documents[number]))
+            for number in row.documents
+        ]
+        slots.flat[np.concatenate(places)] = before + np.concatenate(row.places)
+        found.append((row.segments, np.concatenate(places)[row.sources]))
+        before += row.segments.tokens
+    if before == real.size:
+        raise LeftAlone("nothing padded and nothing shared")
+    return Layout(tuple(found), slots.ravel(), ids.shape, int(lengths.sum()), by_column)
+
+
+def check_call(call: Mapping[str, Any]) -> None:
+    """Raises LeftAlone unless the keyword arguments are those of a padded batch of texts, outside of generation."""
+    ids, mask = call.get("input_ids"), call.get("attention_mask")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise LeftAlone("inputs_embeds" if call.get("inputs_embeds") is not None else "no batch of input_ids")
+    if call.get("past_key_values") is not None or call.get("use_cache"):
+        raise LeftAlone("generation with a cache")
+    if not isinstance(mask, torch.Tensor):
+        raise LeftAlone("no attention mask")
+    if mask.shape != ids.shape:
+        raise LeftAlone(
+            f"an attention mask of {mask.dim()} dimensions" if mask.dim() != 2 else "a mask of another shape"
+        )
+    if call.get("output_attentions"):
+        raise LeftAlone("output_attentions")
+    for name, value in call.items():
+        if name not in _ITS_OWN and isinstance(value, torch.Tensor | Sequence) and not isinstance(value, str):
+            raise LeftAlone(name)
+
+
+def _counts_columns(given: Any, real: np.ndarray, starts: np.ndarray, positions: Positions | None) -> bool:
+    """Whether tokens have the position of their column, else that in their document."""
+    columns = np.broadcast_to(np.arange(real.shape[1]), real.shape)
+    counted = {"tokens": columns - starts[:, None], "columns": columns}
+    if given is not None:
+        said = np.broadcast_to(given.cpu().numpy(), real.shape) if given.dim() == 2 else None
+        for name, values in counted.items():
+            if said is not None and (said == values)[real].all():
+                return name == "columns"
+        raise LeftAlone("position_ids of their own")
+    if not starts[real.any(axis=1)].any():
+        return False
+    if positions is None:
+        raise LeftAlone("padding on the left, with which the model gives other outputs")
+    return positions == "columns"
+
+
+def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:
+    """int64 [n]: the places, counted through [B, L - 1], whose next token has a label.
+
+    Raises LeftAlone where one of them is padding: what a model says there depends on how it treats padding.
+    """
+    labelled = labels.cpu().numpy()[:, 1:] != IGNORE
+    padding = layout.slots.reshape(layout.shape)[:, :-1] == layout.tokens
+    if (labelled & padding).any():
+        raise LeftAlone("a label after padding")
+    return np.flatnonzero(labelled)
+
+
+def at_places(values: torch.Tensor, slots: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The outputs `values` [T, …] of the rows at `slots`, as a tensor [*shape, …]; zero where a slot is T."""
+    padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
+    return padded.index_select(0, slots).view(*shape, *values.shape[1:])

@@ -1,0 +1,172 @@
+"""`attach` on plain models: a padded call says, token by token, what it says without, and with the same gradients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model
+from transformers import AutoModelForSequenceClassification
+from trl.trainer.utils import add_fused_lm_head
+
+from packtrain import attach
+from packtrain.errors import CheckFailed, UserError
+from packtrain.library.attach import Attached
+
+NO_DROPOUT = {"gpt2": {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}, "opt": {"dropout": 0.0}}
+LENGTHS = (40, 7, 20, 1, 33, 40)
+
+
+def padded(side: str) -> dict[str, torch.Tensor]:
+    """Documents of 1 to 40 tokens, padded on a side or on both; three begin with the same tokens."""
+    ids = torch.randint(3, 97, (6, 40), generator=torch.Generator().manual_seed(0))
+    ids[4, :22], ids[5, :30] = ids[0, :22], ids[0, :30]
+    before = [{"left": 40 - length, "right": 0, "both": (40 - length) // 2}[side] for length in LENGTHS]
+    batch = torch.zeros(2, 6, 40, dtype=torch.int64)
+    for row, (start, length) in enumerate(zip(before, LENGTHS, strict=True)):
+        batch[0, row, start : start + length] = ids[row, :length]
+        batch[1, row, start : start + length] = 1
+    return {"input_ids": batch[0], "attention_mask": batch[1]}
+
+
+def labels_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All tokens but the first of each document."""
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    labels[torch.arange(6), batch["attention_mask"].argmax(1)] = -100
+    return labels
+
+
+def gradient(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def said(family: str, side: str, *, attached: bool, **given: Any) -> tuple[list[torch.Tensor], Attached | None]:
+    """Log-probabilities by TRL's call, logits and hidden states by a plain one, and the gradient through them all."""
+    model = tiny_model(family, **NO_DROPOUT.get(family, {})).train()
+    add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
+    handle = attach(model, **given) if attached else None
+    model.activation_checkpointing_enable()
+    batch = padded(side)
+    real = batch["attention_mask"][..., None]
+    fused = model(**batch, labels=labels_of(batch), fused_lm_head=True, use_cache=False)
+    plain = model(**batch, use_cache=False, output_hidden_states=True, logits_to_keep=12)
+    weights = torch.linspace(-1, 1, fused.log_probs.numel()).view_as(fused.log_probs)
+    logits, first = plain.logits * real[:, -12:], plain.hidden_states[1] * real
+    ((fused.log_probs * weights).sum() + logits.square().sum() * 1e-4 + first.sum()).backward()
+    return [fused.loss, fused.log_probs, fused.entropy, fused.label_mask, logits, first, gradient(model)], handle
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("family", [*FAMILIES, "opt"])
+def test_a_padded_call_is_the_same_packed(family: str, side: str) -> None:
+    expected, _ = said(family, side, attached=False)
+    found, handle = said(family, side, attached=True)
+    for theirs, ours in zip(expected[:-1], found[:-1], strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        assert (ours.float() - theirs.float()).abs().max() <= 1e-5 * max(1.0, theirs.float().abs().max())
+    assert ((found[-1] - expected[-1]).norm() / expected[-1].norm()).item() < 1e-4
+    assert handle is not None and not handle.stats.left_alone
+    assert handle.stats.calls == 2 and handle.stats.padded_slots == 480 and handle.stats.real_tokens == 282
+    assert 0 < handle.stats.row_slots < 282 and handle.stats.shared_tokens == 282 - handle.stats.row_slots
+
+
+@pytest.mark.parametrize("given", [{"tokens_per_row": 64}, {"share_prefix": False}])
+def test_rows_may_be_short_and_prefixes_repeated(given: dict[str, Any]) -> None:
+    expected, _ = said("llama", "left", attached=False)
+    found, handle = said("llama", "left", attached=True, **given)
+    assert ((found[-1] - expected[-1]).norm() / expected[-1].norm()).item() < 1e-4
+    assert handle is not None and (handle.stats.shared_tokens == 0) == ("share_prefix" in given)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma2"])
+def test_scores_of_documents_are_the_same_packed(family: str) -> None:
+    config = tiny_model(family).config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    results = []
+    for attached in (False, True):
+        handle = attach(model) if attached else None
+        for side in ("left", "right"):
+            model.zero_grad()
+            scores = model(**padded(side)).logits
+            (scores[:, 0] * torch.linspace(-1, 1, 6)).sum().backward()
+            results.append((scores, gradient(model)))
+    for (theirs, expected), (ours, found) in zip(results[:2], results[2:], strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5
+        assert ((found - expected).norm() / expected.norm()).item() < 1e-4
+    assert handle is not None and handle.stats.calls == 2
+
+
+def test_what_is_no_padded_call_runs_as_it_came_and_detach_restores_bit_for_bit() -> None:
+    model = tiny_model("llama")
+    batch, ids = padded("left"), padded("right")["input_ids"][:2]
+    before = model(**batch, use_cache=False).logits
+    generated = model.generate(**batch, max_new_tokens=5, do_sample=False)
+    own = [model.forward, model.model.forward, model.config._attn_implementation]
+    handle = attach(model)
+    assert torch.equal(model.generate(**batch, max_new_tokens=5, do_sample=False), generated)
+    assert handle.stats.calls == 0 and list(handle.stats.left_alone) == ["generation with a cache"]
+    holes = batch["attention_mask"].clone()
+    holes[0, 20] = 0
+    for reason, call in {
+        "no attention mask": {"input_ids": ids},
+        "inputs_embeds": {"inputs_embeds": torch.zeros(1, 4, 64), "attention_mask": torch.ones(1, 4)},
+        "an attention mask of 4 dimensions": {"input_ids": ids, "attention_mask": torch.zeros(2, 1, 40, 40)},
+        "an attention mask with holes": {"input_ids": batch["input_ids"], "attention_mask": holes},
+        "nothing padded and nothing shared": {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1])},
+        "position_ids of their own": {**batch, "position_ids": torch.arange(40)[None] * 2},
+    }.items():
+        model(**call, use_cache=False)
+        assert handle.stats.left_alone[reason] == 1, reason
+    assert handle.stats.calls == 0
+    model(**batch, use_cache=False)
+    assert handle.stats.calls == 1
+    handle.detach()
+    assert [model.forward, model.model.forward, model.config._attn_implementation] == own
+    assert torch.equal(model(**batch, use_cache=False).logits, before)
+
+
+def test_a_label_that_padding_would_have_to_predict_leaves_the_call_alone() -> None:
+    model = tiny_model("llama")
+    add_fused_lm_head(model)
+    handle, batch = attach(model), padded("left")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    model(**batch, labels=labels, fused_lm_head=True)
+    assert handle.stats.left_alone == {"a label after padding": 1}
+
+
+def test_auto_shares_no_noise_of_dropout() -> None:
+    model = tiny_model("llama", attention_dropout=0.1)
+    handle = attach(model)
+    model.train()(**padded("right"), use_cache=False)
+    assert handle.stats.calls == 1 and handle.stats.shared_tokens == 0
+    model.eval()(**padded("right"), use_cache=False)
+    assert handle.stats.shared_tokens > 0
+
+
+def test_a_model_that_carries_a_state_runs_document_by_document() -> None:
+    model = tiny_model("mamba", state_size=4)
+    batch = padded("left")
+    before = model(**batch, use_cache=False).logits * batch["attention_mask"][..., None]
+    handle = attach(model)
+    after = model(**batch, use_cache=False).logits * batch["attention_mask"][..., None]
+    assert handle.backends == ("per_document",) and handle.stats.unrolled
+    assert (after - before).abs().max() <= 1e-5 * before.abs().max()
+
+
+def test_what_cannot_be_attached_is_said() -> None:
+    with pytest.raises(UserError, match="not Linear"):
+        attach(torch.nn.Linear(2, 2))
+    with pytest.raises(UserError, match="tokens_per_row"):
+        attach(tiny_model("llama"), tokens_per_row=0)
+    with pytest.raises(CheckFailed, match="prefixes cannot be shared"):
+        attach(tiny_model("mamba", state_size=4), share_prefix=True)
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, packtrain; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
