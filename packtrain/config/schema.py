@@ -78,13 +78,14 @@ class Traits:
     """What sets an objective apart outside of its own files.
 
     An example is `documents` documents of the data set (2: preference pairs) and is called one of `unit`; `reference`: the
-    model is held to a reference; `about`: in words.
+    model is held to a reference; `scores`: it has a score in place of the output head; `about`: in words.
     """
 
     about: str
     unit: str
     documents: int
     reference: bool
+    scores: bool = False
 
     @property
     def pairs(self) -> bool:
@@ -96,7 +97,7 @@ TRAITS: dict[ObjectiveKind, Traits] = {
     "sft": Traits("supervised fine-tuning", "documents", 1, reference=False),
     "dpo": Traits("direct preference optimisation", "pairs", 2, reference=True),
     "kto": Traits("Kahneman-Tversky optimisation", "answers", 1, reference=True),
-    "reward": Traits("a reward model", "pairs", 2, reference=False),
+    "reward": Traits("a reward model", "pairs", 2, reference=False, scores=True),
 }
 
 
@@ -283,6 +284,13 @@ class Objective:
         "path of another model or of earlier adapters (with LoRA on the same base, no second copy of it); auto is what "
         "training starts from: adapters_off with new adapters, the same ones where model.path names adapters, else model.",
         objective="dpo",
+    )
+
+    center_rewards_coefficient: float | None = key(
+        None,
+        "weight of a loss that holds the mean of a pair's rewards near zero (arXiv 2312.09244, which takes 0.01); none for none.",
+        minimum=0,
+        objective="reward",
     )
 
     @property

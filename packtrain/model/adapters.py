@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -16,9 +16,15 @@ from transformers import PreTrainedModel
 from packtrain.config.schema import Peft
 from packtrain.errors import Problem, UserError
 
+if TYPE_CHECKING:
+    from peft import TaskType
 
-def add_adapters(model: PreTrainedModel, peft: Peft, seed: int) -> PreTrainedModel:
-    """`model` with new adapters, which depend on `seed` alone. Raises UserError if they do not fit."""
+
+def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool = False) -> PreTrainedModel:
+    """`model` with new adapters, which depend on `seed` alone. Raises UserError if they do not fit.
+
+    The head of a reward model (`scores`) is trained in full beside them, as PEFT does it for classifiers.
+    """
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
@@ -28,7 +34,7 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int) -> PreTrainedMod
         lora_dropout=peft.dropout,
         target_modules=peft.target_modules,
         modules_to_save=peft.modules_to_save or None,
-        task_type="CAUSAL_LM",
+        task_type=_task(scores),
     )
     try:
         adapted = get_peft_model(model, lora)
@@ -37,15 +43,24 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int) -> PreTrainedMod
     return _head_is_free(adapted, model)
 
 
-def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft) -> PreTrainedModel:
+def _task(scores: bool) -> TaskType:
+    from peft import TaskType
+
+    return TaskType.SEQ_CLS if scores else TaskType.CAUSAL_LM
+
+
+def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores: bool = False) -> PreTrainedModel:
     """`model` with the adapters of `folder`: to be trained on with peft=lora, else merged into it.
 
     Raises UserError if their settings differ from `peft`, or they do not fit.
     """
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
     try:
-        adapted = PeftModel.from_pretrained(model, str(Path(folder).expanduser()), is_trainable=peft.kind == "lora")
+        place = str(Path(folder).expanduser())
+        settings = PeftConfig.from_pretrained(place)
+        settings.task_type = _task(scores)  # those of a language model become those of a reward model
+        adapted = PeftModel.from_pretrained(model, place, config=settings, is_trainable=peft.kind == "lora")
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         what = f"cannot load the adapters of {folder}: {str(error).strip().splitlines()[0]}"
         raise UserError(what, where="model.path") from error

@@ -36,6 +36,7 @@ from packtrain.config.schema import Objective, TokenLoss
 from packtrain.errors import CheckFailed
 from packtrain.model.bf16_head import computes_in_bf16, multiply_in_bf16, nll_sum
 from packtrain.model.precision import compute_in
+from packtrain.model.score_head import add_scores
 from packtrain.packing.collate import IGNORE, PairLayout, on_device, places_of, row_arguments, to_device
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model
 
@@ -68,13 +69,14 @@ def patch_forward(
     *,
     documents: Objective | None = None,
     pairs: tuple[str, ...] = (),
+    scores: bool = False,
     autocast: torch.dtype | None = None,
     backend: str | None = None,
 ) -> Head | None:
     """Puts around the forward of `model`, from the inside out:
 
     1. TRL's fused LM head: there already, TRL's trainers add it (with the per-token outputs named by `pairs`)
-    2. the objective's own call: `loss_sum=True` for `documents`, `layout=` for `pairs`
+    2. the objective's own call: `loss_sum=True` for `documents`, `layout=` for `pairs` and for `scores` (score_head.py)
     3. `autocast`, if the trainer does not apply it (DeepSpeed)
     4. attention by segments, by the chosen `backend` (attention/backends.py); None keeps the model's attention
 
@@ -85,6 +87,8 @@ def patch_forward(
         head = add_loss_sum(model, loss=documents.loss, neftune_alpha=documents.neftune_alpha)
     if pairs:
         add_pair_layout(model, pairs)
+    if scores:
+        add_scores(model)
     if autocast is not None:
         compute_in(model, autocast)
     if backend is not None:

@@ -10,7 +10,13 @@ from typing import Any, cast
 
 import torch
 import xxhash
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -21,16 +27,19 @@ from packtrain.data.sources.offline import OFFLINE_ADVICE
 from packtrain.data.tokens.pretrained import first_line, hub, location
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, continue_adapters
+from packtrain.model.score_head import HEAD, check_score_head, is_reward_model, new_score, with_one_score
 from packtrain.plan.reference_choice import base_of
 from packtrain.proof.isolation import positions_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
 
-def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
-    """The model to train, on the CPU, in `model.dtype`, with adapters where asked for.
+def load_model(
+    config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *, seed: int, scores: bool = False
+) -> PreTrainedModel:
+    """The model to train, on the CPU, in `model.dtype`, with adapters where asked for; with `scores` a reward model.
 
-    `model.path` may be a folder of adapters, see adapters.py. New weights (random model, adapters) depend on `seed` alone.
+    `model.path` may be a folder of adapters, see adapters.py. New weights (random model, adapters, a head) depend on `seed` alone.
     Raises UserError if it cannot be loaded, or if the tokenizer has ids beyond the model's embeddings.
     """
     torch.manual_seed(seed)
@@ -43,19 +52,21 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
         try:
             if config.init == "random":
                 model_config = _random_config(config, tokenizer)
+                kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+                model_config = with_one_score(model_config) if scores else model_config
                 dtype = _DTYPES[config.dtype] if config.dtype != "auto" else None
-                model = AutoModelForCausalLM.from_config(
-                    model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
-                )
+                model = kind.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
             else:
-                model = _load_pretrained(config)
+                model = _load_pretrained(config, seed, scores=scores)
         except UserError:
             raise
         except Exception as error:  # as above, or an invalid model.config
             made = "make a model of model.config" if config.init == "random" else f"load the model {config.path}"
             what = f"cannot {made}: {first_line(error)}"
             where = "model.config" if config.init == "random" else "model.path"
-            raise UserError(what, where=where, fix=_advice(error, config, online=bool(online))) from error
+            raise UserError(
+                what, where=where, fix=_advice(error, config, online=bool(online), scores=scores)
+            ) from error
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])
     if len(tokenizer) > rows:
@@ -64,9 +75,11 @@ def load_model(config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, *,
             where="model.tokenizer",
             fix="use the model's own tokenizer" if config.init == "pretrained" else "set model.config.vocab_size",
         )
+    if scores:
+        check_score_head(model, tokenizer)
     if base is not None:
-        return continue_adapters(model, cast(str, adapters), peft)
-    return add_adapters(model, peft, seed) if peft.kind == "lora" else model
+        return continue_adapters(model, cast(str, adapters), peft, scores=scores)
+    return add_adapters(model, peft, seed, scores=scores) if peft.kind == "lora" else model
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -145,7 +158,7 @@ def _check_generation_config(file: Path) -> None:
             raise UserError(what, where=f"{file}, {key}", fix=fix)
 
 
-def _load_pretrained(config: Model) -> PreTrainedModel:
+def _load_pretrained(config: Model, seed: int, *, scores: bool) -> PreTrainedModel:
     assert config.path is not None  # config/rules/ refuses it
     place = location(config.path, config)
     dtype = _DTYPES[config.dtype]
@@ -155,8 +168,10 @@ def _load_pretrained(config: Model) -> PreTrainedModel:
         _check_names(overrides, model_config)
         for name, value in overrides.items():
             setattr(model_config, name, value)
-        return _all_weights(**place, dtype=dtype, config=model_config)
-    loaded = _all_weights(**place, dtype=torch.float32 if dtype == "auto" else dtype)
+        model_config = with_one_score(model_config) if scores else model_config
+        return _all_weights(seed, scores=scores, **place, dtype=dtype, config=model_config)
+    labels = {"num_labels": 1} if scores else {}
+    loaded = _all_weights(seed, scores=scores, **place, **labels, dtype=torch.float32 if dtype == "auto" else dtype)
     # A model from GGUF refuses save_pretrained; a plain model of the same config with its weights does not.
     plain = loaded.config.to_dict()
     plain.pop("quantization_config", None)
@@ -169,18 +184,24 @@ def _load_pretrained(config: Model) -> PreTrainedModel:
     return model
 
 
-def _all_weights(**arguments: Any) -> PreTrainedModel:
-    """`from_pretrained`, but a weight that is missing or misshapen in the files is an error, not initialised at random."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        **arguments, ignore_mismatched_sizes=True, output_loading_info=True
-    )
+def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedModel:
+    """`from_pretrained`, but a weight that is missing or misshapen in the files is an error, not initialised at random.
+
+    Only a causal language model that becomes a reward model gets a new head, from `seed`.
+    """
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    loaded: Any = kind.from_pretrained(**arguments, ignore_mismatched_sizes=True, output_loading_info=True)
     model, found = loaded
-    lacking = sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])})
+    lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    if scores and lacking == {f"{HEAD}.weight"} and not is_reward_model(model.config):
+        new_score(model, seed)
+        return model
     if lacking:
+        head = "" if scores else " with its output head"
         raise UserError(
-            f"{len(lacking)} weights of {type(model).__name__} are not in its files, or in another shape: {lacking[0]} …",
+            f"{len(lacking)} weights of {type(model).__name__} are not in its files, or in another shape: {min(lacking)} …",
             where="model.path",
-            fix="name a causal language model with its output head, and look at what model.config changes",
+            fix=f"name a causal language model{head}, and look at what model.config changes",
         )
     return model
 
@@ -219,8 +240,10 @@ def _check_names(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
         )
 
 
-def _advice(error: Exception, config: Model, *, online: bool) -> str:
+def _advice(error: Exception, config: Model, *, online: bool, scores: bool) -> str:
     """The fix to suggest if a model cannot be made or read."""
+    if scores and "Unrecognized" in str(error):
+        return "take a model that transformers has a classifier of (AutoModelForSequenceClassification): docs/reward.md"
     if config.init == "random":
         return "see the keys of model.config; not every type is a causal language model (docs/architectures.md)"
     if "Unrecognized configuration class" in str(error):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -32,7 +32,7 @@ def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> st
     """
     base = base_model(model)
     align_special_tokens(base, tokenizer)  # as transformers' Trainer does later, which may mend it
-    source, settings = base.name_or_path, cast(Any, base.generation_config)
+    source, settings = base.name_or_path, getattr(base, "generation_config", None)
     try:
         json.loads(Path(source, GENERATION_CONFIG_NAME).read_bytes() if source else "{}")
     except OSError:  # of a hub id

@@ -130,6 +130,52 @@ def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: PairRows
     return {**batch, "layout": replace(layout, trained=trained.numpy())}
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """A flattened row whose documents are scored: `ends` int64 [documents] are the places of their last tokens in it."""
+
+    segments: Segments
+    ends: torch.Tensor
+
+    def pin_memory(self) -> ScoredRow:
+        """In memory that a device reads by itself."""
+        return replace(self, ends=self.ends.pin_memory())
+
+
+def collate_scored(
+    pairs: Sequence[Preference], margins: Sequence[float] | np.ndarray, pad_token_id: int, rows: PairRows
+) -> dict[str, Any]:
+    """`input_ids` and `attention_mask` int64 [2B, L], or of a flattened row [1, T] with its `layout`; `margin` float32 [B].
+
+    The token that is scored is the last one that is no padding token, as in transformers' models: an end-of-text token that
+    pads too is not seen by the head.
+    """
+    pairs, margins = (pairs, margins) if len(pairs) else ([FILLER_PAIR], [0.0])
+    documents = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    padded, margin = _padded(documents, pad_token_id), torch.tensor(margins, dtype=torch.float32)
+    if rows == "padding":
+        return {**padded, "margin": margin}
+    prompts = [pair.prompt if rows == "shared" else 0 for pair in pairs]
+    groups = [(number, number + len(pairs)) for number in range(len(pairs))]
+    row = layout_of([len(document.input_ids) for document in documents], groups, prompts)
+    ids = padded["input_ids"]
+    last = (torch.arange(ids.shape[1]) * (ids != pad_token_id)).argmax(dim=1)
+    places = torch.full_like(ids, -1)
+    places[row.rows, row.columns] = torch.arange(len(row.rows))
+    ends = places[torch.arange(len(ids)), last]
+    in_prompt = places[
+        torch.arange(len(ids)) % len(pairs), last
+    ]  # which is in the row once, at the chosen document's places
+    ends = torch.where(ends < 0, in_prompt, ends)
+    flat = ids[row.rows, row.columns][None]
+    return {
+        "input_ids": flat,
+        "attention_mask": torch.ones_like(flat),
+        "margin": margin,
+        "layout": ScoredRow(row.segments, ends),
+    }
+
+
 def layout_of(lengths: Sequence[int], groups: Sequence[Sequence[int]], prompts: Sequence[int]) -> PairLayout:
     """The flattened row of a padded batch whose rows have `lengths` tokens.
 

@@ -172,13 +172,18 @@ def attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None
         )
 
 
+def prompts(log: Log, layout: str, unshared: str) -> None:
+    """How the prompts of pairs run in a row."""
+    runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
+    if layout in runs:
+        log.fact("prompts", runs[layout])
+
+
 def pairs(
     log: Log, objective: Objective, layout: str, unshared: str, reference: ReferenceChoice, dropout: float
 ) -> None:
     """How pairs run, the losses and the reference; `dropout` is peft.dropout."""
-    runs = {"shared": "computed once for both answers", "flat": f"computed for each answer ({unshared})"}
-    if layout in runs:
-        log.fact("prompts", runs[layout])
+    prompts(log, layout, unshared)
     held_to = {
         "model": "a second copy of the model",
         "adapters_off": "the model with its adapters off",

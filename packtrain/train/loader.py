@@ -23,7 +23,14 @@ from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.monitor.stacks import listen
 from packtrain.packing.balance import cost_of_attention
-from packtrain.packing.collate import PairRows, collate_flat, collate_padded, collate_pairs, places_of
+from packtrain.packing.collate import (
+    PairRows,
+    collate_flat,
+    collate_padded,
+    collate_pairs,
+    collate_scored,
+    places_of,
+)
 from packtrain.packing.schedule import Schedule
 
 
@@ -103,6 +110,15 @@ class PairSteps(Steps):
         shared = (self.data.lengths - self.data.shared_lengths)[pairs] if self.layout == "shared" else None
         return self.data.documents.lengths.reshape(-1, 2)[pairs].ravel(), shared
 
+    def first_pairs(self, first_step: int) -> np.ndarray:
+        """int [n]: the pairs of the first micro-batch of this process, or of another one if it has none, from `first_step` on.
+
+        A run that was resumed in a later pass takes the step of the first pass: precomputed log-probabilities are of its rows.
+        """
+        step = first_step % min(len(self), self.schedule.steps_per_epoch(0))
+        layout = self.schedule.layout(step, self.world_size)
+        return next(np.asarray(pairs) for part in (layout[self.rank], *layout) for pairs in part if len(pairs))
+
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """One forward pass over the pairs of these numbers."""
         pairs: Any = [self.data[int(number)] for number in numbers]
@@ -120,6 +136,19 @@ class PairSteps(Steps):
             examples=len(pairs),
             rejected=sum(int(pair.rejected.loss_mask[1:].sum()) for pair in pairs),
         )
+
+
+@dataclass(frozen=True)
+class ScoredSteps(PairSteps):
+    """As PairSteps, for a reward model: `trained` of a micro-batch are the documents that are scored."""
+
+    def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
+        """One forward pass over the pairs of these numbers."""
+        pairs: Any = [self.data[int(number)] for number in numbers]
+        inputs = collate_scored(pairs, [float(self.data.margins[n]) for n in numbers], self.pad_token_id, self.layout)
+        tokens = sum(len(pair.chosen.input_ids) + len(pair.rejected.input_ids) for pair in pairs)
+        slots = inputs["input_ids"].numel() if self.layout == "padding" else tokens
+        return MicroBatch(inputs, trained=2 * len(pairs), tokens=tokens, slots=slots, examples=len(pairs))
 
 
 class _FromStep(Sampler[int]):

@@ -39,6 +39,9 @@ from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.final_weights import merged_in
 from packtrain.train.optim.rounding_cost import RoundingCost, rounding_cost
 
+_RANKED = (("eval_rewards/accuracies", "eval_rewards/margins"), ("eval_accuracy", "eval_margin"))
+"""How held-out pairs are ranked, by TRL's names: those of preference training, and of reward models."""
+
 
 def save_final(
     folder: RunFolder,
@@ -77,7 +80,8 @@ def save_final(
             with loading_whole():
                 model = load_model(settings, peft, tokenizer, seed=trainer.args.seed)
         with merged_in(model, load_file(adapters / "adapter_model.safetensors"), dtype, seed) as whole:
-            whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended
+            if whole.can_generate():
+                whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended
             for place in merged:
                 with weights_at_least(whole, place):
                     whole.save_pretrained(place)
@@ -229,27 +233,23 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
         if summary.early and figures["best_step"] is not None:
             said.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
     state = summary.trainer.state
-    if lines := [line for line in state.log_history if "eval_rewards/margins" in line]:
-        best = state.best_global_step if summary.early else None
-        kept = next((line for line in lines if line["step"] == best), lines[-1])
-        first, last = (line["eval_rewards/margins"] for line in (lines[0], kept))
-        ranked = f"{kept['eval_rewards/accuracies']:.1%} rank right (chance: 50%)"
-        said.append(f"of {kept['eval_pairs']:,} held-out pairs {ranked}, margin {first:.2f} → {last:.2f}")
+    for accuracy, margin in _RANKED:
+        if lines := [line for line in state.log_history if margin in line]:
+            best = state.best_global_step if summary.early else None
+            kept = next((line for line in lines if line["step"] == best), lines[-1])
+            ranked = f"{kept[accuracy]:.1%} rank right (chance: 50%)"
+            moved = f"margin {lines[0][margin]:.2f} → {kept[margin]:.2f}"
+            said.append(f"of {kept['eval_pairs']:,} held-out pairs {ranked}, {moved}")
     return said
 
 
-def following(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat: bool) -> list[str]:
-    """Next commands, ready to run: generate from `prompt`, `verify`, and the same run in another packing mode.
+def following(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat: bool, scores: bool) -> list[str]:
+    """Next commands, ready to run: generate from `prompt` (or score an answer to it), `verify`, and the same run in another mode.
 
-    `chat` says whether the tokenizer has a chat template, `mode` is packing.mode.
+    `chat` says whether the tokenizer has a chat template, `mode` is packing.mode, `scores` that of a reward model.
     """
-    asked = json.dumps([{"role": "user", "content": prompt}] if chat else prompt, ensure_ascii=False)
     final = json.dumps(str(folder.final), ensure_ascii=False)
-    answer = '["generated_text"][-1]["content"]' if chat else '["generated_text"]'
-    code = (
-        f'from transformers import pipeline; generate = pipeline("text-generation", {final});'
-        f" print(generate({asked}, do_sample=False)[0]{answer})"
-    )
+    code = _scoring(final, prompt, chat=chat) if scores else _generating(final, prompt, chat=chat)
     other = "padding_free" if mode == "padding" else "padding"
     again = [verb, str(folder.config), f"packing.mode={other}", f"trainer.output_dir={folder.root}-{other}"]
     packtrain = _program("packtrain")
@@ -258,6 +258,27 @@ def following(folder: RunFolder, prompt: str, *, verb: str, mode: str, chat: boo
         f"{packtrain} {shlex.join(['verify', str(folder.config)])}  # proves on the model that the modes train the same",
         f"{packtrain} {shlex.join(again)}  # the same losses, at another speed",
     ]
+
+
+def _generating(final: str, prompt: str, *, chat: bool) -> str:
+    asked = json.dumps([{"role": "user", "content": prompt}] if chat else prompt, ensure_ascii=False)
+    answer = '["generated_text"][-1]["content"]' if chat else '["generated_text"]'
+    return (
+        f'from transformers import pipeline; generate = pipeline("text-generation", {final});'
+        f" print(generate({asked}, do_sample=False)[0]{answer})"
+    )
+
+
+def _scoring(final: str, prompt: str, *, chat: bool) -> str:
+    said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": "Hello!"}]
+    ids = f'apply_chat_template({json.dumps(said)}, return_dict=True, return_tensors="pt")'
+    ids = ids if chat else f'__call__({json.dumps(f"{prompt} …")} + tokenizer.eos_token, return_tensors="pt")'
+    return (
+        "from transformers import AutoModelForSequenceClassification, AutoTokenizer;"
+        f" tokenizer = AutoTokenizer.from_pretrained({final});"
+        f" model = AutoModelForSequenceClassification.from_pretrained({final});"
+        f" print(model(**tokenizer.{ids}).logits.item())"
+    )
 
 
 def _program(name: str) -> str:

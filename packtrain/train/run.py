@@ -40,6 +40,7 @@ from packtrain.model.compiled import compile_layers
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision, multiply_in
 from packtrain.model.save import mend_generation_config, try_saving
+from packtrain.model.score_head import outputs_of_tokens
 from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
@@ -220,7 +221,8 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
         remember(size_of(data.train), config.model, config.data, config.objective.kind, config.trainer.seed)
 
     own_heartbeat().enter("load")
-    run.model = load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed)
+    scores = config.objective.traits.scores
+    run.model = load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed, scores=scores)
     agree_on_model(peers, run.model, timeout_s=preparing)
     check_trainable(run.model)
     longest = max(objective.longest_document(part) for part in (data.train, data.eval) if part)
@@ -258,6 +260,10 @@ def objective_of(config: RunConfig) -> TrainingObjective:
         from packtrain.train.objectives.sft import SFT
 
         return SFT(objective, packing)
+    if objective.kind == "reward":
+        from packtrain.train.objectives.reward import Reward
+
+        return Reward(objective, packing, config.batch)
     if objective.kind != "dpo":
         raise NotImplementedError(objective.kind)
     from packtrain.train.objectives.dpo import DPO
@@ -285,7 +291,8 @@ def _build(
     decision = None
     if config.packing.mode != "padding":
         origin["kernel"] = _choose_kernel(run, data.train, precision, checkpoint)
-        decision = objective.decide_attention(config.model.attention, base, ranks, precision, prove=prove)
+        with outputs_of_tokens(base):
+            decision = objective.decide_attention(config.model.attention, base, ranks, precision, prove=prove)
 
     cost, pad = attention_cost(model), int(cast(Any, tokenizer.pad_token_id) or 0)
 
@@ -304,7 +311,8 @@ def _build(
     if compiled:
         log.fact("compiled", f"{counted(compiled, 'layers')} by torch.compile, attention apart")
     if prove:
-        check_as_it_comes(base, padding=decision is None, autocast=precision.autocast)
+        with outputs_of_tokens(base):
+            check_as_it_comes(base, padding=decision is None, autocast=precision.autocast)
     settings = LoopSettings(
         steps,
         evaluation,
@@ -474,6 +482,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         verb=config.objective.kind,
         mode=config.packing.mode,
         chat=bool(run.tokenizer.chat_template),
+        scores=config.objective.traits.scores,
     )
     results.show(run.log, summary, folder, saved, commands)
     _describe_data(run, summary.data)

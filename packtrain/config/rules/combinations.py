@@ -220,6 +220,9 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if config.packing.share_prefix is not None and not objective.traits.pairs:
         what = f"only preference pairs share a prompt; packtrain {objective.kind} has none"
         yield Fault(("packing.share_prefix",), what, "Take the key away.")
+    if objective.traits.scores and config.trainer.samples:
+        what = "a reward model does not answer: it scores answers"
+        yield Fault(("trainer.samples",), what, "Take the key away.")
     if objective.kind == "dpo":
         yield from dpo_rules(objective, config.data, config.packing, config.peft, given)
 

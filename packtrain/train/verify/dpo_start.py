@@ -259,11 +259,6 @@ def _training(model: Any) -> Iterator[None]:
 
 
 def _first(trainer: PackedDPOTrainer) -> MicroBatch:
-    """The first micro-batch of this process, or of another one if it has no pair, in the run's first step.
-
-    A run that was resumed in a later pass takes the step of the first pass: precomputed log-probabilities are of its rows.
-    """
+    """The first micro-batch of this process."""
     steps = cast(PairSteps, trainer.steps)
-    step = trainer.settings.first_step % min(len(steps), steps.schedule.steps_per_epoch(0))
-    layout = steps.schedule.layout(step, steps.world_size)
-    return next(steps.collate(pairs) for part in (layout[steps.rank], *layout) for pairs in part if len(pairs))
+    return steps.collate(steps.first_pairs(trainer.settings.first_step))

@@ -1,0 +1,128 @@
+"""Reward models: one number for a document, by a linear layer `score` on the hidden state of its last token.
+
+These are transformers' ...ForSequenceClassification of decoders with num_labels=1. On a padded batch the model's own call is the
+definition. On a flattened row the backbone runs by Segments, and `score` is applied to every token of it (the layer has
+one output: that costs nothing); the row's `ends` are the last tokens, as the model itself would find them.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from packtrain.errors import UserError
+from packtrain.packing.collate import ScoredRow, on_device, row_arguments, to_device
+
+HEAD = "score"
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def is_reward_model(config: PreTrainedConfig) -> bool:
+    """Whether the saved model has a classification head of its own."""
+    return any(_CLASSIFIER in name for name in config.architectures or ())
+
+
+def with_one_score(config: PreTrainedConfig) -> PreTrainedConfig:
+    """`config` of a model with one score. Raises UserError where the saved model has another number of them."""
+    if is_reward_model(config) and config.num_labels != 1:
+        raise UserError(
+            f"this model was trained to give {config.num_labels} scores (num_labels), a reward model gives one",
+            where="model.path",
+            fix="name a reward model, or a causal language model: it gets a new head",
+        )
+    config.num_labels = 1
+    return config
+
+
+def new_score(model: PreTrainedModel, seed: int) -> None:
+    """Draws the weights of a new head, from `seed` alone: the same on all processes, whatever was drawn before."""
+    torch.manual_seed(seed)
+    head: Any = getattr(model, HEAD)
+    head._is_hf_initialized = False
+    for weight in head.parameters():
+        weight._is_hf_initialized = False
+    model._init_weights(head)
+
+
+def check_score_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Sets the padding token, by which `model` finds the last one of a document.
+
+    Raises UserError if there is none, or unless `model` scores the last token by one linear layer, as decoders do.
+    """
+    name, head = type(model).__name__, getattr(model, HEAD, None)
+    if not isinstance(head, nn.Linear) or model.base_model is model or model.config.is_encoder_decoder:
+        raise UserError(
+            f"{name} has no linear layer `{HEAD}` over the last token of a document: it pools or classifies in another way",
+            where="model.path",
+            fix="take a decoder such as Llama, Qwen, Mistral, Gemma or GPT-2 (docs/reward.md)",
+        )
+    if tokenizer.pad_token_id is None:
+        what = "the tokenizer has neither a padding token nor EOS: a reward model finds the end of a document by it"
+        raise UserError(what, where="model.tokenizer", fix="set pad_token on the tokenizer")
+    cast(Any, model.config.get_text_config()).pad_token_id = tokenizer.pad_token_id
+
+
+def add_scores(model: PreTrainedModel) -> None:
+    """Adds `layout=` to the forward of `model`: with a ScoredRow `input_ids` [1, T] is that row, and the result is that of the
+    padded call: `logits` float32 [documents, 1]. `margin`, which TRL's loss reads from the same batch, is not the model's.
+    """
+    inner = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(
+        self: PreTrainedModel,
+        *args: Any,
+        layout: ScoredRow | None = None,
+        margin: torch.Tensor | None = None,
+        every_token: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if every_token:
+            return _scores(self, kwargs)
+        if layout is None:
+            output = inner(*args, **kwargs)
+            output.logits = output.logits.float()
+            return output
+        ids = kwargs["input_ids"]
+        row = {"input_ids": ids, **on_device(row_arguments(layout.segments), ids.device)}
+        # through the attribute: a backend that splits rows wraps this forward
+        scores = self.forward(**row, every_token=True).logits
+        return SequenceClassifierOutputWithPast(logits=scores[0, to_device(layout.ends, ids.device)].float())
+
+    model.forward = types.MethodType(forward, model)
+
+
+@contextmanager
+def outputs_of_tokens(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the block a call of `model` gives `logits` [rows, T, n] of every token, as the proofs compare them.
+
+    Of a reward model those are scores [rows, T, 1]; other models do so anyway.
+    """
+    if not hasattr(model, HEAD):
+        yield
+        return
+    inner = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: PreTrainedModel, **kwargs: Any) -> Any:
+        return _scores(self, kwargs)
+
+    model.forward = types.MethodType(forward, model)
+    try:
+        yield
+    finally:
+        model.forward = inner
+
+
+def _scores(model: PreTrainedModel, call: dict[str, Any]) -> SequenceClassifierOutputWithPast:
+    hidden = model.base_model(**{**call, "use_cache": False}).last_hidden_state
+    return SequenceClassifierOutputWithPast(logits=cast(Any, getattr(model, HEAD))(hidden))
