@@ -1,0 +1,190 @@
+"""Forward and backward of TRL's trainers with `packtrain.attach` and without, on one micro-batch of each, in turns.
+
+    python benchmarks/attach_speed.py --model MODEL_FOLDER --data PREFERENCES.jsonl [--only grpo,reward,kto] [--turns 3]
+        [--recompute] [--threads 2]
+
+grpo: a group of 8 completions of 32 to 256 made-up tokens after a prompt of 512. reward and kto: real pairs, two answers to a
+prompt each; kto with its KL batch and its reference. Loss and norm of the gradient show that both do the same work. Memory is
+the largest of a process of its own for each. Time that others take from the machine falls on both sides of a turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+GROUP, PROMPT, COMPLETIONS = 8, 512, (32, 256)
+PAIRS, LONGEST = 4, 1024
+
+
+def arguments(recompute: bool) -> dict[str, Any]:
+    """What all configs of TRL have in common here."""
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "activation_checkpointing": recompute,
+        "use_cpu": True,
+        "bf16": False,
+        "seed": 0,
+        "report_to": "none",
+    }
+
+
+def grpo(model: str, recompute: bool) -> tuple[Any, list[Any]]:
+    """The trainer and one group, as `_compute_loss` gets it."""
+    import datasets
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=GRPOConfig(**arguments(recompute), per_device_train_batch_size=GROUP, num_generations=GROUP),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["a"] * GROUP}),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    rng = torch.Generator().manual_seed(0)
+    lengths = torch.linspace(*COMPLETIONS, GROUP).long()
+    mask = (torch.arange(max(COMPLETIONS))[None] < lengths[:, None]).long()
+    return trainer, [
+        {
+            "prompt_ids": torch.randint(100, 40_000, (1, PROMPT), generator=rng).repeat(GROUP, 1),
+            "prompt_mask": torch.ones(GROUP, PROMPT, dtype=torch.int64),
+            "completion_ids": torch.randint(100, 40_000, mask.shape, generator=rng) * mask,
+            "completion_mask": mask,
+            "advantages": torch.linspace(-1, 1.5, GROUP),
+            "num_items_in_batch": mask.sum(),
+        }
+    ]
+
+
+def of_pairs(kind: str, model: str, data: str, recompute: bool) -> tuple[Any, list[Any]]:
+    """The trainer of reward models or of labelled answers, and one micro-batch of real pairs."""
+    import datasets
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+
+    with open(data) as source:
+        pairs = [json.loads(line) for _, line in zip(range(PAIRS), source, strict=False)]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    usual = {**arguments(recompute), "max_length": LONGEST, "train_sampling_strategy": "sequential"}
+    if kind == "reward":
+        torch.manual_seed(0)
+        scorer = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32, num_labels=1)
+        rows = [{name: pair["prompt"] + pair[name] for name in ("chosen", "rejected")} for pair in pairs]
+        config = RewardConfig(**usual, per_device_train_batch_size=PAIRS)
+        trainer: Any = RewardTrainer(
+            model=scorer, args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+        )
+    else:
+        rows = [
+            {"prompt": pair["prompt"], "completion": pair[name], "label": name == "chosen"}
+            for pair in pairs
+            for name in ("chosen", "rejected")
+        ]
+        whole = {"dtype": torch.float32}
+        trainer = KTOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(model, **whole),
+            ref_model=AutoModelForCausalLM.from_pretrained(model, **whole),
+            args=KTOConfig(**usual, per_device_train_batch_size=2 * PAIRS),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
+    return trainer, [next(iter(trainer.get_train_dataloader()))]
+
+
+def once(trainer: Any, batches: list[Any]) -> tuple[float, float, float]:
+    """Seconds of forward and backward, the loss, and the norm of the gradient."""
+    import torch
+
+    trainer.model.train()
+    trainer.model.zero_grad()
+    started, losses = time.perf_counter(), []
+    for batch in batches:
+        loss = trainer.compute_loss(trainer.model, dict(batch))
+        loss.backward()
+        losses.append(loss.item())
+    seconds = time.perf_counter() - started
+    norm = torch.stack([p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]).norm().item()
+    return seconds, sum(losses), norm
+
+
+def in_turns(kind: str, options: argparse.Namespace, only: str = "") -> None:
+    """Padded and attached, one after the other; `only` one of them once, for its memory."""
+    import torch
+
+    from packtrain import attach
+
+    torch.set_num_threads(options.threads)
+    made = grpo(options.model, options.recompute) if kind == "grpo" else None
+    trainer, batches = made or of_pairs(kind, options.model, options.data, options.recompute)
+    if only == "padded":
+        once(trainer, batches)
+        return
+    if only == "attached":
+        attach(trainer)
+        once(trainer, batches)
+        return
+    seconds: dict[str, list[float]] = {"padded": [], "attached": []}
+    said: dict[str, tuple[float, float]] = {}
+    for turn in range(options.turns):
+        for way in ("padded", "attached") if turn % 2 == 0 else ("attached", "padded"):
+            handle = attach(trainer, proof=turn == 0) if way == "attached" else None
+            took, *said[way] = once(trainer, batches)
+            seconds[way].append(took)
+            if handle is not None:
+                stats, backends = handle.stats, handle.backends
+                handle.detach()
+    best = {way: min(times) for way, times in seconds.items()}
+    every = [padded / attached for padded, attached in zip(*seconds.values(), strict=True)]
+    print(f"\n{kind}: {stats.row_slots:,} slots for {stats.padded_slots:,}, attention {backends[0]}")
+    print(f"{'':<10}{'best s':>8}{'all':>30}{'loss':>12}{'|gradient|':>12}{'GiB':>7}")
+    for way, times in seconds.items():
+        gib = memory([kind, way], options)
+        listed = " ".join(f"{one:.2f}" for one in times)
+        print(f"{way:<10}{best[way]:>8.2f}{listed:>30}{said[way][0]:>12.6f}{said[way][1]:>12.6f}{gib:>7.2f}")
+    print(
+        f"ratio {best['padded'] / best['attached']:.2f}; of each turn {', '.join(f'{one:.2f}' for one in every)}",
+        flush=True,
+    )
+
+
+def memory(child: list[str], options: argparse.Namespace) -> float:
+    """The largest memory, in GiB, of a process that does it once."""
+    shared = ["--model", options.model, "--data", options.data, "--threads", str(options.threads)]
+    shared += ["--recompute"] if options.recompute else []
+    process = subprocess.Popen([sys.executable, __file__, *shared, "--child", *child], stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    return float("nan") if status else usage.ru_maxrss / 2**20
+
+
+def main() -> None:
+    """Measures what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", default="")
+    parser.add_argument("--only", default="grpo,reward,kto")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--child", nargs=2, default=None)
+    options = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    if options.child:
+        in_turns(options.child[0], options, options.child[1])
+        return
+    for kind in options.only.split(","):
+        in_turns(kind, options)
+
+
+if __name__ == "__main__":
+    main()

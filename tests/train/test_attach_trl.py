@@ -1,0 +1,85 @@
+"""TRL's own trainers with `attach` and without: the same losses, gradients and figures in every step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tiny_models import tiny_model
+from transformers import AutoModelForSequenceClassification
+from trl_trainers import STEPS, Ran, make, ran
+
+TIMES = ("time", "runtime", "per_second", "flos", "second")
+
+
+def same(expected: Ran, found: Ran) -> None:
+    assert len(found.losses) == len(expected.losses) >= STEPS
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5, abs=1e-5)
+    for theirs, ours in zip(expected.gradients, found.gradients, strict=True):
+        assert ((ours - theirs).norm() / theirs.norm()).item() < 1e-4
+    for theirs, ours in zip(expected.logged, found.logged, strict=True):
+        figures = {name: value for name, value in theirs.items() if not any(word in name for word in TIMES)}
+        assert {name: ours[name] for name in figures} == pytest.approx(figures, rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+def compared(kind: str, folder: Path, **given: Any) -> Ran:
+    expected = ran(make(kind, folder, **given), attached=False)
+    found = ran(make(kind, folder, **given), attached=True)
+    same(expected, found)
+    assert found.handle is not None and found.handle.stats.calls >= STEPS and not found.handle.stats.left_alone
+    return found
+
+
+@pytest.mark.parametrize(("kind", "group"), [("grpo", 2), ("grpo", 4), ("grpo", 8), ("rloo", 2), ("rloo", 8)])
+def test_groups(kind: str, group: int, tmp_path: Path) -> None:
+    """With a reference, completions that end at once, prompts of one token, and several micro-batches a step."""
+    found = compared(kind, tmp_path, group=group, beta=0.1, gradient_accumulation_steps=2)
+    stats = found.handle.stats
+    assert stats.shared_tokens > 0 and stats.row_slots < stats.padded_slots / 2
+
+
+def test_empty_completions_and_equal_prompts(tmp_path: Path) -> None:
+    """`mask_truncated_completions` empties those that were cut off: of all of a batch, at times."""
+    compared("grpo", tmp_path, equal_prompts=True, mask_truncated_completions=True, num_iterations=2)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "distillation", "sft"])
+def test_other_objectives(kind: str, tmp_path: Path) -> None:
+    found = compared(kind, tmp_path, **({"activation_checkpointing": True} if kind == "kto" else {}))
+    assert found.handle.stats.shared_tokens > 0
+
+
+def test_reward_models(tmp_path: Path) -> None:
+    def model() -> Any:
+        config = tiny_model("llama").config
+        config.num_labels = 1
+        torch.manual_seed(0)
+        return AutoModelForSequenceClassification.from_config(config)
+
+    runs = [ran(make("reward", tmp_path, model=model()), attached=attached) for attached in (False, True)]
+    same(*runs)
+    assert runs[1].handle.stats.calls == STEPS and runs[1].handle.stats.shared_tokens > 0
+
+
+def test_adapters_mixed_precision_and_real_rollouts(tmp_path: Path) -> None:
+    """LoRA, whose reference is the model with adapters off; in bfloat16, and by completions that the model itself wrote."""
+
+    both: dict[str, Any] = {"beta": 0.1, "gradient_accumulation_steps": 2}
+
+    def with_adapters() -> Any:
+        options = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+        trainer = make("grpo", tmp_path, options=options, **both)
+        del trainer._generate_single_turn
+        return trainer
+
+    runs = [ran(with_adapters(), attached=attached) for attached in (False, True)]
+    same(*runs)
+    stats = runs[1].handle.stats
+    assert list(stats.left_alone) == ["generation with a cache"] and stats.calls >= STEPS
+    expected, found = (ran(make("grpo", tmp_path, bf16=True, **both), attached=one) for one in (False, True))
+    assert found.losses == pytest.approx(expected.losses, abs=1e-2)
+    for theirs, ours in zip(expected.gradients[:2], found.gradients[:2], strict=True):
+        assert ((ours - theirs).norm() / theirs.norm()).item() < 0.05
