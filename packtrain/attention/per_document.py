@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from packtrain.attention.segmented_modules import replace_forward
+from packtrain.attention.segmented_modules import in_row, replace_forward
 from packtrain.packing.collate import IGNORE, to_device
 from packtrain.packing.segments import Segments
 
@@ -106,9 +106,4 @@ def _joined_tensor(groups: list[_Group], parts: list[torch.Tensor], segments: Se
         return torch.stack(parts).sum()
     pairs = zip(groups, parts, strict=True)
     documents = {leaf: one for group, part in pairs for leaf, one in zip(group.leaves, part.unbind(0), strict=True)}
-    place: dict[int, torch.Tensor] = {}
-    for leaf in segments.leaves:
-        path = segments.path(leaf)
-        for number, piece in zip(path, documents[leaf].split([segments.lengths[one] for one in path]), strict=True):
-            place.setdefault(number, piece)  # what is shared counts in the first document
-    return torch.cat([place[number] for number in range(len(segments.lengths))])[None]
+    return in_row(documents, segments)

@@ -22,6 +22,7 @@ layers fails here at once instead of leaking.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -65,26 +66,30 @@ def segmented_attention(
     kwargs["is_causal"] = True  # some modules leave causality to the mask
     # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
     queries = query.split(segments.lengths, dim=2)
-    keys, values = (_on_paths(tensor.split(segments.lengths, dim=2), segments) for tensor in (key, value))
+    every = range(len(segments.lengths))
+    keys, values = (on_paths(tensor.split(segments.lengths, dim=2), segments, every) for tensor in (key, value))
     outputs: dict[int, torch.Tensor] = {}
     for numbers in segments.same_shape:
         length, before = segments.lengths[numbers[0]], segments.prefix_lengths[numbers[0]]
-        q = _joined([queries[number] for number in numbers])
-        k, v = (_joined([_joined(pieces[number], dim=2) for number in numbers]) for pieces in (keys, values))
+        q = joined([queries[number] for number in numbers])
+        k, v = (joined([joined(pieces[number], dim=2) for number in numbers]) for pieces in (keys, values))
         attend = eager if eager and before + length <= _SHORT else usual
         mask = mask_of(attend, length, before + length, window, query.dtype, query.device)
         output = attend(module, q, k, v, mask, sliding_window=window, **kwargs)[0]  # [count, length, heads, d]
         outputs |= zip(numbers, output.unbind(0), strict=True)
-    return torch.cat([outputs[number] for number in range(len(outputs))])[None], None
+    return torch.cat([outputs[number] for number in every])[None], None
 
 
-def _on_paths(parts: Sequence[torch.Tensor], segments: Segments) -> list[list[torch.Tensor]]:
-    """The keys or values [1, heads, length, d] of the segments on the path of each, from those of each for itself."""
-    if not any(segments.prefix_lengths):
-        return [[part] for part in parts]
-    users = zip(parts, segments.users, strict=True)
-    copies = [iter(cast(Any, _Shared.apply(part, count)) if count > 1 else (part,)) for part, count in users]
-    return [[next(copies[number]) for number in path] for path in segments.paths]
+def on_paths(parts: Sequence[torch.Tensor], row: Segments, numbers: Sequence[int]) -> list[list[torch.Tensor]]:
+    """For each of the segments `numbers` the parts of the row on its path, from those of each segment for itself."""
+    if not any(row.prefix_lengths):
+        return [[parts[number]] for number in numbers]
+    users = Counter(one for number in numbers for one in row.paths[number])
+    copies = [
+        iter(cast(Any, _Shared.apply(part, users[number])) if users[number] > 1 else (part,))
+        for number, part in enumerate(parts)
+    ]
+    return [[next(copies[one]) for one in row.paths[number]] for number in numbers]
 
 
 class _Shared(torch.autograd.Function):
@@ -103,7 +108,7 @@ class _Shared(torch.autograd.Function):
         return total.to(first.dtype), None
 
 
-def _joined(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+def joined(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """The tensors one after the other along `dim`; one alone is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 

@@ -1,12 +1,13 @@
-"""`segmented` for models whose attention is code of their own: the whole attention module runs once per segment.
+"""`segmented` for models whose attention is code of their own: the whole attention module runs once per document.
 
 bloom, mpt, falcon, gptj and others (remote code too) do not look up their attention function in transformers'
 `AttentionInterface`, so there is none to replace. Instead the forward of the attention module is replaced: it is called once
-per segment with its arguments cut to the segment, segments of equal length in one call, and the outputs are concatenated.
-Scores, biases and probabilities then exist per document only; all other layers run on the flattened row.
+per document with its arguments cut to the document, documents of equal length in one call, and the outputs are put together.
+Scores, biases and probabilities then exist per document only; all other layers run on the flattened row. What documents share
+goes through the module with each of them, and through all other layers once.
 
 How an argument is cut follows from its name and its number of dimensions, never from a size that happens to be T: so the
-isolation proof at one length holds for all. An argument that fits no rule is refused, and so is a shared prefix.
+isolation proof at one length holds for all. An argument that fits no rule is refused.
 
 The price: such a model still builds the mask of the whole row, T×T once per forward pass (falcon with ALiBi: one per head),
 and the module's projections run per segment. ZeRO-3 has to gather the attention module as a whole.
@@ -27,6 +28,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from packtrain.attention.segmented import joined, on_paths
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
@@ -53,7 +55,7 @@ def run_attention_once_per_segment(model: PreTrainedModel) -> Callable[[], None]
     """From now on a call of `model` with `segments` keeps them apart in every attention module; returns the undo function.
 
     Calls without `segments` are left as they are. Raises CheckFailed where the model has no attention module; the call
-    raises it for segments with prefixes and for arguments that cannot be cut.
+    raises it for arguments that cannot be cut.
     """
     modules = _attention_modules(model)
     if not modules:
@@ -113,11 +115,6 @@ def _forward_of_model(model: PreTrainedModel, current: _Current) -> Callable[...
     @functools.wraps(type(model).forward)
     def forward(self: PreTrainedModel, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
         if segments is not None:
-            if any(segments.prefix_lengths):
-                raise CheckFailed(
-                    f"the attention of {type(model).__name__} runs as a whole per document, which cannot share a prefix",
-                    fix=_FIX,
-                )
             kwargs = {name: value for name, value in kwargs.items() if name not in _FOR_KERNELS}
             if "position_ids" not in takes:
                 kwargs.pop("position_ids", None)
@@ -169,58 +166,57 @@ def _forward_of_module(module: nn.Module, current: _Current) -> Callable[..., An
             )
         if row is None or len(row.lengths) == 1:
             return inner(*args, **kwargs)
-        batches = _batches(row)
         arguments = signature.bind(*args, **kwargs)
-        pieces = _cut_all(arguments.arguments, batches, name)
+        pieces = _cut_all(arguments.arguments, row, name)
         outputs = []
         for piece in pieces:
             one = inspect.BoundArguments(signature, piece)
             outputs.append(inner(*one.args, **one.kwargs))
-        return _joined(outputs, batches, name)
+        return _joined(outputs, row, name)
 
     return forward
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Segments of `length` tokens each: their `numbers` in the row, and the tokens at which they start."""
+    """Documents of `length` tokens each, by their last segments."""
 
     length: int
-    numbers: tuple[int, ...]
-    starts: tuple[int, ...]
+    leaves: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        return len(self.numbers)
+        return len(self.leaves)
 
 
 @lru_cache(maxsize=64)  # the same for every layer
-def _batches(segments: Segments) -> tuple[_Batch, ...]:
-    return tuple(
-        _Batch(segments.lengths[numbers[0]], numbers, tuple(segments.starts[number] for number in numbers))
-        for numbers in segments.same_shape
-    )
+def _batches(row: Segments) -> tuple[_Batch, ...]:
+    found: dict[int, list[int]] = {}
+    for leaf in row.leaves:
+        found.setdefault(row.prefix_lengths[leaf] + row.lengths[leaf], []).append(leaf)
+    return tuple(_Batch(length, tuple(leaves)) for length, leaves in found.items())
 
 
-def _cut_all(arguments: dict[str, Any], batches: tuple[_Batch, ...], module: str) -> list[dict[str, Any]]:
+def _cut_all(arguments: dict[str, Any], row: Segments, module: str) -> list[dict[str, Any]]:
     """`arguments` by name for each batch."""
-    cut = {name: _cut(name, value, batches, module) for name, value in arguments.items()}
-    return [{name: pieces[number] for name, pieces in cut.items()} for number in range(len(batches))]
+    cut = {name: _cut(name, value, row, module) for name, value in arguments.items()}
+    return [{name: pieces[number] for name, pieces in cut.items()} for number in range(len(_batches(row)))]
 
 
-def _cut(name: str, value: Any, batches: tuple[_Batch, ...], module: str) -> list[Any]:
+def _cut(name: str, value: Any, row: Segments, module: str) -> list[Any]:
     """The argument `name` of `module` for each batch, with `count` in place of the one row of the flattened call."""
+    calls = len(_batches(row))
     if value is None or isinstance(value, (bool, int, float, str)):
-        return [value] * len(batches)
+        return [value] * calls
     if isinstance(value, Cache) and value.get_seq_length() == 0:
-        return [None] * len(batches)  # training generates nothing, and a cache would mix the documents
+        return [None] * calls  # training generates nothing, and a cache would mix the documents
     if isinstance(value, dict):
-        return _cut_all(value, batches, module)
+        return _cut_all(value, row, module)
     if isinstance(value, (tuple, list)):
-        columns = [_cut(name, one, batches, module) for one in value]
-        return [type(value)(column[number] for column in columns) for number in range(len(batches))]
+        columns = [_cut(name, one, row, module) for one in value]
+        return [type(value)(column[number] for column in columns) for number in range(calls)]
     if isinstance(value, torch.Tensor):
-        pieces = _cut_tensor(name, value, batches)
+        pieces = _cut_tensor(name, value, row)
         if pieces is not None:
             return pieces
         what = f"of shape {list(value.shape)}"
@@ -229,9 +225,9 @@ def _cut(name: str, value: Any, batches: tuple[_Batch, ...], module: str) -> lis
     raise CheckFailed(f"{module} takes {name!r}, {what}, which cannot be cut by document", fix=_FIX)
 
 
-def _cut_tensor(name: str, value: torch.Tensor, batches: tuple[_Batch, ...]) -> list[torch.Tensor] | None:
+def _cut_tensor(name: str, value: torch.Tensor, row: Segments) -> list[torch.Tensor] | None:
     """The parts of `value` for each batch, or None if no rule fits its name and shape."""
-    tokens = sum(batch.length * batch.count for batch in batches)
+    batches, tokens = _batches(row), row.tokens
     shape, rank = value.shape, value.dim()
     role = _BY_POSITION.get(name)
     if role == "whole":
@@ -244,46 +240,59 @@ def _cut_tensor(name: str, value: torch.Tensor, batches: tuple[_Batch, ...]) -> 
     if rank not in (2, 3, 4) or shape[0] != 1:
         return None
     if "mask" in name and rank > 2:
-        return _blocks(value, batches) if shape[-1] == tokens and shape[-2] in (1, tokens) else None
+        return _blocks(value, row) if shape[-1] == tokens and shape[-2] in (1, tokens) else None
     along = 2 if rank == 4 else 1  # [1, T], [1, T, d], [1, 1, T, d]
     if shape[along] != tokens or (rank == 4 and shape[1] != 1):
         return None
     if role == "first":
         return [value.narrow(along, 0, batch.length) for batch in batches]
-    lengths = {number: batch.length for batch in batches for number in batch.numbers}
     # one split in place of a slice per segment: the backward of a slice fills a tensor of the whole row
-    parts = value.split([lengths[number] for number in range(len(lengths))], dim=along)
-    return [torch.cat([parts[number] for number in batch.numbers]) for batch in batches]  # [count, …, length, …]
+    parts = on_paths(value.split(row.lengths, dim=along), row, row.leaves)
+    documents = {leaf: joined(pieces, along) for leaf, pieces in zip(row.leaves, parts, strict=True)}
+    return [torch.cat([documents[leaf] for leaf in batch.leaves]) for batch in batches]  # [count, …, length, …]
 
 
-def _blocks(mask: torch.Tensor, batches: tuple[_Batch, ...]) -> list[torch.Tensor]:
-    """The blocks [count, …, length or 1, length] on the diagonal of a mask [1, …, T or 1, T].
+def _blocks(mask: torch.Tensor, row: Segments) -> list[torch.Tensor]:
+    """Of a mask [1, …, T or 1, T] the blocks [count, …, length or 1, length] of the documents' own tokens.
 
     A mask with one plane per head has a position bias (falcon's ALiBi): every document gets the first block, as alone.
     """
-    first = mask.dim() == 4 and mask.shape[1] > 1
+    first, each = mask.dim() == 4 and mask.shape[1] > 1, mask.shape[-2] > 1
 
-    def block(start: int, length: int) -> torch.Tensor:
-        inside = slice(start, start + length)
-        return mask[..., inside if mask.shape[-2] > 1 else slice(None), inside]
+    def block(pieces: list[slice]) -> torch.Tensor:
+        columns = joined([mask[..., piece] for piece in pieces], -1)
+        return joined([columns[..., piece, :] for piece in pieces], -2) if each else columns
+
+    def inside(number: int) -> slice:
+        return slice(row.starts[number], row.starts[number] + row.lengths[number])
 
     return [
-        block(0, batch.length).expand(batch.count, -1, -1, -1)
+        block([slice(0, batch.length)]).expand(batch.count, -1, -1, -1)
         if first
-        else torch.cat([block(start, batch.length) for start in batch.starts])
-        for batch in batches
+        else torch.cat([block([inside(number) for number in row.path(leaf)]) for leaf in batch.leaves])
+        for batch in _batches(row)
     ]
 
 
-def _joined(outputs: list[Any], batches: tuple[_Batch, ...], module: str) -> Any:
+def _joined(outputs: list[Any], row: Segments, module: str) -> Any:
     """The output for the row [1, T, …]; of a tuple, its first item is joined, and others (attention weights) are kept if equal."""
     if isinstance(outputs[0], (tuple, list)):
         first, *others = zip(*outputs, strict=True)
         shared = [other[0] if all(one is other[0] for one in other) else None for other in others]
-        return type(outputs[0])([_joined(list(first), batches, module), *shared])
-    segments: dict[int, torch.Tensor] = {}
-    for output, batch in zip(outputs, batches, strict=True):
+        return type(outputs[0])([_joined(list(first), row, module), *shared])
+    documents: dict[int, torch.Tensor] = {}
+    for output, batch in zip(outputs, _batches(row), strict=True):
         if not isinstance(output, torch.Tensor) or output.shape[:2] != (batch.count, batch.length):
             raise CheckFailed(f"{module} does not return its tokens one by one", fix=_FIX)
-        segments |= zip(batch.numbers, output.unbind(0), strict=True)
-    return torch.cat([segments[number] for number in range(len(segments))])[None]
+        documents |= zip(batch.leaves, output.unbind(0), strict=True)
+    return in_row(documents, row)
+
+
+def in_row(documents: dict[int, torch.Tensor], row: Segments) -> torch.Tensor:
+    """[1, T, …] of the tokens of documents [length, …], each under its last segment; what is shared comes from the first."""
+    place: dict[int, torch.Tensor] = {}
+    for leaf in row.leaves:
+        path = row.path(leaf)
+        for number, piece in zip(path, documents[leaf].split([row.lengths[one] for one in path]), strict=True):
+            place.setdefault(number, piece)
+    return torch.cat([place[number] for number in range(len(row.lengths))])[None]

@@ -66,18 +66,10 @@ class Segments:
         return self.paths[number]
 
     @cached_property
-    def users(self) -> tuple[int, ...]:
-        """On how many paths each segment is, its own included: 1 where none continues it."""
-        counts = [1] * len(self.lengths)
-        for number in reversed(range(len(counts))):
-            if (prefix := self.shared[number]) is not None:
-                counts[prefix] += counts[number]
-        return tuple(counts)
-
-    @cached_property
     def leaves(self) -> tuple[int, ...]:
         """The segments that none continues: the ends of the row's documents."""
-        return tuple(number for number, count in enumerate(self.users) if count == 1)
+        continued = set(self.prefixes)
+        return tuple(number for number in range(len(self.lengths)) if number not in continued)
 
     @cached_property
     def prefix_lengths(self) -> tuple[int, ...]:

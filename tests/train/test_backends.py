@@ -254,7 +254,7 @@ def test_the_proof_before_step_1_costs_less_than_three_rows(pairs: bool, calls: 
 
 
 def test_what_shares_no_prompt_may_still_keep_documents_apart() -> None:
-    decision = choose_attention("auto", tiny_model("bloom", hidden_size=64, n_head=4), CPU, pairs=True)
+    decision = choose_attention("auto", longrope_model(), CPU, pairs=True)
     assert decision.backend.name == "segmented" and "cannot share a prefix" in str(decision.unshared)
     decision = choose_attention("auto", state_space_model("mamba"), CPU, pairs=True)
     assert decision.backend.name == "per_document" and "by itself" in str(decision.unshared)

@@ -212,13 +212,25 @@ def test_segments_of_equal_length_go_through_in_one_call() -> None:
     assert shapes == [(2, 5, 64), (3, 33, 64)]
 
 
-def test_a_shared_prefix_is_refused() -> None:
-    model, batch = tiny_model("bloom"), collate_flat(documents((9, 5, 7)))
-    segments = Segments((9, 5, 7), prefixes=(None, 0, 0))
-    row = {**batch, "segments": segments, "position_ids": segments.position_ids()}
-    del row["shift_labels"]
-    with attending_by(model, "segmented"), pytest.raises(CheckFailed, match="cannot share a prefix"):
-        model(**row)
+@pytest.mark.parametrize("case", CASES)
+def test_what_documents_share_is_seen_by_each_of_them_and_runs_once_outside_of_attention(case: str) -> None:
+    segments = Segments((9, 5, 1, 7, 12, 1, 5), (None, 0, 1, 1, None, 0, 4))
+    model, ids = tiny_model(case), torch.from_numpy(documents((segments.tokens,))[0].input_ids).long()
+    labels = ids.roll(-1)
+    paths = [ids[segments.tokens_along([number])][None] for number in range(len(segments.lengths))]
+    outputs = [
+        model(path, attention_mask=torch.ones_like(path)).logits[0, -n:]
+        for path, n in zip(paths, segments.lengths, strict=True)
+    ]
+    expected = torch.cat(outputs)
+    expected_loss, expected_gradients = loss_and_gradients(model, expected, labels)
+    row = {"input_ids": ids[None], "segments": segments, "position_ids": segments.position_ids()}
+    with attending_by(model, "segmented"):
+        logits = model(**row).logits[0]
+        loss, gradients = loss_and_gradients(model, logits, labels)
+    assert relative(logits, expected) < 1e-5
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert relative(gradients, expected_gradients) < 1e-4
 
 
 class TiltedAttention(torch.nn.Module):

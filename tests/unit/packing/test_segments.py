@@ -44,7 +44,6 @@ def test_paths_lead_from_the_root_to_the_segment(segments: Segments) -> None:
     for number, prefix in enumerate(segments.shared):
         assert segments.path(number) == ((number,) if prefix is None else (*segments.path(prefix), number))
         assert segments.prefix_lengths[number] == sum(segments.lengths[one] for one in segments.path(number)[:-1])
-        assert segments.users[number] == sum(number in path for path in segments.paths)
         assert segments.tokens_along([number]).tolist() == tokens_up_to(segments, number)
     assert set(segments.leaves) == set(range(len(segments.lengths))) - set(segments.shared)
 
@@ -64,7 +63,7 @@ def test_unrolled_every_document_is_whole_and_every_token_of_the_row_has_one_out
 def test_a_tree_of_thousands_of_segments_is_no_work() -> None:
     """A prompt with 2,000 answers, and 2,000 turns each of which continues the one before."""
     wide = Segments((512, *[100] * 2000), (None, *[0] * 2000))
-    assert wide.unrolled().segments.tokens == 2000 * 612 and wide.users[0] == 2001
+    assert wide.unrolled().segments.tokens == 2000 * 612 and len(wide.leaves) == 2000
     deep = Segments((1,) * 2000, (None, *range(1999)))
     assert deep.unrolled().segments == Segments((2000,)) and deep.prefix_lengths[-1] == 1999
 
