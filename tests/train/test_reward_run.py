@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+import torch
 import yaml
 from here import train_here
-from running import LLAMA, Run, base_config, train, write_jsonl
+from peft import AutoPeftModelForSequenceClassification
+from running import ENVIRONMENT, LLAMA, Run, base_config, train, write_jsonl
 from safetensors.torch import load_file
 from test_dpo_run import preferences
-from transformers import AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.load import load_model
+from packtrain.train import checkpoint
 from packtrain.train.objectives.reward_trainer import FIGURES
+from tests.train import forked
 
 PAIRS, HELD_OUT, A_STEP, STEPS = 22, 5, 7, 10  # step 4 of an epoch has one pair
 SMALL = "batch.tokens_per_device=190"  # one to four pairs, so that steps have several micro-batches
@@ -155,3 +162,92 @@ def test_several_processes_train_as_one_also_where_one_of_them_has_no_pair(
     found = train(folder, config_of(folder), SMALL, **started)
     assert_same_training(found, packed)
     assert "computed once for both answers" in said_at_start(found)
+
+
+def held_out_figures(model: Any, folder: Path) -> dict[str, float]:
+    """TRL's figures of the held-out pairs, each document scored alone by a loaded model."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "start")
+
+    def scores(side: str) -> torch.Tensor:
+        chats = [[*row["prompt"], *row[side]] for row in rows(HELD_OUT, 1)]
+        inputs = [tokenizer.apply_chat_template(chat, return_dict=True, return_tensors="pt") for chat in chats]
+        with torch.no_grad():
+            return torch.cat([model(**one).logits[:, 0] for one in inputs])
+
+    chosen, rejected = scores("chosen"), scores("rejected")
+    both, margin = torch.cat([chosen, rejected]), chosen - rejected
+    right = (margin > 0).float()
+    figures = (both.min(), both.mean(), both.max(), right.mean(), margin.mean())
+    return dict(zip(FIGURES, (figure.item() for figure in figures), strict=True))
+
+
+def assert_scores_as_trained(model: Any, run: Run, folder: Path) -> None:
+    model = model.eval()
+    assert model.config.num_labels == 1 and model.config.pad_token_id is not None
+    for name, value in held_out_figures(model, folder).items():
+        assert run.evals[-1][f"eval_{name}"] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+
+def test_the_saved_model_scores_as_trained_and_is_a_reward_model_to_go_on_from(folder: Path, packed: Run) -> None:
+    final = packed.folder / "final"
+    assert_scores_as_trained(AutoModelForSequenceClassification.from_pretrained(final), packed, folder)
+    onward = run(folder, "onward", f"model.path={final}", trainer={"max_steps": 1})
+    first, last = onward.evals[0], packed.evals[-1]  # with the head that it has
+    assert all(first[f"eval_{name}"] == pytest.approx(last[f"eval_{name}"], rel=1e-5, abs=1e-6) for name in FIGURES)
+    right = f"{last['eval_accuracy']:.1%} rank right (chance: 50%), margin"
+    assert f"of {HELD_OUT} held-out pairs {right}" in said_at_start(packed)
+    command = next(line for line in said_at_start(packed).splitlines() if "AutoModelForSequenceClassification" in line)
+    code = shlex.split(command)[shlex.split(command).index("-c") + 1]
+    exec(code)
+
+
+def test_adapters_train_the_head_in_full_and_score_as_trained_merged_or_not(folder: Path) -> None:
+    lora = {"peft": {"kind": "lora", "r": 4, "merge": True}, "trainer": {"gradient_checkpointing": True, "max_steps": 3}}
+    padded = run(folder, "lora-padding", "packing.mode=padding", **lora)
+    packed = run(folder, "lora-packed", SMALL, **lora)
+    assert_same_training(packed, padded, "adapter_model.safetensors")
+    merged = AutoModelForSequenceClassification.from_pretrained(packed.folder / "final-merged")
+    assert_scores_as_trained(merged, packed, folder)
+    adapted = AutoPeftModelForSequenceClassification.from_pretrained(packed.folder / "final", num_labels=1)
+    adapted.config.pad_token_id = merged.config.pad_token_id
+    assert_scores_as_trained(adapted, packed, folder)
+    saved = load_file(packed.folder / "final" / "adapter_model.safetensors")
+    assert any("score" in name for name in saved)
+    onward = run(folder, "lora-onward", f"model.path={packed.folder / 'final'}", **lora)
+    assert onward.evals[0]["eval_loss"] == pytest.approx(packed.evals[-1]["eval_loss"], rel=1e-5)
+
+
+def test_bf16_is_the_same_packed_and_padded_within_its_precision(folder: Path) -> None:
+    for name, bf16 in {"autocast": {"trainer": {"mixed_precision": "bf16"}}, "weights": {}}.items():
+        bf16 = {"trainer": {"max_steps": 3, **bf16.get("trainer", {})}}
+        dtype = ["model.dtype=bfloat16"] if name == "weights" else []
+        padded = run(folder, f"{name}-padding", "packing.mode=padding", *dtype, **bf16)
+        packed = run(folder, f"{name}-packed", SMALL, *dtype, **bf16)
+        assert packed.losses == pytest.approx(padded.losses, rel=1e-2)
+        assert packed.weights()["score.weight"].dtype == (torch.bfloat16 if dtype else torch.float32)
+
+
+def _killed_after_a_checkpoint(*given: Any) -> None:
+    complete = checkpoint.complete
+
+    def last(staging: Path, target: Path) -> None:
+        complete(staging, target)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.complete = last
+    forked.run(*given)
+
+
+def test_killed_and_resumed_gives_bitwise_the_same_weights(folder: Path, packed: Run) -> None:
+    config = config_of(folder, trainer={"checkpoint_every": 4, "output_dir": str(folder / "killed")})
+    path, outputs = folder / "killed.yaml", [folder / "killed.out", folder / "killed.err"]
+    path.write_text(yaml.safe_dump(config))
+    process = forked.start(("reward", str(path)), ENVIRONMENT, folder, outputs, _killed_after_a_checkpoint)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, outputs[1].read_text()
+    resumed = run(folder, "killed", trainer={"checkpoint_every": 4})
+    assert "resuming from step-000004" in said_at_start(resumed)
+    assert resumed.losses == packed.losses
+    weights = packed.weights()
+    for name, tensor in resumed.weights().items():
+        assert torch.equal(tensor, weights[name]), name
