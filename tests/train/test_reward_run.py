@@ -202,7 +202,10 @@ def test_the_saved_model_scores_as_trained_and_is_a_reward_model_to_go_on_from(f
 
 
 def test_adapters_train_the_head_in_full_and_score_as_trained_merged_or_not(folder: Path) -> None:
-    lora = {"peft": {"kind": "lora", "r": 4, "merge": True}, "trainer": {"gradient_checkpointing": True, "max_steps": 3}}
+    lora = {
+        "peft": {"kind": "lora", "r": 4, "merge": True},
+        "trainer": {"gradient_checkpointing": True, "max_steps": 3},
+    }
     padded = run(folder, "lora-padding", "packing.mode=padding", **lora)
     packed = run(folder, "lora-packed", SMALL, **lora)
     assert_same_training(packed, padded, "adapter_model.safetensors")

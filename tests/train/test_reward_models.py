@@ -1,0 +1,182 @@
+"""Which models become reward models, and that a row scores as the model's own call of a padded batch does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from running import LLAMA, WORDS, packtrain, write_jsonl
+from test_pairs import a_pair
+from tiny_models import FAMILIES, SIZES
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from packtrain.attention.backends import attend_by
+from packtrain.config.schema import Model, Peft
+from packtrain.data.tokens.pretrained import load_tokenizer
+from packtrain.errors import UserError
+from packtrain.model.load import load_model, weights_hash
+from packtrain.model.score_head import add_scores, outputs_of_tokens
+from packtrain.packing.collate import PairRows, collate_scored
+from packtrain.proof.choice import choose_attention
+
+TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: FAMILIES[name] for name in ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt2", "phi")},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 96},
+    "gpt_neox": {},
+    "bloom": {},  # attention code of its own
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "jamba": {"use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
+}
+RUN_BY_DOCUMENT = ("jamba",)
+UNSHARED = ("bloom", *RUN_BY_DOCUMENT)
+PAD, EOS = 0, 2
+
+
+def tiny_scorer(family: str, **given: Any) -> PreTrainedModel:
+    """Of `family`, with weights large enough that what a token sees shows in its score."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "max_position_embeddings": 256, "pad_token_id": PAD, "num_labels": 1}
+    model = AutoModelForSequenceClassification.from_config(
+        CONFIG_MAPPING[family](**{**sizes, **MODELS[family], **given})
+    )
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model.eval()
+
+
+def pairs_ending_in(*ends: int) -> list[Any]:
+    """Four pairs, one of which has no common prompt, each document with these tokens at its end."""
+    rng = np.random.default_rng(3)
+    pairs = [a_pair(rng, *shape) for shape in ((10, 5, 9), (1, 4, 4), (21, 1, 2), (2, 7, 7))]
+    for pair in pairs:
+        for document in (pair.chosen, pair.rejected):
+            document.input_ids[document.input_ids == PAD] = 3
+            document.input_ids[len(document.input_ids) - len(ends) :] = ends
+    return pairs
+
+
+def scored(model: PreTrainedModel, rows: PairRows, pairs: list[Any], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores [2 × pairs], and the gradient of a sum that weighs them differently."""
+    batch = collate_scored(pairs, [0.0] * len(pairs), pad, rows)
+    scores = model(**batch, use_cache=False).logits[:, 0]
+    (scores * torch.linspace(-1, 2, len(scores))).sum().backward()
+    gradient = torch.cat(
+        [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in model.parameters()]
+    )
+    model.zero_grad()
+    return scores.detach(), gradient
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_rows_score_as_padded_batches(family: str) -> None:
+    model, pairs = tiny_scorer(family), pairs_ending_in()
+    with outputs_of_tokens(model):
+        choice = choose_attention("auto", model, model.device, pairs=True)
+    assert choice.proof is not None and choice.proof.verdict == "exact"
+    assert (choice.backend.name == "per_document") == (family in RUN_BY_DOCUMENT)
+    expected, gradient = scored_as_it_comes(model, pairs, PAD)
+    add_scores(model)
+    attend_by(model, choice.backend.name)
+    layouts: list[PairRows] = ["flat", "shared"] if choice.unshared == "" else ["flat"]
+    assert (len(layouts) == 2) == (family not in UNSHARED)
+    for layout in layouts:
+        scores, own = scored(model, layout, pairs, PAD)
+        assert torch.allclose(scores, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+        assert (own - gradient).norm() <= 1e-4 * gradient.norm()
+
+
+def scored_as_it_comes(model: PreTrainedModel, pairs: list[Any], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = collate_scored(pairs, [0.0] * len(pairs), pad, "padding")
+    del batch["margin"]
+    scores = model(**batch, use_cache=False).logits[:, 0]
+    (scores * torch.linspace(-1, 2, len(scores))).sum().backward()
+    gradient = torch.cat(
+        [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in model.parameters()]
+    )
+    model.zero_grad()
+    return scores.detach(), gradient
+
+
+@pytest.mark.parametrize("ends", [(EOS,), (EOS, EOS), (EOS,) * 13], ids=["one", "two", "into the shared prompt"])
+def test_where_eos_pads_too_the_last_token_before_it_is_scored_as_by_the_model_itself(ends: tuple[int, ...]) -> None:
+    model = tiny_scorer("llama", pad_token_id=EOS)
+    pairs = pairs_ending_in(*ends[:1]) if len(ends) < 13 else [pairs_ending_in()[0]]
+    if len(ends) == 13:
+        for document in (pairs[0].chosen, pairs[0].rejected):
+            document.input_ids[8:] = EOS
+    expected, gradient = scored_as_it_comes(model, pairs, EOS)
+    add_scores(model)
+    attend_by(model, "segmented")
+    layouts: tuple[PairRows, ...] = ("flat", "shared")
+    for layout in layouts:
+        scores, own = scored(model, layout, pairs, EOS)
+        assert torch.allclose(scores, expected, atol=1e-6)
+        assert (own - gradient).norm() <= 1e-4 * gradient.norm()
+
+
+def saved(folder: Path, kind: Any, model_type: str = "llama", **given: Any) -> str:
+    sizes = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    vocabulary = {"vocab_size": len(TOKENIZER), "pad_token_id": TOKENIZER.pad_token_id}
+    torch.manual_seed(1)
+    kind.from_config(CONFIG_MAPPING[model_type](**sizes, **vocabulary, **given)).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_language_model_gets_a_head_by_the_seed_and_a_reward_model_keeps_its_own(tmp_path: Path) -> None:
+    def loaded(path: str, seed: int, **peft: Any) -> Any:
+        return load_model(Model(path=path), Peft(**peft), TOKENIZER, seed=seed, scores=True)
+
+    language = saved(tmp_path / "language", AutoModelForCausalLM)
+    one, again, other = (loaded(language, seed) for seed in (0, 0, 1))
+    assert weights_hash(one) == weights_hash(again) != weights_hash(other)
+    assert 0.01 < one.score.weight.std() < 0.03 and torch.equal(one.model.norm.weight, other.model.norm.weight)
+    assert torch.equal(loaded(language, 0, kind="lora").base_model.model.score.weight, one.score.weight)
+    one.save_pretrained(tmp_path / "scorer")
+    assert weights_hash(loaded(str(tmp_path / "scorer"), 1)) == weights_hash(one)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "given", "said"),
+    [
+        ("llama", {"num_labels": 3}, "was trained to give 3 scores"),
+        ("bert", {"num_labels": 1}, "BertForSequenceClassification has no linear layer `score`"),
+        ("t5", {"num_labels": 1}, "T5ForSequenceClassification has no linear layer `score`"),
+        ("ctrl", {"num_labels": 1}, "CTRLForSequenceClassification has no linear layer `score`"),
+    ],
+)
+def test_other_classifiers_are_refused(tmp_path: Path, model_type: str, given: dict[str, Any], said: str) -> None:
+    small = {"t5": {"d_model": 32, "d_kv": 8, "d_ff": 32}, "ctrl": {"n_embd": 32, "dff": 32, "n_head": 2, "n_layer": 2}}
+    path = saved(tmp_path, AutoModelForSequenceClassification, model_type, **small.get(model_type, {}), **given)
+    with pytest.raises(UserError, match=said):
+        load_model(Model(path=path), Peft(), TOKENIZER, seed=0, scores=True)
+
+
+def test_what_is_no_reward_training_ends_with_a_sentence_and_2(tmp_path: Path) -> None:
+    chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": [{"role": "user", "content": WORDS[0]}]}])
+    pair = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", pair)
+    model = tmp_path / "model"
+    saved(model, AutoModelForSequenceClassification, num_labels=2)
+    new = ["model.init=random", "model.tokenizer=quickstart", "model.config.model_type=llama"]
+    new += [f"data.cache_dir={tmp_path}", "batch.examples_per_step=1", f"trainer.output_dir={tmp_path / 'run'}"]
+    unknown = "model.config.model_type=cohere"  # of which transformers has no classifier
+    cases = [
+        ([f"data.train={chats}", *new], "these are messages"),
+        ([f"data.train={pairs}", f"model.path={model}", *new[3:]], "trained to give 2 scores"),
+        (
+            [f"data.train={pairs}", *new, "trainer.samples=[hi]", "objective.beta=1"],
+            "a reward model does not answer",
+            "it is a key of packtrain dpo",
+        ),
+        ([f"data.train={pairs}", *new[:2], unknown, *new[3:]], "AutoModelForSequenceClassification", "docs/reward.md"),
+    ]
+    for arguments, *said in cases:
+        told = packtrain("reward", *arguments, expect=2).stderr
+        assert all(one in told for one in said), told
