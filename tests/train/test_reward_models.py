@@ -33,7 +33,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "jamba": {"use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
 }
 RUN_BY_DOCUMENT = ("jamba",)
-UNSHARED = ("bloom", *RUN_BY_DOCUMENT)
 PAD, EOS = 0, 2
 
 
@@ -84,7 +83,7 @@ def test_rows_score_as_padded_batches(family: str) -> None:
     add_scores(model)
     attend_by(model, choice.backend.name)
     layouts: list[PairRows] = ["flat", "shared"] if choice.unshared == "" else ["flat"]
-    assert (len(layouts) == 2) == (family not in UNSHARED)
+    assert (len(layouts) == 2) == (family not in RUN_BY_DOCUMENT)
     for layout in layouts:
         scores, own = scored(model, layout, pairs, PAD)
         assert torch.allclose(scores, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
