@@ -49,6 +49,7 @@ WARM = (
     "pytest",
 )
 """What parts import."""
+_STARTING = threading.Lock()
 
 
 def parts_of(gpus: int, *, tiny: bool) -> list[Part]:
@@ -175,8 +176,9 @@ def run(
     result.unlink(missing_ok=True)
     go = context.Event()
     processes = [context.Process(target=work, args=(part, folder, log, result, own, go, tiny)) for own in ranks]
-    for process in processes:
-        process.start()
+    with _STARTING:  # else a fork of the other thread inherits the pipe that tells of this one's end, and holds it open
+        for process in processes:
+            process.start()
     with device:
         started = time.monotonic()
         limit = min(part.limit_s, until - started)

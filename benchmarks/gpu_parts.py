@@ -54,7 +54,7 @@ SMALL |= {"tie_word_embeddings": True, "max_position_embeddings": 40_960}
 LARGE = QWEN3 | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
 LARGE |= {"tie_word_embeddings": False, "max_position_embeddings": 40_960}
 TINY = QWEN3 | {"vocab_size": 512, "head_dim": 16, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96}
-TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
+TINY |= {"num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 512}
 TASKS = {
     "sft 0.6B": Task("sft", SMALL, examples=128, at_once=16, row=16_384),
     "dpo 0.6B": Task("dpo", SMALL, examples=16, at_once=4, row=16_384),

@@ -70,7 +70,7 @@ def to_their_end(
     ]
 
 
-class _Fork:
+class Fork:
     """What launchers need of subprocess.Popen, for `python -m tests.cluster.small_launch --start …`."""
 
     def __init__(self, argv: list[str], *, env: Mapping[str, str], start_new_session: bool) -> None:
@@ -127,7 +127,7 @@ def main(file: str) -> None:
         importlib.import_module(module)
     gc.freeze()  # what is imported by now is never garbage
     _wait_for_the_other(Path(file))
-    supervisor.subprocess = SimpleNamespace(Popen=_Fork, TimeoutExpired=subprocess.TimeoutExpired)
+    supervisor.subprocess = SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
     launches = [Launch(**one) for one in json.loads(Path(file).read_text())]
     running = [
         _begun(lambda one=one: exit_code_of(lambda: launch(list(one.overrides))), {**os.environ, **one.env}, one)

@@ -39,10 +39,14 @@ _CONTEXT.set_forkserver_preload([*WARM])
 
 
 def command(
-    *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 600
+    *arguments: str,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 600,
+    begin: Callable[..., None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`packtrain ARGUMENTS`, with variables of its own in `env`."""
-    return _results(arguments, [{**(env or {})}], cwd, timeout)[0]
+    """`packtrain ARGUMENTS`, with variables of its own in `env`; `begin` as in `start`."""
+    return _results(arguments, [{**(env or {})}], cwd, timeout, begin)[0]
 
 
 def joined(

@@ -42,10 +42,13 @@ class HostAdam:
 
 
 def compiled() -> bool:
-    """Whether DeepSpeed has compiled its own on this machine before; then the tests use that."""
+    """Whether DeepSpeed has compiled its own for this installation before; then the tests use that. For another one, whose paths
+    it was given, it would do so again."""
+    import deepspeed
     from torch.utils.cpp_extension import _get_build_directory
 
-    return Path(_get_build_directory("cpu_adam", False), "cpu_adam.so").exists()
+    folder, installed = Path(_get_build_directory("cpu_adam", False)), Path(deepspeed.__file__).parent
+    return (folder / "cpu_adam.so").exists() and f" {installed}/" in (folder / "build.ninja").read_text()
 
 
 def run(*given: Any) -> None:

@@ -66,10 +66,14 @@ def base_config(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
 
 
 def packtrain(
-    *arguments: str, expect: int | None = 0, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *arguments: str,
+    expect: int | None = 0,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    begin: Callable[..., None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """`packtrain ARGUMENTS` in a process of its own, with the variables of `env`; asserts its exit code."""
-    return _checked(forked.command(*arguments, cwd=cwd, env=env), expect)
+    """`packtrain ARGUMENTS` in a process of its own (forked.py), with the variables of `env`; asserts its exit code."""
+    return _checked(forked.command(*arguments, cwd=cwd, env=env, begin=begin), expect)
 
 
 def _checked(result: subprocess.CompletedProcess[str], expect: int | None) -> subprocess.CompletedProcess[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ from running import LLAMA, base_config, packtrain
 from test_dpo_user import pairs
 
 from packtrain.bench.bench_table import show
-from tests.train import running
+from packtrain.launch import execute, supervisor
+from tests.cluster.forked_launches import Fork
+from tests.train import forked, running
 
 ROOM = 300
 """Tokens that the stand-in for a GPU's memory holds."""
@@ -53,20 +58,46 @@ TRIAL = {
 }
 
 
+WORKER = """
+from packtrain.__main__ import _work
+from packtrain.launch.worker import run_worker
+
+run_worker(_work)
+"""
+
+
+def launching_forks(*given: Any) -> None:
+    """`forked.run` whose launches fork their two ranks: to import everything for each takes longer than they measure."""
+
+    def small(argv: Sequence[str], log: Path) -> list[str]:
+        port = argv[argv.index("--main_process_port") + 1]
+        return ["--start", str(log), "1", "0", "2", "127.0.0.1", port, *argv[-2:]]
+
+    execute._torchrun = small
+    supervisor.subprocess = SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
+    forked.run(*given)
+
+
 def written(folder: Path, config: dict[str, Any]) -> str:
     path = folder / "bench.yaml"
     path.write_text(json.dumps(config))
     return str(path)
 
 
-def benched(folder: Path, config: dict[str, Any], *overrides: str, seconds: int = 5, expect: int = 0) -> dict[str, Any]:
+def benched(
+    folder: Path,
+    config: dict[str, Any],
+    *overrides: str,
+    seconds: int = 5,
+    begin: Callable[..., None] | None = None,
+) -> dict[str, Any]:
     """The report, after looking whether anything was left behind."""
     before = {path for path in folder.rglob("*") if "cache" not in path.parts}
     path = written(folder, config)
-    done = packtrain("bench", path, *overrides, "--json", "--seconds", str(seconds), expect=expect, cwd=folder)
+    done = packtrain("bench", path, *overrides, "--json", "--seconds", str(seconds), cwd=folder, begin=begin)
     after = {path for path in folder.rglob("*") if "cache" not in path.parts}
     assert after - before <= {Path(path)}  # no run folder, no checkpoint, no tracker
-    return {**json.loads(done.stdout), "stderr": done.stderr} if expect == 0 else {"stderr": done.stderr}
+    return {**json.loads(done.stdout), "stderr": done.stderr}
 
 
 def cramped(folder: Path) -> dict[str, Any]:
@@ -140,7 +171,8 @@ def test_what_runs_out_of_memory_is_told_and_the_rest_is_measured(tmp_path: Path
 
 def test_two_processes_go_on_without_what_one_of_them_had_no_memory_for(tmp_path: Path) -> None:
     two = ("topology=local", "topology.gpus_per_node=2")
-    report = benched(tmp_path, cramped(tmp_path), *two, seconds=12)
+    (tmp_path / "worker.py").write_text(WORKER)
+    report = benched(tmp_path, cramped(tmp_path), *two, seconds=12, begin=launching_forks)
     assert report["processes"] == 2
     too_large(report["trials"])
     assert (

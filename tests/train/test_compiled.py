@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 import yaml
-from running import base_config, packtrain, train
+from running import base_config, packtrain, train, write_jsonl
+from test_dpo_user import pairs
 from tiny_models import tiny_model
 from torch._dynamo.utils import counters
 
@@ -86,7 +87,8 @@ def traced(*given: Any) -> None:
 
 def test_preferences_of_two_processes_begin_with_a_zero_margin_as_the_reference_is_compiled_too(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 1, "mixed_precision": "bf16", "torch_compile": True})
-    config["data"]["train"], config["batch"]["tokens_per_device"] = "quickstart", 400
+    config["data"]["train"] = str(write_jsonl(tmp_path / "pairs.jsonl", pairs(14)))
+    config["batch"]["tokens_per_device"] = 400
     config["model"]["config"] = {**config["model"]["config"], "num_hidden_layers": 1}
     run = train(tmp_path, config, processes=2, begin=traced, command="dpo")
     assert run.losses[0] == pytest.approx(0.6931472, abs=1e-6)  # in bfloat16 another rounding would show

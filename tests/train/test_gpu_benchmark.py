@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +17,18 @@ import pytest
 
 from benchmarks import gpu
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def test_every_part_runs_with_tiny_models_and_the_section_is_replaced(tmp_path: Path) -> None:
+def test_every_part_runs_with_tiny_models_and_the_section_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "RESULTS.md"
     output.write_text("# Results\n\n## Before\n\nkept\n\n## On GPUs\n\nold\n\n## After\n\nkept, too\n")
-    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--output", str(output), "--logs", str(tmp_path / "logs")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    arguments = ["--tiny", "--output", str(output), "--logs", str(tmp_path / "logs")]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "PYTHONWARNINGS"):  # which it sets for its parts
+        monkeypatch.setenv(name, "")
+    # in this process: its parts are forked from the one that has imported everything for other tests, too
+    assert gpu.main() == 0, capsys.readouterr().out
     text = output.read_text()
     assert text.startswith("# Results\n\n## Before\n\nkept\n\n## On GPUs\n")
     assert text.endswith("\n\n## After\n\nkept, too\n") and "old" not in text
