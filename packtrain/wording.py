@@ -1,7 +1,8 @@
-"""Numbers of things, ranks, and who has what, in words; text that a terminal can show."""
+"""Numbers of things, ranks, and who has what, in words; text that cannot act on what shows it."""
 
 from __future__ import annotations
 
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -52,6 +53,29 @@ def by_value(by_name: Mapping[str, str]) -> str:
     return ", ".join(f"{value} on {listed(names)}" for value, names in grouped(by_name))
 
 
-def printable(text: str) -> str:
-    """Without characters that would move the cursor or change colours: they are shown as in Python's literals."""
-    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+def visible(text: str, *, whitespace: bool = False) -> str:
+    """`text` that cannot act on what shows it: a symbol in place of each control character (a terminal obeys them), and of those
+    that turn the direction of a text or cannot be seen. Escaping for HTML and rich is up to who shows it.
+
+    Line ends stay, each behind its symbol. With `whitespace` line ends, tabs and spaces of any kind stay as they are.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(one if whitespace and _is_space(one) else _symbol(one) for one in text)
+
+
+def _is_space(character: str) -> bool:
+    return character in "\n\t" or unicodedata.category(character) == "Zs"
+
+
+def _symbol(character: str) -> str:
+    if character == "\n":
+        return "⏎\n"
+    if character.isprintable() or character == "\u3000":
+        return character
+    code = ord(character)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "␡"
+    return "⍽" if unicodedata.category(character) == "Zs" else f"⟨U+{code:04X}⟩"

@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.data.tokens.encode import SAME, SAME_ONCE_CUT, UNTRAINED, UNTRAINED_ONCE_CUT
 from packtrain.inspect.corpus import Corpus
 from packtrain.inspect.scan.duplicates import Twin, duplicates, leaks
 from packtrain.inspect.scan.token_scan import TokenScan
 from packtrain.inspect.scan.vocabulary import SCRIPTS
-from packtrain.inspect.visible import visible
+from packtrain.wording import visible
 
 Severity = Literal["bad", "warn", "note"]
 EXAMPLES = 3
@@ -29,6 +30,7 @@ OUTLIER = 4
 """Times the length that 99 percent of the documents do not exceed."""
 FEW = 100
 """Documents that say nothing yet about what is usual."""
+_SAMPLE = 128
 _TOGETHER = {SCRIPTS.index("Japanese"): SCRIPTS.index("Chinese")}
 """Scripts that are written in one text."""
 
@@ -247,3 +249,26 @@ def _twins(
 ) -> Found:
     rows, twins = corpus.row_of[found.documents], corpus.row_of[found.of].tolist()
     return Found(name, rows, total, what, fix, unit, severity, twins, found.count)
+
+
+def pointless(data: TokenDataset | PairDataset, tokenizer: Any, max_length: int | None) -> list[str]:
+    """Sentences for the user on what makes a training pointless, none for data that can be learned from: for the start of a run, from a
+    sample of the documents, in a few milliseconds. `tokenizer` is that of transformers."""
+    documents = data.documents if isinstance(data, PairDataset) else data
+    report, found = documents.report, list[str]()
+    untrained = report.dropped.get(UNTRAINED, 0) + report.dropped.get(UNTRAINED_ONCE_CUT, 0)
+    if untrained >= POINTLESS * report.rows:
+        found.append(
+            f"{untrained:,} of {report.rows:,} rows have nothing to train and are left out (data.loss_on, data.max_length)"
+        )
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    control = {*tokenizer.all_special_ids, *(one for one, token in added.items() if getattr(token, "special", False))}
+    sample = np.unique(np.linspace(0, len(documents) - 1, min(_SAMPLE, len(documents))).astype(int)).tolist()
+    whole = [documents[one] for one in sample if max_length is None or documents.lengths[one] < max_length]
+    endless = sum(1 for one in whole if control.isdisjoint(one.input_ids[one.loss_mask].tolist()))
+    if whole and endless >= POINTLESS * len(whole):
+        found.append(
+            f"{endless:,} of {len(whole):,} documents that were looked at train no end of an answer, such as"
+            f" {tokenizer.eos_token or 'EOS'}: the model would not learn to stop"
+        )
+    return [f"data: {one}; packtrain inspect shows which" for one in found]

@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from packtrain.inspect.html import percent
-from packtrain.inspect.visible import visible
-from packtrain.wording import counted
+from packtrain.wording import counted, visible
 
 _BAR = 32
 _WIDTH = 100

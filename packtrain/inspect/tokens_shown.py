@@ -16,7 +16,7 @@ from packtrain.data.tokens.encode import ENCODERS, Encoder
 from packtrain.inspect.corpus import Corpus
 from packtrain.inspect.scan.roles import PARTS, Headers, headers_of
 from packtrain.inspect.scan.vocabulary import Vocabulary
-from packtrain.inspect.visible import visible
+from packtrain.wording import visible
 
 MOST_TOKENS = 20_000
 """Tokens of a part that are shown."""

@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 from packtrain.errors import PacktrainError
-from packtrain.wording import printable
+from packtrain.wording import visible
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """The signals that ask a process to end."""
@@ -88,7 +88,7 @@ def _ended_by(error: Exception | KeyboardInterrupt, alone: bool) -> int:
             number = len(error.problems)
             print(f"error: {number} problems" if number > 1 else "error:", file=sys.stderr)
             for problem in error.problems:
-                print(f"  {printable(str(problem))}", file=sys.stderr)  # it may quote data
+                print(f"  {visible(str(problem), whitespace=True)}", file=sys.stderr)  # it may quote data
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT

@@ -10,7 +10,6 @@ import numpy as np
 
 from packtrain.report.metrics_file import Metrics
 from packtrain.report.run_record import RunRecord, harmless
-from packtrain.report.thinning import thinned
 
 POINTS_OF_A_CURVE = 2000
 POINTS_OF_A_PAGE = 60_000
@@ -99,7 +98,7 @@ def _curves(figure: Figure, runs: Sequence[RunRecord]) -> Iterator[Curve]:
 def drawn(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """All points of the page in plain containers, for page.js: {"runs": [name], "xs": [{axis: [x]}], "figures": [{"curves": …}]}.
 
-    A curve has its `y`, and the number of its places among `xs`. Long curves are thinned out (thinning.py).
+    A curve has its `y`, and the number of its places among `xs`. Long curves are thinned out (`thinned`).
     """
     figures = figures_of(runs)
     most = max(min(POINTS_OF_A_CURVE, POINTS_OF_A_PAGE // max(sum(len(curves) for _, curves in figures), 1)), 100)
@@ -138,3 +137,18 @@ def _places(metrics: Metrics) -> dict[str, np.ndarray]:
 def _short(values: np.ndarray) -> list[float]:
     """Numbers with seven digits, as many as float32 has."""
     return [int(one) if one == int(one) and abs(one) < 1e15 else float(f"{one:.7g}") for one in values.tolist()]
+
+
+def thinned(values: np.ndarray, most: int) -> np.ndarray:
+    """int64 [≤ most]: which of `values` (finite, float64 [points]) to draw, in order.
+
+    Of each of `most` / 2 - 1 parts of the curve the lowest and the highest point, and its two ends: peaks stay exactly what and
+    where they are.
+    """
+    if len(values) <= most:
+        return np.arange(len(values))
+    inner = values[1:-1]
+    width = -(-len(inner) // max(most // 2 - 1, 1))
+    parts = np.pad(inner, (0, -len(inner) % width), mode="edge").reshape(-1, width)
+    starts = 1 + width * np.arange(len(parts))
+    return np.unique(np.concatenate([[0], starts + parts.argmin(1), starts + parts.argmax(1), [len(values) - 1]]))

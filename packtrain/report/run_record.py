@@ -23,6 +23,7 @@ from packtrain.diagnose.redact import Redactor
 from packtrain.errors import UserError
 from packtrain.report.metrics_file import Metrics, read_metrics
 from packtrain.run_folder import RunFolder
+from packtrain.wording import visible
 
 FACTS = (
     *("model", "adapters", "precision", "optimizer", "strategy", "data", "held out", "packing", "steps", "attention"),
@@ -32,9 +33,6 @@ FACTS = (
 _FACT = re.compile(rf"(?P<time>\d{{4}}-\d\d-\d\d \d\d:\d\d):\d\d (?P<name>{'|'.join(FACTS)}|) +(?P<text>\S.*)")
 _FACTS_BYTES = 1 << 16
 _CHECKPOINT = re.compile(r"step-(\d+)")
-_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
-_UNSEEN = re.compile("[\x80-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]")
-"""Controls without a picture: those that turn or hide text, and halves of characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +128,9 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
 
 
 def harmless(value: Any, text: Callable[[str], str] = str) -> Any:
-    """Plain containers with `text` of their texts, in which control characters are pictures (␛) or numbers (<U+202E>): none is
-    obeyed."""
+    """Plain containers with `text` of their texts, in which control characters are symbols: none is obeyed."""
     if isinstance(value, str):
-        return _UNSEEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", text(value).translate(_CONTROLS))
+        return visible(text(value), whitespace=True)
     if isinstance(value, Mapping):
         return {harmless(str(name), text): harmless(inner, text) for name, inner in value.items()}
     return [harmless(inner, text) for inner in value] if isinstance(value, (list, tuple)) else value

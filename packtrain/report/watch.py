@@ -16,10 +16,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from packtrain.report.figures import HELD_OUT
+from packtrain.report.figures import HELD_OUT, thinned
 from packtrain.report.metrics_file import Metrics
 from packtrain.report.run_record import RunRecord, read_run
-from packtrain.report.thinning import thinned
 from packtrain.run_folder import RunFolder
 
 EVERY_S = 2.0

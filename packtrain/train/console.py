@@ -32,7 +32,7 @@ from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.proof.choice import AttentionChoice
 from packtrain.train.loader import PairSteps, Steps
 from packtrain.train.optim.float32_step import loses_updates
-from packtrain.wording import counted, printable
+from packtrain.wording import counted, visible
 
 
 class Log:
@@ -45,7 +45,7 @@ class Log:
 
     def say(self, text: str) -> None:
         """To the terminal and the file; prompts and answers in it may have control characters, which are not obeyed."""
-        text = printable(text)
+        text = visible(text, whitespace=True)
         self.console.print(text)
         self.note(render(text).plain)
 

@@ -158,7 +158,7 @@ def test_the_run_folder_holds_what_is_promised_and_nothing_of_the_machine(tmp_pa
     )
     run = train(tmp_path, config)
     shown = (run.folder / "logs" / "rank-00000.log").read_text()
-    assert "Say \\x1b[31mbackwards: a b" in shown and "\x1b" not in shown  # the terminal has the same lines
+    assert "Say ␛[31mbackwards: a b" in shown and "\x1b" not in shown  # the terminal has the same lines
     names = {path.name for path in run.folder.iterdir()}
     promised = {"config.yaml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "final", "logs", "summary.json"}
     assert promised <= names

@@ -205,7 +205,7 @@ def test_the_first_argument_is_the_config_unless_it_is_an_override(
             2,
             "error: 2 problems\n  here: one\n    → do this\n  two\n",
         ),
-        (UserError("found \x1b[31m", where="a\x07\u202e.jsonl"), 2, "error:\n  a\\x07\\u202e.jsonl: found \\x1b[31m\n"),
+        (UserError("found \x1b[31m", where="a\x07\u202e.jsonl"), 2, "error:\n  a␇⟨U+202E⟩.jsonl: found ␛[31m\n"),
         (CheckFailed("no"), 3, "error:\n  no\n"),
         (PeerFailed("gone"), 4, "error:\n  gone\n"),
         (KeyboardInterrupt(), 130, ""),

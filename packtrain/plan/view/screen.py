@@ -26,7 +26,7 @@ from packtrain.plan.memory import Memory, estimate
 from packtrain.plan.view.memory_bar import memory_bars, memory_head
 from packtrain.plan.view.oddities import of_batch, of_machine, of_training, steps_of
 from packtrain.run_folder import RunFolder
-from packtrain.wording import counted, printable
+from packtrain.wording import counted, visible
 
 _NAME = 11
 _WIDEST, _NARROWEST = 100, 40
@@ -185,11 +185,11 @@ def _behind(config: RunConfig, launch: LaunchPlan) -> Iterator[tuple[str, str]]:
         yield "deepspeed", json.dumps(launch.deepspeed, indent=2)
     if launch.network:
         reasons = (f"{one.name}{f'={one.value}' if one.value else ''}: {one.reason}" for one in launch.network)
-        yield "network", printable("\n".join(reasons))
+        yield "network", visible("\n".join(reasons), whitespace=True)
     if launch.srun:
         yield "starts", _joined(launch.srun)
     if not launch.in_process:
-        yield f"starts, once {printable(str(RunFolder.of(config.trainer).config))} is written", _commands(launch)
+        yield f"starts, once {visible(str(RunFolder.of(config.trainer).config))} is written", _commands(launch)
 
 
 def _commands(launch: LaunchPlan) -> str:
@@ -205,7 +205,7 @@ def _commands(launch: LaunchPlan) -> str:
 
 def _wrapped(name: str, text: str, width: int, style: str = "") -> Iterator[tuple[str, Text]]:
     """The text in lines of `width`, `name` in front of the first; whatever is in it, it only prints."""
-    lines = textwrap.wrap(printable(text), width - _NAME, break_on_hyphens=False)
+    lines = textwrap.wrap(visible(text, whitespace=True), width - _NAME, break_on_hyphens=False)
     for number, line in enumerate(lines or [""]):
         yield "" if number else name, Text(line, style)
 

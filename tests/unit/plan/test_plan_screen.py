@@ -77,7 +77,7 @@ def test_what_it_prints_of_names_moves_no_cursor(tmp_path: Path) -> None:
         'trainer: {output_dir: "runs/\\e[31mevil [bold]"}\n'
     )
     shown = "\n".join(planned(tmp_path, "run.yaml"))
-    assert "runs/\\x1b[31mevil [bold]" in shown and "x\\x1b]0;title\\x07.jsonl" in shown
+    assert "runs/␛[31mevil [bold]" in shown and "x␛]0;title␇.jsonl" in shown
     assert not {one for one in shown if ord(one) < 32} - {"\n"}
 
 

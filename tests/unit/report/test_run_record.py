@@ -123,5 +123,5 @@ def test_counts_of_tokens_in_the_description_of_data_are_no_secrets(tmp_path: Pa
 def test_control_characters_are_shown_and_not_obeyed() -> None:
     assert harmless("a\x1b[31mred\x00\x7f") == "a␛[31mred␀␡"
     assert harmless({"\u202eevil": ["\ud800", "tab\tline\n", "ünï – 漢字 🙂"]}) == {
-        "<U+202E>evil": ["<U+D800>", "tab\tline\n", "ünï – 漢字 🙂"]
+        "⟨U+202E⟩evil": ["⟨U+D800⟩", "tab\tline\n", "ünï – 漢字 🙂"]
     }
