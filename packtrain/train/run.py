@@ -244,11 +244,20 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
 def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """The proof of `packtrain verify` in this process; see train/verify/measure.py."""
     from packtrain.train.objectives.dpo import DPO
+    from packtrain.train.objectives.reward import Reward
     from packtrain.train.verify.measure import Subject, verify
 
     objective = objective_of(config)
-    dpo = objective if isinstance(objective, DPO) else None
-    subject = Subject(config.model, config.peft, config.packing, config.objective, config.trainer, dpo, config.optim)
+    subject = Subject(
+        config.model,
+        config.peft,
+        config.packing,
+        config.objective,
+        config.trainer,
+        objective if isinstance(objective, DPO) else None,
+        objective if isinstance(objective, Reward) else None,
+        config.optim,
+    )
     with telling(peers):
         return verify(subject, ranks, peers, timeout_s=preparing_s(config.topology.step_timeout))
 

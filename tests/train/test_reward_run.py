@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -14,7 +15,7 @@ import torch
 import yaml
 from here import train_here
 from peft import AutoPeftModelForSequenceClassification
-from running import ENVIRONMENT, LLAMA, Run, base_config, train, write_jsonl
+from running import ENVIRONMENT, LLAMA, Run, base_config, packtrain, train, write_jsonl
 from safetensors.torch import load_file
 from test_dpo_run import preferences
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -254,3 +255,13 @@ def test_killed_and_resumed_gives_bitwise_the_same_weights(folder: Path, packed:
     weights = packed.weights()
     for name, tensor in resumed.weights().items():
         assert torch.equal(tensor, weights[name]), name
+
+
+def test_verify_proves_the_scores(folder: Path) -> None:
+    path = folder / "verified.yaml"
+    path.write_text(yaml.safe_dump(config_of(folder)))
+    report = json.loads(packtrain("verify", str(path), f"trainer.output_dir={folder / 'verified'}", "--json").stdout)
+    assert (report["verdict"], report["objective"], report["head"]) == ("exact", "reward", "score")
+    assert report["controls_see"] and report["pairs"]["prompts_shared"]
+    for figures in (*report["modes"].values(), report["prefix_shared"]):
+        assert figures["loss_rel_diff"] < 1e-5 and figures["grad_rel_diff"] < 1e-4

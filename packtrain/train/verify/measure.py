@@ -33,6 +33,7 @@ from packtrain.model.compiled import compile_layers
 from packtrain.model.forward import Head, add_loss_sum, choose_head
 from packtrain.model.load import base_model, load_model
 from packtrain.model.precision import autocast_of, decide_precision, precision_of
+from packtrain.model.score_head import outputs_of_tokens
 from packtrain.model.spread import Ranks, loading_whole, open_proofs, spread
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_padded, on_device
@@ -42,6 +43,7 @@ from packtrain.proof.isolation import Proof, check_as_it_comes
 from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.objectives.dpo import DPO
+from packtrain.train.objectives.reward import Reward
 from packtrain.train.preflight import why_not_together
 from packtrain.train.sync.checks import agree_on_model
 from packtrain.train.sync.store_barrier import Peers
@@ -53,6 +55,7 @@ from packtrain.train.verify.modes import (
     Comparison,
     compare_documents,
     compare_pairs,
+    compare_preferences,
     random_documents,
     start_on_random_pairs,
     trainer_on_random_pairs,
@@ -72,6 +75,7 @@ class Subject:
     objective: Objective
     trainer: Trainer
     dpo: DPO | None = None
+    reward: Reward | None = None
     optim: Optim = field(default_factory=Optim)
 
     @property
@@ -83,7 +87,8 @@ class Subject:
         """The model as training loads it, whole, and its tokenizer."""
         tokenizer = load_tokenizer(self.model)
         with loading_whole():
-            return load_model(self.model, self.peft, tokenizer, seed=self.trainer.seed), tokenizer
+            given: Any = {"seed": self.trainer.seed, "scores": self.objective.traits.scores}
+            return load_model(self.model, self.peft, tokenizer, **given), tokenizer
 
     def spread(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks) -> None:
         """Loads the reference, and shards `model` by the strategy."""
@@ -156,12 +161,16 @@ def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: flo
     agree_on_model(peers, model, timeout_s=timeout_s)
     subject.spread(model, tokenizer, ranks)
     base, close_proofs = base_model(model), open_proofs(model, ranks)
-    isolation = _isolation(subject, ranks, base)
-    pairs, packs = None, subject.packing.mode != "padding" and isolation.backend is not None and not isolation.problem
-    if subject.dpo is not None and share is not False and packs:
-        # if not exact, training computes the prompt for each answer, unless packing.share_prefix=true
-        lack, proof = prove_pairs(cast(str, isolation.backend), base, autocast)
-        pairs = Isolation(isolation.backend, "", proof=proof, problem=lack, fix="set packing.share_prefix=false")
+    with outputs_of_tokens(base):
+        isolation = _isolation(subject, ranks, base)
+        pairs, packs = (
+            None,
+            subject.packing.mode != "padding" and isolation.backend is not None and not isolation.problem,
+        )
+        if subject.objective.traits.pairs and share is not False and packs:
+            # if not exact, training computes the prompt for each answer, unless packing.share_prefix=true
+            lack, proof = prove_pairs(cast(str, isolation.backend), base, autocast)
+            pairs = Isolation(isolation.backend, "", proof=proof, problem=lack, fix="set packing.share_prefix=false")
     close_proofs()
     if ranks.gathers_by_engine:
         model, tokenizer = subject.load()
@@ -183,7 +192,7 @@ def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: flo
         "strategy": ranks.strategy,
         "modes_on": "spread" if ranks.sharded and not ranks.gathers_by_engine else "whole",
         "rank": ranks.rank,
-        "head": "fused" if head.fused else "full logits",
+        "head": "score" if subject.reward else "fused" if head.fused else "full logits",
         "backend": isolation.backend,
         "why": isolation.why,
         "lacking": [{"backend": name, "why": why} for name, why in isolation.rejected],
@@ -215,6 +224,9 @@ def _modes(
 ) -> tuple[Head, Comparison, Start | None]:
     """The output head that ran, the modes with the loss of the objective, and the Start of preference training."""
     objective, dpo, autocast = subject.objective, subject.dpo, subject.autocast
+    if subject.reward is not None:
+        scorer = trainer_on_random_pairs(subject.reward, model, tokenizer, subject.trainer)
+        return Head(objective.loss), compare_pairs(scorer, scorer.steps, backend, shares=shares), None
     if dpo is None:
         base, pad = base_model(model), int(tokenizer.pad_token_id or 0)
         add_fused_lm_head(base)
@@ -228,7 +240,7 @@ def _modes(
         layout = "padding" if padded else "shared" if shares else "flat"
         start = start_on_random_pairs(trainer, backend, layout, precomputed=dpo.reference.kind == "precomputed")
     split = not objective.sorting_losses
-    return Head(objective.loss), compare_pairs(trainer, backend, shares=shares, split=split), start
+    return Head(objective.loss), compare_preferences(trainer, backend, shares=shares, split=split), start
 
 
 def _isolation(subject: Subject, ranks: Ranks, model: PreTrainedModel) -> Isolation:

@@ -41,9 +41,11 @@ from packtrain.packing.collate import (
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
 from packtrain.proof.isolation import evaluating, positions_of, refusals_of_a_model, vocabulary_of
-from packtrain.train.loader import MicroBatch, PairSteps
+from packtrain.train.loader import MicroBatch, PairSteps, ScoredSteps
 from packtrain.train.objectives.dpo import DPO
 from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
+from packtrain.train.objectives.reward import Reward
+from packtrain.train.objectives.reward_trainer import PackedRewardTrainer
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.verify.dpo_start import Start, check_pair_forward, start_of
 from packtrain.train.verify.first_update import Sampled, sample
@@ -170,17 +172,33 @@ def compare_documents(
     return compare(model, lengths, layouts, loss_of, backend, autocast)
 
 
-def compare_pairs(trainer: PackedDPOTrainer, backend: str | None, *, shares: bool, split: bool) -> Comparison:
-    """Compares the modes on the model of `trainer_on_random_pairs`; `shares` prompts too. Not `split`: the loss sorts the pairs
-    of a step, and takes all of them at once everywhere.
+def compare_preferences(trainer: PackedDPOTrainer, backend: str | None, *, shares: bool, split: bool) -> Comparison:
+    """As `compare_pairs`, of preference training, against a reference that is the model and some nats of noise.
 
-    Raises as `compare`, and CheckFailed where the output head is not the model's (`check_pair_forward`).
+    Raises also CheckFailed where the output head is not the model's (`check_pair_forward`).
     """
-    model, autocast, padded = trainer.model, trainer.settings.autocast, cast(PairSteps, trainer.steps)
-    pairs: list[Preference] = padded.data
+    padded = cast(PairSteps, trainer.steps)
     trainer.precompute_ref_logps, trainer.ref_model = True, None
-    logps = _logps_of(trainer, ([number] for number in range(len(pairs))))
+    logps = _logps_of(trainer, ([number] for number in range(len(padded.data))))
     padded = replace(padded, reference=logps + np.random.default_rng(0).normal(0, _OFF, logps.shape).astype(np.float32))
+    check_pair_forward(trainer, own_attention(base_model(trainer.model)))
+    return compare_pairs(trainer, padded, backend, shares=shares, split=split)
+
+
+def compare_pairs(
+    trainer: PackedDPOTrainer | PackedRewardTrainer,
+    padded: PairSteps,
+    backend: str | None,
+    *,
+    shares: bool,
+    split: bool = True,
+) -> Comparison:
+    """Compares the modes on the model of `trainer_on_random_pairs`, on the pairs of `padded`; `shares` prompts too. Not `split`:
+    the loss sorts the pairs of a step, and takes all of them at once everywhere.
+
+    Raises as `compare`.
+    """
+    model, autocast, pairs = trainer.model, trainer.settings.autocast, padded.data
     flat, shared = replace(padded, layout="flat"), replace(padded, layout="shared")
     every = list(range(len(pairs)))
     parts = [every[:_FIRST_PAIRS], every[_FIRST_PAIRS:]] if split else [every]
@@ -207,7 +225,6 @@ def compare_pairs(trainer: PackedDPOTrainer, backend: str | None, *, shares: boo
         **({SHARED: [shared.collate(every)]} if shares else {}),
         "borderless": [replace(row, inputs={**row.inputs, "layout": layout})],
     }
-    check_pair_forward(trainer, own_attention(base_model(model)))
     lengths = tuple(len(side.input_ids) for pair in pairs for side in (pair.chosen, pair.rejected))
     return compare(model, lengths, layouts, loss_of, backend, autocast)
 
@@ -274,10 +291,18 @@ def random_documents(model: PreTrainedModel) -> list[Document]:
     ]
 
 
-def random_pairs(model: PreTrainedModel) -> list[Preference]:
+class RandomPairs(list[Preference]):
+    """As a PairDataset, in memory; with margins."""
+
+    @property
+    def margins(self) -> np.ndarray:
+        return np.linspace(0, 1, len(self), dtype=np.float32)
+
+
+def random_pairs(model: PreTrainedModel) -> RandomPairs:
     """Pairs of odd lengths, one of them longer than windows (see `lengths_for`), none longer than the positions."""
     rng, vocabulary, longest = np.random.default_rng(0), vocabulary_of(model), max(lengths_for(model))
-    pairs = []
+    pairs = RandomPairs()
     for prompt, *answers in [*_PAIRS, (longest - 20, 20, 9)] if longest > 40 else _PAIRS:
         asked, *drawn = (rng.integers(0, vocabulary, length, dtype=np.int32) for length in (prompt, *answers))
         sides = [np.concatenate([asked, answer])[:longest] for answer in drawn]
@@ -287,9 +312,9 @@ def random_pairs(model: PreTrainedModel) -> list[Preference]:
 
 
 def trainer_on_random_pairs(
-    dpo: DPO, model: Any, tokenizer: PreTrainedTokenizerBase, settings: Trainer
-) -> PackedDPOTrainer:
-    """The trainer of a run of one step of all pairs, padded, against the reference that `dpo` has loaded.
+    objective: DPO | Reward, model: Any, tokenizer: PreTrainedTokenizerBase, settings: Trainer
+) -> Any:
+    """The trainer of a run of one step of all pairs, padded, by the objective (and against the reference that it has loaded).
 
     The forward of `model` must not be patched yet.
     """
@@ -297,11 +322,12 @@ def trainer_on_random_pairs(
     lengths = np.array([len(one.chosen.input_ids) + len(one.rejected.input_ids) for one in pairs], np.int32)
     batch = Batch(examples_per_step=len(pairs), examples_per_device=len(pairs))
     schedule = make_schedule(lengths, Packing(mode="padding_free"), batch, max_steps=1)
-    steps = PairSteps(pairs, schedule, "padding", int(cast(Any, tokenizer.pad_token_id) or 0))
+    of_objective = ScoredSteps if isinstance(objective, Reward) else PairSteps
+    steps = of_objective(pairs, schedule, "padding", int(cast(Any, tokenizer.pad_token_id) or 0))
     of_loop = LoopSettings(steps, None, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
     once = replace(settings, checkpoint_every=None, eval_every=None)
     arguments = training_arguments(once, Optim(), Tracking(), precision, of_loop)
-    return dpo.trainer(model, arguments, tokenizer, settings=of_loop)
+    return objective.trainer(model, arguments, tokenizer, settings=of_loop)
 
 
 def start_on_random_pairs(
