@@ -18,6 +18,7 @@ from peft import AutoPeftModelForSequenceClassification
 from running import ENVIRONMENT, LLAMA, Run, base_config, packtrain, train, write_jsonl
 from safetensors.torch import load_file
 from test_dpo_run import preferences
+from test_strategies import MODEL, ZERO3
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
@@ -265,3 +266,16 @@ def test_verify_proves_the_scores(folder: Path) -> None:
     assert report["controls_see"] and report["pairs"]["prompts_shared"]
     for figures in (*report["modes"].values(), report["prefix_shared"]):
         assert figures["loss_rel_diff"] < 1e-5 and figures["grad_rel_diff"] < 1e-4
+
+
+@pytest.mark.parametrize("name", [ZERO3, "fsdp2"])
+def test_however_the_model_is_spread_the_training_is_the_same(folder: Path, name: str) -> None:
+    config = config_of(folder, trainer={"max_steps": 5})
+    config["model"] = {"init": "random", "config": MODEL, "tokenizer": "quickstart"}
+    path = folder / "spread.yaml"
+    path.write_text(yaml.safe_dump(config))
+    alone = train_here(load_config(str(path), []), folder / "spread-alone")
+    found = train(folder, config, SMALL, f"strategy={name}", name=name, command="reward", processes=2)
+    assert_same_training(found, alone)
+    model = AutoModelForSequenceClassification.from_pretrained(found.folder / "final")
+    assert_scores_as_trained(model, found, folder)
