@@ -64,6 +64,8 @@ LossType = Literal[
     "sigmoid_norm",
 ]
 """The losses of TRL's DPOTrainer."""
+UnpairedLoss = Literal["kto", "apo_zero_unpaired"]
+"""The losses of TRL's KTOTrainer."""
 REFERENCES = ("auto", "model", "adapters_off", "precomputed")
 """What objective.reference may be beside a path."""
 SORTING_LOSSES: tuple[LossType, ...] = ("aot", "aot_unpaired")
@@ -259,7 +261,15 @@ class Objective:
         "sigmoid", "loss by TRL's name, or several that are added up.", objective="dpo"
     )
     loss_weights: list[float] | None = key(None, "weight of each of several losses; none for 1 each.", objective="dpo")
-    beta: float = key(0.1, "how strongly the model is held to the reference.", above=0, objective="dpo")
+    kto_loss: UnpairedLoss = key(
+        "kto",
+        "loss by TRL's name: around the mean divergence of the model from the reference (arXiv 2402.01306), or without it "
+        "(APO, arXiv 2408.06266).",
+        objective="kto",
+    )
+    desirable_weight: float = key(1.0, "weight of the losses of desirable answers.", minimum=0, objective="kto")
+    undesirable_weight: float = key(1.0, "weight of the losses of undesirable answers.", minimum=0, objective="kto")
+    beta: float = key(0.1, "how strongly the model is held to the reference.", above=0, objective=("dpo", "kto"))
     label_smoothing: float = key(
         0.0, "share of pairs whose preference is taken to be wrong.", minimum=0, below=0.5, objective="dpo"
     )
@@ -283,7 +293,7 @@ class Objective:
         "model (a second copy of model.path), adapters_off (LoRA), precomputed (its log-probabilities, once), or the "
         "path of another model or of earlier adapters (with LoRA on the same base, no second copy of it); auto is what "
         "training starts from: adapters_off with new adapters, the same ones where model.path names adapters, else model.",
-        objective="dpo",
+        objective=("dpo", "kto"),
     )
 
     center_rewards_coefficient: float | None = key(

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from packtrain.errors import UserError
 from packtrain.model.load import load_model, weights_hash
 from packtrain.model.spread import Ranks, spread
 from packtrain.monitor.heartbeat import waiting
-from packtrain.packing.schedule import Schedule
 from packtrain.plan.reference_choice import ReferenceChoice
 
 
@@ -60,11 +59,15 @@ def load_reference(
 
 
 def precompute(
-    place: Path, schedule: Schedule, ranks: Ranks, logps: Callable[[np.ndarray], torch.Tensor]
+    place: Path,
+    shape: tuple[int, ...],
+    parts: Iterable[tuple[np.ndarray, Any]],
+    ranks: Ranks,
+    logps: Callable[[Any], torch.Tensor],
 ) -> np.ndarray:
-    """float32 [pairs, 2]: log-probabilities of both answers of all pairs, read from `place`.npy, or computed and written.
+    """float32 of this `shape`: log-probabilities of all examples, read from `place`.npy, or computed and written.
 
-    `schedule` is one pass over the pairs; `logps` gives float32 [n, 2] of the pairs of these numbers.
+    `parts` are those of this process: the numbers of examples, and the micro-batch of which `logps` gives theirs, in this order.
     """
     done = place.with_suffix(".npy")
     found = [np.load(done) if ranks.main and done.exists() else None]
@@ -72,12 +75,10 @@ def precompute(
         (known,) = broadcast_object_list(found)
     if known is not None:
         return known
-    values = torch.zeros((len(schedule.lengths), 2), device=ranks.device)
-    for step in range(schedule.total_steps):
-        for numbers in schedule.micro_batches(step, ranks.rank, ranks.world_size):
-            if len(numbers) or ranks.sharded:  # with sharded weights every rank makes the same number of calls
-                computed = logps(numbers)
-                values[numbers] = computed.float()[: len(numbers)]
+    values = torch.zeros(shape, device=ranks.device)
+    for numbers, batch in parts:
+        if len(numbers) or ranks.sharded:  # with sharded weights every rank makes the same number of calls
+            values[numbers] = logps(batch).float()[: len(numbers)]
     with waiting("all ranks to compute their part of the reference"):
         reduced = cast(torch.Tensor, reduce(values, "sum")).cpu().numpy()
     if ranks.main:

@@ -118,12 +118,31 @@ def collate_pairs(pairs: Sequence[Preference], pad_token_id: int, rows: PairRows
     """`input_ids`, `attention_mask`, `completion_mask` int64 [2B, L], and, unless `rows` are padded, their `layout`."""
     pairs = pairs or [FILLER_PAIR]
     documents = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    targets = [torch.from_numpy(document.loss_mask.astype(np.int64)) for document in documents]
-    batch = {**_padded(documents, pad_token_id), "completion_mask": pad_sequence(targets, True)}
     if rows == "padding":
-        return batch
+        return _answers(documents, pad_token_id)
     prompts = [pair.prompt if rows == "shared" else 0 for pair in pairs]
     groups = [(number, number + len(pairs)) for number in range(len(pairs))]
+    return _with_layout(_answers(documents, pad_token_id), documents, groups, prompts)
+
+
+def collate_unpaired(documents: Sequence[Document], pad_token_id: int, rows: PairRows) -> dict[str, Any]:
+    """As `collate_pairs`, of answers alone, each with its prompt: [B, L]."""
+    documents = documents or [FILLER]
+    batch = _answers(documents, pad_token_id)
+    groups = [(number,) for number in range(len(documents))]
+    return batch if rows == "padding" else _with_layout(batch, documents, groups, [0] * len(groups))
+
+
+def _answers(documents: Sequence[Document], pad_token_id: int) -> dict[str, Any]:
+    """`input_ids`, `attention_mask`, `completion_mask` int64 [documents, longest]."""
+    targets = [torch.from_numpy(document.loss_mask.astype(np.int64)) for document in documents]
+    return {**_padded(documents, pad_token_id), "completion_mask": pad_sequence(targets, True)}
+
+
+def _with_layout(
+    batch: dict[str, Any], documents: Sequence[Document], groups: Sequence[Sequence[int]], prompts: Sequence[int]
+) -> dict[str, Any]:
+    """`batch` of `documents` with the `layout` of its flattened row; see `layout_of`."""
     layout = layout_of([len(document.input_ids) for document in documents], groups, prompts)
     predicts = batch["completion_mask"].roll(-1, dims=1)  # the last column is none of `inside`
     trained = layout.inside[predicts[layout.rows[layout.inside], layout.columns[layout.inside]].nonzero()[:, 0]]

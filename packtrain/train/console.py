@@ -184,6 +184,21 @@ def pairs(
 ) -> None:
     """How pairs run, the losses and the reference; `dropout` is peft.dropout."""
     prompts(log, layout, unshared)
+    weights = objective.loss_weights or [1.0] * len(objective.losses)
+    losses = [
+        name if weight == 1 else f"{weight:g} × {name}" for name, weight in zip(objective.losses, weights, strict=True)
+    ]
+    _held_to(log, objective, " + ".join(losses), reference, dropout)
+
+
+def unpaired(log: Log, objective: Objective, reference: ReferenceChoice, dropout: float) -> None:
+    """The loss of answers with labels and the reference; `dropout` is peft.dropout."""
+    weights = (objective.desirable_weight, objective.undesirable_weight)
+    weighed = "" if weights == (1, 1) else " (desirable × {:g}, undesirable × {:g})".format(*weights)
+    _held_to(log, objective, f"{objective.kto_loss}{weighed}", reference, dropout)
+
+
+def _held_to(log: Log, objective: Objective, loss: str, reference: ReferenceChoice, dropout: float) -> None:
     held_to = {
         "model": "a second copy of the model",
         "adapters_off": "the model with its adapters off",
@@ -191,11 +206,7 @@ def pairs(
         "precomputed": "log-probabilities of the model before training, computed once",
         "path": objective.reference,
     }[reference.kind]
-    weights = objective.loss_weights or [1.0] * len(objective.losses)
-    losses = [
-        name if weight == 1 else f"{weight:g} × {name}" for name, weight in zip(objective.losses, weights, strict=True)
-    ]
-    log.fact("loss", f"{' + '.join(losses)}, beta {objective.beta:g}, against {held_to}")
+    log.fact("loss", f"{loss}, beta {objective.beta:g}, against {held_to}")
     if dropout:  # TRL turns it off
         log.fact("dropout", f"off, peft.dropout={dropout:g} too, so that preferences are not noisy")
 
@@ -214,6 +225,10 @@ def _documents(report: DataReport) -> str:
             shortened += f", {apart:,} of them shorter than two tokens and not shared"
         if report.apart:
             shortened += f", {report.apart:,} of them tokenised differently once the answer follows"
+    elif (labels := report.labels) is not None:
+        made += f", {labels.desirable:,} of them desirable and {labels.undesirable:,} not"
+        if report.apart:
+            shortened += f"; {report.apart:,} prompts tokenised differently once the answer follows"
     elif report.apart:
         shortened += f"; {report.apart:,} in parts, as a token would lie over the border of an answer"
     if report.retold:

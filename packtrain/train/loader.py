@@ -18,17 +18,19 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import PreTrainedModel
 
+from packtrain.data.dataset import Document
 from packtrain.launch.worker import end_with_parent
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.monitor.stacks import listen
-from packtrain.packing.balance import cost_of_attention
+from packtrain.packing.balance import Layout, cost_of_attention, lay_out
 from packtrain.packing.collate import (
     PairRows,
     collate_flat,
     collate_padded,
     collate_pairs,
     collate_scored,
+    collate_unpaired,
     places_of,
 )
 from packtrain.packing.schedule import Schedule
@@ -38,7 +40,7 @@ from packtrain.packing.schedule import Schedule
 class MicroBatch:
     """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), documents. Fillers: slots only.
 
-    Of pairs `trained` are the targets of the chosen answers, `rejected` those of the others.
+    Of pairs and of answers with labels `trained` are the targets of the chosen answers, `rejected` those of the others.
     """
 
     inputs: dict[str, Any]
@@ -79,6 +81,12 @@ class Steps(Dataset):
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
         """int [n] tokens of every document of a step over all ranks, and int [n / 2] of what two in a row share (None: nothing)."""
         return self.data.lengths[self.schedule.documents(step)], None
+
+    def first_pass(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+        """This rank's micro-batches of the first pass over the data, each with the numbers of its examples."""
+        for step in range(self.schedule.steps_per_epoch(0)):
+            for numbers in self.schedule.micro_batches(step, self.rank, self.world_size):
+                yield numbers, self.collate(numbers)
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """One forward pass over the documents of these numbers."""
@@ -151,6 +159,105 @@ class ScoredSteps(PairSteps):
         return MicroBatch(inputs, trained=2 * len(pairs), tokens=tokens, slots=slots, examples=len(pairs))
 
 
+@dataclass(frozen=True)
+class UnpairedSteps(Steps):
+    """As Steps, of answers with labels (an UnpairedDataset), rows padded or flat.
+
+    The KL estimate of kto is made over mismatched pairs: the prompt of each document of a step with the completion of the one
+    before it, of the first with that of the last, cut to `max_length` tokens. `one` takes all steps for one: an evaluation.
+    Log-probabilities of the reference, if precomputed: float32 [documents], and of the mismatched pairs in the order of the steps.
+    """
+
+    max_length: int | None = None
+    one: bool = False
+    reference: np.ndarray | None = None
+    reference_mismatched: np.ndarray | None = None
+
+    def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
+        """One forward pass over the documents of these numbers."""
+        numbers = np.asarray(numbers, dtype=np.int64)
+        known = None if self.reference is None else self.reference[numbers]
+        return self._batch([self.data[int(number)] for number in numbers], self.data.labels[numbers], known)
+
+    def mismatched(self) -> MismatchedSteps:
+        """The mismatched pairs of every step."""
+        return MismatchedSteps(self)
+
+    def pairs_of(self, step: int) -> np.ndarray:
+        """int64 [n, 2]: the numbers of the documents of a step's mismatched pairs, prompt and completion."""
+        documents = self.schedule.documents(step)
+        before = np.roll(documents, 1)
+        if self.one:
+            before[0] = self.schedule.documents((step or len(self)) - 1)[-1]
+        return np.stack([documents, before], axis=1)
+
+    def collate_mismatched(self, pairs: np.ndarray, known: np.ndarray | None) -> MicroBatch:
+        """One forward pass over mismatched `pairs` int64 [n, 2]; `known` float32 [n] by the reference, if precomputed."""
+        documents = []
+        for prompt, completion in ((self.data[int(one)], self.data[int(other)]) for one, other in pairs):
+            asked = len(prompt.input_ids) - int(prompt.loss_mask.sum())
+            ids = np.concatenate([prompt.input_ids[:asked], completion.input_ids[completion.loss_mask]])
+            ids = ids[: self.max_length]
+            documents.append(Document(ids, np.arange(len(ids)) >= asked))
+        return self._batch(documents, np.ones(len(documents), bool), known)
+
+    def _batch(self, documents: list[Document], labels: np.ndarray, known: np.ndarray | None) -> MicroBatch:
+        inputs = collate_unpaired(documents, self.pad_token_id, self.layout)
+        inputs["label"] = torch.from_numpy(labels if len(labels) else np.ones(1, bool))
+        if known is not None:
+            inputs["ref_logps"] = torch.from_numpy(known if len(known) else np.zeros(1, np.float32))
+        targets = np.array([int(document.loss_mask[1:].sum()) for document in documents], np.int64)
+        tokens = sum(len(document.input_ids) for document in documents)
+        return MicroBatch(
+            inputs=inputs,
+            trained=int(targets[labels].sum()),
+            tokens=tokens,
+            slots=inputs["input_ids"].numel() if self.layout == "padding" else tokens,
+            examples=len(documents),
+            rejected=int(targets[~labels].sum()),
+        )
+
+
+@dataclass(frozen=True)
+class MismatchedSteps(Dataset):
+    """`mismatched[k]` = the mismatched pairs of step k of this rank, in micro-batches of the same limits as the step's own."""
+
+    steps: UnpairedSteps
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, step: int) -> list[MicroBatch]:
+        pairs, all_known = self.steps.pairs_of(step), self.steps.reference_mismatched
+        first = self.steps.schedule.documents_before(step)
+        known = None if all_known is None else all_known[first : first + len(pairs)]
+        return [
+            self.steps.collate_mismatched(pairs[part], None if known is None else known[part])
+            for part in self.layout(step)[self.steps.rank]
+        ]
+
+    def every_step(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+        """This rank's micro-batches of all steps, each with the places of its pairs in the order of the steps."""
+        for step in range(len(self)):
+            first = self.steps.schedule.documents_before(step)
+            for part, batch in zip(self.layout(step)[self.steps.rank], self[step], strict=True):
+                yield first + part, batch
+
+    def layout(self, step: int) -> Layout:
+        """`[rank][micro-batch]` arrays of places in the step's pairs; every rank has the same number of micro-batches."""
+        schedule, data = self.steps.schedule, self.steps.data
+        prompt, completion = self.steps.pairs_of(step).T
+        lengths = (data.lengths - data.trained)[prompt] + data.trained[completion]
+        return lay_out(
+            lengths if self.steps.max_length is None else np.minimum(lengths, self.steps.max_length),
+            mode=schedule.packing.mode,
+            world_size=self.steps.world_size,
+            limits=schedule.limits,
+            attention_cost=schedule.attention_cost,
+            keep_order=schedule.packing.strategy == "in_order",
+        )
+
+
 class _FromStep(Sampler[int]):
     """Counts from a step to the last one, but has the length of the whole run: transformers takes the run's length from it."""
 
@@ -182,7 +289,7 @@ def _exit_on_signal_of_parent(parent: int, numbers: set[signal.Signals]) -> None
     os._exit(0)
 
 
-def step_loader(steps: Steps, *, first: int = 0, workers: int | None = 0) -> DataLoader:
+def step_loader(steps: Steps | MismatchedSteps, *, first: int = 0, workers: int | None = 0) -> DataLoader:
     """Loads `steps` from number `first` on, in `workers` processes ahead of the model; None for one on a GPU, none on a CPU."""
     workers = int(torch.cuda.is_available()) if workers is None else workers
     return DataLoader(

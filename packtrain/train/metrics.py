@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -202,14 +202,14 @@ class LoggingHooks(TrainerHooks):
         finally:
             self._comparing = False
 
-    def evaluation_batches(self) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the evaluation set. All ranks synchronise after each of its steps, so
-        that no collective waits longer than one step."""
+    def evaluation_batches(self, of: Callable[[Any], Any] = lambda steps: steps) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the evaluation set, or what `of` makes of its steps. All ranks synchronise after each of its
+        steps, so that no collective waits longer than one step."""
         steps, first = self.settings.evaluation, 0
         if steps is None:  # `compared_loss` alone asks then
             steps, first = self.steps, self.state.global_step - 1
         most = None if not self._comparing else _COMPARED_STEPS if self.settings.evaluation else 1
-        loader = step_loader(steps, first=first, workers=self.settings.loader_workers)
+        loader = step_loader(of(steps), first=first, workers=self.settings.loader_workers)
         for number, batches in enumerate(islice(loader, most)):
             for batch in batches:
                 self.clock.enter("eval", micro=number)

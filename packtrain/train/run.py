@@ -273,12 +273,15 @@ def objective_of(config: RunConfig) -> TrainingObjective:
         from packtrain.train.objectives.reward import Reward
 
         return Reward(objective, packing, config.batch)
-    if objective.kind != "dpo":
-        raise NotImplementedError(objective.kind)
-    from packtrain.train.objectives.dpo import DPO
-
     reference = reference_of(config.model, config.peft, objective, config.strategy)
     cache = cache_folder(config.data.cache_dir) / "reference"
+    if objective.kind == "kto":
+        from packtrain.train.objectives.kto import KTO
+
+        of_data: Any = (packing, config.batch, config.data.max_length)
+        return KTO(objective, *of_data, config.model, config.peft, reference, cache)
+    from packtrain.train.objectives.dpo import DPO
+
     return DPO(objective, packing, config.batch, config.model, config.peft, reference, cache)
 
 

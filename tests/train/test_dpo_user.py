@@ -27,8 +27,8 @@ from packtrain.model.precision import precision_of
 from packtrain.run_folder import RunFolder
 from packtrain.train import metrics
 from packtrain.train.console import _documents
-from packtrain.train.objectives.dpo import identity_of_reference
 from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
+from packtrain.train.objectives.of_reference import identity_of_reference
 from packtrain.train.run import verify_in
 from packtrain.train.verify.command import show
 

@@ -5,12 +5,10 @@ The trainer and its loss are in dpo_trainer.py.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -20,22 +18,21 @@ from packtrain.config.schema import Batch, Model, Objective, Packing, Peft
 from packtrain.data.dataset import PairDataset
 from packtrain.data.prepare import prepare_pairs
 from packtrain.errors import UserError
-from packtrain.model.adapters import add_reference
-from packtrain.model.load import base_model, weights_hash
 from packtrain.model.precision import Precision
-from packtrain.model.reference import cache_key, computer, load_reference, precompute
+from packtrain.model.reference import cache_key, computer, precompute
 from packtrain.model.spread import Ranks
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.train import console
 from packtrain.train.console import Log
-from packtrain.train.loader import PairSteps, Steps
-from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer, check_routers, objective_arguments
+from packtrain.train.loader import MicroBatch, PairSteps, Steps
+from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer, objective_arguments
 from packtrain.train.objectives.of_pairs import OfPairs
+from packtrain.train.objectives.of_reference import OfReference
 from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 
 
-class DPO(OfPairs):
+class DPO(OfReference, OfPairs):
     """The TrainingObjective (train/run.py) of preference optimisation."""
 
     prepare_data = staticmethod(prepare_pairs)
@@ -51,37 +48,8 @@ class DPO(OfPairs):
         cache: Path,
     ) -> None:
         """Precomputed log-probabilities go to the folder `cache`."""
-        super().__init__(packing, batch)
-        self.objective, self._model, self._peft = objective, model, peft
-        self.reference, self._cache = reference, cache
-        self._reference_model: PreTrainedModel | None = None
-        self._identity = ""
-
-    def take_reference(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        ranks: Ranks,
-        precision: Precision,
-        *,
-        seed: int,
-    ) -> dict[str, Any]:
-        """Loads the reference before `model` is sharded; returns what a resumed run must agree on of it."""
-        check_routers(base_model(model))
-        if self.reference.kind == "adapters":
-            add_reference(model, self.reference.adapters)
-        self._reference_model, weights = load_reference(
-            self.reference,
-            self.objective.reference,
-            self._model,
-            tokenizer,
-            ranks,
-            seed=seed,
-            autocast=precision.autocast,
-        )
-        weights = weights or weights_hash(model)
-        self._identity = identity_of_reference(model, self._peft, weights)
-        return {"objective.reference": f"one of weights with hash {weights[:12]}"}
+        OfPairs.__init__(self, packing, batch)
+        OfReference.__init__(self, objective, model, peft, reference, cache)
 
     def steps(self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> PairSteps:
         """The optimizer steps over `data`. Raises UserError if a loss that sorts all pairs of a step would get only some."""
@@ -135,24 +103,15 @@ class DPO(OfPairs):
         They are computed in the rows of the first pass: in 16 bits an answer has another one in another row.
         """
         pairs, schedule = cast(PairSteps, steps), steps.schedule
-        once = replace(schedule, total_steps=schedule.steps_per_epoch(0))
 
-        def logps(numbers: np.ndarray) -> torch.Tensor:
+        def logps(batch: MicroBatch) -> torch.Tensor:
             trainer.clock.enter("proof")
-            return torch.stack(trainer.policy_logps(pairs.collate(numbers)), dim=1)
+            return torch.stack(trainer.policy_logps(batch), dim=1)
 
         rows = None
         if trainer.compute_dtype.itemsize == 2:
             rows = (schedule.settings, pairs.layout, trainer.settings.backend, ranks.world_size, computer(ranks.device))
         formats = (precision.weights, precision.autocast)
-        key = cache_key(pairs.data.fingerprint, self._identity, formats, trainer.ld_alpha, rows)
-        return replace(pairs, reference=precompute(self._cache / key, once, ranks, logps))
-
-
-def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:
-    """The part of the cache key that depends on `model`: the hash of its `weights`, and its settings."""
-    settings = base_model(model).config.to_dict()
-    kept = {name: value for name, value in settings.items() if name not in ("_name_or_path", "transformers_version")}
-    return (
-        f"{weights} {json.dumps(kept, sort_keys=True, default=str)} {peft.alpha / peft.r if peft.kind == 'lora' else 1}"
-    )
+        key = cache_key(pairs.data.fingerprint, self.identity, formats, trainer.ld_alpha, rows)
+        shape = (len(pairs.data), 2)
+        return replace(pairs, reference=precompute(self._cache / key, shape, pairs.first_pass(), ranks, logps))

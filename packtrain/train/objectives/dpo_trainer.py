@@ -7,9 +7,6 @@ the pairs of the global step, `sft` is a mean over its trained tokens, and each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, cast
 
 import datasets
@@ -20,13 +17,13 @@ from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer as trl_dpo
 
 from packtrain.config.schema import Objective
-from packtrain.errors import UserError
 from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.loader import MicroBatch
 from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.of_reference import keep_weights_untouched
 from packtrain.train.settings import LoopSettings, unread_data
 
 _COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
@@ -66,7 +63,7 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         reference: PreTrainedModel | None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        with _keep_weights_untouched(model):
+        with keep_weights_untouched(model, trl_dpo):
             super().__init__(
                 model=model,
                 ref_model=reference,
@@ -215,35 +212,6 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
     def _precompute_ref_logps(self, dataset: datasets.Dataset, name: str, batch_size: int) -> datasets.Dataset:
         """Unchanged: precomputed log-probabilities come with the batches."""
         return dataset
-
-
-@contextmanager
-def _keep_weights_untouched(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block, disables two things of TRL that fail on sharded weights and are done elsewhere.
-
-    TRL hashes the weights for precomputed log-probabilities (see model/reference.py), and copies adapters as a reference.
-    The copy is not needed: new adapters are zero, like adapters off; continued ones are also loaded as `ref` (adapters.py).
-    """
-    hash_of, trl_dpo.hash_module = trl_dpo.hash_module, lambda _: ""
-    adapted: Any = model if hasattr(model, "peft_config") else SimpleNamespace(get_parameter=None)
-    find = adapted.get_parameter
-    adapted.add_adapter = lambda *_, **__: None
-    adapted.get_parameter = lambda name: find(name.replace(".ref.", ".default."))
-    try:
-        yield
-    finally:
-        del adapted.add_adapter, adapted.get_parameter
-        trl_dpo.hash_module = hash_of
-
-
-def check_routers(model: PreTrainedModel) -> None:
-    """Raises UserError if `model` asks for its routers' load-balancing loss, which is not defined over pairs."""
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise UserError(
-            "packtrain dpo adds no load-balancing loss of routers, which the model asks for",
-            where="model.config.output_router_logits",
-            fix="set it to false: the preferences are then trained without it",
-        )
 
 
 def objective_arguments(objective: Objective, *, precomputed: bool) -> dict[str, Any]:

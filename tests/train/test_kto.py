@@ -1,0 +1,129 @@
+"""Every loss of TRL's KTOTrainer, over any layout and any micro-batches, is TRL's own of one padded batch."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import pytest
+import torch
+from tiny_dpo import TOKENIZER, another, gradient, policy
+from tiny_kto import ANSWERS, LABELS, LAYOUTS, Answers, arguments, in_parts, ours, rows, steps_of
+from trl import KTOTrainer
+from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+
+from packtrain.config.schema import UnpairedLoss
+from packtrain.train.loader import UnpairedSteps
+from packtrain.train.objectives.kto_trainer import _COLUMNS, MARGINS, UNITS
+from packtrain.train.settings import unread_data
+
+SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
+OBJECTIVES: list[dict[str, Any]] = [
+    {"loss_type": "kto"},
+    {"loss_type": "apo_zero_unpaired"},
+    {"loss_type": "kto", "beta": 0.7, "desirable_weight": 1.5, "undesirable_weight": 0.3},
+    {"loss_type": "apo_zero_unpaired", "desirable_weight": 0.0, "undesirable_weight": 2.0},
+]
+
+
+class _TRL(KTOTrainer):
+    """TRL's trainer, given padded batches."""
+
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        return dataset
+
+
+def trl_trainer(folder: Path, **objective: Any) -> _TRL:
+    trainer = _TRL(
+        model=cast(Any, policy()),
+        ref_model=cast(Any, another()),
+        args=arguments(folder, **objective),
+        processing_class=TOKENIZER,
+        train_dataset=unread_data(_COLUMNS, evaluates=False)["train_dataset"],
+    )
+    trainer.model.train()
+    return trainer
+
+
+def of_trl(
+    folder: Path, labels: list[bool] = LABELS, max_length: int | None = None, **objective: Any
+) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient and logged figures of one padded batch of all answers."""
+    trainer = trl_trainer(folder, **objective)
+    given = [{**row, "label": label} for row, label in zip(rows(), labels, strict=True)]
+    batch = DataCollatorForUnpairedPreference(pad_token_id=0, max_length=max_length)(given)
+    loss = trainer._compute_loss(trainer.model, batch, False)
+    loss.backward()
+    return loss.item(), gradient(trainer.model), {name: values[0] for name, values in trainer._metrics["train"].items()}
+
+
+def assert_equal(found: Any, expected: Any, case: str) -> None:
+    """Losses, gradients and figures."""
+    loss, grad, figures = expected
+    assert found[0] == pytest.approx(loss, rel=1e-5), case
+    assert ((found[1] - grad).norm() / grad.norm()).item() < 1e-4, case
+    assert set(figures) - {"num_tokens"} == set(found[2]), case
+    for name, value in found[2].items():
+        assert value == pytest.approx(figures[name], rel=1e-5, abs=1e-5), (case, name)
+
+
+def test_the_config_knows_every_loss_of_the_installed_trl() -> None:
+    known = set(re.findall(r'\bloss_type == "(\w+)"', inspect.getsource(KTOTrainer._compute_loss)))
+    assert known == set(get_args(UnpairedLoss))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda one: "-".join(map(str, one.values())))
+def test_loss_gradient_and_figures_equal_trl_padding(objective: dict[str, Any], tmp_path: Path) -> None:
+    expected = of_trl(tmp_path, **objective)
+    assert set(expected[2]) - {"num_tokens"} == {*UNITS, MARGINS}
+    assert (expected[2]["kl"] > 0.1) == (objective["loss_type"] == "kto")
+    for layout in LAYOUTS:
+        for parts in SPLITS:
+            found = in_parts(ours(tmp_path, layout, **objective), parts)
+            assert_equal(found, expected, f"{layout} in {len(parts)} micro-batches")
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_steps_of_one_kind_of_answers_are_those_of_trl(label: bool, tmp_path: Path) -> None:
+    labels = [label] * len(LABELS)
+    expected = of_trl(tmp_path, labels)
+    steps = replace(steps_of("flat"), data=cast(Any, Answers(labels)))
+    assert_equal(in_parts(ours(tmp_path, "flat", steps=steps), SPLITS[1]), expected, "one kind")
+    assert MARGINS not in expected[2]
+
+
+def test_mismatched_pairs_are_cut_as_by_trl_and_keep_to_the_limits_of_a_micro_batch(tmp_path: Path) -> None:
+    longest = max(len(row["prompt_ids"]) + len(row["KL_completion_ids"]) for row in rows())
+    assert longest == 38 and max(ANSWERS.lengths) == 35
+    expected = of_trl(tmp_path, max_length=36)
+    for layout in LAYOUTS:
+        steps = steps_of(layout, 40, max_length=36)
+        batches = steps.mismatched()[0]
+        assert len(batches) > 2 and max(batch.slots for batch in batches) <= 40
+        assert max(batch.inputs["input_ids"].shape[1] for batch in batches) == 36
+        assert sum(batch.examples for batch in batches) == len(ANSWERS)
+        assert_equal(in_parts(ours(tmp_path, layout, steps=steps), SPLITS[1]), expected, layout)
+
+
+def test_an_evaluation_is_one_step_over_the_whole_set(tmp_path: Path) -> None:
+    loss, _, figures = of_trl(tmp_path)
+    trainer = ours(tmp_path, "flat")
+    evaluation = replace(steps_of("flat", 40, a_step=3), one=True)
+    trainer.settings = replace(trainer.settings, evaluation=cast(Any, evaluation))
+    trainer.model.eval()
+    with torch.no_grad():
+        found = trainer.evaluated()
+    assert found.pop("loss") == pytest.approx(loss, rel=1e-5) and found.pop("answers") == 7
+    assert found == pytest.approx({name: figures[name] for name in found}, rel=1e-5, abs=1e-5)
+
+
+def test_pairs_of_an_evaluation_go_across_its_steps() -> None:
+    steps: UnpairedSteps = replace(steps_of("flat", a_step=3), one=True)
+    assert [steps.pairs_of(step).tolist() for step in range(3)] == [
+        [[0, 6], [1, 0], [2, 1]],
+        [[3, 2], [4, 3], [5, 4]],
+        [[6, 5]],
+    ]

@@ -1,0 +1,124 @@
+"""Answers with labels in memory: seven of random tokens, a tiny model, and packtrain's trainer on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tiny_dpo import OTHER, TOKENIZER, another, gradient, policy
+from trl import KTOConfig
+
+from packtrain.attention.backends import attend_by
+from packtrain.config.schema import Batch, Packing
+from packtrain.data.dataset import Document
+from packtrain.model.load import base_model
+from packtrain.packing.collate import PairRows
+from packtrain.packing.schedule import make_schedule
+from packtrain.train.loader import UnpairedSteps
+from packtrain.train.objectives.kto_trainer import PackedKTOTrainer
+from packtrain.train.settings import LoopSettings, StopRequest
+
+LAYOUTS: tuple[PairRows, ...] = ("padding", "flat")
+SHAPES = [(10, 5), (1, 4), (33, 2), (2, 7), (5, 20), (18, 6), (1, 1)]
+LABELS = [True, False, False, True, True, False, True]
+
+
+class Answers:
+    """As an UnpairedDataset, of answers in memory: 7, of odd lengths."""
+
+    def __init__(self, labels: list[bool]) -> None:
+        rng = np.random.default_rng(1)
+        ids = [rng.integers(3, 97, sum(shape)).astype(np.int32) for shape in SHAPES]
+        self.documents = [
+            Document(one, np.arange(len(one)) >= shape[0]) for one, shape in zip(ids, SHAPES, strict=True)
+        ]
+        self.labels = np.array(labels)
+        self.lengths = np.array([sum(shape) for shape in SHAPES], np.int32)
+        self.trained = np.array([shape[1] for shape in SHAPES], np.int32)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> Document:
+        return self.documents[index]
+
+
+ANSWERS = Answers(LABELS)
+
+
+def rows() -> list[dict[str, Any]]:
+    """The same as TRL's collator takes them, with the completions of mismatched pairs as TRL makes them of one batch."""
+    ids = [document.input_ids.tolist() for document in ANSWERS.documents]
+    made = [
+        {"prompt_ids": one[:asked], "completion_ids": one[asked:], "label": label}
+        for one, (asked, _), label in zip(ids, SHAPES, LABELS, strict=True)
+    ]
+    completions = [row["completion_ids"] for row in made]
+    return [
+        {**row, "KL_completion_ids": other}
+        for row, other in zip(made, completions[-1:] + completions[:-1], strict=True)
+    ]
+
+
+def arguments(folder: Path, **given: Any) -> KTOConfig:
+    """TRL's, `given` the objective's."""
+    usual = {"bf16": False, "activation_checkpointing": False, "max_length": None, "max_steps": 1}
+    usual |= {"per_device_train_batch_size": len(ANSWERS)}
+    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False}
+    return KTOConfig(output_dir=str(folder), **{**usual, **quiet, **given})
+
+
+def steps_of(
+    layout: PairRows,
+    tokens: int | None = None,
+    *,
+    a_step: int = len(ANSWERS),
+    rank: int = 0,
+    world_size: int = 1,
+    answers: Answers = ANSWERS,
+    max_length: int | None = None,
+) -> UnpairedSteps:
+    """An epoch of all answers, so many a step (all of them), in rows of so many `tokens` (all in one)."""
+    packing = Packing(mode="padding" if layout == "padding" else "padding_free" if tokens is None else "packed")
+    batch = Batch(examples_per_step=a_step, examples_per_device=len(answers), tokens_per_device=tokens)
+    schedule = make_schedule(answers.lengths, packing, batch)
+    return UnpairedSteps(cast(Any, answers), schedule, layout, 0, rank, world_size, max_length=max_length)
+
+
+def ours(
+    folder: Path,
+    layout: PairRows,
+    *,
+    model: Any = None,
+    reference: Any = OTHER,
+    steps: UnpairedSteps | None = None,
+    **given: Any,
+) -> PackedKTOTrainer:
+    """packtrain's trainer, ready for step 1; without a `model` on `policy`, without a `reference` against `another`."""
+    trainer = PackedKTOTrainer(
+        cast(Any, model or policy()),
+        arguments(folder, **given),
+        TOKENIZER,
+        settings=LoopSettings(steps or steps_of(layout), None, StopRequest(), folder, {}),
+        reference=cast(Any, another()) if reference == OTHER else reference,
+    )
+    if layout != "padding":
+        for one in filter(None, (trainer.model, trainer.ref_model)):
+            attend_by(base_model(one), "segmented")
+    return trainer
+
+
+def in_parts(trainer: PackedKTOTrainer, parts: list[list[int]]) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient and figures of a step of ours in these micro-batches."""
+    trainer.model.train()
+    batches = [cast(UnpairedSteps, trainer.steps).collate(part) for part in parts]
+    counts = torch.tensor([batch.counts for batch in batches]).sum(0)
+    trainer.open_step(batches)
+    total = 0.0
+    for batch in batches:
+        loss = trainer.loss_of(trainer.model, batch, counts)
+        loss.backward()
+        total += loss.item()
+    return total, gradient(trainer.model), trainer.figures()
