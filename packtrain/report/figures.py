@@ -16,7 +16,7 @@ POINTS_OF_A_PAGE = 60_000
 """Both at most; each point takes some 15 bytes of the page."""
 HELD_OUT = "eval_"
 X_AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Time"}
-_NOT_DRAWN = {"epoch", "tokens", "examples", "seconds", "slowest_rank", "eval_tokens", "eval_pairs"}
+_NOT_DRAWN = {"epoch", "tokens", "examples", "seconds", "slowest_rank", "eval_tokens", "eval_pairs", "eval_answers"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ _KNOWN = (
     Figure("Loss", {"loss": "training"}, "Learning"),
     Figure("Rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}, "Preferences"),
     Figure("Reward margin", {"rewards/margins": "margin"}, "Preferences"),
+    Figure("KL estimate", {"kl": "model from reference"}, "Preferences"),
     Figure("Pairs ranked right", {"rewards/accuracies": "accuracy"}, "Preferences", "percent"),
     Figure("Log-probabilities", {"logps/chosen": "chosen", "logps/rejected": "rejected"}, "Preferences"),
     Figure("Logits", {"logits/chosen": "chosen", "logits/rejected": "rejected"}, "Preferences"),

@@ -279,10 +279,7 @@ class TerminalProgress(TrainerCallback):
         """Shows the step's figures."""
         place = f"step {state.global_step}/{state.max_steps}"
         if "eval_loss" in logs:
-            ranked = ""
-            if logs.get("eval_rewards/margins"):  # at a zero margin no pair is ranked
-                ranked = f"  pairs ranked right {logs['eval_rewards/accuracies']:.1%}"
-            self._log.say(f"{place}  eval loss {logs['eval_loss']:.4f}{ranked}")
+            self._log.say(f"{place}  eval loss {logs['eval_loss']:.4f}{_of_preferences(logs)}")
         elif "loss" in logs:
             figures = (
                 f"loss {logs['loss']:.4f}  {logs['tokens_per_second']:,.0f} tokens/s"
@@ -292,6 +289,15 @@ class TerminalProgress(TrainerCallback):
                 self._bar.update(task, completed=state.global_step, figures=figures)
             write = self._log.note if self._bar.task_ids else self._log.say
             write(f"{place}  {figures}")
+
+
+def _of_preferences(logs: dict[str, Any]) -> str:
+    """What an evaluation found beside the loss: of pairs how many are ranked right, of answers with labels the mean rewards."""
+    if not logs.get("eval_rewards/margins"):  # at a zero margin no pair is ranked
+        return ""
+    if "eval_rewards/accuracies" in logs:
+        return f"  pairs ranked right {logs['eval_rewards/accuracies']:.1%}"
+    return f"  rewards {logs['eval_rewards/chosen']:.3f} desirable, {logs['eval_rewards/rejected']:.3f} not"
 
 
 class EarlyStop(TrainerCallback):

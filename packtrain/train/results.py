@@ -237,9 +237,13 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
         if lines := [line for line in state.log_history if margin in line]:
             best = state.best_global_step if summary.early else None
             kept = next((line for line in lines if line["step"] == best), lines[-1])
-            ranked = f"{kept[accuracy]:.1%} rank right (chance: 50%)"
             moved = f"margin {lines[0][margin]:.2f} → {kept[margin]:.2f}"
-            said.append(f"of {kept['eval_pairs']:,} held-out pairs {ranked}, {moved}")
+            if accuracy in kept:
+                ranked = f"{kept[accuracy]:.1%} rank right (chance: 50%)"
+                said.append(f"of {kept['eval_pairs']:,} held-out pairs {ranked}, {moved}")
+            else:
+                sides = f"{kept['eval_rewards/chosen']:.2f} desirable, {kept['eval_rewards/rejected']:.2f} not"
+                said.append(f"mean rewards of {kept['eval_answers']:,} held-out answers: {sides}, {moved}")
     return said
 
 
