@@ -88,6 +88,15 @@ class Steps(Dataset):
             for numbers in self.schedule.micro_batches(step, self.rank, self.world_size):
                 yield numbers, self.collate(numbers)
 
+    def first_examples(self, first_step: int) -> np.ndarray:
+        """int [n]: the examples of the first micro-batch of this process, or of another one if it has none, from `first_step` on.
+
+        A run that was resumed in a later pass takes the step of the first pass: precomputed log-probabilities are of its rows.
+        """
+        step = first_step % min(len(self), self.schedule.steps_per_epoch(0))
+        layout = self.schedule.layout(step, self.world_size)
+        return next(np.asarray(some) for part in (layout[self.rank], *layout) for some in part if len(some))
+
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """One forward pass over the documents of these numbers."""
         documents: Any = [self.data[int(number)] for number in numbers]
@@ -117,15 +126,6 @@ class PairSteps(Steps):
         pairs = self.schedule.documents(step)
         shared = (self.data.lengths - self.data.shared_lengths)[pairs] if self.layout == "shared" else None
         return self.data.documents.lengths.reshape(-1, 2)[pairs].ravel(), shared
-
-    def first_pairs(self, first_step: int) -> np.ndarray:
-        """int [n]: the pairs of the first micro-batch of this process, or of another one if it has none, from `first_step` on.
-
-        A run that was resumed in a later pass takes the step of the first pass: precomputed log-probabilities are of its rows.
-        """
-        step = first_step % min(len(self), self.schedule.steps_per_epoch(0))
-        layout = self.schedule.layout(step, self.world_size)
-        return next(np.asarray(pairs) for part in (layout[self.rank], *layout) for pairs in part if len(pairs))
 
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """One forward pass over the pairs of these numbers."""

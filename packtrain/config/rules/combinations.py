@@ -11,6 +11,7 @@ from collections.abc import Iterator, Set
 
 from packtrain.config.keys import Fault, keys, near
 from packtrain.config.rules.dpo_losses import dpo_rules
+from packtrain.config.rules.kto import kto_rules
 from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.config.schema import COLUMNS, SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
 
@@ -225,6 +226,8 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         yield Fault(("trainer.samples",), what, "Take the key away.")
     if objective.kind == "dpo":
         yield from dpo_rules(objective, config.data, config.packing, config.peft, given)
+    if objective.kind == "kto":
+        yield from kto_rules(config, given)
 
 
 def check_strategy(config: RunConfig) -> Iterator[Fault]:

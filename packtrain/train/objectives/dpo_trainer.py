@@ -7,6 +7,7 @@ the pairs of the global step, `sft` is a mean over its trained tokens, and each 
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import datasets
@@ -52,6 +53,9 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
     `reference` is a separate model. None means `model` with its adapters off (or replaced by its adapters named `ref`) or,
     with args.precompute_ref_log_probs, log-probabilities that come with the batches.
     """
+
+    answers = ("the chosen answer of pair", "the rejected answer of pair")
+    """What the first check calls them (verify/dpo_start.py)."""
 
     def __init__(
         self,
@@ -140,6 +144,11 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
             self.precompute_ref_logps = known
             for noted in self._metrics.values():
                 noted.clear()
+
+    def loss_of_zero_margin(self, batch: MicroBatch) -> float | None:
+        """The sigmoid loss of a micro-batch while the model is its own reference; of other losses it is not said here."""
+        plain = self.all_loss_weights == [1.0] and not self.use_weighting
+        return math.log(2) if self.loss_types == ["sigmoid"] and plain else None
 
     def policy_logps(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [pairs] of the chosen and the rejected answers, by the trained model, as TRL sums them."""

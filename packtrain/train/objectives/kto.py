@@ -35,6 +35,7 @@ from packtrain.train.objectives.kto_trainer import PackedKTOTrainer, objective_a
 from packtrain.train.objectives.of_reference import OfReference
 from packtrain.train.preflight import choose_together
 from packtrain.train.settings import LoopSettings
+from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 
 
 class KTO(OfReference):
@@ -121,6 +122,10 @@ class KTO(OfReference):
             steps = self._with_reference(settings.steps, trainer, ranks, precision)
             held_out = settings.evaluation and self._with_reference(settings.evaluation, trainer, ranks, precision)
             trainer.settings, trainer.steps = replace(settings, steps=steps, evaluation=held_out), steps
+        if preflight:
+            check_pair_forward(trainer, attention)
+            if self.reference.at_start:
+                check_start(trainer)
 
     def _with_reference(
         self, given: Steps, trainer: PackedKTOTrainer, ranks: Ranks, precision: Precision
@@ -134,7 +139,7 @@ class KTO(OfReference):
 
         def logps(batch: MicroBatch) -> torch.Tensor:
             trainer.clock.enter("proof")
-            return trainer.policy_logps(trainer._prepare_inputs(batch.inputs))
+            return trainer.policy_logps(batch)[0]
 
         rows = None
         if trainer.compute_dtype.itemsize == 2:

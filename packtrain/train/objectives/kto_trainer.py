@@ -57,6 +57,9 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
     with args.precompute_ref_log_probs, log-probabilities that come with the batches.
     """
 
+    answers = ("answer",)
+    """What the first check calls them (verify/dpo_start.py)."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -111,7 +114,7 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
 
         The mean of TRL's `KL_logps - ref_KL_logps` is the estimate, which TRL clamps.
         """
-        given = {"ref_logps": self.reference_logps(inputs), "ref_KL_logps": torch.zeros_like(self._kl)}
+        given = {"ref_logps": self._by_reference(inputs), "ref_KL_logps": torch.zeros_like(self._kl)}
         known, self.precompute_ref_logps = self.precompute_ref_logps, True
         try:
             return super()._compute_loss(model, inputs | given, return_outputs)
@@ -131,18 +134,48 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
                 continue
             self.clock.enter("forward" if self.model.training else "eval", micro=number)
             inputs = self._prepare_inputs(batch.inputs)
-            off = (self.policy_logps(inputs) - self.reference_logps(inputs)).double()
+            off = (self._by_model(inputs) - self._by_reference(inputs)).double()
             total += torch.stack([off.sum(), torch.ones_like(off).sum()]) * bool(batch.examples)
         with waiting("the KL estimate of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         return (total[:1] / total[1:]).float()
 
-    def policy_logps(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """float32 [rows]: log-probabilities of the completions by the trained model, as TRL sums them."""
+    def policy_logps(self, batch: MicroBatch) -> tuple[torch.Tensor]:
+        """float32 [answers]: log-probabilities of a micro-batch's answers by the trained model, as TRL sums them."""
+        return (self._by_model(self._prepare_inputs(batch.inputs)),)
+
+    def reference_logps(self, batch: MicroBatch) -> tuple[torch.Tensor]:
+        """As `policy_logps`, by the reference; precomputed ones are taken from the batch."""
+        return (self._by_reference(self._prepare_inputs(batch.inputs)),)
+
+    def loss_alone(self, batch: MicroBatch, *, reference: tuple[torch.Tensor, ...] | None = None) -> float:
+        """The loss of one micro-batch as if it were a step, against `reference` log-probabilities if given.
+
+        Its KL estimate is that of the first step, of the run or after a resume; 0 if a reference is given.
+        """
+        inputs = self._prepare_inputs(batch.inputs)
+        self._kl = torch.zeros_like(self._kl)
+        if reference is not None:
+            inputs |= {"ref_logps": reference[0]}
+        elif self.calculate_KL:
+            self._kl = self._divergence(cast(UnpairedSteps, self.steps).mismatched()[self.settings.first_step])
+        try:
+            with self.without_gathering(), self.accelerator.autocast():
+                return self._compute_loss(self.model, inputs, False).item()
+        finally:
+            for noted in self._metrics.values():
+                noted.clear()
+
+    def loss_of_zero_margin(self, batch: MicroBatch) -> float:
+        """The loss of a micro-batch while the model is its own reference: half of the mean weight of its answers."""
+        desirable = int(batch.inputs["label"].sum())
+        weights = desirable * self.desirable_weight + (batch.examples - desirable) * self.undesirable_weight
+        return 0.5 * weights / batch.examples
+
+    def _by_model(self, inputs: dict[str, Any]) -> torch.Tensor:
         return self._logps(self.model, inputs)
 
-    def reference_logps(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """As `policy_logps`, by the reference; precomputed ones are taken from the batch."""
+    def _by_reference(self, inputs: dict[str, Any]) -> torch.Tensor:
         if "ref_logps" in inputs:
             return inputs["ref_logps"]
         if self.ref_model is not None:
@@ -165,7 +198,7 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
         With sharded weights the reference is called too, and first, since processes with answers call it.
         """
         if self.settings.sharded:
-            self.reference_logps(inputs)
+            self._by_reference(inputs)
         labels = torch.full_like(inputs["input_ids"], IGNORE)
         return model(**_call(inputs), labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
 

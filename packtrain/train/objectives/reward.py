@@ -76,7 +76,7 @@ def check_scores(trainer: PackedRewardTrainer, attention: str) -> float:
     CheckFailed if it is more than rounding.
     """
     model, base, steps = trainer.model, base_model(trainer.model), cast(ScoredSteps, trainer.steps)
-    numbers = steps.first_pairs(trainer.settings.first_step)
+    numbers = steps.first_examples(trainer.settings.first_step)
     few = numbers[:COMPARED_PAIRS]
     rows = [*range(len(few)), *range(len(numbers), len(numbers) + len(few))]
     padded = ScoredSteps(steps.data, steps.schedule, "padding", steps.pad_token_id)

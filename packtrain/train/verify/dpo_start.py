@@ -1,8 +1,8 @@
-"""The checks of preference training before step 1, on the first real pairs.
+"""The checks of dpo and kto before step 1, on the first real pairs or answers.
 
 (1) The packed forward gives every answer the log-probability that the padded one gives, and the fused output head that of
 the full logits. (2) Where the model starts as its own reference, the first loss is that of a zero margin: ln 2 for the sigmoid
-loss. If it is not, known causes are checked: dropout, stale log-probabilities, adapters, tokenizers, weights and formats.
+loss of dpo, half of the weights for kto. If it is not, known causes are checked: dropout, stale log-probabilities, adapters, tokenizers, weights and formats.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,16 +28,49 @@ from packtrain.model.spread import most_of_all
 from packtrain.packing.collate import IGNORE
 from packtrain.plan.memory import CHECKED_LOGITS, COMPARED_PAIRS
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model, vocabulary_of
-from packtrain.train.loader import MicroBatch, PairSteps
-from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
+from packtrain.train.loader import MicroBatch
+from packtrain.train.settings import LoopSettings
 
-Logps = tuple[torch.Tensor, torch.Tensor]
-"""float32 [pairs] of chosen and of rejected answers."""
-_SIDES = ("chosen", "rejected")
+Logps = tuple[torch.Tensor, ...]
+"""float32 [pairs] of chosen and of rejected answers; of answers with labels one of them all."""
+
+
+class HeldTrainer(Protocol):
+    """What is proved of a trainer whose model is held to a reference; as PackedDPOTrainer and PackedKTOTrainer have it."""
+
+    model: Any
+    ref_model: Any
+    processing_class: Any
+    settings: LoopSettings
+    steps: Any
+    args: Any
+    accelerator: Any
+    beta: float
+    answers: tuple[str, ...]
+    """What the answers of each part of Logps are called."""
+
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+
+    def policy_logps(self, batch: MicroBatch) -> Logps:
+        """Log-probabilities of the answers by the trained model."""
+        raise NotImplementedError
+
+    def reference_logps(self, batch: MicroBatch) -> Logps:
+        """The same by the reference, or as they were precomputed."""
+        raise NotImplementedError
+
+    def loss_alone(self, batch: MicroBatch, *, reference: Logps | None = None) -> float:
+        """The loss of one micro-batch as if it were a step, against `reference` log-probabilities if given."""
+        raise NotImplementedError
+
+    def loss_of_zero_margin(self, batch: MicroBatch) -> float | None:
+        """What that loss is while the model is its own reference; None where no formula says it."""
+        raise NotImplementedError
 
 
 @torch.no_grad()
-def check_pair_forward(trainer: PackedDPOTrainer, attention: str) -> None:
+def check_pair_forward(trainer: HeldTrainer, attention: str) -> None:
     """Compares log-probabilities of the first answers as training computes them with those of a padded batch and the model's logits.
 
     Those of COMPARED_PAIRS pairs and at most CHECKED_LOGITS logits: of all tokens of short answers, of every n-th of long ones.
@@ -47,8 +80,9 @@ def check_pair_forward(trainer: PackedDPOTrainer, attention: str) -> None:
     inputs = trainer._prepare_inputs(_first(trainer).inputs)
     call = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-    pairs = len(labels) // 2
-    few = [side + pair for side in (0, pairs) for pair in range(min(pairs, COMPARED_PAIRS))]
+    sides = len(trainer.answers)
+    each = len(labels) // sides
+    few = [side * each + row for side in range(sides) for row in range(min(each, 2 * COMPARED_PAIRS // sides))]
     columns = _spread(labels[few, 1:], CHECKED_LOGITS // (len(few) * vocabulary_of(base)))
     cut = {"logits_to_keep": columns} if "logits_to_keep" in signature(type(base).forward).parameters else {}
     with evaluating(model), trainer.accelerator.autocast():
@@ -69,7 +103,7 @@ def check_pair_forward(trainer: PackedDPOTrainer, attention: str) -> None:
         raise CheckFailed(
             f"an answer of the first pairs has log-probability {ours[worst]:.6g}, but {theirs[worst]:.6g} from padded batches "
             f"and full logits of {type(base).__name__}",
-            fix="its output head or attention is of a kind that packtrain dpo does not know: please report this model",
+            fix="its output head or attention is of a kind that packtrain does not know: please report this model",
         )
 
 
@@ -92,7 +126,7 @@ class Start:
     problems: tuple[Problem, ...] = ()
 
 
-def check_start(trainer: PackedDPOTrainer) -> float:
+def check_start(trainer: HeldTrainer) -> float:
     """The loss of the first pairs; raises CheckFailed unless it is that of a zero margin."""
     start = start_of(trainer)
     if start.problems:
@@ -101,7 +135,7 @@ def check_start(trainer: PackedDPOTrainer) -> float:
 
 
 @torch.no_grad()
-def start_of(trainer: PackedDPOTrainer) -> Start:
+def start_of(trainer: HeldTrainer) -> Start:
     """The Start of a model that is its own reference. Called on all processes together."""
     batch = _first(trainer)
     with _training(trainer.model):
@@ -110,8 +144,8 @@ def start_of(trainer: PackedDPOTrainer) -> Start:
         expected = trainer.loss_alone(batch, reference=policy)
         rounding = _rounding(trainer, batch, max(part.abs().max().item() for part in (*policy, *reference)))
         tolerance = max(1e-6, rounding * trainer.beta) * max(1.0, abs(expected))
-        plain = trainer.all_loss_weights == [1.0] and not trainer.use_weighting
-        zero_margin = math.log(2) if trainer.loss_types == ["sigmoid"] and plain else expected
+        zero_margin = trainer.loss_of_zero_margin(batch)
+        zero_margin = expected if zero_margin is None else zero_margin
         fine = abs(found - expected) <= tolerance and abs(expected - zero_margin) <= 1e-6
         start = Start(found, zero_margin, tolerance)
         if not most_of_all(not fine, trainer.args.device):
@@ -119,7 +153,7 @@ def start_of(trainer: PackedDPOTrainer) -> Start:
         causes = list(_causes(trainer, batch, policy, reference, rounding))
     if fine:  # another process has the problem
         return start
-    ours, theirs, answer = _furthest(policy, reference)
+    ours, theirs, answer = _furthest(trainer, policy, reference)
     what = (
         f"the first loss is {found:.7g}, but {zero_margin:.7g} while the model is its own reference: {answer} of the first "
         f"micro-batch has log-probability {ours:.7g} by the model and {theirs:.7g} by the reference"
@@ -128,7 +162,7 @@ def start_of(trainer: PackedDPOTrainer) -> Start:
     return replace(start, problems=(Problem(what, "objective.reference", unknown), *causes))
 
 
-def _rounding(trainer: PackedDPOTrainer, batch: MicroBatch, longest: float) -> float:
+def _rounding(trainer: HeldTrainer, batch: MicroBatch, longest: float) -> float:
     """Nats by which the two log-probabilities of an answer may differ by rounding alone; `longest` is the largest of any.
 
     Sums are made in float32. In 16 bits the same row has, by the same weights, what two calls of the model have (precomputed
@@ -147,22 +181,20 @@ def _rounding(trainer: PackedDPOTrainer, batch: MicroBatch, longest: float) -> f
     adapts = any("lora_B" in name and bool(_local(weight).any()) for name, weight in weights)
     if trainer.ref_model is not None and most_of_all(adapts, trainer.args.device):
         return rounding + otherwise
-    return rounding + (otherwise / 100 if "ref_chosen_logps" in batch.inputs else 0)
+    return rounding + (otherwise / 100 if _precomputed(batch) else 0)
 
 
-def _causes(
-    trainer: PackedDPOTrainer, batch: MicroBatch, policy: Logps, kept: Logps, rounding: float
-) -> Iterator[Problem]:
+def _causes(trainer: HeldTrainer, batch: MicroBatch, policy: Logps, kept: Logps, rounding: float) -> Iterator[Problem]:
     """The known causes of a difference between model and reference that apply here.
 
     `policy` and `kept` are the log-probabilities by the two in training mode. Called on all processes together.
     """
     model = cast(Any, trainer.model)
     yield from _dropout("model", model, _apart(policy, trainer.policy_logps(batch)), rounding)
-    if "ref_chosen_logps" in batch.inputs:
+    if _precomputed(batch):
         with evaluating(model):
             now = trainer.policy_logps(batch)
-        then, anew, answer = _furthest(kept, now)
+        then, anew, answer = _furthest(trainer, kept, now)
         if abs(then - anew) > rounding:
             yield Problem(
                 f"the log-probabilities that were kept are stale: {answer} has {then:.6g}, computed anew {anew:.6g}",
@@ -182,17 +214,21 @@ def _causes(
         yield from _weights(base_model(model), reference)
 
 
-def _furthest(one: Logps, other: Logps) -> tuple[float, float, str]:
+def _furthest(trainer: HeldTrainer, one: Logps, other: Logps) -> tuple[float, float, str]:
     """The two log-probabilities of the answer on which they differ most, and the name of that answer."""
     ours, theirs = (torch.stack(logps).float() for logps in (one, other))
-    side, pair = divmod(int((ours - theirs).abs().argmax()), ours.shape[1])
-    return ours[side, pair].item(), theirs[side, pair].item(), f"the {_SIDES[side]} answer of pair {pair + 1}"
+    side, number = divmod(int((ours - theirs).abs().argmax()), ours.shape[1])
+    return ours[side, number].item(), theirs[side, number].item(), f"{trainer.answers[side]} {number + 1}"
 
 
 def _apart(one: Logps, other: Logps) -> float:
     """The largest difference."""
-    ours, theirs, _ = _furthest(one, other)
-    return abs(ours - theirs)
+    return max((ours.float() - theirs.float()).abs().max().item() for ours, theirs in zip(one, other, strict=True))
+
+
+def _precomputed(batch: MicroBatch) -> bool:
+    """Whether log-probabilities of the reference come with the batch."""
+    return any(name.startswith("ref_") for name in batch.inputs)
 
 
 def _dropout(side: str, model: nn.Module, moved: float, rounding: float) -> Iterator[Problem]:
@@ -258,7 +294,6 @@ def _training(model: Any) -> Iterator[None]:
         model.train(training)
 
 
-def _first(trainer: PackedDPOTrainer) -> MicroBatch:
+def _first(trainer: HeldTrainer) -> MicroBatch:
     """The first micro-batch of this process."""
-    steps = cast(PairSteps, trainer.steps)
-    return steps.collate(steps.first_pairs(trainer.settings.first_step))
+    return trainer.steps.collate(trainer.steps.first_examples(trainer.settings.first_step))
