@@ -11,7 +11,7 @@ from collections.abc import Iterator, Set
 
 from packtrain.config.keys import Fault, keys, near
 from packtrain.config.rules.dpo_losses import dpo_rules
-from packtrain.config.rules.kto import kto_rules
+from packtrain.config.rules.kto_keys import kto_rules
 from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.config.schema import COLUMNS, SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
 
