@@ -22,8 +22,11 @@ SAMPLED_STEPS = 48
 """Steps of an epoch that are laid out; of more, that many spread evenly over it."""
 
 
-def attention_cost(model: Model, peft: Peft, vocabulary: int) -> float | None:
-    """As training has it (packing/balance.py), from the model's config and the shapes of its weights; None if they are not known."""
+def attention_cost(model: Model, peft: Peft, vocabulary: int, *, scores: bool = False) -> float | None:
+    """As training has it (packing/balance.py), from the model's config and the shapes of its weights; None if they are not known.
+
+    `scores`: of a reward model.
+    """
     try:
         base = base_of(model.path) if model.init == "pretrained" else None
         model = replace(model, path=base or model.path)
@@ -37,9 +40,9 @@ def attention_cost(model: Model, peft: Peft, vocabulary: int) -> float | None:
                 setattr(config, name, value)
             sizes = config.get_text_config().to_dict()
         try:
-            weights = weights_of(model)
+            weights = weights_of(model, scores=scores)
         except UserError:  # no safetensors here: a .gguf file, or layers that its sizes tell
-            weights = weights_of(Model(init="random", config=sizes))
+            weights = weights_of(Model(init="random", config=sizes), scores=scores)
     except Exception:  # nothing here, or a model whose layers are not known: libraries raise errors of every kind
         return None
     shapes = dict(weights.shapes)

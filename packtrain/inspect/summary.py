@@ -53,7 +53,8 @@ class Inspection:
     @cached_property
     def attention_cost(self) -> float | None:
         """See mode_costs.py."""
-        return attention_cost(self.config.model, self.config.peft, self.corpus.tokenizer.vocabulary)
+        config, vocabulary = self.config, self.corpus.tokenizer.vocabulary
+        return attention_cost(config.model, config.peft, vocabulary, scores=config.objective.traits.scores)
 
     @property
     def shares_prompts(self) -> bool:

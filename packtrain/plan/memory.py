@@ -137,7 +137,7 @@ def estimate(config: RunConfig, processes: int, device_bytes: int | None = None)
     if config.topology.gpu_memory is not None:
         device_bytes = int(config.topology.gpu_memory * GIB)
     try:
-        model = _measure(config, weights_of(config.model))
+        model = _measure(config, weights_of(config.model, scores=config.objective.traits.scores))
         decided, _ = planned(config, _FORMATS.get(model.width, "float32"), gpu=device_bytes is not None)
         config = replace(config, trainer=replace(config.trainer, mixed_precision=decided))
         found = replace(_count(config, model, processes), device=device_bytes)
@@ -221,7 +221,10 @@ def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
         return None, "not known: a micro-batch has no longest document (data.max_length) and no most tokens"
     waiting, working = of_the_layers(config, layers, batch)
     # the head's backward pass: its input and the gradient of it, a tile of logits, the gradient of its weight
-    head = batch.tokens * layers.hidden * (batch.compute + 4) + min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
+    head = batch.tokens * layers.hidden * (batch.compute + 4)
+    if config.objective.traits.scores:  # one number a token
+        return waiting + max(working, head), ""
+    head += min(batch.tokens, _TILE[0]) * _TILE[1] * batch.compute
     if config.peft.kind == "none" or "lm_head" in config.peft.modules_to_save:
         head += layers.vocabulary * layers.hidden * 4
     return waiting + max(working, head), ""

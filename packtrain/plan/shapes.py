@@ -27,6 +27,9 @@ _HEADER_LIMIT = 100 * 2**20
 MOST_LAYERS = 10_000
 """Far more than any model has; a plan of all that a typo asks for would not be instant."""
 
+SCORE = "score.weight"
+"""The head of a reward model."""
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -55,8 +58,21 @@ class Layers:
     vocabulary: int
 
 
-def weights_of(model: Model) -> Weights:
-    """The weights of a model, without adapters. Raises UserError with what is missing to know them before it is loaded."""
+def weights_of(model: Model, *, scores: bool = False) -> Weights:
+    """The weights of a model, without adapters; with `scores` those of a reward model, which has a score for its output head.
+
+    Raises UserError with what is missing to know them before it is loaded.
+    """
+    found = _weights_of(model)
+    if not scores:
+        return found
+    widths = [shape[1] for name, shape in found.shapes.items() if re.search(r"embed_tokens|\bwte\b|embed_in", name)]
+    head = {SCORE: (1, widths[0])} if widths else {}
+    kept = {name: shape for name, shape in found.shapes.items() if not re.search(r"\b(lm_head|embed_out)\b", name)}
+    return replace(found, shapes={**head, **kept})
+
+
+def _weights_of(model: Model) -> Weights:
     base = base_of(model.path) if model.init == "pretrained" else None
     model = replace(model, path=base or model.path)
     folder = _folder(model)
@@ -97,6 +113,9 @@ def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
+        if name == SCORE:  # trained in full
+            found.append(shape)
+            continue
         if len(shape) == 2 and is_adapted(layer, peft.target_modules):
             found += [(peft.r, shape[1]), (shape[0], peft.r)]
         if any(_ends_with(layer.removesuffix(".bias"), one) for one in peft.modules_to_save):

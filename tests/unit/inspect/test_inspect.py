@@ -91,6 +91,9 @@ def test_a_step_is_laid_out_as_training_does(folder: Path) -> None:
     tokenizer = load_tokenizer(config.model)
     cost = of_model(load_model(config.model, Peft(), tokenizer, seed=0))
     assert attention_cost(config.model, config.peft, len(tokenizer)) == pytest.approx(cost)
+    scorer = load_model(config.model, Peft(), tokenizer, seed=0, scores=True)
+    told = attention_cost(config.model, config.peft, len(tokenizer), scores=True)
+    assert told == pytest.approx(of_model(scorer)) != pytest.approx(cost)
     schedule = make_schedule(
         found.corpus.train.lengths, config.packing, config.batch, seed=0, shuffle=True, attention_cost=cost
     )

@@ -75,6 +75,29 @@ def test_parameters_from_sizes_are_those_of_the_model_that_transformers_makes(
         model = adapted.unload()
 
 
+@pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}], ids=["a head", "tied"])
+def test_a_reward_model_has_a_score_for_its_output_head_which_is_trained_beside_adapters(
+    more: dict[str, bool], tmp_path: Path
+) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    settings, reward = AutoConfig.for_model("llama", **SIZES, num_labels=1, **more), "objective.kind=reward"
+    model = AutoModelForSequenceClassification.from_config(settings)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "language")
+    model.save_pretrained(tmp_path / "reward")
+    expected = sum(one.numel() for one in model.parameters())
+    assert known([*sized("llama", **more), reward]).parameters == expected
+    for saved in ("language", "reward"):
+        assert known(["model.init=pretrained", f"model.path={tmp_path / saved}", reward]).parameters == expected
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS"))
+    trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
+    assert known([*sized("llama", **more), reward, "peft=lora", "peft.r=4"]).trained == trained
+    wide = {"vocab_size": 100_000, **more}
+    few = known([*sized("llama", **wide), "batch.tokens_per_device=2048"]).activations
+    assert few and (known([*sized("llama", **wide), "batch.tokens_per_device=4096", reward]).activations or few) < few
+
+
 @pytest.mark.parametrize(("optimizer", "per_parameter"), [("adamw_torch", 8), ("sgd", 0), ("adamw_torch_fused", 8)])
 def test_optimizer_state_depends_on_the_optimizer(optimizer: str, per_parameter: int) -> None:
     found = known([*sized("llama"), f"optim.name={optimizer}"])
