@@ -1,0 +1,244 @@
+"""packtrain kto as a user runs it: neither mode, processes, micro-batches nor a kill change it, and it trains as TRL does."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import yaml
+from here import train_here
+from running import ENVIRONMENT, LLAMA, WORDS, Run, base_config, packtrain, train, write_jsonl
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import KTOConfig, KTOTrainer
+
+from packtrain.config.compose import load_config
+from packtrain.config.schema import Model, Peft
+from packtrain.data.tokens.pretrained import load_tokenizer
+from packtrain.errors import UserError
+from packtrain.model.load import load_model
+from packtrain.train import checkpoint
+from packtrain.train.objectives.kto_trainer import MARGINS, UNITS
+from tests.train import forked
+
+ANSWERS, HELD_OUT, A_STEP, STEPS = 23, 6, 7, 10  # steps 4 and 8 have two answers, of one kind in the second pass too
+SMALL = "batch.tokens_per_device=110"  # one to three answers, so that steps have several micro-batches
+FIGURES = (*UNITS, MARGINS)
+
+
+def labelled(count: int, seed: int) -> list[dict[str, Any]]:
+    """Answers with prompts of very different lengths; two thirds are desirable."""
+    rng = random.Random(seed)
+
+    def said(role: str, most: list[int]) -> list[dict[str, str]]:
+        return [{"role": role, "content": " ".join(rng.choices(WORDS, k=rng.choice(most)))}]
+
+    return [
+        {
+            "prompt": said("user", [1, 3, 20]),
+            "completion": said("assistant", [1, 4, 9]),
+            "label": rng.random() < 2 / 3,
+        }
+        for _ in range(count)
+    ]
+
+
+def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
+    """A run on the answers in their order, from the model in folder/start."""
+    model = {"init": "pretrained", "path": str(folder / "start"), "config": {}, "tokenizer": None}
+    files = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl")}
+    objective = {"kind": "kto", "undesirable_weight": 1.5, **groups.pop("objective", {})}
+    given = {"model": model, "data": {**files, "shuffle": False, "max_length": 92}, "objective": objective}
+    batch = {"examples_per_step": A_STEP, "tokens_per_device": 1024}
+    trainer = {"max_steps": STEPS, **groups.pop("trainer", {})}
+    return base_config(folder, **given, batch=batch, trainer=trainer, **groups)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the answers in it, and a model to start from."""
+    folder = tmp_path_factory.mktemp("kto")
+    write_jsonl(folder / "train.jsonl", labelled(ANSWERS, 0))
+    write_jsonl(folder / "eval.jsonl", labelled(HELD_OUT, 1))
+    description = Model(init="random", config=LLAMA, tokenizer="quickstart")
+    tokenizer = load_tokenizer(description)
+    load_model(description, Peft(), tokenizer, seed=0).save_pretrained(folder / "start")
+    tokenizer.save_pretrained(folder / "start")
+    return folder
+
+
+def run(folder: Path, name: str, *overrides: str, **groups: dict[str, Any]) -> Run:
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(config_of(folder, **groups)))
+    return train_here(load_config(str(path), [*overrides]), folder / name)
+
+
+@pytest.fixture(scope="module")
+def packed(folder: Path) -> Run:
+    return train(folder, config_of(folder), name="packed", command="kto")
+
+
+def assert_same_training(found: Run, expected: Run, weights: str = "model.safetensors") -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert [line["examples"] for line in found.steps] == [line["examples"] for line in expected.steps]
+    for ours, theirs in zip(found.lines, expected.lines, strict=True):
+        for name in [f"{side}{name}" for name in ("loss", *FIGURES) for side in ("", "eval_")]:
+            assert (name in ours) == (name in theirs), (ours["step"], name)
+            if name in ours:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (ours["step"], name)
+    ours, theirs = (load_file(run.folder / "final" / weights) for run in (found, expected))
+    for name, tensor in ours.items():
+        assert (tensor - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
+
+
+def said_at_start(run: Run) -> str:
+    return (run.folder / "logs" / "rank-00000.log").read_text()
+
+
+def test_the_first_steps_equal_those_of_trl(folder: Path, packed: Run) -> None:
+    """Those before the last step of a pass, where TRL makes the pairs of the KL estimate as we do."""
+    theirs = KTOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(folder / "start", dtype=torch.float32),
+        args=KTOConfig(
+            output_dir=str(folder / "trl"),
+            per_device_train_batch_size=A_STEP,
+            per_device_eval_batch_size=HELD_OUT,
+            max_steps=STEPS,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            activation_checkpointing=False,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            max_length=92,
+            undesirable_weight=1.5,
+            seed=0,
+        ),
+        train_dataset=datasets.Dataset.from_list(labelled(ANSWERS, 0)),
+        processing_class=AutoTokenizer.from_pretrained(folder / "start"),
+    )
+    theirs.train()
+    expected = [line for line in theirs.state.log_history if "loss" in line]
+    assert len(expected) == STEPS and max(line["kl"] for line in expected) > 0.01
+    for ours, line in zip(packed.steps, expected, strict=True):
+        usual = {"epoch", "step", "num_tokens", "learning_rate"}
+        for name in line.keys() - usual:
+            assert ours[name] == pytest.approx(line[name], rel=1e-5, abs=1e-5), (ours["step"], name)
+        assert {name for name in FIGURES if name in ours} == line.keys() - usual - {"loss", "grad_norm"}
+        assert (ours["tokens"], ours["lr"]) == (line["num_tokens"], line["learning_rate"])
+    weights = packed.weights()
+    for name, parameter in theirs.model.named_parameters():
+        if name in weights:  # a tied head is stored once
+            assert (weights[name] - parameter).norm() <= 1e-4 * parameter.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("padding", ["packing.mode=padding", "batch.examples_per_device=3"]),
+        ("padding-free", ["packing.mode=padding_free", "batch.examples_per_device=2"]),
+        ("small", [SMALL]),
+        ("precomputed", [SMALL, "objective.reference=precomputed"]),
+    ],
+)
+def test_mode_micro_batches_and_how_the_reference_is_kept_never_change_the_training(
+    folder: Path, packed: Run, name: str, overrides: list[str]
+) -> None:
+    assert_same_training(run(folder, name, *overrides), packed)
+
+
+@pytest.mark.parametrize(("processes", "overrides"), [(3, []), (2, ["objective.reference=precomputed"])])
+def test_several_processes_train_as_one_also_where_one_of_them_has_no_answer(
+    folder: Path, packed: Run, processes: int, overrides: list[str]
+) -> None:
+    started = {"name": f"of-{processes}", "command": "kto", "processes": processes}
+    assert_same_training(train(folder, config_of(folder), SMALL, *overrides, **started), packed)
+
+
+def test_a_run_starts_at_half_of_the_weights_and_says_what_it_is_held_to(packed: Run) -> None:
+    labels = [row["label"] for row in labelled(A_STEP, 0)]
+    assert packed.losses[0] == pytest.approx(sum(0.5 if label else 0.75 for label in labels) / A_STEP, abs=1e-6)
+    assert packed.steps[0]["kl"] == packed.evals[0]["eval_kl"] == 0
+    assert [line["examples"] for line in packed.steps] == [7, 7, 7, 2, 7, 7, 7, 2, 7, 7]
+    said = said_at_start(packed)
+    assert "kto (desirable × 1, undesirable × 1.5), beta 0.1, against a second copy of the model" in said
+    assert "of them desirable and" in said and "mean rewards of 6 held-out answers: " in said
+
+
+def test_lora_with_gradient_checkpointing_is_the_same_packed_and_padded(folder: Path) -> None:
+    lora = {"peft": {"kind": "lora", "r": 4}, "trainer": {"gradient_checkpointing": True, "max_steps": 3}}
+    padded = run(folder, "lora-padding", "packing.mode=padding", **lora)
+    packed = run(folder, "lora-packed", SMALL, **lora)
+    assert_same_training(packed, padded, "adapter_model.safetensors")
+    assert "against the model with its adapters off" in said_at_start(packed)
+
+
+def test_bf16_is_the_same_packed_and_padded_within_its_precision(folder: Path) -> None:
+    bf16 = {"trainer": {"mixed_precision": "bf16", "max_steps": 3}}
+    padded = run(folder, "bf16-padding", "packing.mode=padding", **bf16)
+    packed = run(folder, "bf16-packed", SMALL, **bf16)
+    assert packed.losses == pytest.approx(padded.losses, rel=5e-3)
+    assert packed.steps[0]["kl"] == padded.steps[0]["kl"] == 0
+
+
+def _killed_after_a_checkpoint(*given: Any) -> None:
+    complete = checkpoint.complete
+
+    def last(staging: Path, target: Path) -> None:
+        complete(staging, target)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.complete = last
+    forked.run(*given)
+
+
+def test_killed_and_resumed_gives_bitwise_the_same_weights(folder: Path, packed: Run) -> None:
+    config = config_of(folder, trainer={"checkpoint_every": 5, "output_dir": str(folder / "killed")})
+    path, outputs = folder / "killed.yaml", [folder / "killed.out", folder / "killed.err"]
+    path.write_text(yaml.safe_dump(config))
+    process = forked.start(("kto", str(path)), ENVIRONMENT, folder, outputs, _killed_after_a_checkpoint)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, outputs[1].read_text()
+    resumed = run(folder, "killed", trainer={"checkpoint_every": 5})
+    assert "resuming from step-000005" in said_at_start(resumed)
+    assert resumed.losses == packed.losses
+    weights = packed.weights()
+    for name, tensor in resumed.weights().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_what_cannot_be_trained_is_refused_with_exit_code_2(folder: Path) -> None:
+    write_jsonl(folder / "unlabelled.jsonl", [{"prompt": "Say", "completion": " it."}] * 3)
+    path = folder / "refused.yaml"
+    path.write_text(yaml.safe_dump(config_of(folder)))
+    for override, said in (
+        (f"data.train={folder / 'unlabelled.jsonl'}", "no column 'label' says which answers are desirable"),
+        ("batch.examples_per_step=1", "the KL estimate of a step is made of two answers or more"),
+        ("objective.loss_type=hinge", "it is a key of packtrain dpo"),
+        ("data.overlong=split", "an answer with a label cannot be split"),
+    ):
+        done = packtrain("kto", str(path), override, f"trainer.output_dir={folder / 'refused'}", expect=2)
+        assert said in " ".join(done.stderr.split()), done.stderr
+    with pytest.raises(UserError, match="of 23 answers the last step has a single one"):
+        run(folder, "single", "batch.examples_per_step=11")
+    assert len(run(folder, "apo", "batch.examples_per_step=11", "objective.kto_loss=apo_zero_unpaired").losses) == 10
+
+
+def test_labels_far_from_balance_are_told_with_the_weights_that_balance_them(folder: Path) -> None:
+    few = [{**row, "label": number % 5 == 0} for number, row in enumerate(labelled(20, 3))]
+    short = {"max_steps": 1}
+    write_jsonl(folder / "few.jsonl", few)
+    found = run(folder, "few", f"data.train={folder / 'few.jsonl'}", trainer=short)
+    assert "objective.desirable_weight=6 to 8" in said_at_start(found)  # 16 × 1.5 / 4
+    write_jsonl(folder / "one.jsonl", [{**row, "label": True} for row in few])
+    found = run(folder, "one", f"data.train={folder / 'one.jsonl'}", trainer=short)
+    assert "all answers are desirable" in said_at_start(found) and MARGINS not in found.steps[0]
