@@ -31,6 +31,7 @@ from packtrain.errors import CheckFailed, PacktrainError, UserError
 from packtrain.model.flops import training_flops
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model
 from packtrain.model.precision import decide_precision
+from packtrain.model.score_head import outputs_of_tokens
 from packtrain.model.spread import Ranks, open_proofs, spread
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.schedule import make_schedule
@@ -40,7 +41,7 @@ from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.console import Log, warnings_to
 from packtrain.train.library_errors import out_of_memory
-from packtrain.train.loader import MicroBatch, PairSteps, Steps, attention_cost, step_loader
+from packtrain.train.loader import MicroBatch, PairSteps, ScoredSteps, Steps, attention_cost, step_loader
 from packtrain.train.loop import StepTrainer
 from packtrain.train.preflight import choose_kernel_together
 from packtrain.train.run import objective_of
@@ -83,7 +84,8 @@ class Lab:
         self.data: Any = objective.prepare_data(config.data, tokenizer, seed=seed, progress=False)
         agree_on_data(peers, self.data, timeout_s=preparing)
         heartbeat.enter("load")
-        self.model = load_model(config.model, config.peft, tokenizer, seed=seed)
+        scores = config.objective.traits.scores
+        self.model = load_model(config.model, config.peft, tokenizer, seed=seed, scores=scores)
         agree_on_model(peers, self.model, timeout_s=preparing)
         check_trainable(self.model)
         self.longest = objective.longest_document(self.data.train)
@@ -96,7 +98,7 @@ class Lab:
         spread(self.model, ranks, self.precision.autocast)
         close_proofs = open_proofs(self.model, ranks)
         self.decision, self.lack = self._choose_attention(objective)
-        self.shares, self.unshared = getattr(objective, "layout", "") == "shared", getattr(objective, "_unshared", "")
+        self.shares, self.unshared = getattr(objective, "layout", "") == "shared", getattr(objective, "unshared", "")
         self.padding_lack = self._why_not_padded()
         self.cost, self.pad = attention_cost(self.model), int(cast(Any, tokenizer.pad_token_id) or 0)
         self.trainer = self._trainer(objective, tokenizer, log)
@@ -117,7 +119,8 @@ class Lab:
                 dtype = self.precision.autocast or self.precision.weights
                 choose_kernel_together(base, lengths, config.batch.limits("packed"), ranks, dtype)
             prove = config.verify.preflight
-            return objective.decide_attention(config.model.attention, base, ranks, self.precision, prove=prove), ""
+            with outputs_of_tokens(base):
+                return objective.decide_attention(config.model.attention, base, ranks, self.precision, prove=prove), ""
         except CheckFailed as refused:
             return None, refused.problems[0].what
 
@@ -126,7 +129,8 @@ class Lab:
         try:
             check_positions(self.model, self.longest, padded=True)
             if self.config.verify.preflight:
-                check_as_it_comes(base, padding=True, autocast=self.precision.autocast)
+                with outputs_of_tokens(base):
+                    check_as_it_comes(base, padding=True, autocast=self.precision.autocast)
         except PacktrainError as refused:
             return refused.problems[0].what
         return ""
@@ -139,7 +143,8 @@ class Lab:
         slots = self.data.train.lengths
         schedule = make_schedule(slots, replace(config.packing, mode="packed"), batch, max_steps=_ENDLESS)
         steps = objective.steps(self.data.train, schedule, self.pad, self.ranks) if not self.pairs else None
-        steps = steps or PairSteps(
+        of_pairs = ScoredSteps if config.objective.traits.scores else PairSteps
+        steps = steps or of_pairs(
             self.data.train, schedule, "flat", self.pad, self.ranks.rank, self.ranks.world_size, self._logps()
         )
         settings = LoopSettings(

@@ -50,9 +50,10 @@ def tiles(run: RunRecord) -> list[Tile]:
     """The outcome of a run."""
     metrics = run.metrics
     found = [_change(run, "Held-out loss", "eval_loss"), _change(run, "Training loss", "loss")]
-    if (right := metrics.last("eval_rewards/accuracies")) is not None:
-        margin = metrics.last("eval_rewards/margins")
-        found.append(Tile("Held-out pairs ranked right", percent(right), f"chance 50 %; margin {number(margin)}"))
+    for accuracy, margins in (("eval_rewards/accuracies", "eval_rewards/margins"), ("eval_accuracy", "eval_margin")):
+        if (right := metrics.last(accuracy)) is not None:
+            margin = metrics.last(margins)
+            found.append(Tile("Held-out pairs ranked right", percent(right), f"chance 50 %; margin {number(margin)}"))
     if (tokens := metrics.last("tokens")) is not None:
         found.append(Tile("Tokens", f"{int(tokens):,}", _counted_steps(run)))
     if speed(run) is not None:

@@ -51,6 +51,7 @@ class Drawing:
 _DRAWINGS = (
     Drawing("loss", "loss", "cyan", held_out=True),
     Drawing("reward margin", "rewards/margins", "cyan", held_out=True),
+    Drawing("score margin", "margin", "cyan", held_out=True),
     Drawing("learning rate", "lr", "magenta", ".2e"),
     Drawing("tokens a second", "tokens_per_second", "green", ",.0f"),
     Drawing("gradient norm", "grad_norm", "blue"),
