@@ -1,12 +1,13 @@
 """Attention over packed rows, forward and backward: the backends side by side with a dense mask and with padding.
 
-    python benchmarks/attention.py [--device cpu|cuda] [--repeat 15] [--rows 8192,32768,131072] [--documents 64,512,2048,8192,mixed]
+    python benchmarks/attention.py [--device cpu|cuda] [--repeat 15] [--rows 8192,32768,131072] [--documents 64,512,2048,8192,mixed,groups]
 
 On a CPU: 4,096 tokens in documents of 1,024, 9 heads of 64, float32: `segmented` against sdpa with a dense block mask, and
 against plain causal sdpa over the whole row (faster than a mask, and wrong: documents see each other); then what
 `segmented` costs beyond sdpa where a row is one document. On a GPU: every varlen kernel that is right there, `segmented`,
 the dense mask and padded sdpa, on rows of 8k to 128k tokens, 32 heads of 128 over 8 key heads, bfloat16; `mixed` are lengths
-drawn evenly on a log scale from 64 to 8,192. Tokens are real ones, padding not counted; the share of peak counts the
+drawn evenly on a log scale from 64 to 8,192, `groups` are prompts of a 16th of the row that 8 answers of a 16th to a half of their
+length share (repeated in `padded sdpa`). Tokens are real ones, padding not counted; the share of peak counts the
 scores that documents need (half a square each, 2 products forward and 5 backward), so that wasted work lowers it.
 
 Contestants take turns, so that a busy moment hits all of them; times are medians. Nothing else should run on the machine.
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--rows", default="8192,32768,131072")
-    parser.add_argument("--documents", default="64,512,2048,8192,mixed")
+    parser.add_argument("--documents", default="64,512,2048,8192,mixed,groups")
     asked = parser.parse_args()
     if asked.device == "cpu":
         print(
@@ -122,10 +123,13 @@ def compare_row(
     tensors, peak = drawn(row, heads, kv_heads, width, device, dtype), peak_of(device)
     contestants = {kernel.name: by_kernel(kernel, segments) for kernel in kernels}
     contestants["segmented"] = by_segments(segments)
-    contestants["padded sdpa"] = by_padding(segments, device)
+    contestants["padded sdpa"] = by_padding(segments.unrolled().segments, device)
     if row <= MASK_LIMIT:
         contestants["sdpa, dense block mask"] = by_sdpa(dense_mask(segments, device))
-    work = 7 * heads * width * sum(length * length for length in segments.lengths)  # 2 d l²/2 a product and head
+    pairs = zip(segments.lengths, segments.prefix_lengths, strict=True)
+    work = (
+        7 * heads * width * sum(length * (length + 2 * before) for length, before in pairs)
+    )  # 2 d l²/2 a product and head
     fits = {name: attend for name, attend in contestants.items() if fits_in_memory(name, attend, tensors)}
     memory = {name: peak_memory(attend, tensors) / 2**30 for name, attend in fits.items()}
     return [
@@ -157,7 +161,9 @@ def usable_kernels(needs: LayerFeatures, device: torch.device) -> tuple[list[Ker
 
 
 def filled(row: int, kind: str) -> Segments | None:
-    """A row of exactly `row` tokens in documents of `kind` tokens, or of mixed lengths; None where they are too long."""
+    """A row of exactly `row` tokens in documents of `kind` tokens, of mixed lengths, or in groups; None where they are too long."""
+    if kind == "groups":
+        return groups(row)
     if kind != "mixed":
         length = int(kind)
         return Segments((length,) * (row // length)) if row % length == 0 else None
@@ -165,6 +171,17 @@ def filled(row: int, kind: str) -> Segments | None:
     while (left := row - sum(lengths)) > 0:
         lengths.append(min(left, int(64 * 128 ** torch.rand((), generator=random).item())))
     return Segments(tuple(lengths))
+
+
+def groups(row: int) -> Segments:
+    """Prompts with 8 answers each as long as the row takes them, and a document of what is left."""
+    prompt = max(16, row // 16)
+    group = (prompt, *(prompt // 16 + answer * (prompt // 2 - prompt // 16) // 7 for answer in range(8)))
+    count = row // sum(group)
+    lengths, prefixes = list(group) * count, [one for at in range(count) for one in (None, *[9 * at] * 8)]
+    if left := row - sum(lengths):
+        lengths, prefixes = [*lengths, left], [*prefixes, None]
+    return Segments(tuple(lengths), tuple(prefixes))
 
 
 def by_kernel(kernel: Kernel, segments: Segments) -> Attend:
@@ -199,8 +216,8 @@ def by_padding(segments: Segments, device: torch.device) -> Attend:
 
 def dense_mask(segments: Segments, device: torch.device) -> torch.Tensor:
     """bool [1, 1, T, T]"""
-    ids = segments.segment_ids()[0].to(device)
-    return (ids[:, None] == ids[None, :]).tril()[None, None]
+    with device:
+        return segments.visible()[None, None]
 
 
 def drawn(row: int, heads: int, kv_heads: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensors:

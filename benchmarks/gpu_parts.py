@@ -178,14 +178,21 @@ def kernels(folder: Path, *, tiny: bool) -> dict[str, Any]:
     from packtrain.packing.segments import Segments
 
     def definition(q, k, v, borders, scoring, sinks):
-        return dense_attention(q, k, v, sinks, Segments(tuple(borders.queries.diff().tolist())), scoring)
+        outputs, lengths = [], (borders.queries.diff().tolist(), *[borders.keys.diff().tolist()] * 2)
+        for one, key, value in zip(
+            *(tensor.split(by) for tensor, by in zip((q, k, v), lengths, strict=True)), strict=True
+        ):
+            before = one.new_zeros(len(key) - len(one), *one.shape[1:])  # queries of the tokens before
+            whole = dense_attention(torch.cat([before, one]), key, value, sinks, Segments((len(key),)), scoring)
+            outputs.append(whole[len(before) :])
+        return torch.cat(outputs)
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     heads, kv_heads, width, dtype = (4, 2, 16, torch.float32) if tiny else (32, 8, 128, torch.bfloat16)
     usable, found = attention.usable_kernels(LayerFeatures(dtype, heads // kv_heads, width, width), device)
     if tiny:  # in place of kernels that no CPU has
         usable.append(Kernel("the definition", definition))
-    rows, documents = ([128], ["32", "mixed"]) if tiny else ([8192, 32_768], ["512", "2048", "mixed"])
+    rows, documents = ([128], ["32", "groups"]) if tiny else ([8192, 32_768], ["512", "2048", "mixed", "groups"])
     measured = [
         {"row": row, "documents": kind, **one}
         for row in rows

@@ -125,9 +125,8 @@ class Segments:
         for number, prefix in enumerate(self.shared):
             if prefix is not None:
                 on_path[number] |= on_path[prefix]
-        behind = positions[:, None] - positions[None, :]
-        seen = on_path[ids][:, ids] & (behind >= 0)
-        return seen if window is None else seen & (behind < window)
+        seen = on_path[ids][:, ids] & (positions[:, None] >= positions[None, :])
+        return seen if window is None else seen & (positions[:, None] - positions[None, :] < window)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

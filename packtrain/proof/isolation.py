@@ -10,8 +10,7 @@ difference could come from learned positions), must differ from the documents al
 proof cannot pass because it is blind to leaks.
 
 Shared prefixes are proved in the same way: a segment must not move with one that is not before it on its path, an answer not
-with the other one; that it sees all that is before it follows from (2). A document stands between two trees, so that one proof
-serves trees and documents. Weights in float32 are proved in float32 also where
+with the other one; that it sees all that is before it follows from (2). Weights in float32 are proved in float32 also where
 training computes in bfloat16, unless the kernel takes nothing else: isolation does not depend on the precision, and
 bfloat16's rounding would hide a small leak.
 """
@@ -40,8 +39,9 @@ LENGTHS = (5, 27, 5)
 """Documents of the proof: 37 tokens, a prime, since few weights have a dimension of that size (proof/leak.py looks for it).
 The outer ones are longer than the filters of convolutions, the middle one is longer than small windows."""
 DOCUMENTS = Segments(LENGTHS)
-TREE = Segments((3, 2, 3, 1, 3, 7, 3, 3, 2), (None, 0, 1, 1, 0, None, None, 6, 6))
-"""Two prompts that are continued twice, one of these continuations twice again, and a document between them."""
+TREE = Segments((6, 2, 9, 1, 2, 27, 2, 3, 1), (None, 0, 1, 1, 0, None, None, 6, 6))
+"""Two prompts that are continued twice, one of these continuations twice again, and between them a document as long as the
+longest of DOCUMENTS: so that one proof serves trees and documents."""
 CONTROL_FACTOR = 5
 """How many tolerances the control has to be off."""
 

@@ -90,17 +90,17 @@ def outcome_of(model_type: str) -> Outcome:
         with torch.no_grad():
             choose_head(model, head, collate_padded(items[:3], 0), tolerance=tolerance_of(torch.float32))
     except CheckFailed as refusal:
-        return Outcome(model_type, "refused", _without_figures(refusal.problems[0].what))
+        return Outcome(model_type, "refused", without_figures(refusal.problems[0].what))
     modes = {"padding": difference(model, [collate_padded(items[:3], 0), collate_padded(items[3:], 0)], truth)}
     try:
         decision = choose_attention("auto", model, torch.device("cpu"))
     except CheckFailed as refusal:
-        return Outcome(model_type, "padding only", _without_figures(refusal.problems[0].what), modes)
+        return Outcome(model_type, "padding only", without_figures(refusal.problems[0].what), modes)
     with attending_by(model, decision.backend.name):
         modes["padding_free"] = difference(model, [collate_flat(items[:3]), collate_flat(items[3:])], truth)
         modes["packed"] = difference(model, [collate_flat(items)], truth)
     lacks = "; ".join(lack for backend, lack in decision.rejected if backend != "flash")  # no CPU has it
-    return Outcome(model_type, decision.backend.name, _without_figures(lacks), modes)
+    return Outcome(model_type, decision.backend.name, without_figures(lacks), modes)
 
 
 def documents() -> list[Document]:
@@ -129,7 +129,7 @@ def one_by_one(model: PreTrainedModel, items: Sequence[Document]) -> tuple[float
         logits = model(input_ids=torch.from_numpy(item.input_ids.astype(np.int64))[None], use_cache=False).logits[0]
         loss = loss + F.cross_entropy(logits, shifted_labels(item), ignore_index=IGNORE, reduction="sum")
     loss.backward()
-    return loss.item(), _gradients(model)
+    return loss.item(), gradients_of(model)
 
 
 def difference(model: PreTrainedModel, batches: Sequence[Batch], truth: tuple[float, torch.Tensor]) -> Difference:
@@ -138,16 +138,16 @@ def difference(model: PreTrainedModel, batches: Sequence[Batch], truth: tuple[fl
     loss = torch.stack([model(**batch, loss_sum=True) for batch in batches]).sum()
     loss.backward()
     true_loss, true_gradients = truth
-    gradients = (_gradients(model) - true_gradients).norm() / true_gradients.norm()
+    gradients = (gradients_of(model) - true_gradients).norm() / true_gradients.norm()
     return Difference(abs(loss.item() / true_loss - 1), gradients.item())
 
 
-def _gradients(model: PreTrainedModel) -> torch.Tensor:
+def gradients_of(model: PreTrainedModel) -> torch.Tensor:
     parts = [p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters()]
     return torch.cat(parts)
 
 
-def _without_figures(text: str) -> str:
+def without_figures(text: str) -> str:
     """A reason without what was measured in this very run, so that it is the same on every machine."""
     text = re.sub(r",? (off|moves) by \S+( only)? \(tolerance [^)]*\)", "", text)
     return re.sub(r" gives loss \S+, its full logits give \S+", " gives another loss than its full logits", text)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
+import torch
+from padded_call import PACKED, REFUSED, SHARED, attachment_of, off, outputs_and_gradients, padded_call
 from page import PAGE, is_comparable, line, page
 from quirks import QUIRKS, UNBUILDABLE
 from sweep import WINDOW, difference, documents, one_by_one, outcome_of, quietly_on_one_thread
@@ -17,7 +20,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trl.trainer.utils import add_fused_lm_head
 
+from packtrain import attach
+from packtrain.attention import segmented
 from packtrain.attention.backends import attending_by
+from packtrain.library.padded import at_places
 from packtrain.model.forward import add_loss_sum
 from packtrain.model.routers import router_loss
 from packtrain.packing.collate import collate_flat
@@ -66,14 +72,46 @@ def test_every_architecture_is_exact_in_every_mode_or_refused(model_type: str) -
     assert len(outcome.modes) == modes
     assert outcome.why or outcome.path == "segmented"
     if is_comparable():
-        assert line(outcome) in PAGE.read_text().splitlines()
+        assert line(outcome, attachment_of(model_type)) in PAGE.read_text().splitlines()
+
+
+@pytest.mark.parametrize("model_type", types())
+def test_attach_gives_the_outputs_and_gradients_of_the_padded_call(model_type: str) -> None:
+    attachment = attachment_of(model_type)
+    assert len(attachment.calls) == (0 if attachment.path == REFUSED else 2)
+    assert all(difference.exact for difference in attachment.calls.values()), attachment
+    assert attachment.why or attachment.path in (SHARED, PACKED)
+
+
+def test_the_measurement_of_attach_sees_tokens_at_wrong_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of the row in another document's place, and an answer that does not see its prompt."""
+    model = tiny_model("llama", WINDOW)
+    assert isinstance(model, PreTrainedModel)
+    batch = padded_call(left=True)
+    truth, handle = outputs_and_gradients(model, batch), attach(model)
+    assert off(outputs_and_gradients(model, batch), truth).exact and handle.stats.shared_tokens
+
+    def astray(values: torch.Tensor, slots: torch.Tensor, shape: Any) -> torch.Tensor:
+        return at_places(values, slots.roll(1), shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("packtrain.library.attach.at_places", astray)
+        assert not off(outputs_and_gradients(model, batch), truth).exact
+    on_paths = segmented.on_paths
+
+    def forgetful(*given: Any) -> list[list[torch.Tensor]]:
+        return [[*map(torch.zeros_like, pieces[:-1]), pieces[-1]] for pieces in on_paths(*given)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segmented, "on_paths", forgetful)
+        assert not off(outputs_and_gradients(model, batch), truth).exact
 
 
 @pytest.mark.slow
 def test_the_page_says_what_was_measured() -> None:
     if not is_comparable():
         pytest.skip("docs/architectures.md is about another transformers, or other packages")
-    assert PAGE.read_text() == page([outcome_of(model_type) for model_type in model_types()])
+    assert PAGE.read_text() == page([*map(outcome_of, model_types())], [*map(attachment_of, model_types())])
 
 
 def test_the_measurement_sees_a_forgotten_border() -> None:

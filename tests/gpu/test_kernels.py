@@ -97,6 +97,29 @@ def test_rows_of_many_documents_equal_their_documents(window: int | None, device
             assert error.nan_to_num(0.0).max() <= tolerance_of(torch.bfloat16)
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_tree_equals_the_definition(window: int | None, device: torch.device) -> None:
+    """Prompts, turns that continue them, and answers that continue these; windows end in the midst of a path."""
+    random = torch.Generator().manual_seed(0)
+    prefixes = (None, 0, 0, 1, 1, 3, None, 6, 6, 6, 9)
+    segments = Segments(tuple(torch.randint(1, 200, (len(prefixes),), generator=random).tolist()), prefixes)
+    kernel = choose_kernel(LayerFeatures(torch.bfloat16, 4, 128, 128, window=window is not None), device).kernel
+    assert kernel
+    shapes = [(segments.tokens, heads, 128) for heads in (8, 2, 2)]
+    tensors = [torch.randn(shape, generator=random).to(device, torch.bfloat16).requires_grad_() for shape in shapes]
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    scoring = Scoring(128**-0.5, window)
+    ours = attend_by_segments(kernel, tensors[0], tensors[1], tensors[2], segments, scoring)
+    reference = dense_attention(exact[0], exact[1], exact[2], None, segments, scoring)
+    gradient = torch.randn(ours.shape, generator=random).to(device, torch.bfloat16)
+    backward = torch.autograd.grad(ours, tensors, gradient)
+    wanted = torch.autograd.grad(reference, exact, gradient.double())
+    for a, b in zip([ours, *backward], [reference, *wanted], strict=True):
+        norm = b.norm(dim=-1)
+        error = (a.double() - b).norm(dim=-1) / norm.clamp(min=norm.square().mean().sqrt())
+        assert error.max() <= tolerance_of(torch.bfloat16)
+
+
 def test_kernels_are_timed_in_about_a_second_at_the_shapes_of_a_run(device: torch.device) -> None:
     layer = LayerFeatures(torch.bfloat16, 4, 128, 128)
     kernels = right_kernels(layer, device)

@@ -21,15 +21,14 @@ from packtrain.proof.choice import choose_attention
 from packtrain.proof.isolation import prove_isolation
 
 FAMILIES = ("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "phi", "cohere")
-SHARED = Segments((13, 7, 150, 21, 5, 1, 140, 9), (None, 0, 0, None, 3, 3, None, 0))
+TREE = Segments((13, 7, 150, 21, 5, 1, 140, 9), (None, 0, 1, None, 3, 4, None, 2))
 
 
 def alone(model: PreTrainedModel, ids: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """[T, vocabulary]: every segment behind its own copy of its prefix, by the model's own attention."""
-    pieces, outputs = ids.split(segments.lengths), []
-    for piece, prefix in zip(pieces, segments.shared, strict=True):
-        before = pieces[prefix] if prefix is not None else ids[:0]
-        outputs.append(model(torch.cat([before, piece])[None], use_cache=False).logits[0, len(before) :])
+    """[T, vocabulary]: every segment behind its own copy of what is before it on its path, by the model's own attention."""
+    outputs = []
+    for number, length in enumerate(segments.lengths):
+        outputs.append(model(ids[segments.tokens_along([number])][None], use_cache=False).logits[0, -length:])
     return torch.cat(outputs)
 
 
@@ -53,18 +52,18 @@ def test_flash_is_as_near_to_float32_as_the_documents_alone_in_bfloat16(
 ) -> None:
     """bfloat16 is off by itself: flash may be off from float32 by twice what the model's own attention is."""
     exact = tiny_model(family, max_position_embeddings=512).to(device)
-    ids = torch.randint(3, 97, (SHARED.tokens,), generator=torch.Generator().manual_seed(0)).to(device)
-    outputs = alone(exact, ids, SHARED)
+    ids = torch.randint(3, 97, (TREE.tokens,), generator=torch.Generator().manual_seed(0)).to(device)
+    outputs = alone(exact, ids, TREE)
     wanted = outputs.detach(), gradients(exact, outputs)
     model = exact.bfloat16() if precision == "weights" else exact
     half = torch.autocast("cuda", torch.bfloat16) if precision == "autocast" else nullcontext()
-    batch: dict[str, Any] = {"input_ids": ids[None], "position_ids": SHARED.position_ids().to(device)}
+    batch: dict[str, Any] = {"input_ids": ids[None], "position_ids": TREE.position_ids().to(device)}
     with half:
-        own = alone(model, ids, SHARED)
+        own = alone(model, ids, TREE)
     own_off = off(own, wanted[0]), off(gradients(model, own), wanted[1])
     with attention_of(model, flash.NAME), half:
         try:
-            packed = model(**batch, segments=SHARED, use_cache=False).logits[0]
+            packed = model(**batch, segments=TREE, use_cache=False).logits[0]
         except CheckFailed as refusal:
             if family == "gemma2":  # only soft-cap is not in torch's own kernel
                 pytest.skip(refusal.problems[0].what)

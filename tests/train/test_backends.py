@@ -211,7 +211,7 @@ def test_a_layer_that_forgets_its_segments_is_named(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("segments", [DOCUMENTS, TREE], ids=["documents", "tree"])
 def test_the_proof_sees_any_segment_that_reaches_any_other(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, exact = tiny_model("llama"), segmented.segmented_attention
+    model, exact = tiny_model("llama", num_hidden_layers=1), segmented.segmented_attention
     for source, target in itertools.permutations(range(len(segments.lengths)), 2):
         if source in segments.path(target):
             continue
@@ -242,15 +242,29 @@ def test_the_proof_sees_a_segment_that_misses_any_part_of_its_path(monkeypatch: 
             assert proof.verdict == "leaks" and proof.alone > proof.tolerance, (target, missed)
 
 
-@pytest.mark.parametrize(("pairs", "calls"), [(False, 9), (True, 16)])
-def test_the_proof_before_step_1_costs_less_than_three_rows(pairs: bool, calls: int) -> None:
+@pytest.mark.parametrize(("pairs", "calls", "rows"), [(False, 9, 3), (True, 16, 5)])
+def test_the_proof_before_step_1_costs_no_more_than_a_few_rows(pairs: bool, calls: int, rows: int) -> None:
     """Of 128 tokens, causality included; whatever the model, since it is always the same rows."""
     model, tokens = tiny_model("llama"), []
     model.register_forward_pre_hook(lambda _, __, call: tokens.append(call["input_ids"].numel()), with_kwargs=True)
     decision = choose_attention("auto", model, CPU, pairs=pairs)
     check_as_it_comes(model, padding=False)
     assert decision.backend.name == "segmented" and decision.unshared == ("" if pairs else None)
-    assert len(tokens) == calls and sum(tokens) <= 3 * 128
+    assert len(tokens) == calls and sum(tokens) <= rows * 128
+
+
+def test_what_is_exact_for_short_documents_alone_is_not_taken_with_shared_prefixes_either() -> None:
+    """Attention by blocks of 16 tokens of the row: a tree of short documents fits into them."""
+    model: Any = tiny_model("llama")
+    exact = segmented.segmented_attention
+
+    def blind(*args: Any, segments: Segments, **kwargs: Any) -> Any:
+        long = max(map(sum, zip(segments.lengths, segments.prefix_lengths, strict=True))) > 16
+        return exact(*args, segments=segments, sliding_window=16 if long else None, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(segmented.AttentionInterface._global_mapping, segmented.NAME, blind)
+        assert choose_attention("auto", model, CPU, pairs=True).backend.name == "per_document"
 
 
 def test_what_shares_no_prompt_may_still_keep_documents_apart() -> None:

@@ -92,7 +92,7 @@ def test_the_order_is_that_of_the_documents_and_not_of_their_tokens() -> None:
     answers = [np.concatenate([prompts[number], [token]]) for number, token in ((0, 8), (1, 6), (0, 3), (1, 1))]
     row = common_prefixes(answers)
     assert row.segments.prefixes == (None, 0, 0, None, 3, 3)
-    assert [places[-1] for places in row.places] == [16, 34, 17, 35]
+    assert [places[-1] for places in row.places] == [8, 18, 9, 19]
 
 
 def test_equal_documents_and_beginnings_of_others_take_no_tokens() -> None:
