@@ -1,18 +1,33 @@
-"""packtrain: YAML-driven fine-tuning of language models on packed sequences, proved free of contamination."""
+"""packtrain: YAML-driven fine-tuning of language models on packed sequences, proved free of contamination.
+
+The library (docs/library.md) is what `__all__` names. It is loaded when it is asked for: it needs torch, which the command does
+not wait for.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from packtrain.library.attach import attach as attach
+    from packtrain.library.attach import attach
+    from packtrain.library.collator import PackedCollator, pack
+    from packtrain.packing.segments import Segments
 
 __version__ = "0.1.0"
-_PUBLIC = {"attach": "packtrain.library.attach"}
-"""The library's names and the modules that have them: those import torch, which the command does not wait for."""
+__all__ = ["PackedCollator", "Segments", "attach", "pack"]
+_MODULES = {
+    "PackedCollator": "packtrain.library.collator",
+    "Segments": "packtrain.packing.segments",
+    "attach": "packtrain.library.attach",
+    "pack": "packtrain.library.collator",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in _MODULES:
         raise AttributeError(f"module 'packtrain' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

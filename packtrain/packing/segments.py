@@ -24,6 +24,13 @@ class Segments:
 
     `prefixes[i]` is None or the number of an earlier segment that segment i continues, which may itself continue one: the
     tokens of i see all segments on this path in full, and their positions count on along it. `()` says that none has one.
+
+    >>> from packtrain import Segments
+    >>> row = Segments((4, 2, 3, 5), (None, 0, 0, None))  # a prompt, its two answers, and another document
+    >>> row.tokens, row.path(2)
+    (14, (0, 2))
+    >>> row.position_ids().tolist()
+    [[0, 1, 2, 3, 4, 5, 4, 5, 6, 0, 1, 2, 3, 4]]
     """
 
     lengths: tuple[int, ...]
