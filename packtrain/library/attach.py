@@ -192,6 +192,7 @@ class _PackedModel:
         self._positions: Positions | None = None
         self._current: tuple[Layout, np.ndarray] | None = None  # that of the head's call, and its labelled places
         self._busy = False
+        self._row: Segments | None = None  # that a call has brought itself
         self._undo = ExitStack()
 
     def choose(self) -> None:
@@ -286,7 +287,9 @@ class _PackedModel:
 
         @functools.wraps(type(backbone).forward)
         def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._busy or not self.backend:
+            if self._row is not None and self.backend:
+                return inner(**_by_name(signature, args, kwargs) | {"segments": self._row})
+            if self._busy or not self.backend or kwargs.get("segments") is not None:
                 return inner(*args, **kwargs)
             call = _by_name(signature, args, kwargs)
             layout, places = self._current or (None, None)
@@ -303,9 +306,14 @@ class _PackedModel:
     def _forward_of_model(self) -> Callable[..., Any]:
         """Of TRL's call for log-probabilities the head gets the labelled places alone."""
         inner, signature = self.model.forward, inspect.signature(type(self.model).forward)
+        passes_on = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
 
         @functools.wraps(type(self.model).forward)
         def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if (row := kwargs.get("segments")) is not None:
+                given = kwargs if passes_on else {name: one for name, one in kwargs.items() if name != "segments"}
+                with self._row_of_its_own(row):
+                    return inner(*args, **given)
             call = _by_name(signature, args, kwargs)
             labels = call.pop("labels", None)
             if not call.pop("fused_lm_head", False) or labels is None or "shift_labels" in call or not self.backend:
@@ -360,6 +368,15 @@ class _PackedModel:
         slots = to_device(torch.from_numpy(layout.slots), ids.device)
         joined = _joined(outputs, [segments.tokens for segments, _ in layout.rows], slots, layout.shape, places)
         return joined.to_tuple() if as_tuple else joined
+
+    @contextmanager
+    def _row_of_its_own(self, row: Segments) -> Iterator[None]:
+        """Inside the block the backbone runs `row`, whether the code above it passes that on (bloom's does not) or not."""
+        before, self._row = self._row, row
+        try:
+            yield
+        finally:
+            self._row = before
 
     @contextmanager
     def _not_packing(self) -> Iterator[None]:

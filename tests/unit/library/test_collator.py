@@ -75,7 +75,7 @@ def test_only_what_is_to_be_trained_is_and_never_the_first_token_of_a_document()
 
 def test_tensors_arrays_rows_of_trl_padding_and_lists_of_documents_are_features() -> None:
     expected = PackedCollator()(DOCUMENTS)
-    flat = sum((one["input_ids"] for one in DOCUMENTS), [])
+    flat = [token for one in DOCUMENTS for token in one["input_ids"]]
     padded = {"input_ids": [5, 6, 7, 0, 0], "attention_mask": [1, 1, 1, 0, 0]}
     for features in (
         [{"input_ids": torch.tensor(one["input_ids"])} for one in DOCUMENTS],

@@ -1,0 +1,78 @@
+"""The public library as strangers use it: the page's examples, and packed rows of an attached model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny_models import tiny_model
+
+from packtrain import PackedCollator, Segments, attach
+from packtrain.config.schema import Model
+from packtrain.data.tokens.pretrained import load_tokenizer
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/library.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+
+
+def documents(*lengths: int) -> list[dict[str, Any]]:
+    drawn = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(3, 97, (length,), generator=drawn).tolist()} for length in lengths]
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tiny new models for those of the hub."""
+    tokenizer = load_tokenizer(Model(tokenizer="quickstart"))
+    made = tiny_model("llama", vocab_size=len(tokenizer))  # type: ignore[arg-type]
+    made.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    of_hub = {"Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M"}
+    monkeypatch.chdir(tmp_path)
+    prompts = Dataset.from_dict({"prompt": ["What is a young cow called? " * 4] * 8})
+    names: dict[str, Any] = {"documents": documents(30, 12, 7, 25), "prompts": prompts}
+    text = "\n".join(BLOCKS)
+    assert len(BLOCKS) == 4 and all(name in text for name in of_hub)
+    for name in of_hub:
+        text = text.replace(name, str(tmp_path / "model"))
+    text = text.replace('output_dir="grpo",', 'output_dir="grpo", max_completion_length=8, use_cpu=True,')
+    text = text.replace('TrainingArguments("run",', 'TrainingArguments("run", use_cpu=True, max_steps=1,')
+    exec(compile(text, str(PAGE), "exec"), names)
+    assert names["handle"].stats.calls > 0 and names["logits"].shape[:2] == (1, 14)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma3_text", "bloom", "mamba"])
+def test_a_packed_row_of_an_attached_model_trains_what_its_documents_alone_do(family: str) -> None:
+    model = tiny_model(family)
+    data = documents(9, 1, 21, 14)
+    row, alone = PackedCollator()(data), [PackedCollator(return_segments=False)([one]) for one in data]
+    trained = [int((one["labels"][:, 1:] != -100).sum()) for one in alone]
+    expected = sum(model(**one).loss * count for one, count in zip(alone, trained, strict=True) if count) / sum(trained)
+    expected.backward()
+    gradients = [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+    model.zero_grad()
+    handle = attach(model)
+    loss = model(**row).loss
+    loss.backward()
+    found = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert (
+        sum((a - b).norm() ** 2 for a, b in zip(found, gradients, strict=True)) ** 0.5
+        <= 1e-4 * sum(one.norm() ** 2 for one in gradients) ** 0.5
+    )
+    assert not handle.stats.left_alone
+
+
+def test_a_tree_of_an_attached_model_is_its_documents() -> None:
+    model = tiny_model("llama")
+    ids = torch.randint(3, 97, (1, 14))
+    whole = [
+        model(input_ids=torch.cat([ids[:, :4], ids[:, part]], 1)).logits[0, 4:] for part in (slice(4, 6), slice(6, 9))
+    ]
+    attach(model)
+    row = Segments((4, 2, 3, 5), (None, 0, 0, None))
+    found = model(input_ids=ids, position_ids=row.position_ids(), segments=row).logits[0]
+    assert (found[4:9] - torch.cat(whole)).abs().max() <= 1e-4 * found.abs().max()
