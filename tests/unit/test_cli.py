@@ -148,7 +148,7 @@ def test_the_shell_can_complete_verbs() -> None:
     ("words", "offered"),
     [
         (["sft", "ru"], {"run.yaml", "runs/one.yaml"}),
-        (["plan", "recipes/q"], {"recipes/quickstart-sft.yaml", "recipes/quickstart-dpo.yaml"}),
+        (["plan", "recipes/quickstart-r"], {"recipes/quickstart-reward.yaml"}),
         (["sft", "strategy", "=", "zero1"], {"zero1"}),
         (["sft", "run.yaml", "peft", "="], {"lora", "none"}),
         (["sft", "run.yaml", "packing.mode", "=", "pad"], {"padding", "padding_free"}),

