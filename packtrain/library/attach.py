@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel, TrainerCallback
+from trl.models.utils import add_hooks, remove_hooks
 
 from packtrain.attention.backends import PER_DOCUMENT, attend_when_packed
 from packtrain.attention.segmented_modules import replace_forward, uses_attention_interface
@@ -41,7 +42,7 @@ from packtrain.model.forward import name_backbone
 from packtrain.model.load import base_model
 from packtrain.packing.collate import IGNORE, to_device
 from packtrain.packing.segments import Segments
-from packtrain.proof.choice import AttentionChoice, choose_attention
+from packtrain.proof.choice import AUTO, AttentionChoice, choose_attention
 from packtrain.proof.isolation import evaluating, random_ids, refusals_of_a_model, tolerance_of
 
 Share = Literal["auto", True, False]
@@ -117,7 +118,8 @@ def attach(
     handle = Attached()
     trainer = None if isinstance(trainer_or_model, nn.Module) else trainer_or_model
     models = [trainer_or_model] if trainer is None else [getattr(trainer, name, None) for name in _MODELS]
-    whole = [base_model(extract_model_from_parallel(one)) for one in models if isinstance(one, nn.Module)]
+    models = [one for one in models if isinstance(one, nn.Module)]
+    whole = [base_model(extract_model_from_parallel(one)) for one in models]
     if not whole or not all(isinstance(one, PreTrainedModel) for one in whole):
         what = type(trainer_or_model).__name__
         raise UserError(
@@ -127,19 +129,24 @@ def attach(
         handle._models.append(
             _PackedModel(model, handle.stats, tokens_per_row, share_prefix, proof, _autocast(trainer))
         )
-    later = [
-        one for one in handle._models if trainer is not None and one.model is whole[0] and _is_wrapped_later(trainer)
-    ]
+    later = handle._models[0] if trainer is not None and _is_wrapped_later(trainer) else None
     try:
         for packed in handle._models:
-            if packed not in later:
-                packed.choose()
+            if packed is not later:
+                packed.choose(models[whole.index(packed.model)])
     except Exception:
         handle.detach()
         raise
     if later:
-        cast(Any, trainer).add_callback(_WhenTrainingBegins(later))
+        cast(Any, trainer).add_callback(_WhenTrainingBegins(later, trainer))
     return handle
+
+
+def _if_available(choose: Callable[[], AttentionChoice]) -> AttentionChoice | None:
+    try:
+        return choose()
+    except UserError:
+        return None
 
 
 def _autocast(trainer: Any) -> torch.dtype | None:
@@ -157,15 +164,14 @@ def _is_wrapped_later(trainer: Any) -> bool:
 
 
 class _WhenTrainingBegins(TrainerCallback):
-    """Chooses the attention of models whose weights are then in their place."""
+    """Chooses the attention of the trained model when its weights are in their place."""
 
-    def __init__(self, models: list[_PackedModel]) -> None:
-        self._models = models
+    def __init__(self, packed: _PackedModel, trainer: Any) -> None:
+        self._packed, self._trainer = packed, trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        for model in self._models:
-            if not model.backend:
-                model.choose()
+        if not self._packed.backend:
+            self._packed.choose(self._trainer.model_wrapped)
 
 
 class _PackedModel:
@@ -195,8 +201,8 @@ class _PackedModel:
         self._row: Segments | None = None  # that a call has brought itself
         self._undo = ExitStack()
 
-    def choose(self) -> None:
-        """Chooses the attention by its proof, the same on all processes, and packs from now on.
+    def choose(self, engine: Any = None) -> None:
+        """Chooses the attention by its proof, the same on all processes, and packs from now on. `engine`: DeepSpeed's.
 
         Raises CheckFailed where none is exact, or processes would have to gather weights a different number of times.
         """
@@ -210,6 +216,11 @@ class _PackedModel:
         if choice.unshared:
             self._share = False
         self._positions = self._what_positions_count()
+        if any(hasattr(one, "ds_id") for one in self.model.parameters()) and getattr(
+            engine, "optimizer", None
+        ):  # ZeRO-3 would expect the calls of the proof again, in every step
+            remove_hooks(engine)
+            add_hooks(engine)
         self.backend = choice.backend.name
         self._undo.callback(attend_when_packed(self._backbone, self.backend))
         self._undo.callback(replace_forward(self._backbone, self._forward_of_backbone()))
@@ -222,15 +233,17 @@ class _PackedModel:
 
     def _agreed(self) -> AttentionChoice:
         """The choice of the first process, which has all weights where only one has them."""
-        found: Any
+        scored = self.model.get_output_embeddings() is not None
+        subject, shares = self.model if scored else self._backbone, self._share is not False
+        choose = functools.partial(choose_attention, model=subject, device=self.model.device, autocast=self._autocast)
+        found: Any = None
         try:
-            wanted = "auto"
-            shares = self._share is not False
-            scored = self.model.get_output_embeddings() is not None
-            subject = self.model if scored else self._backbone
-            found = choose_attention(
-                wanted, subject, self.model.device, autocast=self._autocast, prove=self._proof, pairs=shares
-            )
+            if self._proof:
+                found = choose("auto", pairs=shares)
+            else:
+                found = next(
+                    filter(None, (_if_available(functools.partial(choose, name, prove=False)) for name in AUTO))
+                )
         except CheckFailed as refusal:
             found = refusal
         if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -12,6 +12,7 @@ import torch
 import trl
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from packtrain import attach
@@ -42,16 +43,33 @@ class Ran:
     losses: list[float] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
     logged: list[dict[str, float]] = field(default_factory=list)
+    weights: torch.Tensor | None = None
     handle: Attached | None = None
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """All of a weight or a gradient, which processes may have in parts."""
+    if isinstance(weight, DTensor):
+        return weight.detach().full_tensor()
+    if hasattr(weight, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(weight):
+            return weight.detach().clone()
+    return weight.detach().clone()
 
 
 class _Watch(TrainerCallback):
     def __init__(self, ran: Ran) -> None:
         self._ran = ran
 
+    def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
+        self._ran.weights = torch.cat([whole(p).flatten() for p in model.parameters()])
+
     def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
-        gradients = [p.grad.flatten().clone() for p in model.parameters() if p.grad is not None]
-        self._ran.gradients.append(torch.cat(gradients))
+        gradients = [whole(p.grad).flatten() for p in model.parameters() if p.grad is not None]
+        if gradients:  # DeepSpeed's engine has them elsewhere
+            self._ran.gradients.append(torch.cat(gradients))
 
     def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
         self._ran.logged.append(dict(logs))
@@ -96,7 +114,8 @@ def make(
     lengths = [PROMPTS[0]] * 4 if equal_prompts else PROMPTS
     prompts = [words(length, 0 if equal_prompts else length) for length in lengths] * 6
     if model is None:  # by its path, from which GRPO loads its reference
-        tiny_model("llama").save_pretrained(folder / "model")
+        if not (folder / "model").exists():
+            tiny_model("llama").save_pretrained(folder / "model")
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     common: dict[str, Any] = {"model": model, "processing_class": tokenizer(), **(options or {})}
     if kind in ("grpo", "rloo", "distillation"):
