@@ -41,8 +41,8 @@ No list of names is behind it: the same proof runs on the loaded model before st
 code too, is treated by what it does.
 
 The last column is what `packtrain.attach` does with padded calls of the type: with one of GRPO, whose prompts are padded on the
-left and whose answers on the right, in groups with a prompt in common, and with one that is padded on the right alone. Outputs and
-gradients are those of the padded call, to 1e-5 and 1e-4.
+left and whose answers on the right, in groups with a prompt in common, and, where that is not packed, with one that is padded on the
+right alone. Outputs and gradients are those of the padded call, to 1e-5 and 1e-4.
 
 {made_with} and none of {optional}. This page is generated:
 `python tests/architectures/page.py`.
