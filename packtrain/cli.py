@@ -164,10 +164,33 @@ def inspect(
 
 
 @app.command(cls=ConfigCommand, context_settings=_VERB_SETTINGS)
-def verify(arguments: Arguments = None, as_json: AsJson = False) -> None:
+def verify(
+    arguments: Arguments = None,
+    collator: Annotated[
+        str | None,
+        typer.Option(
+            "--collator", metavar="MODULE:NAME", help="Prove this collator (also FILE.py:NAME) in place of ours."
+        ),
+    ] = None,
+    attention: Annotated[
+        str | None,
+        typer.Option("--attention", metavar="NAME", help="With --collator: transformers' attention, such as eager."),
+    ] = None,
+    attached: Annotated[bool, typer.Option("--attach", help="With --collator: on the model after attach.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Prove on the loaded model that packed rows train as the documents alone: outputs, losses, gradients."""
 
     def work() -> int:
+        if collator is not None:
+            from packtrain.train.verify.command import run_on_collator
+
+            run, _ = _config_and_plan(arguments)
+            how = {"attention": attention, "attached": attached, "as_json": as_json}
+            return run_on_collator(run.model, run.peft, run.trainer, collator, **how)
+        if attached or attention is not None:
+            name = "--attach" if attached else "--attention"
+            raise UserError("it says how the model of --collator runs", where=name, fix="Give --collator, too.")
         from packtrain.launch.execute import execute
         from packtrain.train.verify.command import run_verification
 

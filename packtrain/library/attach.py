@@ -37,6 +37,7 @@ from packtrain.library.padded import (
     check_call,
     layout_of_call,
     places_with_labels,
+    row_of_positions,
 )
 from packtrain.model.forward import name_backbone
 from packtrain.model.load import base_model
@@ -305,6 +306,8 @@ class _PackedModel:
             if self._busy or not self.backend or kwargs.get("segments") is not None:
                 return inner(*args, **kwargs)
             call = _by_name(signature, args, kwargs)
+            if (row := row_of_positions(call)) is not None:
+                return inner(**call | {"segments": row})
             layout, places = self._current or (None, None)
             try:
                 layout = layout or self._layout(call)
@@ -323,7 +326,10 @@ class _PackedModel:
 
         @functools.wraps(type(self.model).forward)
         def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if (row := kwargs.get("segments")) is not None:
+            row = kwargs.get("segments")
+            if row is None and self.backend and not self._busy:
+                row = row_of_positions(_by_name(signature, args, kwargs))
+            if row is not None:
                 given = kwargs if passes_on else {name: one for name, one in kwargs.items() if name != "segments"}
                 with self._row_of_its_own(row):
                     return inner(*args, **given)

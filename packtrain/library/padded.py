@@ -117,6 +117,23 @@ def check_call(call: Mapping[str, Any]) -> None:
             raise LeftAlone(name)
 
 
+def row_of_positions(call: Mapping[str, Any]) -> Segments | None:
+    """The row of a call whose positions begin again with each of several documents, as padding-free collators of others make
+    them; None for another call. Reads the positions on the CPU, so it waits for their device."""
+    ids, positions = call.get("input_ids"), call.get("position_ids")
+    if not isinstance(ids, torch.Tensor) or not isinstance(positions, torch.Tensor) or positions.shape != ids.shape:
+        return None
+    others = call.get("past_key_values") is not None or call.get("attention_mask") is not None
+    if others or ids.dim() != 2 or ids.shape[0] != 1:
+        return None
+    counted = positions[0].cpu().numpy()
+    starts = np.flatnonzero(counted == 0)
+    if len(starts) < 2 or starts[0]:
+        return None
+    row = Segments(tuple(np.diff(starts, append=len(counted)).tolist()))
+    return row if (row.position_ids()[0].numpy() == counted).all() else None
+
+
 def _counts_columns(given: Any, real: np.ndarray, starts: np.ndarray, positions: Positions | None) -> bool:
     """Whether tokens have the position of their column, else that in their document."""
     columns = np.broadcast_to(np.arange(real.shape[1]), real.shape)

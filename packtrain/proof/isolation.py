@@ -103,7 +103,7 @@ def prove_isolation(
     with evaluating(model, autocast):
         alone = _alone(model, ids[0], segments)
         with attending_by(model, backend):
-            control = _difference(logits_in_row(model, ids[0], segments, separated=False), alone)
+            control = difference(logits_in_row(model, ids[0], segments, separated=False), alone)
             train_without_dropout(model)
             routing = Routing(model)
             with routing.recorded():
@@ -121,10 +121,10 @@ def prove_isolation(
                 after = max([after, *(value for i, value in moved.items() if i > min(replaced))])
             # in 16 bits a router may choose another expert for single tokens: that is no leak
             typical = (autocast or model.dtype).itemsize < 4
-            equality = _difference(unchanged, alone, typical=typical)
+            equality = difference(unchanged, alone, typical=typical)
             if not equality <= tolerance:  # noise of training mode is no leak either
                 model.eval()
-                equality = _difference(logits_in_row(model, ids[0], segments), alone, typical=typical)
+                equality = difference(logits_in_row(model, ids[0], segments), alone, typical=typical)
     verdict = "exact" if control >= CONTROL_FACTOR * tolerance else "unsupported"
     if not max(before, after, equality) <= tolerance:
         verdict = "leaks"
@@ -136,7 +136,7 @@ def _moved(
 ) -> dict[int, float]:
     """How far each of the `still` segments of `row` has moved from its outputs in the `unchanged` row."""
     outputs = logits_in_row(model, row, segments)
-    return {i: _difference([outputs[i]], [unchanged[i]]) for i in still}
+    return {i: difference([outputs[i]], [unchanged[i]]) for i in still}
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.
         twice = np.tile(ids[0, : max(LENGTHS)], (2, 1))
         twice[1, -1] = ids[1, 0] if ids[1, 0] != twice[0, -1] else ids[1, 0] - 1
         first, second = _whole(model, twice)[:, :-1]
-        seen = _difference([second], [first])
+        seen = difference([second], [first])
         if seen > tolerance:
             raise CheckFailed(
                 f"{name} is not causal: a later token moves the outputs before it by {seen:.2g} (tolerance {tolerance:.1g})",
@@ -165,7 +165,7 @@ def check_as_it_comes(model: PreTrainedModel, *, padding: bool, autocast: torch.
         documents = [Document(one, np.zeros(len(one), dtype=bool)) for one in np.split(ids[0], DOCUMENTS.starts[1:])]
         padded = logits_of(model, collate_padded(documents, 0))
     beside = [padded[number, :length] for number, length in enumerate(LENGTHS)]
-    off = _difference(beside, alone, typical=(autocast or model.dtype).itemsize < 4)
+    off = difference(beside, alone, typical=(autocast or model.dtype).itemsize < 4)
     if off > tolerance:
         what = f"padded documents of {name} come out otherwise than alone, off by {off:.2g} (tolerance {tolerance:.1g})"
         fix = "take another model"
@@ -302,7 +302,7 @@ def refusals_of_a_model(what: str, *, fix: str) -> Iterator[None]:
         raise CheckFailed(f"{what}: {first}", fix=fix) from error
 
 
-def _difference(ours: list[torch.Tensor], theirs: list[torch.Tensor], *, typical: bool = False) -> float:
+def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor], *, typical: bool = False) -> float:
     """Largest |a - b| over all tokens (or, `typical`, the mean over tokens of a token's largest) / the largest |b|.
 
     Infinite instead of NaN.

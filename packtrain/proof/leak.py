@@ -6,6 +6,8 @@ every module for the middle document are compared by two sums each, so that no l
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +46,21 @@ class Leak:
 
 
 @torch.no_grad()
-def find_leak(model: PreTrainedModel, backend: str) -> Leak | None:
-    """The first module that mixes documents of a row under `backend`; None if none does."""
+def find_leak(
+    model: PreTrainedModel, backend: str | None, run: Callable[[np.ndarray], object] | None = None
+) -> Leak | None:
+    """The first module that mixes documents of a row under `backend` (None: as the model is); None if none does.
+
+    `run` has the model run a row of the documents, int64 [T], in a way of its own.
+    """
+    run = run or (lambda row: logits_in_row(model, row, DOCUMENTS))
+    attention = nullcontext() if backend is None else attending_by(model, backend)
     rows = random_ids(model, DOCUMENTS)
     rows[1, _MIDDLE] = rows[0, _MIDDLE]
     # compiled layers (trainer.torch_compile) do not see hooks
-    with evaluating(model), attending_by(model, backend), torch.compiler.set_stance("force_eager"):
+    with evaluating(model), attention, torch.compiler.set_stance("force_eager"):
         train_without_dropout(model)  # as the proof does
-        first, second = (_sums_by_module(model, row) for row in rows)
+        first, second = (_sums_by_module(model, run, row) for row in rows)
     tolerance = tolerance_of(model.dtype)
     for name, (taken, given) in first.items():  # in the order in which their calls returned: innermost first
         taken_then, given_then = second.get(name, (taken, given))
@@ -60,7 +69,9 @@ def find_leak(model: PreTrainedModel, backend: str) -> Leak | None:
     return None
 
 
-def _sums_by_module(model: PreTrainedModel, row: np.ndarray) -> dict[str, tuple[list[float], list[float]]]:
+def _sums_by_module(
+    model: PreTrainedModel, run: Callable[[np.ndarray], object], row: np.ndarray
+) -> dict[str, tuple[list[float], list[float]]]:
     """For each module, in the order in which their calls return: `_sums` of its inputs and of its outputs."""
     sums: dict[str, tuple[list[float], list[float]]] = {}
     taken: dict[str, list[float]] = {}
@@ -76,7 +87,7 @@ def _sums_by_module(model: PreTrainedModel, row: np.ndarray) -> dict[str, tuple[
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:
-        logits_in_row(model, row, DOCUMENTS)
+        run(row)
     finally:
         for handle in handles:
             handle.remove()

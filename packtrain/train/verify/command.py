@@ -14,18 +14,27 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from packtrain.config.schema import SHARDED_WEIGHTS, RunConfig, Topology
+from packtrain.config.schema import SHARDED_WEIGHTS, Model, Peft, RunConfig, Topology, Trainer
 from packtrain.errors import CheckFailed
+from packtrain.fast_imports import fast_imports
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import look_around
 from packtrain.run_folder import RunFolder
+from packtrain.wording import counted, listed
 
+_OF_ISOLATION = {
+    "documents before a changed one move by": "max_abs_diff_before",
+    "documents after a changed one move by": "max_abs_diff_after",
+    "a document in a row and alone differ by": "max_abs_diff_alone",
+}
+_CONTROL = "control: the same without borders"
 _COLOURS = {"exact": "green", "leaks": "red", "unsupported": "yellow"}
 
 
@@ -49,6 +58,49 @@ def run_verification(config: RunConfig, execute: Callable[[LaunchPlan, RunConfig
     finally:
         if not logs_are_named:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_on_collator(model: Model, peft: Peft, trainer: Trainer, spec: str, *, as_json: bool, **how: Any) -> int:
+    """Proves a collator that is not packtrain's in this process, and shows the report; returns the exit code.
+
+    `how` are the arguments of `verify_collator`.
+    """
+    with stdout_on_stderr(), fast_imports():
+        from packtrain.train.verify.foreign_collator import verify_collator
+    with stdout_on_stderr():
+        code, report = verify_collator(model, peft, trainer, spec, **how)
+    if as_json:
+        print(json.dumps(finite(report), indent=2))
+    else:
+        _show_collator(report)
+    return code
+
+
+def _show_collator(report: dict[str, Any]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    rows, tokens = report["rows"]
+    lines = {
+        "model": f"{report['model']} ({report['architecture']}, {report['dtype']}) on {report['device']}",
+        "attention": report["backend"],
+        "collator": f"{report['collator']}: {counted(len(report['documents']), 'documents')} of {listed([str(n) for n in report['documents']])} "
+        f"tokens in {counted(rows, 'rows')} of {tokens}",
+        "positions": {"restart": "restart with each document", "run on": "run on along the row"}.get(
+            report["positions"], "not given"
+        ),
+    }
+    for name, text in lines.items():
+        console.print(f"[bold]{name:<11}[/]{escape(text)}")
+    proof, table = report["isolation"], _empty_table()
+    for what, name in _OF_ISOLATION.items():
+        _add(table, what, proof[name], proof["tolerance"])
+    for leak in report["leaks"]:
+        _add(table, f"  document {leak['changed']} changed: {leak['moved']} moves by", leak["by"], proof["tolerance"])
+    _add(table, _CONTROL, proof["control"], 5 * proof["tolerance"], least=True)
+    console.print(table)
+    problem = f": {escape(report['problem'])}" if report["problem"] else ""
+    console.print(f"[bold {_COLOURS[report['verdict']]}]{report['verdict']}[/]{problem}")
+    if report["fix"]:
+        console.print(f"  → {escape(report['fix'])}")
 
 
 def on_this_machine(config: RunConfig, verb: str) -> LaunchPlan:
@@ -106,27 +158,39 @@ def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s"
 
 
-def _table(report: dict[str, Any]) -> Table:
-    """One row for each measurement: figure, tolerance, and whether it is met."""
+def _empty_table() -> Table:
     table = Table(title=None)
     for name, right in (("measured", False), ("figure", True), ("tolerance", True), ("", False)):
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    return table
 
-    def add(
-        what: str, figure: float | None, limit: float | None, *, least: bool = False, wrong: str = "[red]no[/]"
-    ) -> None:
-        fine = figure is not None and limit is not None and (figure >= limit if least else figure <= limit)
-        mark = "[green]ok[/]" if fine else "[yellow]weak[/]" if least else wrong
-        table.add_row(what, _number(figure), (">= " if least else "<= ") + _number(limit), mark)
+
+def _add(
+    table: Table,
+    what: str,
+    figure: float | None,
+    limit: float | None,
+    *,
+    least: bool = False,
+    wrong: str = "[red]no[/]",
+) -> None:
+    fine = figure is not None and limit is not None and (figure >= limit if least else figure <= limit)
+    mark = "[green]ok[/]" if fine else "[yellow]weak[/]" if least else wrong
+    table.add_row(what, _number(figure), (">= " if least else "<= ") + _number(limit), mark)
+
+
+def _table(report: dict[str, Any]) -> Table:
+    """One row for each measurement: figure, tolerance, and whether it is met."""
+    table = _empty_table()
+    add = partial(_add, table)
 
     def add_control(proof: dict[str, Any]) -> None:
         least = proof["tolerance"] and 5 * proof["tolerance"]
-        add("control: the same without borders", proof["control"], least, least=True)
+        add(_CONTROL, proof["control"], least, least=True)
 
     proof, pairs, tolerances = report["isolation"], report["pairs"], report["tolerances"]
-    add("documents before a changed one move by", proof["max_abs_diff_before"], proof["tolerance"])
-    add("documents after a changed one move by", proof["max_abs_diff_after"], proof["tolerance"])
-    add("a document in a row and alone differ by", proof["max_abs_diff_alone"], proof["tolerance"])
+    for what, name in _OF_ISOLATION.items():
+        add(what, proof[name], proof["tolerance"])
     add_control(proof)
     if pairs and pairs["prompts_shared"]:
         moved = max(pairs["max_abs_diff_before"], pairs["max_abs_diff_after"])
@@ -148,6 +212,15 @@ def _table(report: dict[str, Any]) -> Table:
         add("weights that an update leaves as they were", lost["share"], lost["most"], wrong="[yellow]lost[/]")
     add("control: gradients without borders", report["control"]["grad_rel_diff"], tolerances["control"], least=True)
     return table
+
+
+def finite(value: Any) -> Any:
+    """`value` with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: float | None, digits: int = 2) -> str:

@@ -47,6 +47,7 @@ from packtrain.train.objectives.reward import Reward
 from packtrain.train.preflight import why_not_together
 from packtrain.train.sync.checks import agree_on_model
 from packtrain.train.sync.store_barrier import Peers
+from packtrain.train.verify.command import finite
 from packtrain.train.verify.dpo_start import Start
 from packtrain.train.verify.first_update import lost_in_first_update
 from packtrain.train.verify.modes import (
@@ -147,7 +148,7 @@ def verify(subject: Subject, ranks: Ranks, peers: Peers | None = None, *, timeou
             raise one
     worst = max(outcomes, key=lambda one: _BADNESS.index(one["verdict"]))
     if ranks.main:
-        write_json(RunFolder.of(subject.trainer).verification, _finite(worst))
+        write_json(RunFolder.of(subject.trainer).verification, finite(worst))
     return 0 if worst["verdict"] == "exact" else CheckFailed.exit_code
 
 
@@ -300,12 +301,3 @@ def _figures_of(proof: Proof | None) -> dict[str, float | None]:
     names = {"before": "moved_before", "after": "moved_after", "alone": "alone"}
     figures = {f"max_abs_diff_{what}": getattr(proof, name, None) for what, name in names.items()}
     return {**figures, "control": getattr(proof, "control", None), "tolerance": getattr(proof, "tolerance", None)}
-
-
-def _finite(value: Any) -> Any:
-    """`value` with null for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,256 @@
+"""`packtrain verify --collator`: the proof of isolation on a collator and a model that are not packtrain's.
+
+Three documents of random tokens go through the collator, and the model is called, as it is, with what comes out. Each document is
+replaced by other tokens in turn: none of the others may move. Each must say what it says alone. As in proof/isolation.py a
+control shows that a leak would be seen: the same row with nothing to keep its documents apart.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from packtrain.attention.backends import own_attention
+from packtrain.config.schema import Model, Peft, Trainer
+from packtrain.data.tokens.pretrained import load_tokenizer
+from packtrain.errors import CheckFailed, PacktrainError, UserError
+from packtrain.library.attach import attach
+from packtrain.model.load import base_model, load_model
+from packtrain.model.precision import decide_precision
+from packtrain.model.spread import Ranks
+from packtrain.packing.collate import IGNORE, on_device
+from packtrain.proof.isolation import (
+    CONTROL_FACTOR,
+    DOCUMENTS,
+    LENGTHS,
+    difference,
+    evaluating,
+    tolerance_of,
+    train_without_dropout,
+    vocabulary_of,
+)
+from packtrain.proof.leak import find_leak
+from packtrain.train.verify.users_code import Foreign, load_foreign
+
+_FEATURES = "input_ids, labels and attention_mask (lists of a document's tokens, their labels, and ones)"
+_MADE_WITH = ("tokenizer", "processing_class", "pad_token_id", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class Collated:
+    """A `batch` of the collator; `places` are row and first column of each document in its input_ids."""
+
+    batch: dict[str, Any]
+    places: tuple[tuple[int, int], ...]
+
+    def of_documents(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """[length, …] of each document, of what is per token: [rows, T, …]."""
+        return [values[row, at : at + n] for (row, at), n in zip(self.places, LENGTHS, strict=True)]
+
+    def positions(self) -> str:
+        """What the batch says of positions: whether they `restart` with each document, `run on`, or are `not given`."""
+        given = self.batch.get("position_ids")
+        if not isinstance(given, torch.Tensor) or given.shape != self.batch["input_ids"].shape:
+            return "not given"
+        found = [one - one[0] for one in self.of_documents(given)]
+        starts = {int(one[0]) for one in self.of_documents(given)}
+        counts = all(torch.equal(one.cpu(), torch.arange(len(one))) for one in found)
+        return "restart" if counts and len(starts) == 1 else "run on"
+
+    def trained_across(self) -> list[int]:
+        """Documents, from 1, whose first token is a label: what is before it in the row is trained to predict it."""
+        labels = self.batch.get("labels")
+        if not isinstance(labels, torch.Tensor) or labels.shape != self.batch["input_ids"].shape:
+            return []
+        first = [int(one[0]) for one in self.of_documents(labels)]
+        return [
+            n for n, (label, (_, at)) in enumerate(zip(first, self.places, strict=True), 1) if at and label != IGNORE
+        ]
+
+
+@torch.no_grad()
+def verify_collator(
+    model: Model, peft: Peft, trainer: Trainer, spec: str, *, attention: str | None = None, attached: bool = False
+) -> tuple[int, dict[str, Any]]:
+    """The exit code (0 exact, 3 not) and the report of the collator that `spec` names, on the model of a config.
+
+    `attention` is transformers' name of an implementation, its own choice if None; `attached`: after `packtrain.attach(model)`.
+    Raises UserError for a collator that cannot be had, called or understood.
+    """
+    foreign, tokenizer = load_foreign(spec), load_tokenizer(model)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    whole = load_model(model, peft, tokenizer, seed=trainer.seed).to(cast(Any, device))
+    autocast = decide_precision(whole, trainer.mixed_precision, Ranks(0, 1, device)).autocast
+    base = base_model(whole)
+    if attention is not None:
+        try:
+            base.set_attn_implementation(attention)
+        except Exception as error:  # of packages and devices that it lacks, by many types
+            raise UserError(
+                f"{type(base).__name__} has no attention {attention}: {error}", where="--attention"
+            ) from error
+    collator = foreign.made({"tokenizer": tokenizer, "processing_class": tokenizer, "model": base, "pad_token_id": tokenizer.pad_token_id})  # fmt: skip
+    backend = f"{attach(base).backends[0]}, by packtrain.attach" if attached else own_attention(base)
+    report = {
+        "model": model.path or f"new weights ({base.config.model_type})",
+        "architecture": type(base).__name__,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "device": str(device),
+        "backend": backend,
+        "collator": foreign.shown,
+        **_measured(base, foreign, collator, _ids(base, tokenizer), autocast),
+    }
+    return 0 if report["verdict"] == "exact" else CheckFailed.exit_code, report
+
+
+def _ids(model: PreTrainedModel, tokenizer: Any) -> np.ndarray:
+    """int64 [2, T]: random tokens, none of them special."""
+    ordinary = np.setdiff1d(np.arange(min(vocabulary_of(model), len(tokenizer))), tokenizer.all_special_ids)
+    if len(ordinary) < 2:
+        raise UserError("the tokenizer has special tokens alone", where="model.tokenizer")
+    return np.random.default_rng(0).choice(ordinary, (2, sum(LENGTHS)))
+
+
+def _measured(
+    model: PreTrainedModel,
+    foreign: Foreign,
+    collator: Callable[..., Any],
+    ids: np.ndarray,
+    autocast: torch.dtype | None,
+) -> dict[str, Any]:
+    """The figures and the verdict."""
+    tolerance, count = tolerance_of(autocast or model.dtype), len(LENGTHS)
+    typical = (autocast or model.dtype).itemsize < 4
+    own, other = (np.split(row, DOCUMENTS.starts[1:]) for row in ids)
+
+    def said(documents: list[np.ndarray]) -> tuple[Collated, list[torch.Tensor]]:
+        collated = collate(foreign, collator, documents)
+        return collated, collated.of_documents(_logits(model, collated.batch, foreign))
+
+    with evaluating(model, autocast):
+        alone = [_logits(model, _plain(model, [one]), None)[0] for one in own]
+        control = difference(list(_logits(model, _plain(model, own), None)[0].split(LENGTHS)), alone)
+        train_without_dropout(model)
+        collated, unchanged = said(own)
+        moved = np.zeros((count, count))
+        for changed in range(count):
+            now = said([other[n] if n == changed else own[n] for n in range(count)])[1]
+            for still in {*range(count)} - {changed}:
+                moved[changed, still] = difference([now[still]], [unchanged[still]])
+        off = difference(unchanged, alone, typical=typical)
+        if not off <= tolerance:  # noise of training mode is no leak
+            model.eval()
+            off = difference(said(own)[1], alone, typical=typical)
+    order = sorted(range(count), key=lambda n: collated.places[n])
+    before = max(moved[b, a] for at, a in enumerate(order) for b in order[at + 1 :])
+    after = max(moved[a, b] for at, a in enumerate(order) for b in order[at + 1 :])
+    leaks = [
+        {"changed": a + 1, "moved": b + 1, "by": float(moved[a, b])}
+        for a, b in np.argwhere(~(moved <= tolerance)).tolist()
+    ]
+    where = None
+    if leaks and tuple(collated.batch["input_ids"].shape) == (1, sum(LENGTHS)) and order == [*range(count)]:
+        run = lambda row: said(np.split(row, DOCUMENTS.starts[1:]))  # noqa: E731
+        where = find_leak(model, None, run=run)
+    figures = {"max_abs_diff_before": before, "max_abs_diff_after": after, "max_abs_diff_alone": off}
+    figures = {name: float(value) for name, value in figures.items()} | {"control": control, "tolerance": tolerance}
+    found = {
+        "rows": list(collated.batch["input_ids"].shape),
+        "documents": list(LENGTHS),
+        "positions": collated.positions(),
+        "labels_across": collated.trained_across(),
+        "isolation": figures,
+        "leaks": leaks,
+        "where": {"module": where.module, "kind": where.kind} if where else None,
+    }
+    verdict, problem, fix = _finding(found, seen=control >= CONTROL_FACTOR * tolerance)
+    return {**found, "verdict": verdict, "problem": problem, "fix": fix}
+
+
+def _finding(found: Mapping[str, Any], *, seen: bool) -> tuple[str, str, str]:
+    """Verdict, problem and fix; the last two "" if all is exact."""
+    alone, tolerance = found["isolation"]["max_abs_diff_alone"], found["isolation"]["tolerance"]
+    ours = "use packtrain's attach and PackedCollator (docs/library.md); --attach shows this collator with it"
+    if found["leaks"]:
+        worst = max(found["leaks"], key=lambda one: one["by"])
+        what = f"a change of document {worst['changed']} reaches document {worst['moved']}, whose outputs move by {worst['by']:.2g}"
+        where = f" ({found['where']['module']}: {found['where']['kind']})" if found["where"] else ""
+        return "leaks", what + where, ours
+    if not alone <= tolerance:
+        why = {"run on": "positions run on along the row", "not given": "the batch has no position_ids"}
+        cause = why.get(found["positions"], "the model treats the row otherwise")
+        return "leaks", f"documents come out otherwise than alone, off by {alone:.2g}: {cause}", ours
+    if found["labels_across"]:
+        what = (
+            f"the first token of document {found['labels_across'][0]} is trained, predicted by the document before it"
+        )
+        return "leaks", what, f"set its label to {IGNORE}"
+    if not seen:
+        return "unsupported", "isolation cannot be shown: the model's outputs hardly depend on its context", ""
+    return "exact", "", ""
+
+
+def collate(foreign: Foreign, collator: Callable[..., Any], documents: list[np.ndarray]) -> Collated:
+    """What the collator makes of documents, and where they are in it. Raises UserError if they are not."""
+    features = [
+        {"input_ids": one.tolist(), "labels": one.tolist(), "attention_mask": [1] * len(one)} for one in documents
+    ]
+    with foreign.blamed("cannot collate", f"It is given features of {_FEATURES}."):
+        made = collator(features)
+    if not isinstance(made, Mapping) or not isinstance(made.get("input_ids"), torch.Tensor):
+        keys = f"one with {', '.join(map(str, made))}" if isinstance(made, Mapping) else type(made).__name__
+        raise UserError(f"{foreign.shown} returns no batch with a tensor input_ids, but {keys}", where="--collator")
+    batch: dict[str, Any] = dict(made)
+    rows = batch["input_ids"].cpu().numpy()
+    if rows.ndim != 2:
+        raise UserError(f"input_ids are [rows, tokens], not {list(rows.shape)}", where=foreign.shown)
+    return Collated(batch, tuple(_place_of(one, rows, number, foreign) for number, one in enumerate(documents, 1)))
+
+
+def _place_of(document: np.ndarray, rows: np.ndarray, number: int, foreign: Foreign) -> tuple[int, int]:
+    """Row and first column at which the tokens of a document stand."""
+    if rows.shape[1] >= len(document):
+        windows = np.lib.stride_tricks.sliding_window_view(rows, len(document), axis=1)
+        for row, at in np.argwhere((windows == document).all(axis=-1)).tolist():
+            return row, at
+    what = f"{foreign.shown} does not leave documents whole: the {len(document)} tokens of document {number} are not in its batch"
+    raise UserError(what, where="--collator", fix="Give one that neither cuts nor changes tokens.")
+
+
+def _plain(model: PreTrainedModel, documents: list[np.ndarray]) -> dict[str, Any]:
+    """One row [1, T] of documents that nothing keeps apart; of a single one, as it is alone."""
+    ids = torch.from_numpy(np.concatenate(documents))[None]
+    positions = {}
+    if len(documents) > 1 and "position_ids" in inspect.signature(type(model).forward).parameters:
+        positions = {"position_ids": torch.cat([torch.arange(len(one)) for one in documents])[None]}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **positions}
+
+
+def _logits(model: PreTrainedModel, batch: dict[str, Any], foreign: Foreign | None) -> torch.Tensor:
+    """float32 [rows, T, vocabulary], by the call that trainers make: without a cache."""
+    torch.manual_seed(0)  # for the noise of training mode
+    call = {"use_cache": False, **on_device(batch, model.device)}
+    with foreign.blamed(f"made a batch that {type(model).__name__} cannot run", "") if foreign else _as_it_is():
+        logits = model(**call).logits.float()
+    if logits.shape[:2] != batch["input_ids"].shape:
+        raise UserError(
+            f"{type(model).__name__} returns logits {list(logits.shape)} for {list(batch['input_ids'].shape)}"
+        )
+    return logits
+
+
+@contextmanager
+def _as_it_is() -> Any:
+    try:
+        yield
+    except (PacktrainError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise CheckFailed(f"the model cannot run a document alone: {error}") from error
