@@ -57,8 +57,8 @@ WITHOUT_TORCH = (
     "bench/launches",
 )
 MEANINGLESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "base"}
-OF_OTHERS = {"serve.py", "kernels/chunked_logprob.py"}
-"""Files that are spoken of and not ours: an example of a program, and TRL's."""
+OF_OTHERS = {"serve.py", "mine.py", "kernels/chunked_logprob.py"}
+"""Files that are spoken of and not ours: examples of programs, and TRL's."""
 MADE_BY_A_RUN = {"checkpoints/", "final/", "logs/"}
 
 
