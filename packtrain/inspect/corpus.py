@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from packtrain.config.schema import TRAITS, Data, DataSource, ObjectiveKind, Split, sources
-from packtrain.data.dataset import PairDataset, TokenDataset
+from packtrain.data.dataset import PairDataset, TokenDataset, UnpairedDataset
 from packtrain.data.prepare import PreparedData
 from packtrain.data.sources.locate import Source, locate
 from packtrain.data.tokens.cache import Document, Store
@@ -94,6 +94,11 @@ class Corpus:
         return np.concatenate([store.lengths for store in self.stores])
 
     @cached_property
+    def labels(self) -> np.ndarray | None:
+        """bool[documents]: whether each is a desirable answer; None where that is not said."""
+        return np.concatenate([store.labels() for store in self.stores]) if self.kind == "kto" else None
+
+    @cached_property
     def times(self) -> np.ndarray:
         """int64[documents]: how often an epoch trains on each."""
         return np.bincount(self.train.rows, minlength=len(self.lengths))
@@ -166,8 +171,9 @@ class Corpus:
 def corpus_of(data: Data, kind: ObjectiveKind, tokenizer: Any, prepared: PreparedData[Any], *, seed: int) -> Corpus:
     """The corpus of data that is `prepared` for the objective `kind`, with the transformers tokenizer that made its tokens."""
     pairs = prepared.train if isinstance(prepared.train, PairDataset) else None
-    train: Any = prepared.train if pairs is None else pairs.documents
-    held_out = prepared.eval.documents if isinstance(prepared.eval, PairDataset) else prepared.eval
+    of_train, of_eval = prepared.train, prepared.eval
+    train: Any = of_train if isinstance(of_train, TokenDataset) else of_train.documents
+    held_out = of_eval.documents if isinstance(of_eval, (PairDataset, UnpairedDataset)) else of_eval
     unknown, plain = tokenizer.unk_token_id, plain_tokenizer(tokenizer)
     control = {plain.eos_id, plain.bos_id, tokenizer.pad_token_id}  # GPT-2's <|endoftext|> is all of them
     template = choose_template(data.chat_template, tokenizer)

@@ -81,6 +81,7 @@ class Inspection:
             "split": report.split,
             "cut_tokens": report.cut_tokens,
             "documents": report.documents,
+            "labels": labels_of(corpus),
             "unit": corpus.unit,
             "tokens": report.tokens,
             "trained_tokens": report.trained_tokens,
@@ -119,6 +120,14 @@ class Inspection:
         if len(cut) and len(chosen) == SHOWN and int(cut[0]) not in chosen:
             chosen[-1] = int(cut[0])
         return sorted(chosen)
+
+
+def labels_of(corpus: Corpus) -> dict[str, int] | None:
+    """How many answers of an epoch are desirable, and how many are not; None of other data."""
+    if corpus.labels is None:
+        return None
+    desirable = int(corpus.labels[corpus.train.rows].sum())
+    return {"desirable": desirable, "undesirable": len(corpus.train) - desirable}
 
 
 def _remarks(report: DataReport) -> list[str]:

@@ -84,6 +84,9 @@ class DataTerminal:
         made = counted(data["documents"], "documents")
         if data["unit"] == "pairs":
             made = f"{counted(data['documents'] // 2, 'pairs')} ({made})"
+        if labels := data["labels"]:
+            share = percent(labels["desirable"] / max(1, sum(labels.values())))
+            made += f" ({labels['desirable']:,} desirable, {share}; {labels['undesirable']:,} undesirable)"
         trained = percent(data["trained_tokens"] / data["tokens"])
         self.say(f"{visible(', '.join(data['sources']))} ({data['format']})", "bold")
         self.say(

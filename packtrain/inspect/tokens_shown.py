@@ -55,7 +55,10 @@ class Shower:
             else ""
         )
         shown = self._shown(kept, corpus.format_of(number), f"{place}{parts}", shared=shared)
-        return {**shown, "note": "held out"} if corpus.in_eval[number] else shown
+        notes = ["held out"] if corpus.in_eval[number] else []
+        if corpus.labels is not None:
+            notes.insert(0, "desirable" if corpus.labels[number] else "undesirable")
+        return {**shown, "note": ", ".join(notes)}
 
     def row(self, store: int, place: str, row: RawRow, dropped: str) -> dict[str, Any]:
         """A row that gave no document, `dropped` for a reason: all of it is cut."""
