@@ -49,7 +49,7 @@ _REDUCED = (
 _LIVE = 10**9  # gathered weights that ZeRO-3 keeps for reuse (stage3_max_live_parameters)
 COMPARED_PAIRS = 4
 CHECKED_LOGITS = 2**27
-"""The first pairs whose answers packtrain dpo compares before step 1, and the most of their logits (train/verify/dpo_start.py)."""
+"""The first pairs whose answers dpo and kto compare before step 1, and the most of their logits (train/verify/dpo_start.py)."""
 STEPPED = 2**26
 """Numbers that are float32 at a time while the step of 16-bit weights is made in float32 (train/optim/float32_step.py)."""
 _PARTS = ("weights", "gradients", "optimizer", "reference", "buffers", "activations")
@@ -232,7 +232,7 @@ def _activations(config: RunConfig, model: _Model) -> tuple[int | None, str]:
 
 def _first_check(config: RunConfig, model: _Model) -> int:
     """Bytes that the check of the first pairs takes before step 1: their logits, also in float32, and log-probabilities."""
-    if config.objective.kind != "dpo" or not config.verify.preflight:
+    if not config.objective.traits.reference or not config.verify.preflight:
         return 0
     compute = 2 if config.trainer.mixed_precision == "bf16" else model.width
     longest, vocabulary = config.data.max_length, model.sizes.get("vocab_size")

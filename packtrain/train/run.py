@@ -244,6 +244,7 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
 def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """The proof of `packtrain verify` in this process; see train/verify/measure.py."""
     from packtrain.train.objectives.dpo import DPO
+    from packtrain.train.objectives.kto import KTO
     from packtrain.train.objectives.reward import Reward
     from packtrain.train.verify.measure import Subject, verify
 
@@ -256,6 +257,7 @@ def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> in
         config.trainer,
         objective if isinstance(objective, DPO) else None,
         objective if isinstance(objective, Reward) else None,
+        objective if isinstance(objective, KTO) else None,
         config.optim,
     )
     with telling(peers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ import datasets
 import pytest
 import torch
 import yaml
-from here import train_here
+from here import ALONE, train_here
 from running import ENVIRONMENT, LLAMA, WORDS, Run, base_config, packtrain, train, write_jsonl
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,10 +22,13 @@ from trl import KTOConfig, KTOTrainer
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.errors import UserError
+from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import load_model
+from packtrain.run_folder import RunFolder
 from packtrain.train import checkpoint
 from packtrain.train.objectives.kto_trainer import MARGINS, UNITS
+from packtrain.train.run import verify_in
+from packtrain.train.verify.modes import MODES
 from tests.train import forked
 
 ANSWERS, HELD_OUT, A_STEP, STEPS = 23, 6, 7, 10  # steps 4 and 8 have two answers, of one kind in the second pass too
@@ -242,3 +246,21 @@ def test_labels_far_from_balance_are_told_with_the_weights_that_balance_them(fol
     write_jsonl(folder / "one.jsonl", [{**row, "label": True} for row in few])
     found = run(folder, "one", f"data.train={folder / 'one.jsonl'}", trainer=short)
     assert "all answers are desirable" in said_at_start(found) and MARGINS not in found.steps[0]
+
+
+@pytest.mark.parametrize("way", ["model", "precomputed"])
+def test_verify_proves_modes_and_the_first_loss(folder: Path, way: str) -> None:
+    path = folder / f"verify-{way}.yaml"
+    path.write_text(yaml.safe_dump(config_of(folder, trainer={"output_dir": str(folder / f"verify-{way}")})))
+    config = load_config(str(path), [f"objective.reference={way}"])
+    assert verify_in(config, ALONE) == 0
+    report = json.loads(RunFolder.of(config.trainer).verification.read_text())
+    assert report["verdict"] == "exact" and report["controls_see"] and report["objective"] == "kto"
+    # of 14 answers every other one is desirable
+    assert report["start"]["loss"] == pytest.approx((0.5 + 0.75) / 2, abs=1e-6) and not report["start"]["problems"]
+    assert abs(report["reference"]["loss"] - 0.625) > 0.01 and set(report["modes"]) == set(MODES)
+
+
+def test_a_reference_that_differs_at_the_start_is_named(folder: Path) -> None:
+    with pytest.raises(CheckFailed, match=r"the first loss is 0\.\d+, but 0\.\d+ while(.|\n)*dropout is on in the model"):
+        run(folder, "dropping", "model.config.attention_dropout=0.2")

@@ -152,7 +152,7 @@ def _head(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if report["strategy"] in SHARDED_WEIGHTS:
         apart = ", but for losses and gradients: those are of the whole model" if report["modes_on"] == "whole" else ""
         yield "strategy", f"on the model as {report['strategy']} spreads it over processes{apart}"
-    if report["objective"] == "dpo" and not report["start"]:
+    if report["objective"] in ("dpo", "kto") and not report["start"]:
         yield "first loss", "not checked: the reference is another model"
     lengths = report["reference"]["documents"]
     yield "documents", f"{len(lengths)} of {', '.join(map(str, lengths))} random tokens; {report['seconds']} s"

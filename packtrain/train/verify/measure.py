@@ -43,6 +43,7 @@ from packtrain.proof.isolation import Proof, check_as_it_comes
 from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.objectives.dpo import DPO
+from packtrain.train.objectives.kto import KTO
 from packtrain.train.objectives.reward import Reward
 from packtrain.train.preflight import why_not_together
 from packtrain.train.sync.checks import agree_on_model
@@ -57,6 +58,7 @@ from packtrain.train.verify.modes import (
     compare_documents,
     compare_pairs,
     compare_preferences,
+    compare_unpaired,
     random_documents,
     start_on_random_pairs,
     trainer_on_random_pairs,
@@ -77,6 +79,7 @@ class Subject:
     trainer: Trainer
     dpo: DPO | None = None
     reward: Reward | None = None
+    kto: KTO | None = None
     optim: Optim = field(default_factory=Optim)
 
     @property
@@ -93,9 +96,9 @@ class Subject:
 
     def spread(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks) -> None:
         """Loads the reference, and shards `model` by the strategy."""
-        if self.dpo is not None:
+        if (held := self.dpo or self.kto) is not None:
             precision = precision_of(model, self.trainer.mixed_precision)
-            self.dpo.take_reference(model, tokenizer, ranks, precision, seed=self.trainer.seed)
+            held.take_reference(model, tokenizer, ranks, precision, seed=self.trainer.seed)
         spread(model, ranks, self.autocast)
         if self.trainer.torch_compile:
             compile_layers(base_model(model))
@@ -224,7 +227,14 @@ def _modes(
     subject: Subject, model: PreTrainedModel, tokenizer: Any, backend: str | None, *, shares: bool
 ) -> tuple[Head, Comparison, Start | None]:
     """The output head that ran, the modes with the loss of the objective, and the Start of preference training."""
-    objective, dpo, autocast = subject.objective, subject.dpo, subject.autocast
+    objective, dpo, kto, autocast = subject.objective, subject.dpo, subject.kto, subject.autocast
+    padded = backend is None or subject.packing.mode == "padding"
+    if kto is not None:
+        trainer, start = trainer_on_random_pairs(kto, model, tokenizer, subject.trainer), None
+        if kto.reference.at_start:
+            layout = "padding" if padded else "flat"
+            start = start_on_random_pairs(trainer, backend, layout, precomputed=kto.reference.kind == "precomputed")
+        return Head(objective.loss), compare_unpaired(trainer, backend), start
     if subject.reward is not None:
         scorer = trainer_on_random_pairs(subject.reward, model, tokenizer, subject.trainer)
         return Head(objective.loss), compare_pairs(scorer, scorer.steps, backend, shares=shares), None
@@ -237,7 +247,6 @@ def _modes(
         return head, compare_documents(model, backend, pad_token_id=pad, loss=objective.loss, autocast=autocast), None
     trainer, start = trainer_on_random_pairs(dpo, model, tokenizer, subject.trainer), None
     if dpo.reference.at_start:
-        padded = backend is None or subject.packing.mode == "padding"
         layout = "padding" if padded else "shared" if shares else "flat"
         start = start_on_random_pairs(trainer, backend, layout, precomputed=dpo.reference.kind == "precomputed")
     split = not objective.sorting_losses

@@ -41,9 +41,11 @@ from packtrain.packing.collate import (
 from packtrain.packing.schedule import make_schedule
 from packtrain.packing.segments import Segments
 from packtrain.proof.isolation import evaluating, positions_of, refusals_of_a_model, vocabulary_of
-from packtrain.train.loader import MicroBatch, PairSteps, ScoredSteps
+from packtrain.train.loader import MicroBatch, PairSteps, ScoredSteps, UnpairedSteps
 from packtrain.train.objectives.dpo import DPO
 from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
+from packtrain.train.objectives.kto import KTO
+from packtrain.train.objectives.kto_trainer import PackedKTOTrainer
 from packtrain.train.objectives.reward import Reward
 from packtrain.train.objectives.reward_trainer import PackedRewardTrainer
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
@@ -185,6 +187,18 @@ def compare_preferences(trainer: PackedDPOTrainer, backend: str | None, *, share
     return compare_pairs(trainer, padded, backend, shares=shares, split=split)
 
 
+def compare_unpaired(trainer: PackedKTOTrainer, backend: str | None) -> Comparison:
+    """As `compare_preferences`, of answers with labels; each mode makes its own KL estimate, which the noise keeps above 0."""
+    trainer.ref_model = None
+    known = _with_own_logps(trainer, cast(UnpairedSteps, trainer.steps))
+    own, others = np.random.default_rng(0).normal(0, _OFF, (2, len(known.data))).astype(np.float32)
+    reference = cast(np.ndarray, known.reference) + own
+    padded = replace(known, reference=reference, reference_mismatched=known.reference_mismatched - np.abs(others))
+    trainer.steps = padded
+    check_pair_forward(trainer, own_attention(base_model(trainer.model)))
+    return compare_examples(trainer, padded, tuple(padded.data.lengths.tolist()), backend)
+
+
 def compare_pairs(
     trainer: PackedDPOTrainer | PackedRewardTrainer,
     padded: PairSteps,
@@ -198,9 +212,23 @@ def compare_pairs(
 
     Raises as `compare`.
     """
-    model, autocast, pairs = trainer.model, trainer.settings.autocast, padded.data
+    lengths = tuple(len(side.input_ids) for pair in padded.data for side in (pair.chosen, pair.rejected))
+    return compare_examples(trainer, padded, lengths, backend, shares=shares, split=split)
+
+
+def compare_examples(
+    trainer: PackedDPOTrainer | PackedRewardTrainer | PackedKTOTrainer,
+    padded: Any,
+    lengths: tuple[int, ...],
+    backend: str | None,
+    *,
+    shares: bool = False,
+    split: bool = True,
+) -> Comparison:
+    """As `compare_pairs`, of the pairs or answers of `padded` steps, whose documents have `lengths`."""
+    model, autocast = trainer.model, trainer.settings.autocast
     flat, shared = replace(padded, layout="flat"), replace(padded, layout="shared")
-    every = list(range(len(pairs)))
+    every = list(range(len(padded.data)))
     parts = [every[:_FIRST_PAIRS], every[_FIRST_PAIRS:]] if split else [every]
     alone = [padded.collate(part) for part in ([[number] for number in every] if split else parts)]
 
@@ -210,6 +238,9 @@ def compare_pairs(
     def loss_of(batches: Sequence[Any] | None) -> float:
         batches, total = alone if batches is None else batches, 0.0
         counts = torch.tensor([batch.counts for batch in batches]).sum(0).to(model.device)
+        trainer.steps = flat if "layout" in batches[0].inputs else padded
+        with evaluating(base_model(model), autocast):
+            trainer.open_step(list(batches))
         for batch in batches:
             kind = "a flattened row of pairs" if "layout" in batch.inputs else "a padded batch of pairs"
             total += _backward(model, kind, autocast, partial(part_of_loss, batch, counts))
@@ -225,7 +256,6 @@ def compare_pairs(
         **({SHARED: [shared.collate(every)]} if shares else {}),
         "borderless": [replace(row, inputs={**row.inputs, "layout": layout})],
     }
-    lengths = tuple(len(side.input_ids) for pair in pairs for side in (pair.chosen, pair.rejected))
     return compare(model, lengths, layouts, loss_of, backend, autocast)
 
 
@@ -311,19 +341,46 @@ def random_pairs(model: PreTrainedModel) -> RandomPairs:
     return pairs
 
 
+class RandomAnswers:
+    """As an UnpairedDataset, of the answers of random pairs: every other one is desirable."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.documents = [side for pair in random_pairs(model) for side in (pair.chosen, pair.rejected)]
+        self.labels = np.arange(len(self.documents)) % 2 == 0
+        self.lengths = np.array([len(one.input_ids) for one in self.documents], np.int32)
+        self.trained = np.array([one.loss_mask.sum() for one in self.documents], np.int32)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, number: int) -> Document:
+        return self.documents[number]
+
+
 def trainer_on_random_pairs(
-    objective: DPO | Reward, model: Any, tokenizer: PreTrainedTokenizerBase, settings: Trainer
+    objective: DPO | KTO | Reward, model: Any, tokenizer: PreTrainedTokenizerBase, settings: Trainer
 ) -> Any:
     """The trainer of a run of one step of all pairs, padded, by the objective (and against the reference that it has loaded).
 
+    Of packtrain kto the pairs are split into their answers.
+
     The forward of `model` must not be patched yet.
     """
-    pairs, precision = random_pairs(base_model(model)), precision_of(model, settings.mixed_precision)
-    lengths = np.array([len(one.chosen.input_ids) + len(one.rejected.input_ids) for one in pairs], np.int32)
-    batch = Batch(examples_per_step=len(pairs), examples_per_device=len(pairs))
+    base, precision = base_model(model), precision_of(model, settings.mixed_precision)
+    data: Any = RandomAnswers(base) if isinstance(objective, KTO) else random_pairs(base)
+    lengths = (
+        data.lengths
+        if isinstance(objective, KTO)
+        else np.array([len(one.chosen.input_ids) + len(one.rejected.input_ids) for one in data], np.int32)
+    )
+    batch = Batch(examples_per_step=len(data), examples_per_device=len(data))
     schedule = make_schedule(lengths, Packing(mode="padding_free"), batch, max_steps=1)
-    of_objective = ScoredSteps if isinstance(objective, Reward) else PairSteps
-    steps = of_objective(pairs, schedule, "padding", int(cast(Any, tokenizer.pad_token_id) or 0))
+    kinds: Any = {KTO: UnpairedSteps, Reward: ScoredSteps}
+    steps: Any = kinds.get(type(objective), PairSteps)(
+        data, schedule, "padding", int(cast(Any, tokenizer.pad_token_id) or 0)
+    )
+    if isinstance(objective, KTO):
+        steps = replace(steps, max_length=max(lengths))  # within the model's positions
     of_loop = LoopSettings(steps, None, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
     once = replace(settings, checkpoint_every=None, eval_every=None)
     arguments = training_arguments(once, Optim(), Tracking(), precision, of_loop)
@@ -331,13 +388,13 @@ def trainer_on_random_pairs(
 
 
 def start_on_random_pairs(
-    trainer: PackedDPOTrainer, backend: str | None, layout: PairRows, *, precomputed: bool
+    trainer: PackedDPOTrainer | PackedKTOTrainer, backend: str | None, layout: PairRows, *, precomputed: bool
 ) -> Start:
     """The Start on random pairs of a run whose model is its own reference, in its `layout` and by its `backend`.
 
     With `precomputed` log-probabilities, those of the random pairs are computed here.
     """
-    padded = cast(PairSteps, trainer.steps)
+    padded: Any = trainer.steps
     trainer.steps = laid_out = replace(padded, layout=layout)
 
     def attending(model: Any) -> AbstractContextManager[Any]:
@@ -345,11 +402,23 @@ def start_on_random_pairs(
         return attending_by(base_model(cast(Any, model)), cast(str, backend)) if packs else nullcontext()
 
     with attending(trainer.model), attending(trainer.ref_model):
-        if precomputed:
+        if precomputed and isinstance(trainer, PackedKTOTrainer):
+            trainer.steps = _with_own_logps(trainer, laid_out)
+        elif precomputed:
             trainer.steps = replace(laid_out, reference=_logps_of(trainer, [range(len(padded.data))]))
         start = start_of(trainer)
     trainer.steps = padded
     return start
+
+
+def _with_own_logps(trainer: PackedKTOTrainer, steps: UnpairedSteps) -> UnpairedSteps:
+    """`steps` with the log-probabilities of the model itself as the reference's."""
+    (order,), (pairs,) = steps.mismatched().layout(0)[0], steps.mismatched()[0]
+    others = np.empty(len(steps.data), np.float32)
+    with torch.no_grad(), evaluating(base_model(trainer.model)):
+        own = trainer.policy_logps(steps.collate(range(len(steps.data))))[0].float().cpu().numpy()
+        others[order] = trainer.policy_logps(pairs)[0].float().cpu().numpy()
+    return replace(steps, reference=own, reference_mismatched=others)
 
 
 def _logps_of(trainer: PackedDPOTrainer, micro_batches: Iterable[Sequence[int]]) -> np.ndarray:
