@@ -34,7 +34,7 @@ from packtrain.model.precision import decide_precision
 from packtrain.model.score_head import outputs_of_tokens
 from packtrain.model.spread import Ranks, open_proofs, spread
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
-from packtrain.packing.schedule import make_schedule
+from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.batch import plan_batch
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
@@ -104,10 +104,10 @@ class Lab:
         self.trainer = self._trainer(objective, tokenizer, log)
         self.visits: tuple[Visit, ...] = ()
         self.trainer.close_proofs = close_proofs
-        if not self.pairs:  # fits the output head; pairs have none to fit
+        if config.objective.kind == "sft":  # fits the output head; the others have none to fit
             objective.prove(self.trainer, log, own, preflight=False, ranks=ranks, precision=self.precision)
-        reference = self.trainer.runs_reference
-        self.flops = training_flops(self.model, reference=reference) if self.trainer.step_figures.peak else None
+        forwards = self.trainer.more_forwards
+        self.flops = training_flops(self.model, forwards=forwards) if self.trainer.step_figures.peak else None
         self._known: dict[tuple[Candidate, float], Steps] = {}
 
     def _choose_attention(self, objective: Any) -> tuple[AttentionChoice | None, str]:
@@ -142,7 +142,7 @@ class Lab:
         batch = replace(config.batch, tokens_per_device=max(config.batch.limits("packed")[1] or least, least))
         slots = self.data.train.lengths
         schedule = make_schedule(slots, replace(config.packing, mode="packed"), batch, max_steps=_ENDLESS)
-        steps = objective.steps(self.data.train, schedule, self.pad, self.ranks) if not self.pairs else None
+        steps = self._with_stand_ins(objective, schedule) if not self.pairs else None
         of_pairs = ScoredSteps if config.objective.traits.scores else PairSteps
         steps = steps or of_pairs(
             self.data.train, schedule, "flat", self.pad, self.ranks.rank, self.ranks.world_size, self._logps()
@@ -162,6 +162,16 @@ class Lab:
         )
         arguments = training_arguments(config.trainer, config.optim, Tracking(), self.precision, settings)
         return objective.trainer(self.model, arguments, tokenizer, settings=settings, callbacks=[])
+
+    def _with_stand_ins(self, objective: Any, schedule: Schedule) -> Steps:
+        """The steps, with stand-ins for precomputed log-probabilities, if any."""
+        steps = objective.steps(self.data.train, schedule, self.pad, self.ranks)
+        if self.pairs:
+            return replace(steps, reference=self._logps())
+        if self.config.objective.kind == "kto" and (known := self._logps()) is not None:
+            endless = np.broadcast_to(np.float32(0), (1 << 40,))  # no memory
+            return replace(steps, reference=known[:, 0], reference_mismatched=endless)
+        return steps
 
     def _logps(self) -> np.ndarray | None:
         """Stand-ins for precomputed log-probabilities, which cost nothing in a step whatever they are."""
@@ -216,8 +226,7 @@ class Lab:
                 shuffle=config.data.shuffle,
                 attention_cost=self.cost,
             )
-            steps = objective.steps(self.data.train, schedule, self.pad, self.ranks)
-            self._known[candidate, part] = replace(steps, reference=self._logps()) if self.pairs else steps
+            self._known[candidate, part] = self._with_stand_ins(objective, schedule)
         return self._known[candidate, part]
 
     def layout_of(self, candidate: Candidate, part: float) -> str:
@@ -264,7 +273,7 @@ class Lab:
         )
         formats = str(self.precision.weights).removeprefix("torch.")
         mixed = self.precision.autocast and str(self.precision.autocast).removeprefix("torch.")
-        unit = "pairs" if self.pairs else "documents"
+        unit = config.objective.traits.unit
         batch = config.batch
         configured = trials[0]
         part = self.visits[-1].part if self.visits else 1.0

@@ -46,8 +46,8 @@ def visible_keys(lengths: np.ndarray, window: int | None) -> int:
     return int((inside * (inside + 1) // 2 + beyond).sum())
 
 
-def training_flops(model: torch.nn.Module, *, reference: bool = False) -> TrainingFlops:
-    """The FLOPs of training `model` (adapters included); with `reference` one more forward pass of it, as DPO takes."""
+def training_flops(model: torch.nn.Module, *, forwards: int = 0) -> TrainingFlops:
+    """The FLOPs of training `model` (adapters included), with so many more `forwards` of it, such as DPO's of the reference."""
     base = base_model(model)
     config: Any = base.config.get_text_config()
     layers = layers_of(base)
@@ -55,7 +55,7 @@ def training_flops(model: torch.nn.Module, *, reference: bool = False) -> Traini
     embedding: Any = base.get_input_embeddings()
     embedding_trained = any(p.requires_grad for p in embedding.parameters())
     first = 0 if embedding_trained else first
-    more = 2 if reference else 0
+    more = 2 * forwards
     token = 0.0
     for number, layer in enumerate(layers):
         token += sum(
@@ -123,6 +123,6 @@ def _attention(config: Any, layers: int, first: int, more: int) -> dict[int | No
         if (kind is not None and "attention" not in kind) or kind == "linear_attention":
             continue
         own = window if kind in (None, "sliding_attention") else None
-        passes = 1 + (more > 0) + 2 * (number >= first)
+        passes = 1 + more // 2 + 2 * (number >= first)
         found[own] = found.get(own, 0.0) + passes * 2 * heads * (width + value)
     return found

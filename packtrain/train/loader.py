@@ -40,7 +40,8 @@ from packtrain.packing.schedule import Schedule
 class MicroBatch:
     """`inputs` of one forward pass; counts of trained targets, real tokens, slots (with padding), documents. Fillers: slots only.
 
-    Of pairs and of answers with labels `trained` are the targets of the chosen answers, `rejected` those of the others.
+    Of pairs and of answers with labels `trained` are the targets of the chosen answers, `rejected` those of the others. The first
+    one of a step of kto has the `mismatched` pairs of all of it.
     """
 
     inputs: dict[str, Any]
@@ -49,6 +50,7 @@ class MicroBatch:
     slots: int
     examples: int
     rejected: int = 0
+    mismatched: tuple[MicroBatch, ...] = ()
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
@@ -58,7 +60,7 @@ class MicroBatch:
     def pin_memory(self) -> MicroBatch:
         """In memory that a device reads by itself; called by the DataLoader."""
         inputs = {name: one.pin_memory() if hasattr(one, "pin_memory") else one for name, one in self.inputs.items()}
-        return replace(self, inputs=inputs)
+        return replace(self, inputs=inputs, mismatched=tuple(one.pin_memory() for one in self.mismatched))
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,13 @@ class UnpairedSteps(Steps):
     """As Steps, of answers with labels (an UnpairedDataset), rows padded or flat.
 
     The KL estimate of kto is made over mismatched pairs: the prompt of each document of a step with the completion of the one
-    before it, of the first with that of the last, cut to `max_length` tokens. `one` takes all steps for one: an evaluation.
+    before it, of the first with that of the last, cut to `max_length` tokens. Not if it has none to make (`estimates`). `one` takes
+    all steps for one, which is an evaluation, and has its pairs apart (`mismatched`).
     Log-probabilities of the reference, if precomputed: float32 [documents], and of the mismatched pairs in the order of the steps.
     """
 
     max_length: int | None = None
+    estimates: bool = True
     one: bool = False
     reference: np.ndarray | None = None
     reference_mismatched: np.ndarray | None = None
@@ -178,6 +182,14 @@ class UnpairedSteps(Steps):
         numbers = np.asarray(numbers, dtype=np.int64)
         known = None if self.reference is None else self.reference[numbers]
         return self._batch([self.data[int(number)] for number in numbers], self.data.labels[numbers], known)
+
+    def __getitem__(self, step: int) -> list[MicroBatch]:
+        batches = super().__getitem__(step)
+        return self.with_mismatched(batches, step) if self.estimates and not self.one else batches
+
+    def with_mismatched(self, batches: Sequence[MicroBatch], step: int) -> list[MicroBatch]:
+        """The micro-batches of a step with its mismatched pairs."""
+        return [replace(batches[0], mismatched=tuple(self.mismatched()[step])), *batches[1:]]
 
     def mismatched(self) -> MismatchedSteps:
         """The mismatched pairs of every step."""

@@ -46,8 +46,8 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
     model: Any  # never None here
     state: Any
     maybe_activation_offload_context: Any
-    runs_reference = False
-    """Whether every step has a forward pass of a reference too."""
+    more_forwards = 0
+    """Forward passes of a step beside the trained one: of a reference, of what an estimate is made over."""
 
     def open_loop(self, settings: LoopSettings) -> None:
         """Replaces TRL's own data, progress lines and checkpoints."""
@@ -66,7 +66,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         self.clock = StepClock(self.args.device, rank, ranks, limits=settings.limits)
         self.times = RankTimes(ranks, settings.say, settings.machines)
         figured: Any = (self.accelerator, self.model, self.compute_dtype, settings.steps)
-        self.step_figures = StepFigures(*figured, reference=self.runs_reference)
+        self.step_figures = StepFigures(*figured, forwards=self.more_forwards)
         # under FSDP2 the weights are spread already, see model/spread.py
         self.is_distributed_loading_by_transformers = settings.strategy == "fsdp2"
 

@@ -56,16 +56,16 @@ class StepFigures:
     """Exact counts and time of the steps since the last logged line, and the rates from them."""
 
     def __init__(
-        self, accelerator: Accelerator, model: torch.nn.Module, dtype: torch.dtype, steps: Steps, *, reference: bool
+        self, accelerator: Accelerator, model: torch.nn.Module, dtype: torch.dtype, steps: Steps, *, forwards: int
     ) -> None:
-        """`reference`: every step has a forward pass of a reference too."""
+        """`forwards`: of a step, beside the trained one."""
         self._last: LateCopy | None = None
         self._sum = torch.zeros(6, dtype=torch.int64, device=accelerator.device)
         self._opened = 0
         self._since: float | None = None
         self.peak = _peak(accelerator, dtype)
         self._steps, self._devices = steps, accelerator.num_processes
-        self._flops = training_flops(model, reference=reference) if self.peak else None
+        self._flops = training_flops(model, forwards=forwards) if self.peak else None
 
     def open(self, counts: torch.Tensor) -> None:
         """Begins a step with these counts: trained targets, tokens, slots, examples, SIGINTs, SIGTERMs."""

@@ -16,6 +16,7 @@ import yaml
 from here import ALONE, train_here
 from running import ENVIRONMENT, LLAMA, WORDS, Run, base_config, packtrain, train, write_jsonl
 from safetensors.torch import load_file
+from test_strategies import MODEL, ZERO2, ZERO3
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import KTOConfig, KTOTrainer
 
@@ -262,5 +263,25 @@ def test_verify_proves_modes_and_the_first_loss(folder: Path, way: str) -> None:
 
 
 def test_a_reference_that_differs_at_the_start_is_named(folder: Path) -> None:
-    with pytest.raises(CheckFailed, match=r"the first loss is 0\.\d+, but 0\.\d+ while(.|\n)*dropout is on in the model"):
+    with pytest.raises(
+        CheckFailed, match=r"the first loss is 0\.\d+, but 0\.\d+ while(.|\n)*dropout is on in the model"
+    ):
         run(folder, "dropping", "model.config.attention_dropout=0.2")
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Run:
+    """One process, on a model of weights that ZeRO-3 does not keep whole."""
+    return train(folder, spread_over(folder), name="alone", command="kto")
+
+
+def spread_over(folder: Path) -> dict[str, Any]:
+    config = config_of(folder, trainer={"max_steps": 4})
+    return config | {"model": {"init": "random", "config": MODEL, "tokenizer": "quickstart"}}
+
+
+@pytest.mark.parametrize("name", [ZERO2, ZERO3, "fsdp2"])
+def test_strategies_train_as_one_process_also_where_one_has_no_answer(folder: Path, alone: Run, name: str) -> None:
+    """Step 4 has two answers, on three processes."""
+    found = train(folder, spread_over(folder), SMALL, f"strategy={name}", name=name, command="kto", processes=3)
+    assert_same_training(found, alone)

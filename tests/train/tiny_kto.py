@@ -113,7 +113,8 @@ def ours(
 def in_parts(trainer: PackedKTOTrainer, parts: list[list[int]]) -> tuple[float, torch.Tensor, dict[str, float]]:
     """Loss, gradient and figures of a step of ours in these micro-batches."""
     trainer.model.train()
-    batches = [cast(UnpairedSteps, trainer.steps).collate(part) for part in parts]
+    steps = cast(UnpairedSteps, trainer.steps)
+    batches = steps.with_mismatched([steps.collate(part) for part in parts], 0)
     counts = torch.tensor([batch.counts for batch in batches]).sum(0)
     trainer.open_step(batches)
     total = 0.0

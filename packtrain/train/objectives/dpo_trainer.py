@@ -86,7 +86,7 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
             patch_forward(reference, pairs=("log_probs",), **patches)
         self.all_loss_weights = list(self.loss_weights)
         self._sums = torch.zeros(len(FIGURES), 2, dtype=torch.float64)
-        self.runs_reference = not self.precompute_ref_logps
+        self.more_forwards = int(not self.precompute_ref_logps)
         self.open_loop(settings)
 
     def loss_of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:

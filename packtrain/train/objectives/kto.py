@@ -85,7 +85,8 @@ class KTO(OfReference):
     def steps(self, data: UnpairedDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> UnpairedSteps:
         """The optimizer steps over `data`."""
         shape: Any = (self.layout, pad_token_id, ranks.rank, ranks.world_size)
-        return UnpairedSteps(data, schedule, *shape, max_length=self._max_length)
+        estimates = self.objective.kto_loss == "kto"
+        return UnpairedSteps(data, schedule, *shape, max_length=self._max_length, estimates=estimates)
 
     def trainer(
         self, model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, **given: Any

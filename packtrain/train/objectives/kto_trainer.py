@@ -9,7 +9,8 @@ and TRL's code is given it in place of its own. An evaluation is one step over t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import datasets
@@ -70,7 +71,7 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
         reference: PreTrainedModel | None,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        with keep_weights_untouched(model, trl_kto):
+        with keep_weights_untouched(model, trl_kto), _batches_of_two(args):
             super().__init__(
                 model=model,
                 ref_model=reference,
@@ -87,14 +88,15 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
             patch_forward(reference, pairs=("log_probs",), **patches)
         self._noted = WeightedFigures(UNITS, derived=(MARGINS,))
         self._kl = torch.zeros(1, device=self.args.device)
-        self.runs_reference = not self.precompute_ref_logps
+        reference = int(not self.precompute_ref_logps)
+        # mismatched pairs are as long together as the answers; by the model and by the reference
+        self.more_forwards = reference + (1 + reference if self.calculate_KL else 0)
         self.open_loop(settings)
 
     def open_step(self, batches: list[MicroBatch]) -> None:
         """Estimates the divergence of the model from the reference, over the mismatched pairs of the global step."""
         if self.calculate_KL:
-            mismatched = cast(UnpairedSteps, self.steps).mismatched()
-            self._kl = self._divergence(mismatched[self.state.global_step])
+            self._kl = self._divergence(batches[0].mismatched)
 
     def loss_of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """The micro-batch's part of the mean loss over the answers of the step, by TRL's own code."""
@@ -252,6 +254,17 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
         return dataset
 
 
+@contextmanager
+def _batches_of_two(args: KTOConfig) -> Iterator[None]:
+    """Inside the block; TRL refuses batches of one, since its KL estimate is made over one batch. A loader's item of ours is a step."""
+    kept = args.per_device_train_batch_size
+    args.per_device_train_batch_size = max(kept, 2)
+    try:
+        yield
+    finally:
+        args.per_device_train_batch_size = kept
+
+
 def _call(inputs: dict[str, Any]) -> dict[str, Any]:
     """What of a batch is for the model."""
     return {name: value for name, value in inputs.items() if name not in _NOT_OF_THE_MODEL}
@@ -264,5 +277,4 @@ def objective_arguments(objective: Objective, *, precomputed: bool) -> dict[str,
         "loss_type": objective.kto_loss,
         "precompute_ref_log_probs": precomputed,
         "router_aux_loss_coef": 0.0,
-        "per_device_train_batch_size": 2,  # TRL refuses 1: it makes its KL estimate of one batch, which ours is not
     }

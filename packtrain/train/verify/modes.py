@@ -238,7 +238,9 @@ def compare_examples(
     def loss_of(batches: Sequence[Any] | None) -> float:
         batches, total = alone if batches is None else batches, 0.0
         counts = torch.tensor([batch.counts for batch in batches]).sum(0).to(model.device)
-        trainer.steps = flat if "layout" in batches[0].inputs else padded
+        steps = flat if "layout" in batches[0].inputs else padded
+        if isinstance(steps, UnpairedSteps):
+            batches = steps.with_mismatched(batches, 0)
         with evaluating(base_model(model), autocast):
             trainer.open_step(list(batches))
         for batch in batches:

@@ -66,6 +66,6 @@ def test_a_shared_prompt_counts_once_and_a_reference_is_a_forward_pass_more() ->
     found = training_flops(model)
     seen = 15 * 16 // 2 + 12 * 13 // 2 - 9 * 10 // 2
     assert found.of(pair, shared) == 18 * found.token + seen * 9 * PAIR
-    with_reference = training_flops(model, reference=True)
+    with_reference = training_flops(model, forwards=1)
     assert with_reference.token == 8 / 6 * found.token
     assert with_reference.by_window == {None: 4 * 3 * PAIR}
