@@ -96,7 +96,9 @@ def assert_same_training(found: Run, expected: Run, weights: str = "model.safete
         for name in [f"{side}{name}" for name in ("loss", *FIGURES) for side in ("", "eval_")]:
             assert (name in ours) == (name in theirs), (ours["step"], name)
             if name in ours:
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (ours["step"], name)
+                # the estimate is a difference of log-probabilities of a hundred nats or more, in float32
+                within = 5e-5 if name.endswith("kl") else 1e-5
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=within), (ours["step"], name)
     ours, theirs = (load_file(run.folder / "final" / weights) for run in (found, expected))
     for name, tensor in ours.items():
         assert (tensor - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
