@@ -194,8 +194,7 @@ class _PackedModel:
         self.model, self.backend = model, ""
         self._stats, self._share, self._proof = stats, share_prefix, proof
         self._tokens_per_row, self._autocast = tokens_per_row, autocast
-        decoder = cast(Any, model).get_decoder()
-        self._backbone = decoder if isinstance(decoder, PreTrainedModel) else cast(PreTrainedModel, model.base_model)
+        self._backbone = _backbone_of(model)
         self._positions: Positions | None = None
         self._current: tuple[Layout, np.ndarray] | None = None  # that of the head's call, and its labelled places
         self._busy = False
@@ -416,6 +415,14 @@ class _PackedModel:
         stats.real_tokens += layout.real
         stats.row_slots += layout.tokens
         stats.shared_tokens += layout.real - layout.tokens
+
+
+def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+    """All of `model` but its head: what takes token ids and gives hidden states."""
+    decoder = cast(Any, model).get_decoder()
+    takes_embeddings = model.config.get_text_config() is not model.config  # the text model beside those of other media
+    whole = takes_embeddings or not isinstance(decoder, PreTrainedModel)
+    return cast(PreTrainedModel, model.base_model) if whole else decoder
 
 
 def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
