@@ -54,7 +54,7 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
     with args.precompute_ref_log_probs, log-probabilities that come with the batches.
     """
 
-    answers = ("the chosen answer of pair", "the rejected answer of pair")
+    answers: tuple[str, ...] = ("the chosen answer of pair", "the rejected answer of pair")
     """What the first check calls them (verify/dpo_start.py)."""
 
     def __init__(
@@ -129,7 +129,7 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
         """What the reference, which is not precomputed, says of a micro-batch."""
         return self.compute_ref_log_probs(self.model if self.ref_model is None else self.ref_model, inputs)
 
-    def loss_alone(self, batch: MicroBatch, *, reference: tuple[torch.Tensor, torch.Tensor] | None = None) -> float:
+    def loss_alone(self, batch: MicroBatch, *, reference: tuple[torch.Tensor, ...] | None = None) -> float:
         """The loss of one micro-batch as if it were a step, against `reference` log-probabilities if given."""
         inputs = self._prepare_inputs(batch.inputs)
         known = self.precompute_ref_logps

@@ -58,7 +58,7 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
     with args.precompute_ref_log_probs, log-probabilities that come with the batches.
     """
 
-    answers = ("answer",)
+    answers: tuple[str, ...] = ("answer",)
     """What the first check calls them (verify/dpo_start.py)."""
 
     def __init__(
@@ -160,7 +160,8 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
         if reference is not None:
             inputs |= {"ref_logps": reference[0]}
         elif self.calculate_KL:
-            self._kl = self._divergence(cast(UnpairedSteps, self.steps).mismatched()[self.settings.first_step])
+            first = self.settings.first_step % len(self.steps)  # a run may be resumed after its last step
+            self._kl = self._divergence(cast(UnpairedSteps, self.steps).mismatched()[first])
         try:
             with self.without_gathering(), self.accelerator.autocast():
                 return self._compute_loss(self.model, inputs, False).item()

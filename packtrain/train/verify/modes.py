@@ -192,8 +192,8 @@ def compare_unpaired(trainer: PackedKTOTrainer, backend: str | None) -> Comparis
     trainer.ref_model = None
     known = _with_own_logps(trainer, cast(UnpairedSteps, trainer.steps))
     own, others = np.random.default_rng(0).normal(0, _OFF, (2, len(known.data))).astype(np.float32)
-    reference = cast(np.ndarray, known.reference) + own
-    padded = replace(known, reference=reference, reference_mismatched=known.reference_mismatched - np.abs(others))
+    said, of_mismatched = cast(np.ndarray, known.reference), cast(np.ndarray, known.reference_mismatched)
+    padded = replace(known, reference=said + own, reference_mismatched=of_mismatched - np.abs(others))
     trainer.steps = padded
     check_pair_forward(trainer, own_attention(base_model(trainer.model)))
     return compare_examples(trainer, padded, tuple(padded.data.lengths.tolist()), backend)
@@ -404,10 +404,12 @@ def start_on_random_pairs(
         return attending_by(base_model(cast(Any, model)), cast(str, backend)) if packs else nullcontext()
 
     with attending(trainer.model), attending(trainer.ref_model):
-        if precomputed and isinstance(trainer, PackedKTOTrainer):
-            trainer.steps = _with_own_logps(trainer, laid_out)
-        elif precomputed:
-            trainer.steps = replace(laid_out, reference=_logps_of(trainer, [range(len(padded.data))]))
+        if precomputed:
+            trainer.steps = (
+                _with_own_logps(trainer, laid_out)
+                if isinstance(trainer, PackedKTOTrainer)
+                else replace(laid_out, reference=_logps_of(trainer, [range(len(padded.data))]))
+            )
         start = start_of(trainer)
     trainer.steps = padded
     return start
