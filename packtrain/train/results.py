@@ -53,10 +53,11 @@ def save_final(
     *,
     dtype: torch.dtype,
     seed: int | None,
+    scores: bool,
 ) -> tuple[list[str], RoundingCost | str | None]:
     """Writes final/ and what belongs beside it; called by all processes. Returns a line about each folder, and what rounding costs.
 
-    Whole models get weights in `dtype`, rounded by chance with a `seed`.
+    Whole models get weights in `dtype`, rounded by chance with a `seed`. `scores`: of a reward model.
     """
     saved, adapters, merged = {folder.final: "the trained model"}, folder.final, []
     if peft.kind == "lora":
@@ -78,7 +79,7 @@ def save_final(
     if merged:
         if trainer.settings.sharded:  # the trainer's model has only this process's share of its weights
             with loading_whole():
-                model = load_model(settings, peft, tokenizer, seed=trainer.args.seed)
+                model = load_model(settings, peft, tokenizer, seed=trainer.args.seed, scores=scores)
         with merged_in(model, load_file(adapters / "adapter_model.safetensors"), dtype, seed) as whole:
             if whole.can_generate():
                 whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended

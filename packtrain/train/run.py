@@ -482,6 +482,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     kept = {
         "dtype": format_of(config.trainer.save_dtype, base_model(run.model).dtype),
         "seed": config.trainer.seed if config.optim.rounding == "stochastic" else None,
+        "scores": config.objective.traits.scores,
     }
     saved, cost = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft, **kept)
     summary = replace(summary, rounding=cost)

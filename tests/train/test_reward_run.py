@@ -18,7 +18,7 @@ from peft import AutoPeftModelForSequenceClassification
 from running import ENVIRONMENT, LLAMA, Run, base_config, packtrain, train, write_jsonl
 from safetensors.torch import load_file
 from test_dpo_run import preferences
-from test_strategies import MODEL, ZERO3
+from test_strategies import MODEL, NEEDS_DEEPSPEED
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
@@ -268,14 +268,18 @@ def test_verify_proves_the_scores(folder: Path) -> None:
         assert figures["loss_rel_diff"] < 1e-5 and figures["grad_rel_diff"] < 1e-4
 
 
-@pytest.mark.parametrize("name", [ZERO3, "fsdp2"])
-def test_however_the_model_is_spread_the_training_is_the_same(folder: Path, name: str) -> None:
-    config = config_of(folder, trainer={"max_steps": 5})
-    config["model"] = {"init": "random", "config": MODEL, "tokenizer": "quickstart"}
-    path = folder / "spread.yaml"
+@pytest.mark.parametrize(
+    ("name", "peft"),
+    [pytest.param("zero3", {}, marks=NEEDS_DEEPSPEED), ("fsdp2", {"kind": "lora", "r": 4, "merge": True})],
+)
+def test_however_the_model_is_spread_the_training_is_the_same(folder: Path, name: str, peft: dict[str, Any]) -> None:
+    config = config_of(folder, trainer={"max_steps": 5}, peft=peft)
+    if not peft:
+        config["model"] = {"init": "random", "config": MODEL, "tokenizer": "quickstart"}
+    path = folder / f"alone-{name}.yaml"
     path.write_text(yaml.safe_dump(config))
-    alone = train_here(load_config(str(path), []), folder / "spread-alone")
+    alone = train_here(load_config(str(path), []), folder / f"alone-{name}")
     found = train(folder, config, SMALL, f"strategy={name}", name=name, command="reward", processes=2)
-    assert_same_training(found, alone)
-    model = AutoModelForSequenceClassification.from_pretrained(found.folder / "final")
-    assert_scores_as_trained(model, found, folder)
+    assert_same_training(found, alone, "adapter_model.safetensors" if peft else "model.safetensors")
+    place = found.folder / ("final-merged" if peft else "final")
+    assert_scores_as_trained(AutoModelForSequenceClassification.from_pretrained(place), found, folder)
