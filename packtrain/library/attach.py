@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ Share = Literal["auto", True, False]
 _MODELS = ("model", "ref_model", "teacher_model")
 """The attributes of TRL's trainers that may hold a model whose forward passes are padded."""
 _PADDED_BY = 3  # padding tokens of the trial of positions
-_NOT_YET = "before training, with weights that are not there yet"
+_ATTACHED: WeakSet[PreTrainedModel] = WeakSet()
 
 
 @dataclass(slots=True)
@@ -106,8 +107,8 @@ def attach(
     share, False never. `proof` measures on the loaded model that documents of a row cannot see each other, by
     8 short forward passes, and chooses the fastest attention for which that holds; without it the first one that runs is taken.
 
-    Raises CheckFailed where no attention is exact for the model, UserError for what is no model or trainer. Under FSDP and
-    DeepSpeed's ZeRO-3 this is measured, and raised, when training begins.
+    Raises CheckFailed where no attention is exact for the model, UserError for what is no model or trainer, or attached
+    already. Under FSDP and DeepSpeed the trained model is measured, and packed, from when training begins.
 
         attach(trainer)
         trainer.train()
@@ -126,20 +127,18 @@ def attach(
         raise UserError(
             f"attach takes a model of transformers or a trainer that has one, not {what}", fix="see docs/library.md"
         )
-    for model in {id(one): one for one in whole}.values():
-        handle._models.append(
-            _PackedModel(model, handle.stats, tokens_per_row, share_prefix, proof, _autocast(trainer))
-        )
-    later = handle._models[0] if trainer is not None and _is_wrapped_later(trainer) else None
+    wrapped_later = trainer is not None and _is_wrapped_later(trainer)
     try:
-        for packed in handle._models:
-            if packed is not later:
-                packed.choose(models[whole.index(packed.model)])
+        for model, given in {id(one): (one, given) for one, given in zip(whole, models, strict=True)}.values():
+            packed = _PackedModel(model, handle.stats, tokens_per_row, share_prefix, proof, _autocast(trainer))
+            handle._models.append(packed)
+            if not (wrapped_later and model is whole[0]):
+                packed.choose(given)
     except Exception:
         handle.detach()
         raise
-    if later:
-        cast(Any, trainer).add_callback(_WhenTrainingBegins(later, trainer))
+    if wrapped_later:
+        trainer.add_callback(_WhenTrainingBegins(handle._models[0], trainer))
     return handle
 
 
@@ -190,6 +189,9 @@ class _PackedModel:
         if getattr(model.config, "is_encoder_decoder", False):
             what = f"{type(model).__name__} has an encoder, whose tokens see later ones"
             raise CheckFailed(what, fix="attach serves causal models")
+        if model in _ATTACHED:
+            raise UserError(f"this {type(model).__name__} is attached already", fix="call detach() of its handle first")
+        _ATTACHED.add(model)
         name_backbone(model)
         self.model, self.backend = model, ""
         self._stats, self._share, self._proof = stats, share_prefix, proof
@@ -223,13 +225,15 @@ class _PackedModel:
             add_hooks(engine)
         self.backend = choice.backend.name
         self._undo.callback(attend_when_packed(self._backbone, self.backend))
-        self._undo.callback(replace_forward(self._backbone, self._forward_of_backbone()))
+        self._undo.callback(_replaced(self._backbone, self._forward_of_backbone()))
         if self.model is not self._backbone:
-            self._undo.callback(replace_forward(self.model, self._forward_of_model()))
+            self._undo.callback(_replaced(self.model, self._forward_of_model()))
 
     def detach(self) -> None:
+        """From now on the model runs as before `choose`."""
         self.backend = ""
         self._undo.close()
+        _ATTACHED.discard(self.model)
 
     def _agreed(self) -> AttentionChoice:
         """The choice of the first process, which has all weights where only one has them."""
@@ -423,6 +427,16 @@ def _backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     takes_embeddings = model.config.get_text_config() is not model.config  # the text model beside those of other media
     whole = takes_embeddings or not isinstance(decoder, PreTrainedModel)
     return cast(PreTrainedModel, model.base_model) if whole else decoder
+
+
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """`replace_forward`; the undo function leaves `module` alone where another library has wrapped that forward since.
+
+    Ours then passes all calls on (accelerate's autocast would be lost otherwise).
+    """
+    undo = replace_forward(module, forward)
+    ours = module.__dict__["forward"]
+    return lambda: undo() if module.__dict__.get("forward") is ours else None
 
 
 def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -148,6 +148,22 @@ def test_auto_shares_no_noise_of_dropout() -> None:
     assert handle.stats.shared_tokens > 0
 
 
+def test_the_balance_of_experts_is_that_of_the_padded_batch() -> None:
+    results = []
+    for attached in (False, True):
+        sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        model = tiny_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.1, **sizes)
+        add_fused_lm_head(model)
+        handle, batch = attach(model) if attached else None, padded("left")
+        fused = model(**batch, labels=labels_of(batch), fused_lm_head=True)
+        plain = model(**batch, labels=labels_of(batch), use_cache=False)
+        (fused.loss + plain.loss).backward()
+        results.append(([fused.loss.item(), fused.aux_loss.item(), plain.loss.item()], gradient(model)))
+    (losses, expected), (ours, found) = results
+    assert ours == pytest.approx(losses, rel=1e-5) and handle is not None and handle.stats.calls == 2
+    assert ((found - expected).norm() / expected.norm()).item() < 1e-4
+
+
 def test_a_model_that_carries_a_state_runs_document_by_document() -> None:
     model = tiny_model("mamba", state_size=4)
     batch = padded("left")
@@ -163,6 +179,12 @@ def test_what_cannot_be_attached_is_said() -> None:
         attach(torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match="tokens_per_row"):
         attach(tiny_model("llama"), tokens_per_row=0)
+    model = tiny_model("llama")
+    handle = attach(model)
+    with pytest.raises(UserError, match="attached already"):
+        attach(model)
+    handle.detach()
+    attach(model, proof=False)
     with pytest.raises(CheckFailed, match="prefixes cannot be shared"):
         attach(tiny_model("mamba", state_size=4), share_prefix=True)
 
