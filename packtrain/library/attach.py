@@ -121,7 +121,7 @@ def attach(
     trainer = None if isinstance(trainer_or_model, nn.Module) else trainer_or_model
     models = [trainer_or_model] if trainer is None else [getattr(trainer, name, None) for name in _MODELS]
     models = [one for one in models if isinstance(one, nn.Module)]
-    whole = [base_model(extract_model_from_parallel(one)) for one in models]
+    whole = [base_model(cast(nn.Module, extract_model_from_parallel(one))) for one in models]
     if not whole or not all(isinstance(one, PreTrainedModel) for one in whole):
         what = type(trainer_or_model).__name__
         raise UserError(
@@ -378,7 +378,7 @@ class _PackedModel:
     def _shares(self) -> bool:
         if self._share == "auto":
             return not (self.model.training and any(map(_drops, self.model.modules())))
-        return self._share
+        return bool(self._share)
 
     def _run(self, inner: Callable[..., Any], call: dict[str, Any], layout: Layout, places: np.ndarray | None) -> Any:
         """The output of the padded call; if `places` are given, its last hidden states are those at these tokens, [1, n, d]."""

@@ -280,8 +280,8 @@ def objective_of(config: RunConfig) -> TrainingObjective:
     if objective.kind == "kto":
         from packtrain.train.objectives.kto import KTO
 
-        of_data: Any = (packing, config.batch, config.data.max_length)
-        return KTO(objective, *of_data, config.model, config.peft, reference, cache)
+        longest = config.data.max_length
+        return KTO(objective, packing, config.batch, longest, config.model, config.peft, reference, cache)
     from packtrain.train.objectives.dpo import DPO
 
     return DPO(objective, packing, config.batch, config.model, config.peft, reference, cache)

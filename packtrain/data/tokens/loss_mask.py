@@ -122,8 +122,8 @@ class ChatEncoder:
             if side.tools:
                 self._check_tools(template, side, text)
             turns = range(side.answer_from or 0, len(side.messages))
-            answered = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
-            self._check_said(template, side, answered, text, text)
+            said = [turn for turn in turns if side.messages[turn]["role"] == "assistant"]
+            self._check_said(template, side, said, text, text)
             texts.append(text)
         return [self.tokenizer.ids(text) for text in texts]
 

@@ -88,9 +88,9 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
             patch_forward(reference, pairs=("log_probs",), **patches)
         self._noted = WeightedFigures(UNITS, derived=(MARGINS,))
         self._kl = torch.zeros(1, device=self.args.device)
-        reference = int(not self.precompute_ref_logps)
+        live = int(not self.precompute_ref_logps)
         # mismatched pairs are as long together as the answers; by the model and by the reference
-        self.more_forwards = reference + (1 + reference if self.calculate_KL else 0)
+        self.more_forwards = live + (1 + live if self.calculate_KL else 0)
         self.open_loop(settings)
 
     def open_step(self, batches: list[MicroBatch]) -> None:
@@ -190,7 +190,7 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
     @torch.no_grad()
     def _logps(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-        recomputing = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+        recomputing = disable_gradient_checkpointing(self.model, cast(Any, self.args.gradient_checkpointing_kwargs))
         with recomputing, self.accelerator.autocast():
             said = model(**_call(inputs), labels=labels, fused_lm_head=True, use_cache=False).log_probs
         return said[:, 1 - labels.shape[1] :].sum(-1)

@@ -64,7 +64,7 @@ class PackedRewardTrainer(StepTrainer, RewardTrainer):
         if not batch.examples:  # a filler, of a process that has fewer micro-batches
             return model(**inputs, use_cache=False).logits.sum() * 0.0
         with self.without_gathering(), self.accelerator.autocast():
-            loss = self.compute_loss(model, inputs)
+            loss = cast(torch.Tensor, self.compute_loss(model, inputs))
         self._take_figures(batch)
         return loss * (batch.examples / counts[3])
 

@@ -52,6 +52,8 @@ class HeldTrainer(Protocol):
     @property
     def compute_dtype(self) -> torch.dtype: ...
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]: ...
+
     def policy_logps(self, batch: MicroBatch) -> Logps:
         """Log-probabilities of the answers by the trained model."""
         raise NotImplementedError
