@@ -29,6 +29,10 @@ def padding(tokenizer):
 
 flat = DataCollatorWithFlattening()
 
+def padding_left(tokenizer):
+    tokenizer.padding_side = "left"
+    return lambda features: tokenizer.pad([{n: one[n] for n in ("input_ids", "attention_mask")} for one in features], return_tensors="pt")
+
 def without_positions(features):
     return {name: value for name, value in flat(features).items() if name != "position_ids"}
 
@@ -117,9 +121,10 @@ def test_the_collator_of_packtrain_is_exact_in_every_attached_model(family: str)
     assert proved(family, "packtrain:PackedCollator", attached=True)["leaks"] == []
 
 
-def test_padding_is_exact_attached_or_not(others: str) -> None:
+@pytest.mark.parametrize("name", ["padding", "padding_left"])
+def test_padding_is_exact_attached_or_not(others: str, name: str) -> None:
     for attached in (False, True):
-        report = proved("llama", others + "padding", attached=attached)
+        report = proved("llama", others + name, attached=attached)
         assert (report["verdict"], report["rows"], report["positions"]) == ("exact", [3, 27], "not given")
 
 

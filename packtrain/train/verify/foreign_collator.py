@@ -8,7 +8,7 @@ control shows that a leak would be seen: the same row with nothing to keep its d
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -69,10 +69,9 @@ class Collated:
         labels = self.batch.get("labels")
         if not isinstance(labels, torch.Tensor) or labels.shape != self.batch["input_ids"].shape:
             return []
-        first = [int(one[0]) for one in self.of_documents(labels)]
-        return [
-            n for n, (label, (_, at)) in enumerate(zip(first, self.places, strict=True), 1) if at and label != IGNORE
-        ]
+        trained = [int(one[0]) != IGNORE for one in self.of_documents(labels)]
+        behind = [any(other[0] == row and other[1] < at for other in self.places) for row, at in self.places]
+        return [number for number, both in enumerate(zip(trained, behind, strict=True), 1) if all(both)]
 
 
 @torch.no_grad()
@@ -155,10 +154,10 @@ def _measured(
         {"changed": a + 1, "moved": b + 1, "by": float(moved[a, b])}
         for a, b in np.argwhere(~(moved <= tolerance)).tolist()
     ]
+    in_order = tuple(collated.batch["input_ids"].shape) == (1, sum(LENGTHS)) and order == [*range(count)]
     where = None
-    if leaks and tuple(collated.batch["input_ids"].shape) == (1, sum(LENGTHS)) and order == [*range(count)]:
-        run = lambda row: said(np.split(row, DOCUMENTS.starts[1:]))  # noqa: E731
-        where = find_leak(model, None, run=run)
+    if leaks and in_order:
+        where = find_leak(model, None, run=lambda row: said(np.split(row, DOCUMENTS.starts[1:])))
     figures = {"max_abs_diff_before": before, "max_abs_diff_after": after, "max_abs_diff_alone": off}
     figures = {name: float(value) for name, value in figures.items()} | {"control": control, "tolerance": tolerance}
     found = {
@@ -247,7 +246,7 @@ def _logits(model: PreTrainedModel, batch: dict[str, Any], foreign: Foreign | No
 
 
 @contextmanager
-def _as_it_is() -> Any:
+def _as_it_is() -> Iterator[None]:
     try:
         yield
     except (PacktrainError, torch.OutOfMemoryError):
