@@ -39,7 +39,7 @@ LENGTHS = (5, 27, 5)
 """Documents of the proof: 37 tokens, a prime, since few weights have a dimension of that size (proof/leak.py looks for it).
 The outer ones are longer than the filters of convolutions, the middle one is longer than small windows."""
 DOCUMENTS = Segments(LENGTHS)
-TREE = Segments((6, 2, 9, 1, 2, 27, 2, 3, 1), (None, 0, 1, 1, 0, None, None, 6, 6))
+TREE = Segments((3, 1, 3, 1, 2, 27, 2, 2, 1), (None, 0, 1, 1, 0, None, None, 6, 6))
 """Two prompts that are continued twice, one of these continuations twice again, and between them a document as long as the
 longest of DOCUMENTS: so that one proof serves trees and documents."""
 CONTROL_FACTOR = 5
