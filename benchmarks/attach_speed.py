@@ -1,11 +1,12 @@
 """Forward and backward of TRL's trainers with `packtrain.attach` and without, on one micro-batch of each, in turns.
 
     python benchmarks/attach_speed.py --model MODEL_FOLDER --data PREFERENCES.jsonl [--only grpo,reward,kto] [--turns 3]
-        [--recompute] [--threads 2]
+        [--recompute] [--threads 2] [--memory] [--prompt 512] [--completion 32 256]
+        [--pairs 4]
 
 grpo: a group of 8 completions of 32 to 256 made-up tokens after a prompt of 512. reward and kto: real pairs, two answers to a
-prompt each; kto with its KL batch and its reference. Loss and norm of the gradient show that both do the same work. Memory is
-the largest of a process of its own for each. Time that others take from the machine falls on both sides of a turn.
+prompt each; kto with its KL batch and its reference. Loss and norm of the gradient show that both do the same work. `--memory` adds
+the largest memory of a process of its own for each. Time that others take from the machine falls on both sides of a turn.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def arguments(recompute: bool) -> dict[str, Any]:
     }
 
 
-def grpo(model: str, recompute: bool) -> tuple[Any, list[Any]]:
+def grpo(model: str, recompute: bool, prompt: int, completions: tuple[int, int]) -> tuple[Any, list[Any]]:
     """The trainer and one group, as `_compute_loss` gets it."""
     import datasets
     import torch
@@ -52,12 +53,12 @@ def grpo(model: str, recompute: bool) -> tuple[Any, list[Any]]:
     )
     trainer.current_gradient_accumulation_steps = 1
     rng = torch.Generator().manual_seed(0)
-    lengths = torch.linspace(*COMPLETIONS, GROUP).long()
-    mask = (torch.arange(max(COMPLETIONS))[None] < lengths[:, None]).long()
+    lengths = torch.linspace(*completions, GROUP).long()
+    mask = (torch.arange(max(completions))[None] < lengths[:, None]).long()
     return trainer, [
         {
-            "prompt_ids": torch.randint(100, 40_000, (1, PROMPT), generator=rng).repeat(GROUP, 1),
-            "prompt_mask": torch.ones(GROUP, PROMPT, dtype=torch.int64),
+            "prompt_ids": torch.randint(100, 40_000, (1, prompt), generator=rng).repeat(GROUP, 1),
+            "prompt_mask": torch.ones(GROUP, prompt, dtype=torch.int64),
             "completion_ids": torch.randint(100, 40_000, mask.shape, generator=rng) * mask,
             "completion_mask": mask,
             "advantages": torch.linspace(-1, 1.5, GROUP),
@@ -66,7 +67,7 @@ def grpo(model: str, recompute: bool) -> tuple[Any, list[Any]]:
     ]
 
 
-def of_pairs(kind: str, model: str, data: str, recompute: bool) -> tuple[Any, list[Any]]:
+def of_pairs(kind: str, model: str, data: str, recompute: bool, count: int) -> tuple[Any, list[Any]]:
     """The trainer of reward models or of labelled answers, and one micro-batch of real pairs."""
     import datasets
     import torch
@@ -74,14 +75,14 @@ def of_pairs(kind: str, model: str, data: str, recompute: bool) -> tuple[Any, li
     from trl import KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
     with open(data) as source:
-        pairs = [json.loads(line) for _, line in zip(range(PAIRS), source, strict=False)]
+        pairs = [json.loads(line) for _, line in zip(range(count), source, strict=False)]
     tokenizer = AutoTokenizer.from_pretrained(model)
     usual = {**arguments(recompute), "max_length": LONGEST, "train_sampling_strategy": "sequential"}
     if kind == "reward":
         torch.manual_seed(0)
         scorer = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32, num_labels=1)
         rows = [{name: pair["prompt"] + pair[name] for name in ("chosen", "rejected")} for pair in pairs]
-        config = RewardConfig(**usual, per_device_train_batch_size=PAIRS)
+        config = RewardConfig(**usual, per_device_train_batch_size=count)
         trainer: Any = RewardTrainer(
             model=scorer, args=config, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
         )
@@ -95,7 +96,7 @@ def of_pairs(kind: str, model: str, data: str, recompute: bool) -> tuple[Any, li
         trainer = KTOTrainer(
             model=AutoModelForCausalLM.from_pretrained(model, **whole),
             ref_model=AutoModelForCausalLM.from_pretrained(model, **whole),
-            args=KTOConfig(**usual, per_device_train_batch_size=2 * PAIRS),
+            args=KTOConfig(**usual, per_device_train_batch_size=2 * count),
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer,
         )
@@ -125,8 +126,8 @@ def in_turns(kind: str, options: argparse.Namespace, only: str = "") -> None:
     from packtrain import attach
 
     torch.set_num_threads(options.threads)
-    made = grpo(options.model, options.recompute) if kind == "grpo" else None
-    trainer, batches = made or of_pairs(kind, options.model, options.data, options.recompute)
+    made = grpo(options.model, options.recompute, options.prompt, options.completion) if kind == "grpo" else None
+    trainer, batches = made or of_pairs(kind, options.model, options.data, options.recompute, options.pairs)
     if only == "padded":
         once(trainer, batches)
         return
@@ -147,20 +148,30 @@ def in_turns(kind: str, options: argparse.Namespace, only: str = "") -> None:
     best = {way: min(times) for way, times in seconds.items()}
     every = [padded / attached for padded, attached in zip(*seconds.values(), strict=True)]
     print(f"\n{kind}: {stats.row_slots:,} slots for {stats.padded_slots:,}, attention {backends[0]}")
-    print(f"{'':<10}{'best s':>8}{'all':>30}{'loss':>12}{'|gradient|':>12}{'GiB':>7}")
     for way, times in seconds.items():
-        gib = memory([kind, way], options)
         listed = " ".join(f"{one:.2f}" for one in times)
-        print(f"{way:<10}{best[way]:>8.2f}{listed:>30}{said[way][0]:>12.6f}{said[way][1]:>12.6f}{gib:>7.2f}")
+        print(f"{way:<10}{best[way]:>8.2f} s ({listed})  loss {said[way][0]:.6f}  |gradient| {said[way][1]:.6f}")
     print(
         f"ratio {best['padded'] / best['attached']:.2f}; of each turn {', '.join(f'{one:.2f}' for one in every)}",
         flush=True,
     )
+    if options.memory:
+        del trainer, batches, made  # so that two processes fit
+        gib = [f"{memory([kind, way], options):.2f} GiB {way}" for way in seconds]
+        print(", ".join(gib), flush=True)
 
 
 def memory(child: list[str], options: argparse.Namespace) -> float:
     """The largest memory, in GiB, of a process that does it once."""
     shared = ["--model", options.model, "--data", options.data, "--threads", str(options.threads)]
+    shared += [
+        "--pairs",
+        str(options.pairs),
+        "--prompt",
+        str(options.prompt),
+        "--completion",
+        *map(str, options.completion),
+    ]
     shared += ["--recompute"] if options.recompute else []
     process = subprocess.Popen([sys.executable, __file__, *shared, "--child", *child], stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -176,6 +187,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--completion", type=int, nargs=2, default=COMPLETIONS)
+    parser.add_argument("--prompt", type=int, default=PROMPT)
+    parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--child", nargs=2, default=None)
     options = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
