@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -82,19 +82,41 @@ def attend_when_packed(model: PreTrainedModel, name: str) -> Callable[[], None]:
     if name == PER_DOCUMENT or not uses_attention_interface(model):
         return attend_by(model, name)
     inner = model.forward
-    ours = functools.partial(attention_of, model, IMPLEMENTATIONS[name])
+    ours = _switch(model, IMPLEMENTATIONS[name])
 
     @functools.wraps(type(model).forward)
     def forward(_: PreTrainedModel, *args: Any, segments: Segments | None = None, **kwargs: Any) -> Any:
         if segments is None:
             return inner(*args, **kwargs)
-        with ours(), kept_for_recomputation(model, cast(Any, ours)):
+        with ours(), kept_for_recomputation(model, ours):
             return inner(*args, segments=segments, **kwargs)
 
     undo = ExitStack()
     undo.callback(replace_forward(model, forward))
     undo.callback(rotate_by_document(model))
     return undo.close
+
+
+def _switch(model: PreTrainedModel, implementation: str) -> Callable[[], Any]:
+    """`attention_of` for every layer of every call, which recomputation needs: it takes microseconds, not milliseconds."""
+    configs = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
+    own = {key: config._attn_implementation_internal for key, config in configs.items()}
+    with attention_of(model, implementation):
+        ours = {key: config._attn_implementation_internal for key, config in configs.items()}
+    changed = [(configs[key], value) for key, value in ours.items() if value != own[key]]
+
+    @contextmanager
+    def switched() -> Iterator[None]:
+        before = [(config, config._attn_implementation_internal) for config, _ in changed]
+        for config, value in changed:
+            config._attn_implementation_internal = value
+        try:
+            yield
+        finally:
+            for config, value in before:
+                config._attn_implementation_internal = value
+
+    return switched
 
 
 def _replace_attention_function(model: PreTrainedModel, implementation: str) -> Callable[[], None]:
