@@ -68,7 +68,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if RECORD in os.environ and (report.when == "call" or report.outcome != "passed"):
         crash = getattr(report.longrepr, "reprcrash", None)
         said = (crash.message if crash else str(report.longrepr or "")).strip()
-        _record(test=report.nodeid.rpartition("/")[2], outcome=report.outcome, said=said[:300])
+        _record(test=report.nodeid.removeprefix("tests/"), outcome=report.outcome, said=said[:300])
 
 
 def _record(**facts: Any) -> None:
@@ -157,7 +157,18 @@ def run(
     """All that was recorded of one run of the tests."""
     record = folder / f"record-{int(attach)}.jsonl"
     record.touch()
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "trl_tests", "-p", "no:cacheprovider", "--tb=short"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "trl_tests",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "--continue-on-collection-errors",
+    ]
     command += ["-n", str(options.processes), "--dist", "worksteal"] if options.processes > 1 else []
     command += ["-k", options.expression] if options.expression else []
     own = {ATTACH: str(int(attach)), RECORD: str(record)}
