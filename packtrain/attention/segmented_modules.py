@@ -95,8 +95,13 @@ def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Has calls of `module` go to `forward(module, ...)`; returns the undo function."""
+    """Has calls of `module` go to `forward(module, ...)`; returns the undo function. Deep copies of it run as their class does."""
     own = module.__dict__.get("forward")
+
+    @functools.wraps(forward)
+    def ours(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # a deep copy takes this method along, but `forward` runs the weights of the original
+        return forward(self, *args, **kwargs) if self is module else type(self).forward(self, *args, **kwargs)
 
     def undo() -> None:
         if own is None:
@@ -104,7 +109,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
         else:
             module.forward = own
 
-    module.forward = types.MethodType(forward, module)
+    module.forward = types.MethodType(ours, module)
     return undo
 
 

@@ -198,7 +198,9 @@ class _PackedModel:
         self._tokens_per_row, self._autocast = tokens_per_row, autocast
         self._backbone = _backbone_of(model)
         self._positions: Positions | None = None
-        self._current: tuple[Layout, np.ndarray] | None = None  # that of the head's call, and its labelled places
+        self._current: tuple[Layout, np.ndarray | None] | None = (
+            None  # that of the head's call, and its labelled places
+        )
         self._busy = False
         self._row: Segments | None = None  # that a call has brought itself
         self._undo = ExitStack()
@@ -323,8 +325,9 @@ class _PackedModel:
         return forward
 
     def _forward_of_model(self) -> Callable[..., Any]:
-        """Of TRL's call for log-probabilities the head gets the labelled places alone."""
+        """Labels are not predicted from padding; of TRL's call for log-probabilities the head gets the labelled places alone."""
         inner, signature = self.model.forward, inspect.signature(type(self.model).forward)
+        predicting = self.model.get_output_embeddings() is not None  # labels are next tokens
         passes_on = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
 
         @functools.wraps(type(self.model).forward)
@@ -337,27 +340,29 @@ class _PackedModel:
                 with self._row_of_its_own(row):
                     return inner(*args, **given)
             call = _by_name(signature, args, kwargs)
-            labels = call.pop("labels", None)
-            if not call.pop("fused_lm_head", False) or labels is None or "shift_labels" in call or not self.backend:
+            labels, fused = call.pop("labels", None), call.pop("fused_lm_head", False)
+            predicts = predicting and isinstance(labels, torch.Tensor) and labels.dim() == 2
+            if not predicts or "shift_labels" in call or not self.backend or self._busy:
                 return inner(*args, **kwargs)
             count = call.pop("num_items_in_batch", None)
             try:
-                layout = self._layout(call)
+                layout = self._layout({name: value for name, value in call.items() if name != "logits_to_keep"})
                 places = places_with_labels(labels, layout)
             except LeftAlone as reason:
                 self._stats.left_alone[str(reason)] += 1
                 with self._not_packing():
+                    return inner(*args, **kwargs)
+            if not fused:
+                with self._laid_out(layout, None):
                     return inner(*args, **kwargs)
             at = to_device(torch.from_numpy(places), labels.device)
             scored = labels[:, 1:].flatten()[at][None] if len(places) else labels.new_full((1, 1), IGNORE)
             shape = labels[:, 1:].shape
             # one place at least, so that the outputs reach every parameter, as DDP needs it
             rows_and_columns = np.unravel_index(places if len(places) else np.zeros(1, dtype=np.int64), shape)
-            self._current = layout, layout.slots.reshape(layout.shape)[rows_and_columns].clip(max=layout.tokens - 1)
-            try:
+            labelled = layout.slots.reshape(layout.shape)[rows_and_columns].clip(max=layout.tokens - 1)
+            with self._laid_out(layout, labelled):
                 outputs = inner(**call, shift_labels=scored, fused_lm_head=True, num_items_in_batch=count)
-            finally:
-                self._current = None
             return _scattered(outputs, at, shape)
 
         return forward
@@ -390,6 +395,15 @@ class _PackedModel:
         slots = to_device(torch.from_numpy(layout.slots), ids.device)
         joined = _joined(outputs, [segments.tokens for segments, _ in layout.rows], slots, layout.shape, places)
         return joined.to_tuple() if as_tuple else joined
+
+    @contextmanager
+    def _laid_out(self, layout: Layout, places: np.ndarray | None) -> Iterator[None]:
+        """Inside the block the backbone runs `layout`, and gives its hidden states at `places`, None: at all."""
+        self._current = layout, places
+        try:
+            yield
+        finally:
+            self._current = None
 
     @contextmanager
     def _row_of_its_own(self, row: Segments) -> Iterator[None]:

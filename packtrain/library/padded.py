@@ -68,7 +68,7 @@ def layout_of_call(
     positions; None if unknown. Reads ids and mask on the CPU, so it waits for their device.
     """
     ids, mask = call["input_ids"], call["attention_mask"]
-    real = mask.cpu().numpy().astype(bool)
+    real = mask.bool().cpu().numpy()
     starts, lengths = real.argmax(axis=1), real.sum(axis=1)
     columns = np.arange(real.shape[1])
     if (real != ((columns >= starts[:, None]) & (columns < (starts + lengths)[:, None]))).any():
@@ -113,7 +113,8 @@ def check_call(call: Mapping[str, Any]) -> None:
     if call.get("output_attentions"):
         raise LeftAlone("output_attentions")
     for name, value in call.items():
-        if name not in _ITS_OWN and isinstance(value, torch.Tensor | Sequence) and not isinstance(value, str):
+        number = isinstance(value, str) or (isinstance(value, torch.Tensor) and not value.dim())  # num_items_in_batch
+        if name not in _ITS_OWN and isinstance(value, torch.Tensor | Sequence) and not number:
             raise LeftAlone(name)
 
 
@@ -154,8 +155,10 @@ def _counts_columns(given: Any, real: np.ndarray, starts: np.ndarray, positions:
 def places_with_labels(labels: torch.Tensor, layout: Layout) -> np.ndarray:
     """int64 [n]: the places, counted through [B, L - 1], whose next token has a label.
 
-    Raises LeftAlone where one of them is padding: what a model says there depends on how it treats padding.
+    Raises LeftAlone where there is not a label for each token, or one of the places is padding: what a model says there depends on how it treats padding.
     """
+    if labels.shape != layout.shape:
+        raise LeftAlone("labels of another shape")
     labelled = labels.cpu().numpy()[:, 1:] != IGNORE
     padding = layout.slots.reshape(layout.shape)[:, :-1] == layout.tokens
     if (labelled & padding).any():

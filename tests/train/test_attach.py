@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from typing import Any
@@ -130,13 +131,42 @@ def test_what_is_no_padded_call_runs_as_it_came_and_detach_restores_bit_for_bit(
     assert torch.equal(model(**batch, use_cache=False).logits, before)
 
 
-def test_a_label_that_padding_would_have_to_predict_leaves_the_call_alone() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_label_that_padding_would_have_to_predict_leaves_the_call_alone(fused: bool) -> None:
     model = tiny_model("llama")
     add_fused_lm_head(model)
-    handle, batch = attach(model), padded("left")
+    batch = padded("left")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-    model(**batch, labels=labels, fused_lm_head=True)
+    before = model(**batch, labels=labels, fused_lm_head=fused).loss
+    handle = attach(model)
+    assert model(**batch, labels=labels, fused_lm_head=fused).loss == before
     assert handle.stats.left_alone == {"a label after padding": 1}
+    model(**batch, labels=labels[:, -8:], logits_to_keep=8)
+    assert handle.stats.left_alone["labels of another shape"] == 1 and handle.stats.calls == 0
+
+
+def test_the_loss_of_the_model_itself_over_the_items_of_a_step_is_the_same_packed() -> None:
+    model, batch = tiny_model("llama"), padded("right")
+    batch["attention_mask"] = batch["attention_mask"].bfloat16()
+    given = {"labels": labels_of(padded("right")), "num_items_in_batch": torch.tensor(200)}  # as Trainer calls
+    before = model(**batch, **given).loss
+    handle = attach(model)
+    assert model(**batch, **given).loss.item() == pytest.approx(before.item(), rel=1e-5)
+    assert handle.stats.calls == 1 and not handle.stats.left_alone
+
+
+def test_a_deep_copy_has_its_own_weights_and_is_not_attached() -> None:
+    model, batch = tiny_model("llama"), padded("right")
+    handle = attach(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(2)
+        before = copied(**batch, use_cache=False).logits
+        model.model.embed_tokens.weight.zero_()
+    assert torch.equal(copied(**batch, use_cache=False).logits, before) and handle.stats.calls == 0
+    again = attach(copied)
+    copied(**batch, use_cache=False)
+    assert again.stats.calls == 1 and handle.stats.calls == 0
 
 
 def test_auto_shares_no_noise_of_dropout() -> None:
