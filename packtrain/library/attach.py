@@ -138,7 +138,7 @@ def attach(
         handle.detach()
         raise
     if wrapped_later:
-        trainer.add_callback(_WhenTrainingBegins(handle._models[0], trainer))
+        cast(Any, trainer).add_callback(_WhenTrainingBegins(handle._models[0], trainer))
     return handle
 
 
