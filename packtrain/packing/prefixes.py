@@ -8,6 +8,7 @@ whatever follows it. The cost is that of sorting, and of comparing each token on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -147,14 +148,22 @@ def _parts(segments: Segments, ends: Sequence[int], most: int) -> list[tuple[int
 
 
 def _row(segments: Segments, ends: Sequence[int], documents: Sequence[np.ndarray], numbers: Sequence[int]) -> SharedRow:
-    """The row of the documents `numbers`: of all `segments` those on their paths."""
+    """The row of the documents `numbers`: of all `segments` those on their paths, joined where no branch is left."""
     taken = sorted({one for number in numbers for one in segments.path(ends[number])})
-    new = {old: number for number, old in enumerate(taken)}
-    prefixes = [segments.shared[old] for old in taken]
-    row = Segments(
-        tuple(segments.lengths[old] for old in taken),
-        tuple(None if one is None else new[one] for one in prefixes),
-    )
+    branches = Counter(segments.shared[old] for old in taken)
+    lengths: list[int] = []
+    prefixes: list[int | None] = []
+    new: dict[int, int] = {}
+    for old in taken:
+        prefix = segments.shared[old]
+        if prefix is not None and branches[prefix] == 1:  # the next one of the row
+            new[old] = new[prefix]
+            lengths[new[old]] += segments.lengths[old]
+        else:
+            new[old] = len(lengths)
+            lengths.append(segments.lengths[old])
+            prefixes.append(None if prefix is None else new[prefix])
+    row = Segments(tuple(lengths), tuple(prefixes))
     leaves = [new[ends[number]] for number in numbers]
     whole = np.array([row.prefix_lengths[leaf] + row.lengths[leaf] for leaf in leaves])
     paths = np.split(row.tokens_along(leaves), whole.cumsum()[:-1])

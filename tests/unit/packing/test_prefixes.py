@@ -87,6 +87,16 @@ def test_a_batch_that_fits_is_one_row_and_a_tree_that_does_not_is_divided_with_i
     assert sorted(number for one in parts for number in one.documents) == list(range(8))
 
 
+def test_a_document_with_no_other_that_branches_off_in_its_row_is_one_segment() -> None:
+    turns = np.arange(400)
+    documents = [np.append(turns[:end], 1000 + end) for end in range(20, 401, 20)]
+    for row in rows_of(documents, 100):
+        if len(row.documents) == 1:
+            assert row.segments == Segments((len(documents[row.documents[0]]),), (None,))
+        assert_laid_out(row, documents)
+    assert [len(row.segments.lengths) for row in rows_of(documents, 100)][-10:] == [1] * 10
+
+
 def test_the_order_is_that_of_the_documents_and_not_of_their_tokens() -> None:
     prompts = [np.full(LEAST_SHARED, token) for token in (9, 2)]
     answers = [np.concatenate([prompts[number], [token]]) for number, token in ((0, 8), (1, 6), (0, 3), (1, 1))]
