@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 
 from packtrain.config.keys import Fault
-from packtrain.config.schema import Data, LossType, Objective, Packing, Peft
+from packtrain.config.schema import LossType, Objective, Peft
 from packtrain.wording import counted
 
 
-def dpo_rules(objective: Objective, data: Data, packing: Packing, peft: Peft, given: Set[str]) -> Iterator[Fault]:
-    """Faults on a run of packtrain dpo; `given` are the keys that the user set."""
+def dpo_rules(objective: Objective, peft: Peft) -> Iterator[Fault]:
+    """Faults on a run of packtrain dpo."""
     losses = objective.losses
-    if "data.loss_on" in given:
-        yield Fault(("data.loss_on",), "of preference pairs the answers are trained", "Take the key away.")
-    if data.format not in ("auto", "preference", "ranked"):
-        what = f"rows of {data.format} hold no preference pairs"
-        yield Fault(("data.format",), what, "Choose auto, preference or ranked, or use packtrain sft.")
-    if data.overlong == "split":
-        what = "a preference pair cannot be split: the later parts would have no prompt"
-        yield Fault(("data.overlong",), what, "Choose truncate, keep_end, drop or error.")
-    if packing.share_prefix and packing.mode == "padding":
-        what = "padded batches have a prompt for every answer"
-        fix = "Choose packing.mode=packed or padding_free."
-        yield Fault(("packing.share_prefix", "packing.mode"), what, fix, because="packing.mode")
     if not losses:
         yield Fault(("objective.loss_type",), "there is no loss", "Name at least one.")
     yield from _weights(objective, losses)

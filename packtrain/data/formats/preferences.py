@@ -50,6 +50,8 @@ TEXTS = ("response", "answer", "text", "content", "completion", "output", "value
 SCORES = ("overall_score", "scores", "score", "ratings", "rating", "rewards", "reward", "pm_score")
 RANKS = ("ranks", "rank", "rankings", "ranking")
 ONE, TIED = "fewer than two answers", "answers ranked equal"
+_LARGEST = 3.4e38
+"""Of a margin: float32 has no more."""
 INSTEAD = "Or write a row for each pair: prompt, chosen (the better answer), rejected (the worse)."
 
 
@@ -72,13 +74,20 @@ def read_preference(row: Row, format: Format) -> PreferenceExample:
 
 
 def margin_of(row: Row) -> float:
-    """By how much the row says that the chosen answer is better, 0 where it does not; raises BadRow where that is no number."""
+    """By how much the row says that the chosen answer is better, 0 where it does not; raises BadRow where that is no number.
+
+    Numbers may be text, and an empty one is none: csv has no other.
+    """
     value = row.optional("margin")
-    if value is None:
+    if value is None or value == "":
         return 0.0
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise wrong_type("a number", value, row.name("margin"))
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= _LARGEST:  # NaN fails too
+        raise wrong_type("a number that float32 holds", value, row.name("margin"))
+    return number
 
 
 def prompt_of(row: Row, format: Format) -> str | Messages:

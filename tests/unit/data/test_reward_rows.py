@@ -77,8 +77,15 @@ def test_other_margins_are_other_data_and_preferences_have_none(tmp_path: Path) 
     assert one.fingerprint != other.fingerprint
     data = Data(train=written(tmp_path, [{**CHATS[0], "margin": "large"}]), cache_dir=str(tmp_path / "cache"))
     assert len(prepare_pairs(data, tokenizer(), seed=0).train) == 1
-    with pytest.raises(UserError, match="expected a number, found"):
-        prepare_with_margins(data, tokenizer(), seed=0)
+    for margin in ("large", "nan", 1e300, True):
+        with pytest.raises(UserError, match="margin: expected a number that float32 holds, found"):
+            of(tmp_path, [{**CHATS[0], "margin": margin}])
+
+
+def test_margins_of_csv_are_text(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected,margin\na,b,c,0.5\nd,e,f,\ng,h,i,-2\n")
+    data = Data(train=str(tmp_path / "rows.csv"), cache_dir=str(tmp_path / "cache"))
+    assert sorted(prepare_with_margins(data, tokenizer(), seed=0).train.margins) == [-2, 0, 0.5]
 
 
 def test_a_pair_that_is_too_long_is_what_overlong_says(tmp_path: Path) -> None:
