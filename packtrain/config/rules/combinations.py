@@ -164,13 +164,14 @@ def _optim(optim: Optim) -> Iterator[Fault]:
 def _rounding(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     """trainer.save_dtype, optim.master_weights and optim.rounding where there is nothing for them to do."""
     lora, save_dtype = config.peft.kind == "lora", config.trainer.save_dtype
-    beside = config.peft.merge or config.peft.modules_to_save or not config.model.is_base_for_adapters
+    in_full = bool(config.peft.modules_to_save) or config.objective.traits.scores  # the head of a reward model
+    beside = config.peft.merge or in_full or not config.model.is_base_for_adapters
     if lora and save_dtype != "auto" and not beside:
         what = "final/ has the adapters alone, which stay float32"
         yield Fault(
             ("trainer.save_dtype", "peft.merge"), what, "Take it away, or set peft.merge=true.", because="peft.kind"
         )
-    adapters, key = lora and not config.peft.modules_to_save, "peft.kind"
+    adapters, key = lora and not in_full, "peft.kind"
     if not adapters and (config.model.dtype != "float32" or save_dtype == "bfloat16"):
         return
     if not adapters:

@@ -514,6 +514,15 @@ def test_rules_are_silent_about_what_may_work() -> None:
 
 
 @pytest.mark.parametrize(
+    "key", ["optim.master_weights=true", "optim.rounding=stochastic", "trainer.save_dtype=bfloat16"]
+)
+def test_the_head_of_a_reward_model_is_rounded_though_adapters_are_not(key: str) -> None:
+    adapters = [*COMPLETE, "peft=lora", "model.dtype=bfloat16", key]
+    assert only(None, *adapters).where
+    load_config(None, [*adapters, "objective.kind=reward"])
+
+
+@pytest.mark.parametrize(
     ("mode", "batch", "limits"),
     [
         ("padding", Batch(), (8, None)),
