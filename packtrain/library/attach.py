@@ -306,11 +306,12 @@ class _PackedModel:
 
         @functools.wraps(type(backbone).forward)
         def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._row is not None and self.backend:
-                return inner(**_by_name(signature, args, kwargs) | {"segments": self._row})
-            if self._busy or not self.backend or kwargs.get("segments") is not None:
-                return inner(*args, **kwargs)
             call = _by_name(signature, args, kwargs)
+            row = self._row or call.get("segments")
+            if row is not None and self.backend and not self._busy:
+                return inner(**_of_row(call, row))
+            if self._busy or not self.backend:
+                return inner(*args, **kwargs)
             if (row := row_of_positions(call)) is not None:
                 return inner(**call | {"segments": row})
             layout, places = self._current or (None, None)
@@ -451,6 +452,17 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], No
     undo = replace_forward(module, forward)
     ours = module.__dict__["forward"]
     return lambda: undo() if module.__dict__.get("forward") is ours else None
+
+
+def _of_row(call: Mapping[str, Any], row: Segments) -> dict[str, Any]:
+    """The call of a row of the user's own. Raises UserError for other tokens than the row has."""
+    given = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
+    if given.shape[:2] != (1, row.tokens):
+        what = f"segments are of a row [1, {row.tokens}], and the tokens of the call {list(given.shape[:2])}"
+        raise UserError(what, fix="call the model with one row at a time, and its own segments")
+    positions = call.get("position_ids")
+    positions = to_device(row.position_ids(), given.device) if positions is None else positions
+    return {**call, "position_ids": positions, "segments": row}
 
 
 def _by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

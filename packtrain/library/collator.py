@@ -101,6 +101,10 @@ class PackedCollator:
 
 def _documents_of(feature: Feature | Sequence[Feature]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Token ids and labels of each document of a feature, int64 [length]."""
+    if isinstance(feature, str):
+        raise ValueError(
+            f"a feature is a document with input_ids or a list of them, not {feature!r}: give a list of features"
+        )
     if not isinstance(feature, Mapping):
         for one in feature:
             yield from _documents_of(one)

@@ -14,6 +14,7 @@ from tiny_models import tiny_model
 from packtrain import PackedCollator, Segments, attach
 from packtrain.config.schema import Model
 from packtrain.data.tokens.pretrained import load_tokenizer
+from packtrain.errors import UserError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/library.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
@@ -76,3 +77,17 @@ def test_a_tree_of_an_attached_model_is_its_documents() -> None:
     row = Segments((4, 2, 3, 5), (None, 0, 0, None))
     found = model(input_ids=ids, position_ids=row.position_ids(), segments=row).logits[0]
     assert (found[4:9] - torch.cat(whole)).abs().max() <= 1e-4 * found.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "mamba"])
+def test_a_row_counts_its_own_positions_and_is_refused_with_other_tokens(family: str) -> None:
+    model = tiny_model(family)
+    attach(model)
+    row = Segments((9, 14))
+    ids = torch.randint(3, 97, (1, 23), generator=torch.Generator().manual_seed(1))
+    alone = torch.cat([model(one).logits for one in ids.split((9, 14), dim=1)], dim=1)
+    found = model(input_ids=ids, segments=row).logits
+    assert (found - alone).abs().max() <= 1e-5 * alone.abs().max()
+    for wrong in (ids[:, :20], ids.repeat(2, 1)):
+        with pytest.raises(UserError, match=r"segments are of a row \[1, 23\]"):
+            model(input_ids=wrong, segments=row)

@@ -105,3 +105,5 @@ def test_features_that_are_no_documents_are_named(feature: dict[str, Any], said:
         PackedCollator()([feature])
     with pytest.raises(ValueError, match="without features"):
         PackedCollator()([])
+    with pytest.raises(ValueError, match="give a list of features"):
+        PackedCollator()({"input_ids": [1, 2]})  # type: ignore[arg-type]
