@@ -191,7 +191,7 @@ class _Tokeniser:
             if not (counts := writer.counts).kept:
                 reasons = ", ".join(f"{rows} {reason}" for reason, rows in Counter(counts.dropped).most_common())
                 what = f"no document is left of {counted(counts.rows, 'rows')}; dropped: {reasons}"
-                keys = "data.max_length, overlong" if TRAITS[self.objective].pairs else "data.loss_on, max_length"
+                keys = "data.loss_on, max_length" if self.objective == "sft" else "data.max_length, overlong"
                 raise UserError(what, where=source.name, fix=f"See data.format, {keys}.")
             writer.finish(format, time.monotonic() - started)
 

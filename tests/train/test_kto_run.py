@@ -237,6 +237,10 @@ def test_what_cannot_be_trained_is_refused_with_exit_code_2(folder: Path) -> Non
         assert said in " ".join(done.stderr.split()), done.stderr
     with pytest.raises(UserError, match="of 23 answers the last step has a single one"):
         run(folder, "single", "batch.examples_per_step=11")
+    write_jsonl(folder / "held.jsonl", labelled(1, 3))
+    with pytest.raises(UserError, match="a single answer is held out") as caught:
+        run(folder, "held", f"data.eval={folder / 'held.jsonl'}")
+    assert "apo_zero_unpaired" in caught.value.problems[0].fix
     assert len(run(folder, "apo", "batch.examples_per_step=11", "objective.kto_loss=apo_zero_unpaired").losses) == 10
 
 

@@ -36,6 +36,7 @@ from packtrain.train.objectives.of_reference import OfReference
 from packtrain.train.preflight import choose_together
 from packtrain.train.settings import LoopSettings
 from packtrain.train.verify.dpo_start import check_pair_forward, check_start
+from packtrain.wording import counted
 
 
 class KTO(OfReference):
@@ -169,10 +170,15 @@ def check_sizes(settings: LoopSettings) -> None:
         and count % each == (1 if each > 1 else 0)
         and len(settings.steps) >= schedule.steps_per_epoch(0)
     ):
-        what = f"of {count:,} answers the last step has a single one, and the KL estimate is made of two or more"
+        what = (
+            f"of {counted(count, 'answers')} the last step has a single one, and the KL estimate is made of two or more"
+        )
         raise UserError(what, where="batch.examples_per_step", fix=fix)
     if evaluation is not None and len(evaluation.data) == 1:
-        raise UserError("a single answer is held out, and the KL estimate is made of two or more", where="data.eval")
+        what = "a single answer is held out, and the KL estimate is made of two or more"
+        raise UserError(
+            what, where="data.eval", fix="give more, or set objective.kto_loss=apo_zero_unpaired, which has none"
+        )
 
 
 def balance(labels: LabelFigures, objective: Objective) -> str | None:
