@@ -189,14 +189,14 @@ class _PackedModel:
         if getattr(model.config, "is_encoder_decoder", False):
             what = f"{type(model).__name__} has an encoder, whose tokens see later ones"
             raise CheckFailed(what, fix="attach serves causal models")
-        if model in _ATTACHED:
-            raise UserError(f"this {type(model).__name__} is attached already", fix="call detach() of its handle first")
-        _ATTACHED.add(model)
         name_backbone(model)
+        self._backbone = _backbone_of(model)
+        if model in _ATTACHED or self._backbone in _ATTACHED:
+            raise UserError(f"this {type(model).__name__} is attached already", fix="call detach() of its handle first")
+        _ATTACHED.update((model, self._backbone))
         self.model, self.backend = model, ""
         self._stats, self._share, self._proof = stats, share_prefix, proof
         self._tokens_per_row, self._autocast = tokens_per_row, autocast
-        self._backbone = _backbone_of(model)
         self._positions: Positions | None = None
         self._current: tuple[Layout, np.ndarray | None] | None = (
             None  # that of the head's call, and its labelled places
@@ -204,6 +204,7 @@ class _PackedModel:
         self._busy = False
         self._row: Segments | None = None  # that a call has brought itself
         self._undo = ExitStack()
+        self._undo.callback(_ATTACHED.difference_update, (model, self._backbone))
 
     def choose(self, engine: Any = None) -> None:
         """Chooses the attention by its proof, the same on all processes, and packs from now on. `engine`: DeepSpeed's.
@@ -235,7 +236,6 @@ class _PackedModel:
         """From now on the model runs as before `choose`."""
         self.backend = ""
         self._undo.close()
-        _ATTACHED.discard(self.model)
 
     def _agreed(self) -> AttentionChoice:
         """The choice of the first process, which has all weights where only one has them."""

@@ -211,10 +211,14 @@ def test_what_cannot_be_attached_is_said() -> None:
         attach(tiny_model("llama"), tokens_per_row=0)
     model = tiny_model("llama")
     handle = attach(model)
-    with pytest.raises(UserError, match="attached already"):
-        attach(model)
+    for again in (model, model.model):
+        with pytest.raises(UserError, match="attached already"):
+            attach(again)
     handle.detach()
     attach(model, proof=False)
+    handle.detach()  # once more, of what is attached by another handle
+    with pytest.raises(UserError, match="attached already"):
+        attach(model)
     with pytest.raises(CheckFailed, match="prefixes cannot be shared"):
         attach(tiny_model("mamba", state_size=4), share_prefix=True)
 
