@@ -240,7 +240,7 @@ def _check_names(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
         )
 
 
-def _advice(error: Exception, config: Model, *, online: bool, scores: bool) -> str:
+def _advice(error: Exception, config: Model, *, online: bool, scores: bool = False) -> str:
     """The fix to suggest if a model cannot be made or read."""
     if scores and "Unrecognized" in str(error):
         return "take a model that transformers has a classifier of (AutoModelForSequenceClassification): docs/reward.md"

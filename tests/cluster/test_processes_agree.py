@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import yaml
@@ -99,7 +100,11 @@ def _with_other_seed(arguments: tuple[str, ...], env: Mapping[str, str], cwd: Pa
     from packtrain.train.verify import measure as verify
 
     load = run.load_model
-    run.load_model = verify.load_model = lambda *given, seed: load(*given, seed=seed + (os.environ["RANK"] == "1"))
+
+    def of_other_seed(*given: Any, seed: int, **more: Any) -> Any:
+        return load(*given, seed=seed + (os.environ["RANK"] == "1"), **more)
+
+    run.load_model = verify.load_model = of_other_seed
     forked.run(arguments, env, cwd, outputs)
 
 
