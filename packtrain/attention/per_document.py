@@ -46,23 +46,24 @@ def run_one_document_at_a_time(model: PreTrainedModel) -> Callable[[], None]:
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Documents of equal length, by their last segments: the numbers of their tokens in the row, int64 [count, length], and
-    which of these count here and not in another document."""
+    which of these count here and not in another document, bool [count, length]."""
 
     leaves: tuple[int, ...]
     tokens: torch.Tensor
-    counts: torch.Tensor
+    counts: np.ndarray
 
 
 def _groups(segments: Segments) -> list[_Group]:
     row = segments.unrolled()
-    counts = torch.zeros(row.segments.tokens, dtype=torch.bool)
-    counts[row.outputs] = True
-    tokens, counts = (one.split(row.segments.lengths) for one in (torch.from_numpy(row.tokens), counts))
+    counted = np.zeros(row.segments.tokens, dtype=bool)
+    counted[row.outputs] = True
+    tokens = torch.from_numpy(row.tokens).split(row.segments.lengths)
+    counts = np.split(counted, row.segments.starts[1:])
     return [
         _Group(
             tuple(segments.leaves[number] for number in numbers),
             torch.stack([tokens[number] for number in numbers]),
-            torch.stack([counts[number] for number in numbers]),
+            np.stack([counts[number] for number in numbers]),
         )
         for numbers in row.segments.same_shape
     ]
@@ -74,7 +75,7 @@ def _batch(group: _Group, row: dict[str, Any]) -> dict[str, Any]:
     batch = {name: value for name, value in row.items() if name not in _ROW_KEYS}
     batch |= {name: row[name][0][tokens] for name in _PER_TOKEN if row.get(name) is not None}
     if "shift_labels" in batch and not group.counts.all():
-        batch["shift_labels"].masked_fill_(~to_device(group.counts, tokens.device), IGNORE)
+        batch["shift_labels"].masked_fill_(to_device(torch.from_numpy(~group.counts), tokens.device), IGNORE)
     if row.get("label_places") is not None:
         batch["label_places"] = _label_places(group, row["label_places"], row["input_ids"].shape[1])
     return batch | {"attention_mask": torch.ones_like(tokens)}
@@ -84,7 +85,7 @@ def _label_places(group: _Group, places: np.ndarray, tokens: int) -> np.ndarray:
     """Those of the group (packing/collate.py::places_of), from those of a row of so many `tokens`."""
     labelled = np.zeros(tokens, dtype=bool)
     labelled[places] = True
-    return np.flatnonzero(labelled[group.tokens.numpy()] & group.counts.numpy())
+    return np.flatnonzero(labelled[group.tokens.numpy()] & group.counts)
 
 
 def _joined(groups: list[_Group], outputs: list[Any], segments: Segments) -> Any:

@@ -85,9 +85,10 @@ class Steps(Dataset):
         return self.data.lengths[self.schedule.documents(step)], None
 
     def first_pass(self) -> Iterator[tuple[np.ndarray, MicroBatch]]:
-        """This rank's micro-batches of the first pass over the data, each with the numbers of its examples."""
-        for step in range(self.schedule.steps_per_epoch(0)):
-            for numbers in self.schedule.micro_batches(step, self.rank, self.world_size):
+        """This rank's micro-batches of the first pass over the data, each with the numbers of its examples, also of a shorter run."""
+        whole = replace(self.schedule, total_steps=self.schedule.steps_per_epoch(0))
+        for step in range(whole.total_steps):
+            for numbers in whole.micro_batches(step, self.rank, self.world_size):
                 yield numbers, self.collate(numbers)
 
     def first_examples(self, first_step: int) -> np.ndarray:
