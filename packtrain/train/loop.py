@@ -9,7 +9,7 @@ loader item is a whole optimizer step of this process, which runs through these 
 4. backward     training_step: gradients are exchanged with the last micro-batch
 5. optimizer    transformers' own: clipping, optimizer (over bfloat16 weights by optim/float32_step.py), schedule
 6. log          `log`, and evaluation (metrics.py)
-7. checkpoint   `_save_checkpoint` (checkpoint.py)
+7. checkpoint   `_save_checkpoint` (checkpoint/hooks.py)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from packtrain.model.precision import weights_cast_once
 from packtrain.model.spread import check_active
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import to_device
-from packtrain.train.checkpoint import CheckpointHooks
+from packtrain.train.checkpoint.hooks import CheckpointHooks
 from packtrain.train.loader import MicroBatch, step_loader
 from packtrain.train.metrics import LoggingHooks, StepFigures
 from packtrain.train.optim.float32_step import loses_updates, stepping_in_float32

@@ -32,7 +32,7 @@ from packtrain.monitor.heartbeat import progress
 from packtrain.plan.reference_choice import base_of
 from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder
-from packtrain.train.checkpoint import tidy
+from packtrain.train.checkpoint.folder import tidy
 from packtrain.train.console import Log
 from packtrain.train.library_errors import out_of_memory
 from packtrain.train.loop import StepTrainer

@@ -53,7 +53,8 @@ from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, results
-from packtrain.train.checkpoint import check_origin, find_resume, origin_in, set_aside, step_of
+from packtrain.train.checkpoint.folder import find_resume, set_aside, step_of
+from packtrain.train.checkpoint.origin import check_origin, origin_in
 from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps, attention_cost

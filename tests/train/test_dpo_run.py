@@ -23,7 +23,7 @@ from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
 from packtrain.model.load import load_model
-from packtrain.train import checkpoint
+from packtrain.train.checkpoint import hooks as checkpoint_hooks
 from packtrain.train.objectives.dpo_trainer import FIGURES
 from tests.train import forked
 
@@ -210,13 +210,13 @@ def test_a_loss_that_sorts_pairs_is_refused_where_only_the_evaluation_would_be_s
 
 
 def _killed_after_a_checkpoint(*given: Any) -> None:
-    complete = checkpoint.complete
+    complete = checkpoint_hooks.complete
 
     def last(staging: Path, target: Path) -> None:
         complete(staging, target)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.complete = last
+    checkpoint_hooks.complete = last
     forked.run(*given)
 
 

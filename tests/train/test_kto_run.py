@@ -26,7 +26,7 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
 from packtrain.model.load import load_model
 from packtrain.run_folder import RunFolder
-from packtrain.train import checkpoint
+from packtrain.train.checkpoint import hooks as checkpoint_hooks
 from packtrain.train.objectives.kto_trainer import MARGINS, UNITS
 from packtrain.train.run import verify_in
 from packtrain.train.verify.modes import MODES
@@ -198,13 +198,13 @@ def test_bf16_is_the_same_packed_and_padded_within_its_precision(folder: Path) -
 
 
 def _killed_after_a_checkpoint(*given: Any) -> None:
-    complete = checkpoint.complete
+    complete = checkpoint_hooks.complete
 
     def last(staging: Path, target: Path) -> None:
         complete(staging, target)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.complete = last
+    checkpoint_hooks.complete = last
     forked.run(*given)
 
 

@@ -20,7 +20,7 @@ from packtrain.model.precision import bf16_speed, decide_precision, multiply_in
 from packtrain.model.spread import Ranks
 from packtrain.proof import isolation
 from packtrain.train import run as run_module
-from packtrain.train.checkpoint import origin_in
+from packtrain.train.checkpoint.origin import origin_in
 from tests.train import forked
 
 LOSS = 2e-3

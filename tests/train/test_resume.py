@@ -18,7 +18,7 @@ from running import ENVIRONMENT, Run, base_config, packtrain, train
 
 from packtrain.config.compose import load_config
 from packtrain.errors import UserError
-from packtrain.train.checkpoint import check_origin
+from packtrain.train.checkpoint.origin import check_origin
 from packtrain.train.settings import StopRequest
 from tests.train import forked
 

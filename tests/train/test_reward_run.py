@@ -26,7 +26,7 @@ from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.load import load_model
-from packtrain.train import checkpoint
+from packtrain.train.checkpoint import hooks as checkpoint_hooks
 from packtrain.train.objectives.reward_trainer import FIGURES
 from tests.train import forked
 
@@ -233,13 +233,13 @@ def test_bf16_is_the_same_packed_and_padded_within_its_precision(folder: Path) -
 
 
 def _killed_after_a_checkpoint(*given: Any) -> None:
-    complete = checkpoint.complete
+    complete = checkpoint_hooks.complete
 
     def last(staging: Path, target: Path) -> None:
         complete(staging, target)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.complete = last
+    checkpoint_hooks.complete = last
     forked.run(*given)
 
 

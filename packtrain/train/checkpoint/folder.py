@@ -1,0 +1,165 @@
+"""Folders of checkpoints that are either complete or absent.
+
+A checkpoint is written into a hidden folder, listed in a manifest (size and BLAKE2 hash of every file), synced to disk and
+renamed. A folder `step-…` is therefore complete even if the writer was killed; one that was damaged later does not match
+its manifest, and the newest intact one is used instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from packtrain.errors import UserError
+from packtrain.train.checkpoint.origin import origin_in
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d+)")
+
+
+def folder_of(checkpoints: Path, step: int) -> Path:
+    """The folder of the complete checkpoint of `step`."""
+    return checkpoints / f"step-{step:06d}"
+
+
+def staging_of(checkpoints: Path, step: int) -> Path:
+    """Its folder while it is being written."""
+    return checkpoints / f".step-{step:06d}.partial"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a complete checkpoint was written after, whatever its folder is called."""
+    return int(json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["global_step"])
+
+
+def tidy(folder: Path) -> None:
+    """Removes files that libraries add beside the weights, and gives all files the permissions of the umask.
+
+    training_args.bin is a pickle of local paths, README.md an empty model card; safetensors writes files for the owner only.
+    """
+    for name in ("training_args.bin", "README.md"):
+        (folder / name).unlink(missing_ok=True)
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~mask)
+
+
+def complete(staging: Path, target: Path) -> None:
+    """Seals `staging` with a manifest and moves it to `target`; called by one process after all have written."""
+    tidy(staging)
+    files = sorted(path for path in staging.rglob("*") if path.is_file())
+    manifest = {
+        str(path.relative_to(staging)): {"bytes": path.stat().st_size, "blake2b": _hash(path)} for path in files
+    }
+    (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in (*files, staging / MANIFEST):
+        _sync(path)
+    _sync(staging)
+    if target.exists():  # without its manifest, so perhaps not ours
+        _move_aside(target)
+    staging.rename(target)
+    _sync(target.parent)
+
+
+def listed(checkpoints: Path) -> dict[int, Path]:
+    """The complete checkpoints by their steps, oldest first; folders with other names belong to the user."""
+    found = {int(name[1]): path for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))}
+    return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
+
+
+def set_aside(checkpoints: Path, after: int) -> list[str]:
+    """Renames the checkpoints of steps after `after`, the step that a run resumes from. Returns remarks.
+
+    They are damaged or of an abandoned continuation, and would otherwise be kept and resumed from as the newest.
+    """
+    remarks = []
+    for step, later in listed(checkpoints).items():
+        if step > after:
+            remarks.append(f"checkpoint {later.name} is set aside: it is {_move_aside(later).name} now")
+    return remarks
+
+
+def _move_aside(checkpoint: Path) -> Path:
+    return checkpoint.rename(checkpoint.with_name(f"aside-{time.strftime('%Y%m%d-%H%M%S')}-{checkpoint.name}"))
+
+
+def damage(checkpoint: Path) -> str | None:
+    """The first mismatch of a checkpoint with its manifest; None if it is intact."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return f"{MANIFEST} is missing or unreadable"
+    for name, entry in manifest.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != entry["bytes"] or _hash(path) != entry["blake2b"]:
+            return f"{name} is not as it was written"
+    return None
+
+
+def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]:
+    """The checkpoint that `trainer.resume` (auto | never | folder) means, and remarks on damaged ones passed over.
+
+    Raises UserError if a named folder is not a whole checkpoint.
+    """
+    if resume == "never":
+        return None, []
+    if resume != "auto":
+        named = Path(resume).expanduser()
+        if wrong := damage(named):
+            raise UserError(f"{resume} is not a whole checkpoint: {wrong}", where="trainer.resume")
+        return named, []
+    remarks = []
+    for checkpoint in reversed(listed(checkpoints).values()):
+        if (wrong := damage(checkpoint)) is None:
+            return checkpoint, remarks
+        remarks.append(f"checkpoint {checkpoint.name} is passed over: {wrong}")
+    return None, remarks
+
+
+def prune(checkpoints: Path, keep: int | None, best: Path | None, origin: dict[str, Any]) -> None:
+    """Removes all but the newest `keep` checkpoints of this run and the best one, and the remains of interrupted writes.
+
+    Those with another `origin` (see `check_origin`) were put there by someone.
+    """
+    for leftover in checkpoints.glob(".step-*.partial"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if keep is None:
+        return
+    for old in [one for one in listed(checkpoints).values() if _of_run(one, origin)][:-keep]:
+        if best is None or old.resolve() != best.resolve():
+            shutil.rmtree(old)
+
+
+def _of_run(checkpoint: Path, origin: dict[str, Any]) -> bool:
+    with suppress(OSError, ValueError):
+        return origin_in(checkpoint) == origin
+    return False
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.blake2b()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
