@@ -30,6 +30,8 @@ WARM = (
     "packtrain.cli",
     "packtrain.launch.execute",
     "packtrain.config.compose",
+    "packtrain.plan.view.screen",
+    "packtrain.launch.submit",
     "deepspeed",  # which accelerate imports in every run, where it is installed
     "transformers.models.llama.modeling_llama",
     "typer._adapters",
