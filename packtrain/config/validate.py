@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config.keys import Fault, Key, advice_for, choices, describe, keys_of, members, near, words
+from packtrain.config.keys import Fault, Key, advice_for, choices, describe, keys, keys_of, members, near, words
 from packtrain.config.schema import groups
 
 _REFUSED = object()
@@ -178,6 +178,9 @@ def _refused(value: Any, key: Key) -> Fault:
         return Fault((key.path,), f"found {_found(value)}", f"Allowed: at most {key.maximum:.0f}.")
     fix = f"Allowed: {describe(key)}."
     meant = near(value, choices(key.type), 1) if isinstance(value, str) else []
+    of_others = [one for one in keys().values() if one.objectives and value in choices(one.type)]
+    if of_others and not {value} & {*choices(key.type)}:  # losses have other keys in other objectives
+        return Fault((key.path,), f"found {_found(value)}", f"{fix} Did you mean {of_others[0].path}={value}?")
     if str(value).lower() == "off" and "no" in choices(key.type):  # in a YAML file `off` is false, and so is `no`
         meant = ["no"]
     if meant and meant[0] == value:

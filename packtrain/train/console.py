@@ -30,7 +30,7 @@ from packtrain.plan.compiler import INSTALL, lack_of_compiler
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.proof.choice import AttentionChoice
-from packtrain.train.loader import PairSteps, Steps
+from packtrain.train.loader import Steps
 from packtrain.train.optim.float32_step import loses_updates
 from packtrain.wording import counted, visible
 
@@ -126,6 +126,7 @@ def _updated(optim: Optim, model: PreTrainedModel, strategy: str) -> str:
 
 def about_steps(
     log: Log,
+    thing: str,
     optim: Optim,
     packing: Packing,
     batch: Batch,
@@ -134,8 +135,8 @@ def about_steps(
     evaluation: Steps | None,
     ranks: Ranks,
 ) -> None:
-    """The size and number of steps, data, packing and optimizer."""
-    total, thing = steps.schedule.total_steps, "pairs" if isinstance(steps, PairSteps) else "documents"
+    """The size and number of steps, data, packing and optimizer; a `thing` is an example: documents, pairs, answers."""
+    total = steps.schedule.total_steps
     log.fact("optimizer", f"{optim.name}, learning rate {optim.learning_rate:g}, {optim.schedule}")
     log.fact("strategy", ranks.strategy)
     for title, part in (("data", data.train), ("held out", data.eval)):
@@ -226,7 +227,7 @@ def _documents(report: DataReport) -> str:
         if report.apart:
             shortened += f", {report.apart:,} of them tokenised differently once the answer follows"
     elif (labels := report.labels) is not None:
-        made += f", {labels.desirable:,} of them desirable and {labels.undesirable:,} not"
+        made = f"{counted(report.documents, 'answers')}, {labels.desirable:,} of them desirable and {labels.undesirable:,} not"
         if report.apart:
             shortened += f"; {report.apart:,} prompts tokenised differently once the answer follows"
     elif report.apart:

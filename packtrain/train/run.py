@@ -321,7 +321,8 @@ def _build(
     steps = steps_over(data.train, **until, shuffle=config.data.shuffle)
     evaluation = steps_over(data.eval) if data.eval else None
     console.about_model(log, config.model, config.peft, config.optim, model, precision, ranks.strategy)
-    console.about_steps(log, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
+    thing = config.objective.traits.unit
+    console.about_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
     console.attention(log, base, decision)
     if compiled:
         log.fact("compiled", f"{counted(compiled, 'layers')} by torch.compile, attention apart")

@@ -178,7 +178,12 @@ def test_a_run_starts_at_half_of_the_weights_and_says_what_it_is_held_to(packed:
     assert [line["examples"] for line in packed.steps] == [7, 7, 7, 2, 7, 7, 7, 2, 7, 7]
     said = said_at_start(packed)
     assert "kto (desirable × 1, undesirable × 1.5), beta 0.1, against a second copy of the model" in said
-    assert "of them desirable and" in said and "mean rewards of 6 held-out answers: " in said
+    assert (
+        "data       23 answers, " in said
+        and "of them desirable and" in said
+        and "each of 7 answers" in said
+        and "mean rewards of 6 held-out answers: " in said
+    )
 
 
 def test_lora_with_gradient_checkpointing_is_the_same_packed_and_padded(folder: Path) -> None:
@@ -231,6 +236,7 @@ def test_what_cannot_be_trained_is_refused_with_exit_code_2(folder: Path) -> Non
         (f"data.train={folder / 'unlabelled.jsonl'}", "no column 'label' says which answers are desirable"),
         ("batch.examples_per_step=1", "the KL estimate of a step is made of two answers or more"),
         ("objective.loss_type=hinge", "it is a key of packtrain dpo"),
+        ("objective.loss_type=apo_zero_unpaired", "Did you mean objective.kto_loss=apo_zero_unpaired?"),
         ("data.overlong=split", "an answer with a label cannot be split"),
     ):
         done = packtrain("kto", str(path), override, f"trainer.output_dir={folder / 'refused'}", expect=2)

@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterator, Set
 
 from packtrain.config.keys import Fault, keys, near
+from packtrain.config.rules.answer_keys import answer_rules, kto_rules
 from packtrain.config.rules.dpo_losses import dpo_rules
-from packtrain.config.rules.kto_keys import kto_rules
-from packtrain.config.rules.pair_keys import pair_rules
 from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.config.schema import COLUMNS, SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
 
@@ -226,12 +225,12 @@ def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     if objective.traits.scores and config.trainer.samples:
         what = "a reward model does not answer: it scores answers"
         yield Fault(("trainer.samples",), what, "Take the key away.")
-    if objective.traits.pairs:
-        yield from pair_rules(config, given)
+    if objective.kind != "sft":
+        yield from answer_rules(config, given)
     if objective.kind == "dpo":
-        yield from dpo_rules(objective, config.peft)
+        yield from dpo_rules(objective)
     if objective.kind == "kto":
-        yield from kto_rules(config, given)
+        yield from kto_rules(config)
 
 
 def check_strategy(config: RunConfig) -> Iterator[Fault]:

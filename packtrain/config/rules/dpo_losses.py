@@ -6,20 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 
 from packtrain.config.keys import Fault
-from packtrain.config.schema import LossType, Objective, Peft
+from packtrain.config.schema import LossType, Objective
 from packtrain.wording import counted
 
 
-def dpo_rules(objective: Objective, peft: Peft) -> Iterator[Fault]:
+def dpo_rules(objective: Objective) -> Iterator[Fault]:
     """Faults on a run of packtrain dpo."""
     losses = objective.losses
     if not losses:
         yield Fault(("objective.loss_type",), "there is no loss", "Name at least one.")
     yield from _weights(objective, losses)
     yield from _losses(objective, losses)
-    if objective.reference == "adapters_off" and peft.kind == "none":
-        what = "there are no adapters to switch off"
-        yield Fault(("objective.reference",), what, "Choose peft=lora, or objective.reference=model.")
 
 
 def _weights(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from packtrain.config.schema import Batch, Data, Model, Optim, Peft, Trainer
+from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Peft, Trainer
 from packtrain.plan.data_size import DataSize
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.wording import counted
@@ -41,6 +41,20 @@ def of_batch(batch: Batch, launch: LaunchPlan, size: DataSize | None, mode: str)
     share, row = size.tokens / size.documents * examples / processes, launch.batch.tokens_per_device
     if mode == "packed" and row and size.longest <= row and 2 * share < row:
         yield f"a process gets about {share:,.0f} tokens a step: rows of batch.tokens_per_device={row:,} never fill"
+
+
+def of_estimate(
+    objective: Objective, batch: Batch, size: DataSize | None, each: int | None, steps: int | None
+) -> Iterator[str]:
+    """Whether kto would refuse the data: `each` and `steps` are those of `steps_of`."""
+    examples = batch.examples_per_step
+    if objective.kind != "kto" or objective.kto_loss != "kto" or size is None or not examples:
+        return
+    if size.documents % examples == 1 and (steps or 0) >= (each or 0):
+        yield (
+            f"of {counted(size.documents, 'answers')} the last step of an epoch has a single one, and the KL estimate is made "
+            "of two or more: the run will refuse it; take another batch.examples_per_step, or objective.kto_loss=apo_zero_unpaired"
+        )
 
 
 def of_training(

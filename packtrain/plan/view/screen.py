@@ -24,7 +24,7 @@ from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.memory import Memory, estimate
 from packtrain.plan.view.memory_bar import memory_bars, memory_head
-from packtrain.plan.view.oddities import of_batch, of_machine, of_training, steps_of
+from packtrain.plan.view.oddities import of_batch, of_estimate, of_machine, of_training, steps_of
 from packtrain.run_folder import RunFolder
 from packtrain.wording import counted, visible
 
@@ -94,6 +94,7 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int, *, plain: bool) -
     yield from _wrapped("folder", _folder(config), width)
     odd = [
         *of_batch(config.batch, launch, size, config.packing.mode),
+        *of_estimate(config.objective, config.batch, size, each, steps),
         *of_training(
             config.model,
             config.data,

@@ -29,7 +29,6 @@ from packtrain.train.loader import MicroBatch, PairSteps, Steps
 from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer, objective_arguments
 from packtrain.train.objectives.of_pairs import OfPairs
 from packtrain.train.objectives.of_reference import OfReference
-from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 
 
 class DPO(OfReference, OfPairs):
@@ -87,17 +86,9 @@ class DPO(OfReference, OfPairs):
     ) -> None:
         """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
         console.pairs(log, self.objective, self.layout, self.unshared, self.reference, self._peft.dropout)
-        if self.reference.kind == "precomputed":
-            settings = trainer.settings
-            steps = self._with_reference(settings.steps, trainer, ranks, precision)
-            held_out = settings.evaluation and self._with_reference(settings.evaluation, trainer, ranks, precision)
-            trainer.settings, trainer.steps = replace(settings, steps=steps, evaluation=held_out), steps
-        if preflight:
-            check_pair_forward(trainer, attention)
-            if self.reference.at_start:
-                check_start(trainer)
+        self.hold(trainer, attention, preflight=preflight, ranks=ranks, precision=precision)
 
-    def _with_reference(self, steps: Steps, trainer: PackedDPOTrainer, ranks: Ranks, precision: Precision) -> PairSteps:
+    def with_reference(self, steps: Steps, trainer: PackedDPOTrainer, ranks: Ranks, precision: Precision) -> PairSteps:
         """`steps` with the reference's log-probabilities of every pair; the reference is the model before step 1.
 
         They are computed in the rows of the first pass: in 16 bits an answer has another one in another row.

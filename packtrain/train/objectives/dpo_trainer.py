@@ -8,9 +8,8 @@ the pairs of the global step, `sft` is a mean over its trained tokens, and each 
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any
 
-import datasets
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -21,10 +20,10 @@ from packtrain.config.schema import Objective
 from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
-from packtrain.monitor.heartbeat import waiting
 from packtrain.train.loader import MicroBatch
-from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.of_examples import ExampleTrainer
 from packtrain.train.objectives.of_reference import keep_weights_untouched
+from packtrain.train.objectives.weighted_figures import WeightedFigures
 from packtrain.train.settings import LoopSettings, unread_data
 
 _COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
@@ -44,10 +43,9 @@ FIGURES = {
     "logps/rejected": PAIRS,
 }
 """The figures that TRL logs, and the unit that each is a mean over."""
-_NOT_FIGURES = ("num_tokens",)  # counted by packtrain, exactly even after a resume
 
 
-class PackedDPOTrainer(StepTrainer, DPOTrainer):
+class PackedDPOTrainer(ExampleTrainer, DPOTrainer):
     """Trains `model` by `settings` against `reference`.
 
     `reference` is a separate model. None means `model` with its adapters off (or replaced by its adapters named `ref`) or,
@@ -85,16 +83,16 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
                 compile_layers(reference)
             patch_forward(reference, pairs=("log_probs",), **patches)
         self.all_loss_weights = list(self.loss_weights)
-        self._sums = torch.zeros(len(FIGURES), 2, dtype=torch.float64)
+        self.noted = self.new_figures()
         self.more_forwards = int(not self.precompute_ref_logps)
         self.open_loop(settings)
 
-    def loss_of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """The micro-batch's part of the mean loss over the pairs of the step, by TRL's own code."""
-        loss = self._weighted_loss(model, batch, counts)
-        return loss * self.accelerator.num_processes
+    def new_figures(self) -> WeightedFigures:
+        """Sums of TRL's figures, of nothing yet."""
+        return WeightedFigures(FIGURES)
 
-    def _weighted_loss(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+    def weighted_loss(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """The micro-batch's part of the mean loss over the pairs of the step."""
         inputs = self._prepare_inputs(batch.inputs)
         if not batch.examples:
             return self._zero_loss(model, inputs)
@@ -179,48 +177,9 @@ class PackedDPOTrainer(StepTrainer, DPOTrainer):
 
     def _take_figures(self, batch: MicroBatch) -> None:
         """Moves TRL's figures of a micro-batch into our sums, weighted by the unit that each is a mean over."""
-        noted = self._metrics["train" if self.model.training else "eval"]
         chosen, rejected = batch.trained, batch.rejected
         over = {PAIRS: batch.examples, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected}
-        for index, (name, kind) in enumerate(FIGURES.items()):
-            for value in noted.pop(name, ()):
-                self._sums[index] += torch.tensor([value * over[kind], over[kind]], dtype=torch.float64)
-        for name in _NOT_FIGURES:
-            noted.pop(name, None)
-        if noted:
-            raise NotImplementedError(f"figures of TRL that packtrain does not know: {sorted(noted)}")
-
-    def figures(self) -> dict[str, Any]:
-        """TRL's figures over the pairs and tokens of all processes since the last call."""
-        sums, self._sums = self._sums, torch.zeros_like(self._sums)
-        with waiting("the figures of all ranks"):
-            sums = cast(torch.Tensor, self.accelerator.reduce(sums.to(self.args.device), reduction="sum"))
-        values = (sums[:, 0] / sums[:, 1].clamp(min=1e-300)).tolist()
-        return dict(zip(FIGURES, values, strict=True))
-
-    def evaluated(self) -> dict[str, float]:
-        """The loss and all figures over the evaluation set."""
-        kept, self._sums = self._sums, torch.zeros_like(self._sums)
-        counts = torch.zeros(4, dtype=torch.int64, device=self.args.device)
-        for batch in self.evaluation_batches():
-            counts += torch.tensor(batch.counts, device=counts.device)
-        with waiting("the counts of all ranks"):
-            counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
-        loss = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        for batch in self.evaluation_batches():
-            loss += self._weighted_loss(self.model, batch, counts).double()
-        with waiting("the loss of all ranks"):
-            loss = cast(torch.Tensor, self.accelerator.reduce(loss, reduction="sum"))
-        figures, self._sums = self.figures(), kept
-        return {"loss": loss.item(), "pairs": int(counts[3].item()), **figures}
-
-    def _prepare_dataset(self, dataset: datasets.Dataset, *_: Any) -> datasets.Dataset:
-        """Unchanged: the placeholder is never read."""
-        return dataset
-
-    def _precompute_ref_logps(self, dataset: datasets.Dataset, name: str, batch_size: int) -> datasets.Dataset:
-        """Unchanged: precomputed log-probabilities come with the batches."""
-        return dataset
+        self.noted.take(self._metrics["train" if self.model.training else "eval"], over)
 
 
 def objective_arguments(objective: Objective, *, precomputed: bool) -> dict[str, Any]:

@@ -35,7 +35,6 @@ from packtrain.train.objectives.kto_trainer import PackedKTOTrainer, objective_a
 from packtrain.train.objectives.of_reference import OfReference
 from packtrain.train.preflight import choose_together
 from packtrain.train.settings import LoopSettings
-from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 from packtrain.wording import counted
 
 
@@ -115,21 +114,12 @@ class KTO(OfReference):
         precision: Precision,
     ) -> None:
         """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
-        steps = cast(UnpairedSteps, trainer.steps)
         console.unpaired(log, self.objective, self.reference, self._peft.dropout)
-        if (remark := balance(steps.data.report.labels, self.objective)) is not None:
+        if (remark := balance(trainer.steps.data.report.labels, self.objective)) is not None:
             log.warn(remark)
-        if self.reference.kind == "precomputed":
-            settings = trainer.settings
-            steps = self._with_reference(settings.steps, trainer, ranks, precision)
-            held_out = settings.evaluation and self._with_reference(settings.evaluation, trainer, ranks, precision)
-            trainer.settings, trainer.steps = replace(settings, steps=steps, evaluation=held_out), steps
-        if preflight:
-            check_pair_forward(trainer, attention)
-            if self.reference.at_start:
-                check_start(trainer)
+        self.hold(trainer, attention, preflight=preflight, ranks=ranks, precision=precision)
 
-    def _with_reference(
+    def with_reference(
         self, given: Steps, trainer: PackedKTOTrainer, ranks: Ranks, precision: Precision
     ) -> UnpairedSteps:
         """`given` with the reference's log-probabilities; the reference is the model before step 1.

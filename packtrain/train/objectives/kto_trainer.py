@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-import datasets
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -29,7 +28,7 @@ from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import IGNORE
 from packtrain.train.loader import MicroBatch, UnpairedSteps
-from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.of_examples import ExampleTrainer
 from packtrain.train.objectives.of_reference import keep_weights_untouched
 from packtrain.train.objectives.weighted_figures import WeightedFigures
 from packtrain.train.settings import LoopSettings, unread_data
@@ -51,13 +50,14 @@ MARGINS = "rewards/margins"
 _NOT_OF_THE_MODEL = ("completion_mask", "label", "ref_logps")
 
 
-class PackedKTOTrainer(StepTrainer, KTOTrainer):
+class PackedKTOTrainer(ExampleTrainer, KTOTrainer):
     """Trains `model` by `settings` against `reference`.
 
     `reference` is a separate model. None means `model` with its adapters off (or replaced by its adapters named `ref`) or,
     with args.precompute_ref_log_probs, log-probabilities that come with the batches.
     """
 
+    examples = "answers"
     answers: tuple[str, ...] = ("answer",)
     """What the first check calls them (verify/dpo_start.py)."""
 
@@ -86,7 +86,7 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
             if is_compiled(base_model(self.model)):  # else it would round otherwise, and the first rewards not be zero
                 compile_layers(reference)
             patch_forward(reference, pairs=("log_probs",), **patches)
-        self._noted = WeightedFigures(UNITS, derived=(MARGINS,))
+        self.noted = self.new_figures()
         self._kl = torch.zeros(1, device=self.args.device)
         live = int(not self.precompute_ref_logps)
         # mismatched pairs are as long together as the answers; by the model and by the reference
@@ -98,11 +98,17 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
         if self.calculate_KL:
             self._kl = self._divergence(batches[0].mismatched)
 
-    def loss_of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """The micro-batch's part of the mean loss over the answers of the step, by TRL's own code."""
-        return self._weighted_loss(model, batch, counts) * self.accelerator.num_processes
+    def open_evaluation(self) -> None:
+        """The same over the mismatched pairs of the evaluation set."""
+        if self.calculate_KL:
+            self._kl = self._divergence(self.evaluation_batches(UnpairedSteps.mismatched))
 
-    def _weighted_loss(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+    def new_figures(self) -> WeightedFigures:
+        """Sums of TRL's figures, of nothing yet."""
+        return WeightedFigures(UNITS, derived=(MARGINS,))
+
+    def weighted_loss(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """The micro-batch's part of the mean loss over the answers of the step."""
         inputs = self._prepare_inputs(batch.inputs)
         if not batch.examples:
             return self._zero_loss(model, inputs)
@@ -208,7 +214,7 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
     def _take_figures(self, batch: MicroBatch) -> None:
         """Moves TRL's figures of a micro-batch into our sums."""
         chosen = int(batch.inputs["label"].sum())
-        self._noted.take(
+        self.noted.take(
             self._metrics["train" if self.model.training else "eval"],
             {
                 ANSWERS: batch.examples,
@@ -222,37 +228,11 @@ class PackedKTOTrainer(StepTrainer, KTOTrainer):
 
     def figures(self) -> dict[str, Any]:
         """TRL's figures over the answers and tokens of all processes since the last call."""
-        found = self._noted.values(self.accelerator)
+        found = super().figures()
         sides = [found.get(f"rewards/{side}") for side in ("chosen", "rejected")]
         if None not in sides:
             found[MARGINS] = cast(float, sides[0]) - cast(float, sides[1])
         return found
-
-    def evaluated(self) -> dict[str, float]:
-        """The loss and all figures over the evaluation set."""
-        kept, self._noted = self._noted, WeightedFigures(UNITS, derived=(MARGINS,))
-        counts = torch.zeros(4, dtype=torch.int64, device=self.args.device)
-        for batch in self.evaluation_batches():
-            counts += torch.tensor(batch.counts, device=counts.device)
-        with waiting("the counts of all ranks"):
-            counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
-        if self.calculate_KL:
-            self._kl = self._divergence(self.evaluation_batches(UnpairedSteps.mismatched))
-        loss = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        for batch in self.evaluation_batches():
-            loss += self._weighted_loss(self.model, batch, counts).double()
-        with waiting("the loss of all ranks"):
-            loss = cast(torch.Tensor, self.accelerator.reduce(loss, reduction="sum"))
-        figures, self._noted = self.figures(), kept
-        return {"loss": loss.item(), "answers": int(counts[3].item()), **figures}
-
-    def _prepare_dataset(self, dataset: datasets.Dataset, *_: Any) -> datasets.Dataset:
-        """Unchanged: the placeholder is never read."""
-        return dataset
-
-    def _precompute_ref_logps(self, dataset: datasets.Dataset, name: str, batch_size: int) -> datasets.Dataset:
-        """Unchanged: precomputed log-probabilities come with the batches."""
-        return dataset
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from packtrain.model.precision import Precision
 from packtrain.model.reference import load_reference
 from packtrain.model.spread import Ranks
 from packtrain.plan.reference_choice import ReferenceChoice
+from packtrain.train.loader import Steps
+from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 
 
 class OfReference:
@@ -57,6 +60,22 @@ class OfReference:
         weights = weights or weights_hash(model)
         self.identity = identity_of_reference(model, self._peft, weights)
         return {"objective.reference": f"one of weights with hash {weights[:12]}"}
+
+    def with_reference(self, steps: Steps, trainer: Any, ranks: Ranks, precision: Precision) -> Steps:
+        """`steps` with the reference's log-probabilities, computed by the model of `trainer` before step 1."""
+        raise NotImplementedError
+
+    def hold(self, trainer: Any, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision) -> None:
+        """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
+        if self.reference.kind == "precomputed":
+            settings = trainer.settings
+            steps = self.with_reference(settings.steps, trainer, ranks, precision)
+            held_out = settings.evaluation and self.with_reference(settings.evaluation, trainer, ranks, precision)
+            trainer.settings, trainer.steps = replace(settings, steps=steps, evaluation=held_out), steps
+        if preflight:
+            check_pair_forward(trainer, attention)
+            if self.reference.at_start:
+                check_start(trainer)
 
 
 def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:

@@ -7,10 +7,11 @@ over the pairs of the global step, the least and the greatest reward are those o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
-import datasets
 import torch
+from accelerate import Accelerator
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
@@ -20,18 +21,19 @@ from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.loader import MicroBatch
-from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.of_examples import ExampleTrainer
+from packtrain.train.objectives.weighted_figures import WeightedFigures
 from packtrain.train.settings import LoopSettings, unread_data
 
 _COLUMNS: dict[str, list[Any]] = {"chosen_ids": [[0]], "rejected_ids": [[0]]}
 MEANS = ("mean_reward", "accuracy", "margin")
 """The figures of TRL that are means over pairs."""
 LEAST, GREATEST = "min_reward", "max_reward"
+PAIRS = 0
 FIGURES = (LEAST, "mean_reward", GREATEST, "accuracy", "margin")
-_NOT_FIGURES = ("num_tokens",)  # counted by packtrain, exactly even after a resume
 
 
-class PackedRewardTrainer(StepTrainer, RewardTrainer):
+class PackedRewardTrainer(ExampleTrainer, RewardTrainer):
     """Trains `model`, a sequence classifier with one label, by `settings`."""
 
     def __init__(
@@ -52,20 +54,21 @@ class PackedRewardTrainer(StepTrainer, RewardTrainer):
         )
         autocast = self.autocast_of_forward(settings)
         patch_forward(base_model(self.model), scores=True, autocast=autocast, backend=settings.backend)
-        self._open_figures()
+        self.noted = self.new_figures()
         self.open_loop(settings)
 
-    def loss_of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """The micro-batch's part of the mean loss over the pairs of the step, by TRL's own code."""
-        return self._weighted_loss(model, batch, counts) * self.accelerator.num_processes
+    def new_figures(self) -> WeightedFigures:
+        """Sums of TRL's figures, of nothing yet."""
+        return RewardFigures()
 
-    def _weighted_loss(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+    def weighted_loss(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """The micro-batch's part of the mean loss over the pairs of the step."""
         inputs = self._prepare_inputs(batch.inputs)
         if not batch.examples:  # a filler, of a process that has fewer micro-batches
             return model(**inputs, use_cache=False).logits.sum() * 0.0
         with self.without_gathering(), self.accelerator.autocast():
             loss = cast(torch.Tensor, self.compute_loss(model, inputs))
-        self._take_figures(batch)
+        self.noted.take(self._metrics["train" if self.model.training else "eval"], {PAIRS: batch.examples})
         return loss * (batch.examples / counts[3])
 
     @torch.no_grad()
@@ -74,59 +77,28 @@ class PackedRewardTrainer(StepTrainer, RewardTrainer):
         with self.accelerator.autocast():
             return self.model(**self._prepare_inputs(batch.inputs), use_cache=False).logits[:, 0].float()
 
-    def _open_figures(self) -> None:
-        self._sums = torch.zeros(len(MEANS) + 1, dtype=torch.float64)  # the last one counts the pairs
+
+class RewardFigures(WeightedFigures):
+    """Means over pairs, and the least and the greatest reward of all answers."""
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(MEANS, PAIRS))
         self._range = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64)
 
-    def _take_figures(self, batch: MicroBatch) -> None:
-        """Moves TRL's figures of a micro-batch into ours."""
-        noted = self._metrics["train" if self.model.training else "eval"]
-        found = {name: noted.pop(name)[-1] for name in FIGURES}
-        means = torch.tensor([*(found[name] for name in MEANS), 1.0], dtype=torch.float64)
-        self._sums += means * batch.examples
-        self._range[0] = self._range[0].clamp(max=found[LEAST])
-        self._range[1] = self._range[1].clamp(min=found[GREATEST])
-        for name in _NOT_FIGURES:
-            noted.pop(name, None)
-        if noted:
-            raise NotImplementedError(f"figures of TRL that packtrain does not know: {sorted(noted)}")
+    def take(self, noted: dict[str, list[float]], over: Mapping[Any, int]) -> None:
+        """As of WeightedFigures."""
+        self._range[0] = self._range[0].clamp(max=noted.pop(LEAST)[-1])
+        self._range[1] = self._range[1].clamp(min=noted.pop(GREATEST)[-1])
+        super().take(noted, over)
 
-    def figures(self) -> dict[str, Any]:
-        """TRL's figures over the pairs of all processes since the last call."""
-        device, sums, ends = self.args.device, self._sums, self._range
-        self._open_figures()
+    def values(self, accelerator: Accelerator) -> dict[str, float]:
+        """As of WeightedFigures."""
+        means, ends = super().values(accelerator), self._range.to(accelerator.device)
+        self._range = torch.tensor([torch.inf, -torch.inf], dtype=torch.float64)
         with waiting("the figures of all ranks"):
-            sums = cast(torch.Tensor, self.accelerator.reduce(sums.to(device), reduction="sum"))
-            ends = cast(torch.Tensor, self.accelerator.gather(ends.to(device))).view(-1, 2)
-        means = (sums[:-1] / sums[-1].clamp(min=1)).tolist()
-        found = {
-            **dict(zip(MEANS, means, strict=True)),
-            LEAST: ends[:, 0].min().item(),
-            GREATEST: ends[:, 1].max().item(),
-        }
+            ends = cast(torch.Tensor, accelerator.gather(ends)).view(-1, 2)
+        found = {**means, LEAST: ends[:, 0].min().item(), GREATEST: ends[:, 1].max().item()}
         return {name: found[name] for name in FIGURES}
-
-    def evaluated(self) -> dict[str, float]:
-        """The loss and all figures over the evaluation set."""
-        kept = self._sums, self._range
-        self._open_figures()
-        counts = torch.zeros(4, dtype=torch.int64, device=self.args.device)
-        for batch in self.evaluation_batches():
-            counts += torch.tensor(batch.counts, device=counts.device)
-        with waiting("the counts of all ranks"):
-            counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
-        loss = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        for batch in self.evaluation_batches():
-            loss += self._weighted_loss(self.model, batch, counts).double()
-        with waiting("the loss of all ranks"):
-            loss = cast(torch.Tensor, self.accelerator.reduce(loss, reduction="sum"))
-        figures = self.figures()
-        self._sums, self._range = kept
-        return {"loss": loss.item(), "pairs": int(counts[3].item()), **figures}
-
-    def _prepare_dataset(self, dataset: datasets.Dataset, *_: Any) -> datasets.Dataset:
-        """Unchanged: the placeholder is never read."""
-        return dataset
 
 
 def objective_arguments(objective: Objective) -> dict[str, Any]:
