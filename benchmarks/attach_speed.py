@@ -124,16 +124,16 @@ def in_turns(kind: str, options: argparse.Namespace, only: str = "") -> None:
     import torch
 
     from packtrain import attach
+    from packtrain.bench.peak_memory import peak_memory
 
     torch.set_num_threads(options.threads)
     made = grpo(options.model, options.recompute, options.prompt, options.completion) if kind == "grpo" else None
     trainer, batches = made or of_pairs(kind, options.model, options.data, options.recompute, options.pairs)
-    if only == "padded":
+    if only:
+        if only == "attached":
+            attach(trainer)
         once(trainer, batches)
-        return
-    if only == "attached":
-        attach(trainer)
-        once(trainer, batches)
+        print(peak_memory(torch.device("cpu")) / 2**30)
         return
     seconds: dict[str, list[float]] = {"padded": [], "attached": []}
     said: dict[str, tuple[float, float]] = {}
@@ -173,9 +173,10 @@ def memory(child: list[str], options: argparse.Namespace) -> float:
         *map(str, options.completion),
     ]
     shared += ["--recompute"] if options.recompute else []
-    process = subprocess.Popen([sys.executable, __file__, *shared, "--child", *child], stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    return float("nan") if status else usage.ru_maxrss / 2**20
+    run = [sys.executable, __file__, *shared, "--child", *child]
+    said = subprocess.run(run, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True).stdout
+    # not ru_maxrss of a child: Linux begins it with what this process had taken
+    return float(said.splitlines()[-1])
 
 
 def main() -> None:
