@@ -252,11 +252,16 @@ def check_active(wanted: str, wrapped: Any, model: nn.Module) -> None:
         )
 
 
-def save_shards(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-    """Writes the trained weights and the optimizer's state; every process its share."""
+def shards_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """This process's share of the trained weights and of the optimizer's state, for `save_shards`."""
     weights, states = get_state_dict(model, optimizer, options=_OPTIONS)
+    return {"model": weights, "optimizer": states}
+
+
+def save_shards(shards: dict[str, Any], checkpoint: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Writes `shards_of` the model, called by all processes, which talk over `group` (None: that of training)."""
     with _own_errors():
-        dcp.save({"model": weights, "optimizer": states}, checkpoint_id=checkpoint / SHARDS)
+        dcp.save(shards, checkpoint_id=checkpoint / SHARDS, process_group=group)
 
 
 def load_shards(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:

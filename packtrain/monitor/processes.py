@@ -45,6 +45,19 @@ def seen(pid: int) -> Life:
     return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else "running"
 
 
+def memory_free() -> int:
+    """Bytes of memory that the machine has left, or the tightest cgroup (version 2) that this process is in."""
+    free = psutil.virtual_memory().available
+    with suppress(OSError):
+        own = Path("/proc/self/cgroup").read_text().partition("0::")[2].splitlines()[:1]
+        for group in (one for path in own for one in (Path(path), *Path(path).parents)):
+            folder = Path("/sys/fs/cgroup", str(group).strip("/"))
+            with suppress(OSError, ValueError):  # "max", or no such file in the outermost group
+                limit = int((folder / "memory.max").read_text())
+                free = min(free, limit - int((folder / "memory.current").read_text()))
+    return free
+
+
 def memory_kills() -> int:
     """How many processes the kernel's out-of-memory killer has killed on this machine, in all cgroups; 0 except on Linux."""
     with suppress(OSError):

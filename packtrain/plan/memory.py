@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from packtrain.config.rules.combinations import check_strategy
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import Optim, RunConfig
 from packtrain.errors import UserError
 from packtrain.plan.launcher_settings import BUCKET, STAGES
 from packtrain.plan.mixed_precision import planned
@@ -177,7 +177,7 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
     parts = {
         "weights": model.all * model.width + (0 if full else model.trained * trained_width),
         "gradients": model.trained * (4 if rounded else trained_width),  # DeepSpeed adds them up in float32
-        "optimizer": _states(config, model, trained_width),
+        "optimizer": optimizer_bytes(config.optim, name, model.trained, trained_width),
         "reference": _reference(config, model),
     }
     split = {one: math.ceil(size / processes) if one in SHARDED[name] else size for one, size in parts.items()}
@@ -262,14 +262,13 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     return copies + 4 * bucket + min(model.all, _LIVE) * width
 
 
-def _states(config: RunConfig, model: _Model, trained_width: int) -> int:
-    """Bytes of all optimizer states; DeepSpeed's optimizers see flat float32 copies of the trained weights."""
-    name, deepspeed = config.optim.name, config.strategy.name in STAGES
-    masters = trained_width == 2 and config.optim.keeps_masters
-    copies = 4 * model.trained if deepspeed or masters else 0
-    if name in ("sgd", "adafactor"):  # of a matrix adafactor keeps a row and a column: next to nothing
+def optimizer_bytes(optim: Optim, strategy: str, trained: int, width: int) -> int:
+    """Bytes of all states of `trained` weights of `width` bytes; DeepSpeed's optimizers see flat float32 copies of them."""
+    masters = width == 2 and optim.keeps_masters
+    copies = 4 * trained if strategy in STAGES or masters else 0
+    if optim.name in ("sgd", "adafactor"):  # of a matrix adafactor keeps a row and a column: next to nothing
         return copies
-    return copies + 2 * model.trained * (1 if "8bit" in name else 4 if copies else trained_width)
+    return copies + 2 * trained * (1 if "8bit" in optim.name else 4 if copies else width)
 
 
 def _in_float32(config: RunConfig) -> int:

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,10 @@ class Log:
         self.say(f"[yellow]{escape(text)}[/]")
 
     def note(self, text: str) -> None:
-        """To the file only."""
-        for line in text.splitlines():
-            self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
+        """To the file only; what a full disk does not take is lost."""
+        with suppress(OSError):
+            for line in text.splitlines():
+                self._file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {line}\n")
 
 
 def quiet_libraries(*, on_cpu: bool) -> None:

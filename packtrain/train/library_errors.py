@@ -49,11 +49,17 @@ def explained(error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch) -
     if "DataLoader worker (pid" in said:
         fix = "the system kills for want of memory: set it lower, or to 0"
         return PeerFailed(said, where="trainer.loader_workers", fix=fix)
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-    if full or "inline_container.cc" in said or "Error while serializing" in said:
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+    if is_of_storage(error) and (not isinstance(error, OSError) or error.errno in full):
         fix = f"make room and {_GO_ON}"
         return UserError(f"cannot write: {said}", where=f"trainer.output_dir ({folder.root})", fix=fix)
     return None
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Whether writing failed: as the system says it, torch.save or safetensors."""
+    said = str(error).strip().partition("\n")[0]
+    return isinstance(error, OSError) or "inline_container.cc" in said or "Error while serializing" in said
 
 
 def out_of_memory(error: BaseException) -> bool:

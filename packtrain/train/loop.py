@@ -31,6 +31,7 @@ from packtrain.model.spread import check_active
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import to_device
 from packtrain.train.checkpoint.hooks import CheckpointHooks
+from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.loader import MicroBatch, step_loader
 from packtrain.train.metrics import LoggingHooks, StepFigures
 from packtrain.train.optim.float32_step import loses_updates, stepping_in_float32
@@ -56,6 +57,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
             if isinstance(callback, TensorBoardCallback):  # not a folder named after the machine
                 callback.logging_dir = f"{self.args.output_dir}/tensorboard"
         self.settings, self.steps = settings, settings.steps
+        self.writer = CheckpointWriter(settings.say, settings.first_step or None)
         self.watch: FirstStepWatch | None = None
         self._watched = 0
         self.lost = LostUpdates()
@@ -132,6 +134,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """1. The step's micro-batches, as the base class loads them, and their counts."""
         self.clock.enter("data", step=self.state.global_step + 1)
+        self.writer.tell()
         return super().get_batch_samples(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list[list[MicroBatch]], device: torch.device) -> torch.Tensor:

@@ -5,10 +5,13 @@ Nothing here changes the weights. `LoggingHooks` overrides the hooks of transfor
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -225,8 +228,9 @@ class MetricsFile(TrainerCallback):
     a line is how long the run has trained until then, evaluations included, the time between its attempts not.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, say: Callable[[str], None] = print) -> None:
         self._path, self._since = path, time.perf_counter()
+        self._say, self._unwritten = say, ""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Keeps the lines up to the step that the run starts from."""
@@ -245,9 +249,23 @@ class MetricsFile(TrainerCallback):
         line = {"step": state.global_step, "epoch": state.epoch}
         line |= {_OURS.get(name, name): value for name, value in logs.items() if name != "epoch"}
         line["seconds"] = round(time.perf_counter() - self._since, 3)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._append(json.dumps(line) + "\n")
+
+    def _append(self, line: str) -> None:
+        """Adds the line, or keeps it for later where the disk is full: never half of it."""
+        lines, self._unwritten = self._unwritten + line, ""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("ab", buffering=0) as file:
+                if file.write(lines.encode()) < len(lines.encode()):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if lines == line:
+                self._say(f"{self._path.name} waits for room: {error}. Training goes on")
+            self._unwritten = lines
+            with suppress(OSError):
+                kept = self._path.read_bytes().rpartition(b"\n")
+                os.truncate(self._path, len(kept[0] + kept[1]))
 
 
 def _step_of(line: str) -> int:

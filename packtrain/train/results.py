@@ -193,6 +193,7 @@ class Summary:
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
             "rounding": asdict(self.rounding) if isinstance(self.rounding, RoundingCost) else None,
             "rank_seconds": self.trainer.times.means(),
+            "checkpoints": self.trainer.writer.outcome.to_json(),
             "answers": [dict(zip(("prompt", "before", "after"), one, strict=True)) for one in self.answers],
             "seconds": round(time.perf_counter() - self.started, 1),
         }

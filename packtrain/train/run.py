@@ -55,6 +55,7 @@ from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, results
 from packtrain.train.checkpoint.folder import find_resume, set_aside, step_of
 from packtrain.train.checkpoint.origin import check_origin, origin_in
+from packtrain.train.checkpoint.room import remark_before_training
 from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps, attention_cost
@@ -184,7 +185,9 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
         )  # until the first step, since ranks finish reading at different times
     run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with trainer.writer:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            trainer.clock.enter("checkpoint")
     finally:
         run.progress.close()
 
@@ -193,7 +196,9 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     step = trainer.state.global_step
     if run.stop.agreed and step < trainer.state.max_steps:  # after the last step there is nothing to go on with
         _write_summary(run, summary.to_json("stopped"))
-        log.say(f"stopped by signal {run.stop.agreed} after step {step}; the same command goes on from there")
+        newest = trainer.writer.outcome.newest
+        place = "there" if newest == step else f"step {newest}" if newest else "the start, for there is no checkpoint"
+        log.say(f"stopped by signal {run.stop.agreed} after step {step}; the same command goes on from {place}")
         return 128 + run.stop.agreed
     _finish(run, trainer, summary)
     return 0
@@ -235,6 +240,8 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
     _try_saving(run)
     run.before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
+    if remark := _lack_of_room(run, trainer):
+        log.warn(remark)
     log.fact("ready", f"{begins} after {time.perf_counter() - started:.1f} s")
     _wait_for_all(run, "ready")
     _begin_run_folder(run, checkpoint)
@@ -347,7 +354,7 @@ def _build(
         limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, precision, settings)
-    callbacks: list[TrainerCallback] = [run.stop, MetricsFile(run.folder.metrics), run.progress]
+    callbacks: list[TrainerCallback] = [run.stop, MetricsFile(run.folder.metrics, log.warn), run.progress]
     if patience := config.trainer.early_stop_patience:
         callbacks.append(EarlyStop(patience, run.folder.checkpoints, log))
     trainer = objective.trainer(model, arguments, tokenizer, settings=settings, callbacks=callbacks)
@@ -383,6 +390,16 @@ def _try_saving(run: Run) -> None:
     if run.ranks.main:
         try_saving(run.model, run.tokenizer, whole=whole)
     _wait_for_all(run, "saving")
+
+
+def _lack_of_room(run: Run, trainer: StepTrainer) -> str:
+    """A warning, on the main process, if the disk has no room for what the run will write."""
+    settings, options = run.config.trainer, trainer.settings
+    number = (len(options.steps) - options.first_step) // (settings.checkpoint_every or len(options.steps) + 1)
+    of_model = run.model, run.config.optim, options.strategy
+    with suppress(OSError):  # the disk speaks for itself when it is written to
+        return remark_before_training(*of_model, options.checkpoints, settings.keep_checkpoints, number)
+    return ""
 
 
 def origin_of(

@@ -55,6 +55,8 @@ class LoopSettings:
 if TYPE_CHECKING:
     from transformers import Trainer as TransformersTrainer
 
+    from packtrain.train.checkpoint.writer import CheckpointWriter
+
     class TrainerHooks(TransformersTrainer):
         """The attributes of transformers' Trainer and of StepTrainer that the mixins use."""
 
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
         step_figures: Any
         last_loss: torch.Tensor
         lost: LostUpdates
+        writer: CheckpointWriter
 
         def refuse_nan(self, loss: float) -> None: ...
         def take_counts(self) -> None: ...

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from packtrain.model.spread import save_shards
+from packtrain.model.spread import save_shards, shards_of
 
 
 def test_a_disk_that_refuses_shards_raises_the_systems_error(tmp_path: Path) -> None:
@@ -18,6 +18,6 @@ def test_a_disk_that_refuses_shards_raises_the_systems_error(tmp_path: Path) -> 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(OSError, match="shards"):
-            save_shards(model, optimizer, tmp_path)
+            save_shards(shards_of(model, optimizer), tmp_path)
     finally:
         dist.destroy_process_group()

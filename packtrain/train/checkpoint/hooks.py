@@ -7,20 +7,24 @@ its own methods.
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from accelerate.utils import broadcast_object_list
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
 from packtrain.model.load import base_model
 from packtrain.model.save import weights_at_least
-from packtrain.model.spread import load_shards, save_shards, whole_weights
+from packtrain.model.spread import load_shards, save_shards, shards_of, whole_weights
 from packtrain.monitor.heartbeat import waiting
 from packtrain.run_folder import write_json
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
 from packtrain.train.checkpoint.origin import ORIGIN
+from packtrain.train.checkpoint.room import checkpoint_bytes, lack_of_room
 from packtrain.train.optim.final_weights import exact_weights, in_format, name_format
 from packtrain.train.optim.lost_updates import optimizer_inside
 from packtrain.train.settings import TrainerHooks
@@ -30,40 +34,58 @@ class CheckpointHooks(TrainerHooks):
     """The hooks of a step that write and read checkpoints."""
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Writes the checkpoint of this step into a hidden folder, and renames it when all ranks have written."""
+        """Begins the checkpoint of this step, in a hidden folder that is renamed when all ranks have written (writer.py)."""
         self.clock.enter("checkpoint", step=self.state.global_step)
         self.take_counts()
         with waiting("the loss of all ranks"):
             last = cast(torch.Tensor, self.accelerator.reduce(self.last_loss, reduction="sum")).item()
         self.refuse_nan(last)
+        self.writer.wait()
+        self.writer.tell()
         step, main, folder = self.state.global_step, self.accelerator.is_main_process, self.settings.checkpoints
         staging = staging_of(folder, step)
-        if main:
-            shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe by more ranks
-            staging.mkdir(parents=True)
-        self._barrier("rank 0 to make the folder of the checkpoint")
-        if not self.settings.sharded:  # sharded weights are saved with the optimizer, without gathering them
-            self.save_model(str(staging), _internal_call=True)
+        if lack := self._opened(staging):
+            self.writer.outcome.failed.append((step, lack))
+            return
+        if not self.settings.sharded and main:  # sharded weights are saved with the optimizer, without gathering them
+            self.writer.later(partial(self._save, str(staging), self.writer.copied(self._saved_weights())))
         self._save_optimizer_and_scheduler(str(staging))
-        self._save_rng_state(str(staging))
+        self.writer.at_once(lambda: self._save_rng_state(str(staging)))
         if main:
             for callback in (*self.callback_handler.callbacks, self.control):
                 if isinstance(callback, ExportableState):
                     self.state.stateful_callbacks[type(callback).__name__] = callback.state()
-            self.state.save_to_json(str(staging / TRAINER_STATE_NAME))
-            write_json(staging / ORIGIN, self.settings.origin)
-        self._barrier("all ranks to write their parts of the checkpoint")
-        if main:
-            complete(staging, folder_of(folder, step))
-            best = self.state.best_global_step
-            prune(
-                folder, self.settings.keep_checkpoints, folder_of(folder, best) if best else None, self.settings.origin
-            )
-        self._barrier("rank 0 to complete the checkpoint")
+            self.writer.at_once(lambda: self.state.save_to_json(str(staging / TRAINER_STATE_NAME)))
+            self.writer.at_once(lambda: write_json(staging / ORIGIN, self.settings.origin))
+        self.writer.begin(step, staging, partial(self._seal, step, self.state.best_global_step) if main else None)
 
-    def _barrier(self, what: str) -> None:
-        with waiting(what):
-            self.accelerator.wait_for_everyone()
+    def _saved_weights(self) -> dict[str, torch.Tensor]:
+        """The state dict of the model; of adapters without the frozen weights."""
+        weights, whole = self.model.state_dict(), base_model(self.model) is self.model
+        frozen = () if whole else {name for name, one in self.model.named_parameters() if not one.requires_grad}
+        return {name: one for name, one in weights.items() if name not in frozen}
+
+    def _opened(self, staging: Path) -> str:
+        """Makes the folder of a checkpoint if its disk has room; returns, on all ranks, why there is none."""
+        lack = ""
+        if self.accelerator.is_main_process:
+            shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe by more ranks
+            try:
+                of_run = self.settings.optim, self.settings.strategy, self.settings.checkpoints
+                lack = lack_of_room(staging, checkpoint_bytes(self.model, *of_run))
+                if not lack:
+                    staging.mkdir(parents=True)
+            except OSError as error:
+                lack = str(error)
+        with waiting("rank 0 to make the folder of the checkpoint"):
+            return cast(list, broadcast_object_list([lack]))[0]
+
+    def _seal(self, step: int, best: int | None) -> None:
+        """Completes the checkpoint that all ranks have written, and removes what gives way to it."""
+        folder, keep = self.settings.checkpoints, self.settings.keep_checkpoints
+        complete(staging_of(folder, step), folder_of(folder, step))
+        with suppress(OSError):  # the next one tries again
+            prune(folder, keep, folder_of(folder, best) if best else None, self.settings.origin)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that from_pretrained loads; called by all processes, written by the main one."""
@@ -103,11 +125,33 @@ class CheckpointHooks(TrainerHooks):
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.settings.strategy != "fsdp2":
-            return super()._save_optimizer_and_scheduler(output_dir)
-        save_shards(self.model, cast(Any, self.optimizer).optimizer, Path(output_dir))
+        """As the base class, of copies and in the background."""
+        writer, folder, optimizer = self.writer, Path(output_dir), cast(Any, self.optimizer)
+        if self.is_deepspeed_enabled:
+            self._save_engine(folder)
+        elif self.settings.strategy == "fsdp2":
+            shards = writer.copied(shards_of(self.model, optimizer.optimizer))
+            writer.later(lambda: save_shards(shards, folder, writer.group))
+        elif self.accelerator.is_main_process:
+            writer.later(partial(torch.save, writer.copied(optimizer.state_dict()), folder / OPTIMIZER_NAME))
         if self.accelerator.is_main_process:
-            torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir, SCHEDULER_NAME))
+            schedule = cast(Any, self.lr_scheduler).state_dict()
+            writer.at_once(lambda: torch.save(schedule, folder / SCHEDULER_NAME))
+
+    def _save_engine(self, folder: Path) -> None:
+        """DeepSpeed's checkpoint: its engine says what is in which file, the files are written in the background."""
+        engine, writer = cast(Any, self.model_wrapped), self.writer
+        files, adapters = engine.checkpoint_engine, base_model(self.model) is not self.model
+        save, add_scripts = files.save, engine._copy_recovery_script
+        files.save = lambda state_dict, path: writer.later(partial(save, writer.copied(state_dict), path))
+        engine._copy_recovery_script = lambda path: writer.later(partial(add_scripts, path))
+        tag = f"global_step{engine.global_steps}"
+        try:
+            engine.save_checkpoint(str(folder), tag, save_latest=False, exclude_frozen_parameters=adapters)
+        finally:
+            del files.save, engine._copy_recovery_script
+        if self.accelerator.is_main_process:
+            writer.later(partial((folder / "latest").write_text, tag))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self.settings.strategy != "fsdp2":

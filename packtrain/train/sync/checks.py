@@ -39,6 +39,8 @@ from packtrain.train.library_errors import shortly
 from packtrain.train.sync.store_barrier import FIRST_STAGE, GRACE_S, Peers, Statement, ranks_on_hosts
 from packtrain.wording import counted, listed, ranks_in_words
 
+BACKGROUND = "checkpoints in the background"
+"""The description of the group whose collectives are not those of a step (train/checkpoint/writer.py)."""
 _MOST_SHOWN = 8
 _MAY_DIFFER = ("_name_or_path", "transformers_version")  # in a model's config
 _NUMBERS = 2**17  # 1 MiB fills the packets of a link: with a wrong MTU large packets are lost and small ones pass
@@ -190,6 +192,8 @@ def limit_collectives(seconds: float) -> None:
     """
     if dist.is_available() and dist.is_initialized():
         for group in list(distributed_c10d._world.pg_map):
+            if group.group_desc == BACKGROUND:  # its collectives belong to no phase
+                continue
             distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 

@@ -1,0 +1,198 @@
+"""Checkpoints are written in the background: what training changes is copied, a thread writes it, and training goes on.
+
+Each rank's thread writes its own part; then the ranks agree, over a gloo group of their own, that every part is written, and
+rank 0 seals the checkpoint (folder.py). Where the machine's memory has no room for the copies the step waits for the write. A
+disk that is full or fails costs the checkpoint, never the run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from packtrain.monitor.heartbeat import waiting
+from packtrain.monitor.processes import memory_free
+from packtrain.train.library_errors import is_of_storage, out_of_memory, shortly
+from packtrain.train.sync.checks import BACKGROUND
+
+_SHARE = 0.8
+"""Of the machine's free memory that copies may fill."""
+_LONGEST = timedelta(
+    days=1
+)  # the watchdog sees the step that waits for a write, so this group needs no limit of its own
+_NO_ROOM = "the memory of this machine has no room for a copy of weights and optimizer: steps wait for checkpoints"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the checkpoints of this process: `written` ones, the step of the `newest`, (step, why) of those that `failed`."""
+
+    written: int = 0
+    newest: int | None = None
+    failed: list[tuple[int, str]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """As summary.json has it."""
+        return {
+            "written": self.written,
+            "newest": self.newest,
+            "failed": [{"step": step, "why": why} for step, why in self.failed],
+        }
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time: `later` and `at_once` collect this process's part, `begin` starts, `wait` ends it.
+
+    The same calls on all ranks. As a context it waits for the last write, whatever ends the block but an interrupt.
+    """
+
+    def __init__(self, say: Callable[[str], None], newest: int | None = None) -> None:
+        self.outcome = Outcome(newest=newest)
+        self._say, self._jobs = say, list[Callable[[], object]]()
+        self._stager: DefaultStager | None = None
+        self._room, self._group = True, None
+        self._thread: Thread | None = None
+        self._said: SimpleQueue[str | None] = SimpleQueue()
+        self._error: Exception | None = None
+        self._told = 0
+
+    def copied(self, state: Any) -> Any:
+        """A copy of `state`, with its tensors on the CPU; `state` itself where memory has no room, and then `begin` waits."""
+        if self._stager is None:
+            on_gpu = torch.cuda.is_available()
+            pinned: Any = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
+            self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **pinned))
+        try:
+            if self._room and (self.outcome.written or self._fits(state)):  # its buffers are kept from then on
+                return self._stager.stage(state)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+        if self._room:
+            self._room = False
+            self._say(_NO_ROOM)
+        return state
+
+    @staticmethod
+    def _fits(state: Any) -> bool:
+        tensors = [one for one in tree_leaves(state) if isinstance(one, torch.Tensor)]
+        here = sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
+        return here * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= _SHARE * memory_free()
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Has the thread do `work`, which writes a part of the checkpoint from copies."""
+        self._jobs.append(work)
+
+    def at_once(self, work: Callable[[], object]) -> None:
+        """Does `work` now, which writes something small; if it fails, the checkpoint does, and this rank stays in step."""
+        try:
+            work()
+        except Exception as error:
+            self._jobs.insert(0, _raising(error))
+
+    def begin(self, step: int, staging: Path, seal: Callable[[], object] | None) -> None:
+        """Starts to write what was collected as the checkpoint of `step`; `seal`, of rank 0, is done when all have written.
+
+        If one fails, `staging` is removed.
+        """
+        if self._group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=_LONGEST, group_desc=BACKGROUND)
+        jobs, self._jobs = self._jobs, []
+        self._thread = Thread(target=self._write, args=(step, staging, jobs, seal), name="checkpoint", daemon=True)
+        self._thread.start()
+        if not self._room:
+            self.wait()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks, for collectives of the thread alone; None if this process is alone."""
+        return self._group
+
+    def wait(self) -> None:
+        """Returns when the write that was begun last, if any, is complete or has failed; raises what is no fault of a disk."""
+        if self._thread is not None:
+            what = self._said.get()
+            while what is not None:  # told to the watchdog: who writes and who waits for others
+                with waiting(what):
+                    what = self._said.get()
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def tell(self) -> None:
+        """Warns of checkpoints that have failed since the last call."""
+        failed = self.outcome.failed
+        for step, why in failed[self._told :]:
+            newest = self.outcome.newest
+            kept = "there is none yet" if newest is None else f"the newest is that of step {newest}"
+            self._say(f"the checkpoint of step {step} was not written: {why}; {kept}. Training goes on")
+        self._told = len(failed)
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None or issubclass(kind, Exception):
+            self.wait()
+            self.tell()
+        self._stager = None  # frees the copies
+
+    def _write(
+        self, step: int, staging: Path, jobs: list[Callable[[], object]], seal: Callable[[], object] | None
+    ) -> None:
+        """The thread: this rank's part, then the others', then the seal; every rank comes to know the outcome."""
+        try:
+            why = self._first_fault(jobs)
+            self._said.put("the other ranks to write their parts of the checkpoint")
+            why = self._of_all(why)
+            if not why:
+                why = self._of_all(self._first_fault([seal] if seal else []))
+        except Exception as error:  # the others are lost: training ends for the same reason
+            why = shortly(error)
+        if why:
+            shutil.rmtree(staging, ignore_errors=True)
+            self.outcome.failed.append((step, why))
+        else:
+            self.outcome.written, self.outcome.newest = self.outcome.written + 1, step
+        self._said.put(None)
+
+    def _first_fault(self, jobs: list[Callable[[], object]]) -> str:
+        """What is wrong with the first of `jobs` that fails, "" if none does."""
+        try:
+            for job in jobs:
+                job()
+        except Exception as error:
+            self._error = None if is_of_storage(error) else error
+            return shortly(error)
+        return ""
+
+    def _of_all(self, why: str) -> str:
+        """The first rank's `why` that is not empty."""
+        if self._group is None:
+            return why
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, why, group=self._group)
+        return next(filter(None, found), "")
+
+
+def _raising(error: Exception) -> Callable[[], object]:
+    def raise_it() -> None:
+        raise error
+
+    return raise_it

@@ -1,0 +1,181 @@
+"""Checkpoints are written while training goes on, and a disk that does not take one costs that one and nothing else."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from here import train_here
+from running import Run, base_config, packtrain, train
+from safetensors.torch import load_file
+
+from packtrain.config.compose import load_config
+from packtrain.train.checkpoint import hooks, room, writer
+from packtrain.train.checkpoint.writer import CheckpointWriter
+from packtrain.train.loop import StepTrainer
+from packtrain.train.metrics import MetricsFile
+from tests.train import forked
+
+EVERY_2: dict[str, Any] = {"max_steps": 6, "checkpoint_every": 2, "keep_checkpoints": None}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("unbroken")
+    return train(folder, base_config(folder, trainer=EVERY_2))
+
+
+def config_in(folder: Path, **trainer: Any) -> Any:
+    (path := folder / "run.yaml").write_text(yaml.safe_dump(base_config(folder, trainer={**EVERY_2, **trainer})))
+    return load_config(str(path), [])
+
+
+def checkpoints(run: Run) -> list[str]:
+    return sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_it_is_of_its_step(
+    unbroken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, complete, step = threading.Event(), hooks.complete, StepTrainer.training_step
+
+    def after_two_more_steps(staging: Path, target: Path) -> None:
+        if target.name == "step-000002":
+            assert trained.wait(60), "training waits for the write"
+        complete(staging, target)
+
+    def counted(self: Any, *given: Any, **named: Any) -> Any:
+        if self.state.global_step == 3:  # of the next checkpoint
+            trained.set()
+        return step(self, *given, **named)
+
+    monkeypatch.setattr(hooks, "complete", after_two_more_steps)
+    monkeypatch.setattr(StepTrainer, "training_step", counted)
+    run = train_here(config_in(tmp_path), tmp_path / "run")
+    assert run.summary["checkpoints"] == {"written": 3, "newest": 6, "failed": []}
+    assert run.losses == unbroken.losses and checkpoints(run) == ["step-000002", "step-000004", "step-000006"]
+    for name in checkpoints(run):
+        saved, expected = (
+            load_file(one.folder / "checkpoints" / name / "model.safetensors") for one in (run, unbroken)
+        )
+        assert all(torch.equal(one, expected[key]) for key, one in saved.items())
+        states = [torch.load(one.folder / "checkpoints" / name / "optimizer.pt")["state"] for one in (run, unbroken)]
+        assert all(torch.equal(states[0][key]["exp_avg"], one["exp_avg"]) for key, one in states[1].items())
+
+
+def test_without_memory_for_a_copy_steps_wait_and_the_run_says_so(
+    unbroken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "memory_free", lambda: 1000)
+    run = train_here(config_in(tmp_path), tmp_path / "run")
+    assert run.summary["checkpoints"]["written"] == 3
+    assert (tmp_path / "run" / "logs" / "rank-00000.log").read_text().count("no room for a copy") == 1
+    saved, expected = (
+        load_file(one.folder / "checkpoints" / "step-000004" / "model.safetensors") for one in (run, unbroken)
+    )
+    assert all(torch.equal(one, expected[name]) for name, one in saved.items())
+
+
+def with_small_files(*given: Any) -> None:
+    """The command where no file may be larger than the weights and a little."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(given[1]["MOST_BYTES"]),) * 2)
+    forked.run(*given)
+
+
+@pytest.mark.parametrize(("strategy", "processes"), [("ddp", 1), ("fsdp2", 2)])
+def test_a_disk_that_does_not_take_a_checkpoint_costs_no_training(
+    unbroken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, processes: int
+) -> None:
+    weights = (unbroken.folder / "final" / "model.safetensors").stat().st_size
+    monkeypatch.setitem(forked.ENVIRONMENT, "MOST_BYTES", str(weights * 5 // 4))  # the optimizer's state is larger
+    config = base_config(tmp_path, trainer=EVERY_2)
+    if processes == 1:
+        (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+        packtrain("sft", str(path), begin=with_small_files)
+        run = Run(tmp_path / "run")
+    else:
+        run = train(tmp_path, config, f"strategy={strategy}", processes=processes, begin=with_small_files)
+    assert run.losses == pytest.approx(unbroken.losses, rel=1e-5)
+    told = run.summary["checkpoints"]
+    assert told["written"] == 0 and [one["step"] for one in told["failed"]] == [2, 4, 6]
+    log = (run.folder / "logs" / "rank-00000.log").read_text()
+    assert log.count("was not written") == 3 and checkpoints(run) == []
+
+
+def test_a_full_disk_is_seen_before_a_checkpoint_is_begun_and_the_last_good_one_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = shutil.disk_usage, []
+
+    def full_at_times(path: Any) -> Any:
+        asked.append(path)  # before step 1, and before each of three checkpoints
+        return real(path) if len(asked) in (2, 4) else real(path)._replace(free=1000)
+
+    monkeypatch.setattr(room.shutil, "disk_usage", full_at_times)
+    run = train_here(config_in(tmp_path, keep_checkpoints=1), tmp_path / "run")
+    assert run.summary["status"] == "done" and checkpoints(run) == ["step-000006"]
+    (failed,) = run.summary["checkpoints"]["failed"]
+    assert failed["step"] == 4 and "0.00 GB left" in failed["why"]
+    log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
+    assert "no room for 2 checkpoints of" in log
+    assert "the checkpoint of step 4 was not written" in log and "the newest is that of step 2. Training goes on" in log
+
+
+def test_metrics_wait_for_room_without_half_lines(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = MetricsFile(tmp_path / "metrics.jsonl", said.append)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file._append("1234567\n")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12, before[1]))
+    try:
+        file._append("2234567\n")
+        file._append("3234567\n")
+        assert (tmp_path / "metrics.jsonl").read_text() == "1234567\n"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    file._append("4234567\n")
+    assert (tmp_path / "metrics.jsonl").read_text().split() == ["1234567", "2234567", "3234567", "4234567"]
+    assert len(said) == 1 and "metrics.jsonl waits for room" in said[0]
+
+
+def test_a_final_model_that_cannot_be_written_ends_with_2_and_the_checkpoint_kept(
+    unbroken: Run, tmp_path: Path
+) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 2, "checkpoint_every": 2})
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    result = packtrain("sft", str(path), begin=with_a_full_disk_at_the_end, expect=2)
+    assert "cannot write" in result.stderr and "complete checkpoints are kept" in result.stderr
+    assert checkpoints(Run(tmp_path / "run")) == ["step-000002"]
+    packtrain("sft", str(path))
+    assert Run(tmp_path / "run").summary["status"] == "done"
+
+
+def with_a_full_disk_at_the_end(*given: Any) -> None:
+    from packtrain.train import results
+
+    save = results.save_final
+
+    def limited(*given: Any, **named: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        return save(*given, **named)
+
+    results.save_final = limited
+    forked.run(*given)
+
+
+def test_what_is_no_fault_of_a_disk_is_raised() -> None:
+    told: list[str] = []
+    one = CheckpointWriter(told.append)
+    with pytest.raises(KeyError), one:
+        one.later(lambda: {}["a bug"])
+        one.begin(1, Path("/nowhere"), seal=None)
+    with one:
+        one.at_once(lambda: Path("/nowhere/a").write_text(""))
+        one.begin(2, Path("/nowhere"), seal=None)
+    assert one.outcome.failed[1][0] == 2 and "No such file" in told[-1] and "there is none yet" in told[-1]
