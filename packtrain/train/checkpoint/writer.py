@@ -38,7 +38,7 @@ _NO_ROOM = "the memory of this machine has no room for a copy of weights and opt
 
 
 @dataclass(slots=True)
-class Outcome:
+class WriteOutcome:
     """What became of the checkpoints of this process: `written` ones, the step of the `newest`, (step, why) of those that `failed`."""
 
     written: int = 0
@@ -61,7 +61,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, say: Callable[[str], None], newest: int | None = None) -> None:
-        self.outcome = Outcome(newest=newest)
+        self.outcome = WriteOutcome(newest=newest)
         self._say, self._jobs = say, list[Callable[[], object]]()
         self._stager: DefaultStager | None = None
         self._room, self._group = True, None
