@@ -1,0 +1,500 @@
+"""Runs that are killed at every kind of moment, and started again: do all come to the weights of the run that nobody killed?
+
+    python benchmarks/crash.py                          # the table of RESULTS.md; half an hour on two idle cores
+    python benchmarks/crash.py --short                  # a fixed sample of all kinds, as tests/train/test_crash.py has it
+    python benchmarks/crash.py --setups "sft full 1" --kinds checkpoint --points 40
+
+Each setup (objective, full or LoRA, processes, strategy) is first run undisturbed, and resumed once, while crash_points.c, which is
+compiled with `cc` and preloaded, notes every system call that changes a file of the run folder or the token cache, and this
+file the phases of each step. These are the points. Of each kind some are drawn, with a fixed seed; then at each a run of its own gets
+SIGKILL, all its processes, or one of two alone, or it is killed again as it resumes. A write is cut in half. Then the same
+command is run until it ends, and must leave
+
+- every file of final/ as the undisturbed run has it, bit for bit;
+- the same lines in metrics.jsonl, none missing, none twice (but for times and memory);
+- whole checkpoints, of the same steps, and no file or folder that the undisturbed run does not leave.
+
+Processes are forked from one that has imported torch and packtrain (tests/train/forked.py), as torchrun would start them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import functools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(REPO)]
+
+from tests.train import forked, running  # noqa: E402
+
+STEPS, CHECKPOINT_EVERY, EVAL_EVERY = 6, 2, 4
+ATTEMPTS, LIMIT_S = 4, 300
+LIBRARY = "CRASH_POINTS"
+"""The variable that names the compiled crash_points.c."""
+TIMES = re.compile(r"seconds|tokens_per_second|mfu|memory_bytes|slowest_rank|.+/(min|median|max)")
+"""Keys of a line of metrics.jsonl that no two runs share."""
+MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+MODEL = {**running.LLAMA, **MODEL, "max_position_embeddings": 256, "attention_dropout": 0.1}
+RESUMED_AT = "at\toptimizer step 5\t"
+"""Where the run is killed that is killed once more as it resumes."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A kind of run. `short`: those of which the short table has points."""
+
+    verb: str
+    peft: str
+    processes: int
+    strategy: str = "ddp"
+
+    @property
+    def name(self) -> str:
+        spread = f" {self.strategy}" if self.processes > 1 else ""
+        return f"{self.verb} {self.peft} {self.processes}{spread}"
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        """The config of a run in `folder`, of the data and model in inputs/."""
+        inputs = folder.parent.parent / "inputs"
+        scored = self.verb == "reward"
+        model: dict[str, Any] = {"path": str(inputs / "start"), "dtype": "float32"}
+        if self.verb == "sft" and self.peft == "full":
+            model = {"init": "random", "config": MODEL, "tokenizer": "quickstart"}
+        return {
+            "model": model,
+            "data": {
+                "train": str(inputs / f"{self.verb}.jsonl"),
+                "eval": str(inputs / f"{self.verb}-eval.jsonl"),
+                "cache_dir": str(folder / "cache"),
+                "max_length": 120,
+            },
+            "batch": {"examples_per_step": 4, "tokens_per_device": 256},
+            "optim": {"learning_rate": 1e-3, "schedule": "linear", "warmup_steps": 2},
+            "peft": {"kind": "none" if self.peft == "full" else "lora", "r": 2} if self.peft == "lora" else {},
+            "strategy": {"name": self.strategy},
+            "verify": {"preflight": False},
+            "objective": {"reference": "precomputed"} if self.verb == "dpo" and self.peft == "full" else {},
+            "trainer": {
+                "output_dir": str(folder / "run"),
+                "max_steps": STEPS,
+                "checkpoint_every": CHECKPOINT_EVERY,
+                "keep_checkpoints": 1,
+                "eval_every": EVAL_EVERY,
+                **({} if scored else {"samples": ["river stone"], "sample_tokens": 2}),
+            },
+        }
+
+
+SETUPS = [
+    Setup(verb, peft, processes, strategy)
+    for verb in ("sft", "dpo")
+    for peft in ("full", "lora")
+    for processes, strategy in ((1, "ddp"), (2, "ddp"), (2, "zero2"), (2, "fsdp2"))
+] + [Setup("kto", "full", 1), Setup("reward", "lora", 1)]
+SHORT = {"sft full 1": 9, "dpo lora 1": 3, "sft full 2 fsdp2": 2}
+"""How many points the short table has, of which setups."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """The `nth` time that a rank comes to `what` (a line of crash_points.c) in an attempt (0: the first; 1: the resumed one).
+
+    With `alone` the other rank is not killed.
+    """
+
+    what: str
+    nth: int
+    rank: int = 0
+    attempt: int = 0
+    alone: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What is going on there, in a few words: a row of the table."""
+        call, path, other = self.what.split("\t")
+        if call == "at":
+            kind = path.split(" step ")[0]
+        elif path.startswith("cache/"):
+            kind = f"token cache: {call}"
+        else:
+            place = re.sub(r"^run(\.\d+)?/?", "", other or path).split("/")[0].lstrip(".")
+            place = re.sub(r"^final.*", "final", re.sub(r"\.partial$|\.json$|\.jsonl$|\.html$", "", place))
+            known = ("checkpoints", "metrics", "final", "summary", "data", "report", "logs")
+            kind = f"{place if place in known else 'run folder'}: {call}"
+        return ("resumed, " if self.attempt else "") + ("one rank, " if self.alone else "") + kind
+
+    @property
+    def sort(self) -> str:
+        """Points of the same are alike: the file without its step, rank and name of a moment."""
+        return re.sub(r"\d+", "#", self.what) + str((self.attempt, self.rank, self.alone))
+
+    @property
+    def words(self) -> str:
+        named = self.what.replace("\t", " ").strip() + (f", time {self.nth}" if self.nth > 1 else "")
+        return f"{'as it resumes, ' if self.attempt else ''}rank {self.rank}{' alone' if self.alone else ''}: {named}"
+
+
+@dataclass
+class Outcome:
+    """What became of a run that was killed at a point; `wrong` says nothing if all is as it must be."""
+
+    setup: str
+    point: Point
+    killed: bool
+    attempts: int
+    wrong: list[str]
+    moved: int
+    """Earlier attempts that were moved aside: there was no checkpoint to go on from, or final/ was there."""
+    seconds: float
+
+
+# In the processes that are killed
+
+
+def rank_of_a_run(
+    arguments: tuple[str, ...],
+    environment: dict[str, str],
+    folder: Path,
+    outputs: list[Path],
+    leader: int | None,
+    point: Point | None,
+    log: Path,
+    with_bytes: bool,
+) -> None:
+    """packtrain's command as one rank, in the process group of rank 0 (`leader`); dies at the point, if it is of this rank."""
+    while True:
+        try:
+            os.setpgid(0, leader or 0)
+            break
+        except PermissionError:  # the leader does not lead yet
+            time.sleep(0.005)
+    library, descriptor = ctypes.CDLL(os.environ[LIBRARY]), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    what, nth, alone = (point.what, point.nth, point.alone) if point else ("", 0, False)
+    begin = library.crash_begin
+    begin(str(folder).encode(), descriptor, int(with_bytes), what.encode(), nth, int(alone))
+    mark_phases(lambda name: library.crash_point(name.encode()))
+    forked.run(arguments, environment, folder, outputs)
+
+
+def mark_phases(passed: Any) -> None:
+    """Calls `passed` with its name as a phase of a run begins, and in the middle of a forward, backward and optimizer."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    from packtrain.monitor.heartbeat import Heartbeat
+
+    enter, now = Heartbeat.enter, [""]
+
+    def entered(self: Any, phase: str, *, step: int | None = None, micro: int = 0) -> Any:
+        found = enter(self, phase, step=step, micro=micro)
+        now[0] = f"{phase} step {self._state.step}"
+        passed(now[0] + (f" micro {micro}" if micro else ""))
+        return found
+
+    def in_forward(module: Any, given: Any, output: Any) -> None:
+        passed(f"in a layer, {now[0]}")
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(module, LlamaDecoderLayer) and first.requires_grad:
+            first.register_hook(lambda _: (passed(f"in a layer, {now[0]}"), None)[1])
+
+    Heartbeat.enter = entered
+    layers = LlamaDecoderLayer.__init__
+
+    def made(self: Any, *given: Any, **named: Any) -> None:
+        layers(self, *given, **named)
+        self.register_forward_hook(in_forward)
+
+    LlamaDecoderLayer.__init__ = made
+    register_optimizer_step_post_hook(lambda *_: passed(f"in the optimizer, {now[0]}"))
+    torch.set_num_threads(1)
+
+
+# In the process that watches them
+
+
+def make_inputs(folder: Path) -> None:
+    """Data for every objective, and a model to start from (in a process that has torch)."""
+    folder.mkdir(parents=True)
+    for name, count, seed in (("", 14, 0), ("-eval", 3, 1)):
+        chats = running.conversations(count, seed)
+        for row in chats:
+            row["messages"] = row["messages"][:2]
+        prompts = [row["messages"][:1] for row in chats]
+        answers = [row["messages"][1] for row in chats]
+        other = [{"role": "assistant", "content": answer["content"].upper() + " no"} for answer in answers]
+        pairs = [
+            {"prompt": prompt, "chosen": [good], "rejected": [bad]}
+            for prompt, good, bad in zip(prompts, answers, other, strict=True)
+        ]
+        labelled = [
+            {"prompt": one["prompt"], "completion": one["chosen" if i % 2 else "rejected"], "label": bool(i % 2)}
+            for i, one in enumerate(pairs)
+        ]
+        for verb, rows in (("sft", chats), ("dpo", pairs), ("reward", pairs), ("kto", labelled)):
+            running.write_jsonl(folder / f"{verb}{name}.jsonl", rows)
+    if (code := ended(forked.begun(save_start, folder / "start"))) != 0:
+        raise SystemExit(f"no model to start from: exit code {code}")
+    for file in folder.glob("*.jsonl"):
+        os.utime(file, (0, 0))  # long settled: their hashes are remembered
+
+
+def save_start(folder: Path) -> None:
+    from packtrain.config.schema import Model, Peft
+    from packtrain.data.tokens.pretrained import load_tokenizer
+    from packtrain.model.load import load_model
+
+    described = Model(init="random", config=MODEL, tokenizer="quickstart")
+    words = load_tokenizer(described)
+    load_model(described, Peft(), words, seed=0).save_pretrained(folder)
+    words.save_pretrained(folder)
+
+
+def ended(process: Any) -> int | None:
+    process.join(LIMIT_S)
+    if process.exitcode is None:
+        process.kill()
+    return process.exitcode
+
+
+def attempt(setup: Setup, folder: Path, point: Point | None = None, *, logs: str = "", with_bytes: bool = False) -> list:
+    """Runs the command once, killed at the point if there is one; the exit codes of its ranks."""
+    (path := folder / "config.yaml").write_text(yaml.safe_dump(setup.config(folder)))
+    several = setup.processes > 1
+    told = forked.told_by_torchrun(setup.processes) if several else [{}]
+    ranks: list[Any] = []
+    for rank, own in enumerate(told):
+        said = [folder / f"rank-{rank}.{name}" for name in ("out", "err")]
+        for file in said:
+            file.unlink(missing_ok=True)
+        environment = {**forked.ENVIRONMENT, **own, "TMPDIR": str(folder / "tmp")}
+        mine = point if point and point.rank == rank else None
+        log = folder / f"{logs or 'points'}-{rank}.log"
+        given = ((setup.verb, str(path)), environment, folder, said, ranks[0].pid if ranks else None)
+        ranks.append(forked.begun(rank_of_a_run, *given, mine, log, with_bytes))
+    codes = [ended(one) for one in ranks]
+    return codes
+
+
+def fresh(folder: Path, warm: Path | None) -> Path:
+    """An empty folder for a run, with the token cache of another if there is one."""
+    (folder / "tmp").mkdir(parents=True)
+    if warm is not None:
+        shutil.copytree(warm / "cache", folder / "cache")
+    return folder
+
+
+def points_in(log: Path, **about: Any) -> list[Point]:
+    """The points of a rank, in order."""
+    seen: Counter[str] = Counter()
+    found = []
+    for line in log.read_bytes().decode(errors="replace").splitlines():
+        what = "\t".join(line.split("\t")[:3])
+        seen[what] += 1
+        found.append(Point(what, seen[what], **about))
+    return found
+
+
+def record(setup: Setup, folder: Path) -> list[Point]:
+    """The undisturbed run in folder/whole, which the others are held against; all points of it and of a resumed one."""
+    whole, again = fresh(folder / "whole", None), fresh(folder / "again", None)
+    if any(codes := attempt(setup, whole)):
+        raise SystemExit(f"{setup.name} does not train: {codes}\n{said_by(whole)}")
+    found = [one for rank in range(setup.processes) for one in points_in(whole / f"points-{rank}.log", rank=rank)]
+    attempt(setup, again, Point(RESUMED_AT, 1))
+    if any(codes := attempt(setup, again, logs="resumed")):
+        raise SystemExit(f"{setup.name} does not resume: {codes}\n{said_by(again)}")
+    for rank in range(setup.processes):
+        found += points_in(again / f"resumed-{rank}.log", rank=rank, attempt=1)
+    return [one for one in found if re.match(r"at\t|\w+\t(run|cache)", one.what)]
+
+
+def said_by(folder: Path) -> str:
+    return "\n".join(file.read_text(errors="replace")[-1500:] for file in sorted(folder.glob("rank-*.err")))
+
+
+def drawn(points: Sequence[Point], count: int, processes: int, seed: int = 0) -> list[Point]:
+    """`count` of the points: of every kind one, then of every sort, then any."""
+    points = list(dict.fromkeys(points))
+    if processes > 1:  # some of them for one rank alone
+        points += [replace(one, alone=True) for one in points if one.what.startswith("at\t") and not one.attempt]
+    random.Random(seed).shuffle(points)
+    kinds, sorts, rest = [], [], []
+    seen: set[str] = set()
+    for one in points:
+        if one.kind not in seen:
+            kinds.append(one)
+        elif one.sort not in seen:
+            sorts.append(one)
+        else:
+            rest.append(one)
+        seen |= {one.kind, one.sort}
+    return [*kinds, *sorts, *rest][:count]
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl, without what no two runs share."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not TIMES.fullmatch(key)} for line in lines]
+
+
+def names_in(folder: Path) -> set[str]:
+    """What lies in a case's folder, but for the logs, what was moved aside, and locks that nobody holds."""
+    apart = re.compile(r"run/logs/.*|run\.\d+(/.*)?|cache/.*\.lock|tmp/.*|[^/]*\.(log|out|err|yaml)")
+    names = (str(path.relative_to(folder)) for path in folder.rglob("*"))
+    return {name for name in names if not apart.fullmatch(name)}
+
+
+def differences(found: Path, whole: Path) -> Iterator[str]:
+    """What is not as the undisturbed run has left it."""
+    from packtrain.train.checkpoint.folder import damage, listed
+
+    for name in sorted(names_in(found) ^ names_in(whole)):
+        yield f"{name} {'is left behind' if (found / name).exists() else 'is missing'}"
+    for place in whole.glob("run/final*/*"):
+        twin = found / place.relative_to(whole)
+        if twin.is_file() and twin.read_bytes() != place.read_bytes():
+            yield f"{place.relative_to(whole)} differs"
+    for step, checkpoint in listed(found / "run" / "checkpoints").items():
+        if wrong := damage(checkpoint):
+            yield f"checkpoint {step}: {wrong}"
+    ours, theirs = lines_of(found / "run"), lines_of(whole / "run")
+    if ours != theirs:
+        steps = [(line["step"], "eval" if "eval_loss" in line else "") for line in ours]
+        yield f"metrics.jsonl differs: its lines are of {steps}"
+    if json.loads((found / "run" / "summary.json").read_text())["status"] != "done":
+        yield "summary.json does not say done"
+
+
+def case(setup: Setup, point: Point, folder: Path, whole: Path) -> Outcome:
+    """Kills a run at the point, and runs the command until it ends."""
+    began = time.perf_counter()
+    fresh(folder, None if "cache" in point.kind else whole)
+    wrong: list[str] = []
+    if point.attempt:
+        attempt(setup, folder, Point(RESUMED_AT, 1))
+    codes = attempt(setup, folder, point)
+    killed = codes[point.rank] == -9
+    if point.alone and killed and codes[1 - point.rank] in (0, None, -9):
+        wrong.append(f"the other rank ended with {codes[1 - point.rank]}")
+    tries = 0
+    while any(code != 0 for code in codes) and tries < ATTEMPTS:
+        codes, tries = attempt(setup, folder), tries + 1
+    if any(codes):
+        wrong.append(f"exit codes {codes}: {said_by(folder)[-700:]}")
+    else:
+        wrong += differences(folder, whole)
+    moved = len(list(folder.glob("run.*")))
+    outcome = Outcome(setup.name, point, killed, tries, wrong, moved, time.perf_counter() - began)
+    if not wrong:
+        shutil.rmtree(folder)
+    return outcome
+
+
+def compiled(folder: Path) -> Path:
+    """crash_points.c as a library."""
+    library = folder / "crash_points.so"
+    source = Path(__file__).with_suffix("").with_name("crash_points.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl", "-lpthread"], check=True)
+    return library
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Counts by kind and setup: runs that came to the same end, of those that were killed."""
+    setups = list(dict.fromkeys(one.setup for one in outcomes))
+    rows: dict[str, dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
+    for one in outcomes:
+        rows[one.point.kind][one.setup].append(one)
+
+    def cell(cases: Sequence[Outcome]) -> str:
+        good = sum(not one.wrong for one in cases)
+        return f"{good}" if good == len(cases) else f"**{good} of {len(cases)}**" if cases else ""
+
+    lines = ["| killed at | " + " | ".join(setups) + " | all |", "|---" * (len(setups) + 2) + "|"]
+    for kind in sorted(rows):
+        of_kind = [cell(rows[kind][name]) if rows[kind][name] else "" for name in setups]
+        lines.append(f"| {kind} | " + " | ".join(of_kind) + f" | {cell(sum(rows[kind].values(), []))} |")
+    sums = [cell([one for one in outcomes if one.setup == name]) for name in setups]
+    return "\n".join([*lines, "| **all** | " + " | ".join(sums) + f" | {cell(outcomes)} |"])
+
+
+def main() -> int:
+    """Prints the table; returns 1 if a run did not come to the same end."""
+    parser = argparse.ArgumentParser(description="Kills runs at every kind of moment.")
+    parser.add_argument("--short", action="store_true", help="a fixed sample of all kinds")
+    parser.add_argument("--setups", help="only those whose names match this expression")
+    parser.add_argument("--kinds", help="only points whose kinds match this expression")
+    parser.add_argument("--points", type=int, help="of each setup (default: 60 of the first, 30 of one process, 15 of two)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--folder", type=Path, help="kept, with the runs that went wrong")
+    parser.add_argument("--json", type=Path, help="all outcomes")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="crash-") as made:
+        place = (options.folder or Path(made)).resolve()
+        place.mkdir(parents=True, exist_ok=True)
+        library = compiled(place)
+        os.environ[LIBRARY] = str(library)
+        os.environ["LD_PRELOAD"] = str(library)  # of the process that all runs are forked from
+        forked._CONTEXT.set_forkserver_preload([*forked.WARM, "benchmarks.crash"])
+        outcomes = measured(options, place)
+    print(table(outcomes))
+    bad = [one for one in outcomes if one.wrong]
+    seconds, killed = sum(one.seconds for one in outcomes), sum(one.killed for one in outcomes)
+    print(f"\n{len(outcomes)} points, {killed} runs killed, {len(outcomes) - len(bad)} came to the same end; {seconds:.0f} s")
+    for one in bad:
+        print(f"{one.setup}, {one.point.words}: {'; '.join(one.wrong)}")
+    if options.json:
+        options.json.write_text(json.dumps([{**vars(one), "point": vars(one.point)} for one in outcomes], indent=1))
+    return 1 if bad else 0
+
+
+def measured(options: argparse.Namespace, place: Path) -> list[Outcome]:
+    """The outcomes of all setups that were asked for."""
+    make_inputs(place / "inputs")
+    chosen = [one for one in SETUPS if re.search(options.setups or "", one.name)]
+    if options.short:
+        chosen = [one for one in chosen if one.name in SHORT]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = dict(zip(chosen, pool.map(lambda one: record(one, folder_of(place, one)), chosen), strict=True))
+        cases = []
+        for setup, points in found.items():
+            usual = SHORT.get(setup.name, 0) if options.short else 30 if setup.processes == 1 else 15
+            if setup == SETUPS[0] and not options.short:
+                usual = 60
+            kept = [one for one in points if re.search(options.kinds or "", one.kind)]
+            for number, point in enumerate(drawn(kept, options.points or usual, setup.processes, options.seed)):
+                folder = folder_of(place, setup)
+                cases.append(functools.partial(case, setup, point, folder / str(number), folder / "whole"))
+        outcomes = []
+        for done in pool.map(lambda one: one(), cases):
+            outcomes.append(done)
+            mark = f"WRONG {done.wrong}" if done.wrong else "ok" if done.killed else "not killed"
+            print(f"{len(outcomes)}/{len(cases)} {done.setup}, {done.point.words}: {mark}", file=sys.stderr, flush=True)
+    return outcomes
+
+
+def folder_of(place: Path, setup: Setup) -> Path:
+    return place / setup.name.replace(" ", "-")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
