@@ -275,7 +275,9 @@ def ended(process: Any) -> int | None:
     return process.exitcode
 
 
-def attempt(setup: Setup, folder: Path, point: Point | None = None, *, logs: str = "", with_bytes: bool = False) -> list:
+def attempt(
+    setup: Setup, folder: Path, point: Point | None = None, *, logs: str = "", with_bytes: bool = False
+) -> list:
     """Runs the command once, killed at the point if there is one; the exit codes of its ranks."""
     (path := folder / "config.yaml").write_text(yaml.safe_dump(setup.config(folder)))
     several = setup.processes > 1
@@ -431,7 +433,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
     lines = ["| killed at | " + " | ".join(setups) + " | all |", "|---" * (len(setups) + 2) + "|"]
     for kind in sorted(rows):
         of_kind = [cell(rows[kind][name]) if rows[kind][name] else "" for name in setups]
-        lines.append(f"| {kind} | " + " | ".join(of_kind) + f" | {cell(sum(rows[kind].values(), []))} |")
+        lines.append(
+            f"| {kind} | " + " | ".join(of_kind) + f" | {cell([one for one in outcomes if one.point.kind == kind])} |"
+        )
     sums = [cell([one for one in outcomes if one.setup == name]) for name in setups]
     return "\n".join([*lines, "| **all** | " + " | ".join(sums) + f" | {cell(outcomes)} |"])
 
@@ -442,7 +446,9 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="a fixed sample of all kinds")
     parser.add_argument("--setups", help="only those whose names match this expression")
     parser.add_argument("--kinds", help="only points whose kinds match this expression")
-    parser.add_argument("--points", type=int, help="of each setup (default: 60 of the first, 30 of one process, 15 of two)")
+    parser.add_argument(
+        "--points", type=int, help="of each setup (default: 60 of the first, 30 of one process, 15 of two)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="kept, with the runs that went wrong")
@@ -459,7 +465,9 @@ def main() -> int:
     print(table(outcomes))
     bad = [one for one in outcomes if one.wrong]
     seconds, killed = sum(one.seconds for one in outcomes), sum(one.killed for one in outcomes)
-    print(f"\n{len(outcomes)} points, {killed} runs killed, {len(outcomes) - len(bad)} came to the same end; {seconds:.0f} s")
+    print(
+        f"\n{len(outcomes)} points, {killed} runs killed, {len(outcomes) - len(bad)} came to the same end; {seconds:.0f} s"
+    )
     for one in bad:
         print(f"{one.setup}, {one.point.words}: {'; '.join(one.wrong)}")
     if options.json:

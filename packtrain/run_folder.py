@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from packtrain.config.schema import Trainer
+from packtrain.durable import sync, write_text
 from packtrain.errors import Problem, UserError
 
 DISK_S = 3
@@ -158,7 +159,8 @@ class RunFolder:
         moved = None
         if checkpoint is None or not self._has(checkpoint):
             if self._ran():
-                moved = self._move([entry for entry in self.entries() if entry != self.logs])
+                # its checkpoints first: whoever is killed here must not go on from them later
+                moved = self._move(sorted(set(self.entries()) - {self.logs}, key=lambda one: one != self.checkpoints))
         elif self.final.exists() or self.status() == "done":
             moved = self._move([self.final, self.adapters, self.merged, self.summary])
             if self.metrics.exists():  # the run that goes on cuts off what is after its checkpoint
@@ -195,8 +197,9 @@ class RunFolder:
 
     def _set_mark(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-        if not self.mark.exists():
-            self.mark.write_text("packtrain made this folder: a new run may move what earlier ones wrote here.\n")
+        if not self.mark.exists():  # without it after a loss of power, the checkpoints would be nobody's
+            write_text(self.mark, "packtrain made this folder: a new run may move what earlier ones wrote here.\n")
+            sync(Path(os.path.realpath(self.root)).parent)
 
     def _take_back_own_log(self) -> None:
         """Slurm opened the log of this job, and put its script there, before the run began: both stay in logs/."""
@@ -237,11 +240,9 @@ def _may_write(folder: Path) -> bool:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON aside and renames it, so that a reader never sees half a file."""
+    """Writes JSON that is whole or absent, whatever happens."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    os.replace(aside, path)
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def in_time(work: Callable[[], _Found], otherwise: _Found) -> _Found:

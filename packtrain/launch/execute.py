@@ -22,6 +22,7 @@ import yaml
 
 from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
+from packtrain.durable import write_text
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.launch.coordinator import Coordinator, Reporter
 from packtrain.launch.inputs import inputs
@@ -220,11 +221,11 @@ def _open_attempt(
         folder.open_attempt(config.trainer.resume, inputs(config, given))
         stack.enter_context(locked(folder.root))
         stack.callback(ended, folder)
-        folder.attempt.config.write_text(to_yaml(config), encoding="utf-8")
+        write_text(folder.attempt.config, to_yaml(config))
         write_json(folder.attempt.plan, plan.to_json())
         write_json(folder.attempt.environment, environment())
         if not plan.in_process:
-            folder.attempt.accelerate.write_text(yaml.safe_dump(dict(plan.accelerate)), encoding="utf-8")
+            write_text(folder.attempt.accelerate, yaml.safe_dump(dict(plan.accelerate)))
         if plan.deepspeed is not None:
             write_json(folder.attempt.deepspeed, plan.deepspeed)
 

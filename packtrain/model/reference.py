@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.config.schema import Model, Peft
+from packtrain.durable import publish
 from packtrain.errors import UserError
 from packtrain.model.load import load_model, weights_hash
 from packtrain.model.spread import Ranks, spread
@@ -86,7 +87,7 @@ def precompute(
         aside = done.with_suffix(f".{os.getpid()}.tmp")
         with aside.open("wb") as file:
             np.save(file, reduced)
-        aside.replace(done)
+        publish(aside, done)
     return reduced
 
 

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 from packtrain.config.schema import Data, Model, sources
+from packtrain.durable import write_text
 
 _MOST_FILES = 10_000
 _OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -41,9 +42,7 @@ def remember(size: DataSize, model: Model, data: Data, kind: str, seed: int) -> 
     note = _note(model, data, kind, seed)
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
-        aside = note.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(asdict(size)), encoding="utf-8")
-        aside.replace(note)
+        write_text(note, json.dumps(asdict(size)), staging=note.with_suffix(f".{os.getpid()}"))
 
 
 def recall(model: Model, data: Data, kind: str, seed: int) -> DataSize | None:

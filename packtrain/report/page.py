@@ -15,6 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, TemplateError
 from markupsafe import Markup
 
 from packtrain import __version__
+from packtrain.durable import write_text
 from packtrain.errors import UserError
 from packtrain.inspect.html import DATA_CSS, data_section
 from packtrain.report import headline, units
@@ -107,9 +108,7 @@ def write_page(file: Path, text: str) -> None:
         if head and GENERATOR.encode() not in head:
             fix = "Name another file with -o."
             raise UserError("this file is no report of packtrain, and is left alone", where=str(file), fix=fix)
-        aside = file.with_name(f".{file.name}.partial")
-        aside.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(aside, file)
+        write_text(file, text)
     except OSError as error:
         what = f"the report cannot be written: {error.strerror}"
         raise UserError(what, where=str(file), fix="Name a file that can be written with -o.") from error

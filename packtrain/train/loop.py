@@ -167,6 +167,8 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         (5.) transformers clips gradients and steps optimizer and schedule.
         """
         self._watch_first_steps(inputs)
+        if self.state.global_step == self.settings.first_step:
+            self.lost.measured = sum("updates_lost" in line for line in self.state.log_history)
         self.lost.open_step(self.state.global_step + 1)
         model.train()
         assert num_items_in_batch is not None

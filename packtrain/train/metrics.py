@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl.trainer.utils import get_peak_flops_per_device
 
+from packtrain.durable import write_text
 from packtrain.errors import CheckFailed
 from packtrain.model.flops import training_flops
 from packtrain.monitor.heartbeat import waiting
@@ -224,7 +225,8 @@ class LoggingHooks(TrainerHooks):
 class MetricsFile(TrainerCallback):
     """Appends a line to metrics.jsonl for every logged step and evaluation (main process only).
 
-    If a run resumes before the last step of the file, the later lines are removed first, since those steps run again. `seconds` of
+    If a run resumes before the last step of the file, the later lines are removed first, since those steps run again; so is an
+    evaluation of the checkpoint's own step that it does not know of, and which the run repeats. `seconds` of
     a line is how long the run has trained until then, evaluations included, the time between its attempts not.
     """
 
@@ -238,8 +240,9 @@ class MetricsFile(TrainerCallback):
         if not state.is_world_process_zero or not self._path.exists():
             return
         lines = self._path.read_text().splitlines() if state.global_step else []
-        lines = [line for line in lines if _step_of(line) <= state.global_step]
-        self._path.write_text("".join(f"{line}\n" for line in lines))
+        evaluated = any("eval_loss" in one for one in state.log_history if one["step"] == state.global_step)
+        lines = [line for line in lines if _place_of(line) <= (state.global_step, evaluated)]
+        write_text(self._path, "".join(f"{line}\n" for line in lines))
         self._since -= json.loads(lines[-1]).get("seconds", 0) if lines else 0
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
@@ -268,11 +271,12 @@ class MetricsFile(TrainerCallback):
                 os.truncate(self._path, len(kept[0] + kept[1]))
 
 
-def _step_of(line: str) -> int:
+def _place_of(line: str) -> tuple[float, bool]:
+    """The step of a line, and whether it is of an evaluation."""
     try:
-        return json.loads(line)["step"]
+        return (found := json.loads(line))["step"], "eval_loss" in found
     except (ValueError, KeyError):  # a half line of a killed run
-        return 1 << 62
+        return math.inf, False
 
 
 class TerminalProgress(TrainerCallback):

@@ -7,11 +7,13 @@ initialised at random, final/ holds the merged model and final-adapters/ the ada
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +27,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from packtrain.attention.backends import attention_of
 from packtrain.config.schema import Model, Peft
 from packtrain.data.prepare import PreparedData
+from packtrain.durable import aside, meant_by, publish
+from packtrain.errors import UserError
 from packtrain.model.load import base_model, load_model
 from packtrain.model.save import weights_at_least
 from packtrain.model.spread import loading_whole
@@ -55,7 +59,8 @@ def save_final(
     seed: int | None,
     scores: bool,
 ) -> tuple[list[str], RoundingCost | str | None]:
-    """Writes final/ and what belongs beside it; called by all processes. Returns a line about each folder, and what rounding costs.
+    """Writes final/ and what belongs beside it, each whole or absent; called by all processes. Returns a line about each folder, and
+    what rounding costs.
 
     Whole models get weights in `dtype`, rounded by chance with a `seed`. `scores`: of a reward model.
     """
@@ -69,27 +74,57 @@ def save_final(
         if peft.merge:
             merged.append(folder.merged)
             saved[folder.merged] = "the merged model"
-    if peft.kind == "none" and dtype == base_model(model).dtype:
-        trainer.save_model(str(adapters))
-    else:
-        trainer.save_weights_in(dtype, adapters, seed)
-    cost = _cost_of_rounding(trainer, dtype, seed, merges=bool(merged))
-    if not trainer.accelerator.is_main_process:
-        return [], cost
-    if merged:
-        if trainer.settings.sharded:  # the trainer's model has only this process's share of its weights
-            with loading_whole():
-                model = load_model(settings, peft, tokenizer, seed=trainer.args.seed, scores=scores)
-        with merged_in(model, load_file(adapters / "adapter_model.safetensors"), dtype, seed) as whole:
-            if whole.can_generate():
-                whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended
-            for place in merged:
-                with weights_at_least(whole, place):
-                    whole.save_pretrained(place)
-                    tokenizer.save_pretrained(place)
-    for place in saved:
-        tidy(place)
+    main = trainer.accelerator.is_main_process
+    with _published([*saved] if main else []):
+        if peft.kind == "none" and dtype == base_model(model).dtype:
+            trainer.save_model(str(_staging(adapters)))
+        else:
+            trainer.save_weights_in(dtype, _staging(adapters), seed)
+        cost = _cost_of_rounding(trainer, dtype, seed, merges=bool(merged))
+        if not main:
+            return [], cost
+        if merged:
+            if trainer.settings.sharded:  # the trainer's model has only this process's share of its weights
+                with loading_whole():
+                    model = load_model(settings, peft, tokenizer, seed=trainer.args.seed, scores=scores)
+            weights = load_file(_staging(adapters) / "adapter_model.safetensors")
+            with merged_in(model, weights, dtype, seed) as whole:
+                if whole.can_generate():
+                    whole.generation_config = cast(Any, base_model(trainer.model)).generation_config  # as it was mended
+                for place in map(_staging, merged):
+                    with weights_at_least(whole, place):
+                        whole.save_pretrained(place)
+                        tokenizer.save_pretrained(place)
     return [f"{place.name}/ holds {what}" for place, what in saved.items()], cost
+
+
+def _staging(place: Path) -> Path:
+    """Where a folder is written that is `place` in the end; beside what a link leads to."""
+    return aside(Path(os.path.realpath(place)))
+
+
+@contextmanager
+def _published(places: Sequence[Path]) -> Iterator[None]:
+    """Folders that are written inside the block as `_staging`, and are there after it; also if the library has refused a config,
+    since the weights are written then (`weights_at_least`)."""
+    for place in places:
+        shutil.rmtree(_staging(place), ignore_errors=True)  # of a killed run
+
+    def publish_all() -> None:
+        for place in places:
+            if _staging(place).is_dir():
+                tidy(_staging(place))
+                target = meant_by(_staging(place))
+                if target.exists() and any(target.iterdir()):  # somebody's, since this run began
+                    target.rename(target.with_name(f"{target.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+                publish(_staging(place), target)
+
+    try:
+        yield
+    except UserError:
+        publish_all()
+        raise
+    publish_all()
 
 
 def _cost_of_rounding(

@@ -509,7 +509,8 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         _wait_for_all(run, "results")  # the answers take all of them, and the main process has been writing alone
     answers = list(zip(config.trainer.samples, run.before, _answers(run), strict=False))
     summary = replace(summary, answers=answers)
-    _write_summary(run, summary.to_json("done"))
+    _describe_data(run, summary.data)
+    _write_summary(run, summary.to_json("done"))  # the last: from here on the same command begins a new run
     commands = results.following(
         folder,
         config.trainer.samples[0] if config.trainer.samples else "Hello",
@@ -519,7 +520,6 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         scores=config.objective.traits.scores,
     )
     results.show(run.log, summary, folder, saved, commands)
-    _describe_data(run, summary.data)
 
 
 def _describe_data(run: Run, data: PreparedData) -> None:

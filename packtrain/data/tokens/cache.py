@@ -34,6 +34,7 @@ from filelock import FileLock, Timeout
 
 from packtrain.data.row_counts import FATES, Fate, RowCounts, count
 from packtrain.data.tokens.encode import Documents
+from packtrain.durable import publish, write_text
 from packtrain.errors import PeerFailed, UserError
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.data_size import cache_path
@@ -108,10 +109,7 @@ class StoreWriter:
             "reasons": list(self._reasons),
             "counts": asdict(self.counts),
         }
-        with open(self.folder / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        (self.folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 class Store:
@@ -187,14 +185,13 @@ def hash_file(path: Path, memory: Path) -> str:
     key = f"{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}"
     note = memory / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     with suppress(OSError):
-        return note.read_text(encoding="utf-8")
+        if len(known := note.read_text(encoding="utf-8")) == 32:
+            return known
     digest = hash_bytes(path)
     if time.time() - stat.st_mtime > SETTLED_S:
         with suppress(OSError):  # on a read-only or full disk hashes are not remembered
             memory.mkdir(parents=True, exist_ok=True)
-            aside = note.with_suffix(f".{os.getpid()}")
-            aside.write_text(digest, encoding="utf-8")
-            aside.replace(note)
+            write_text(note, digest, staging=note.with_suffix(f".{os.getpid()}"))
     return digest
 
 
@@ -229,7 +226,8 @@ def open_or_build(
         if (found := _whole(final, say)) is not None:
             return found, False
         if not (folder / "README.txt").exists():  # it may be the user's: he names the folder
-            (folder / "README.txt").write_text(README.replace("THIS_FOLDER", str(folder)), encoding="utf-8")
+            staging = folder / f"README.{os.getpid()}"
+            write_text(folder / "README.txt", README.replace("THIS_FOLDER", str(folder)), staging=staging)
         for left in folder.glob(f"{'[0-9a-f]' * len(key)}.building"):
             if left == building or time.time() - _newest(left) > STALLED_S:  # too old to be in use
                 shutil.rmtree(left, ignore_errors=True)
@@ -237,7 +235,7 @@ def open_or_build(
         building.mkdir()
         try:
             build(building)
-            building.rename(final)
+            publish(building, final)
         except BaseException as error:  # Ctrl-C too: an interrupted build leaves nothing
             shutil.rmtree(building, ignore_errors=True)
             if isinstance(error, OSError):

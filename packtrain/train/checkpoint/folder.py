@@ -19,8 +19,10 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
+from packtrain.durable import aside, publish, remove, sync
 from packtrain.errors import UserError
-from packtrain.train.checkpoint.origin import origin_in
+from packtrain.run_folder import RunFolder
+from packtrain.train.checkpoint.origin import ORIGIN, origin_in
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
@@ -33,7 +35,7 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 def staging_of(checkpoints: Path, step: int) -> Path:
     """Its folder while it is being written."""
-    return checkpoints / f".step-{step:06d}.partial"
+    return aside(folder_of(checkpoints, step))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -63,19 +65,19 @@ def complete(staging: Path, target: Path) -> None:
         str(path.relative_to(staging)): {"bytes": path.stat().st_size, "blake2b": _hash(path)} for path in files
     }
     (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in (*files, staging / MANIFEST):
-        _sync(path)
-    _sync(staging)
     if target.exists():  # without its manifest, so perhaps not ours
         _move_aside(target)
-    staging.rename(target)
-    _sync(target.parent)
+    folder = RunFolder(target.parent.parent)
+    if folder.metrics.exists():  # the run that goes on from here relies on the lines until here
+        sync(folder.metrics)
+    sync(folder.root)
+    publish(staging, target)
 
 
 def listed(checkpoints: Path) -> dict[int, Path]:
-    """The complete checkpoints by their steps, oldest first; folders with other names belong to the user."""
+    """The checkpoints by their steps, oldest first, damaged ones too; folders with other names belong to the user."""
     found = {int(name[1]): path for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))}
-    return {step: found[step] for step in sorted(found) if (found[step] / MANIFEST).is_file()}
+    return {step: found[step] for step in sorted(found)}
 
 
 def set_aside(checkpoints: Path, after: int) -> list[str]:
@@ -91,21 +93,30 @@ def set_aside(checkpoints: Path, after: int) -> list[str]:
 
 
 def _move_aside(checkpoint: Path) -> Path:
-    return checkpoint.rename(checkpoint.with_name(f"aside-{time.strftime('%Y%m%d-%H%M%S')}-{checkpoint.name}"))
+    target = checkpoint.with_name(f"aside-{time.strftime('%Y%m%d-%H%M%S')}-{checkpoint.name}")
+    while target.exists():
+        target = target.with_name(f"{target.name}-again")
+    return checkpoint.rename(target)
 
 
 def damage(checkpoint: Path) -> str | None:
     """The first mismatch of a checkpoint with its manifest; None if it is intact."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
-    except (OSError, ValueError):
+        written = {name: (entry["bytes"], entry["blake2b"]) for name, entry in manifest.items()}
+        if ORIGIN not in written or TRAINER_STATE_NAME not in written:
+            return f"{MANIFEST} does not list what every checkpoint has"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"{MANIFEST} is missing or unreadable"
-    for name, entry in manifest.items():
+    for name, (size, digest) in written.items():
         path = checkpoint / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != entry["bytes"] or _hash(path) != entry["blake2b"]:
-            return f"{name} is not as it was written"
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size or _hash(path) != digest:
+                return f"{name} is not as it was written"
+        except (OSError, ValueError) as error:  # no name of a file, or a disk that does not give it back
+            return f"{name!r} cannot be read: {error}"
     return None
 
 
@@ -140,12 +151,12 @@ def prune(checkpoints: Path, keep: int | None, best: Path | None, origin: dict[s
         return
     for old in [one for one in listed(checkpoints).values() if _of_run(one, origin)][:-keep]:
         if best is None or old.resolve() != best.resolve():
-            shutil.rmtree(old)
+            remove(old)
 
 
 def _of_run(checkpoint: Path, origin: dict[str, Any]) -> bool:
     with suppress(OSError, ValueError):
-        return origin_in(checkpoint) == origin
+        return (checkpoint / MANIFEST).is_file() and origin_in(checkpoint) == origin
     return False
 
 
@@ -155,11 +166,3 @@ def _hash(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -30,14 +30,14 @@ def advice(*, rounds_plainly: bool) -> str:
 class LostUpdates:
     """Counts lost updates in the steps of an optimizer, of this process's part of the weights.
 
-    `advice` is for their warning, and `warned` whether it was given.
+    `advice` is for their warning, and `warned` whether it was given; `measured` steps were measured, those before a resume too.
     """
 
     def __init__(self) -> None:
         self.advice, self.warned = "", False
         self._counts: torch.Tensor | None = None
         self._sampled: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]] = []
-        self._measuring, self._measured = False, 0
+        self._measuring, self.measured = False, 0
         self._found = self._untaken = False
 
     def watch(self, optimizer: Any) -> None:
@@ -51,8 +51,8 @@ class LostUpdates:
 
     def open_step(self, step: int) -> None:
         """Decides whether `step`, counted from 1, is measured."""
-        self._measured += self._found
-        self._measuring, self._found = self._measured < FIRST or step % EVERY == 0, False
+        self.measured += self._found
+        self._measuring, self._found = self.measured < FIRST or step % EVERY == 0, False
 
     def before(self, groups: list[dict[str, Any]]) -> None:
         """Keeps a sample of what is about to be stepped; DeepSpeed steps some groups at a time."""

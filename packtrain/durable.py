@@ -1,0 +1,62 @@
+"""Files and folders that a kill or a loss of power leaves whole or absent, and never behind what relies on them.
+
+A file is on the disk when it is synced, and its name when its folder is; until then a loss of power may take the one without the
+other: a renamed file can come back empty. So what must not be lost is written aside, synced, renamed, and its folder synced.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # file systems that cannot sync a folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def aside(path: Path) -> Path:
+    """Where a file or folder lies while it is written or removed."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def meant_by(staging: Path) -> Path:
+    """The file or folder that `staging` will be; itself if it is one already."""
+    name = staging.name
+    return staging.with_name(name[1:-8]) if name.startswith(".") and name.endswith(".partial") else staging
+
+
+def write_text(path: Path, text: str, *, staging: Path | None = None) -> None:
+    """Writes a file (UTF-8) that is the old one, or none, until it is this one whole. Processes that may write it at the same time
+    need a `staging` of their own."""
+    staging = staging or aside(path)
+    staging.write_text(text, encoding="utf-8", errors="replace")
+    publish(staging, path)
+
+
+def publish(staging: Path, target: Path) -> None:
+    """Syncs a file, or a folder with all that is in it, and renames it to `target`, beside it or not."""
+    for folder, _, files in os.walk(staging):
+        for name in files:
+            sync(Path(folder, name))
+        sync(Path(folder))
+    if staging.is_file():
+        sync(staging)
+    os.replace(staging, target)
+    sync(target.parent)
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder, of which no part is ever seen under its name."""
+    shutil.rmtree(aside(folder), ignore_errors=True)
+    folder.rename(aside(folder))
+    shutil.rmtree(aside(folder), ignore_errors=True)
