@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -183,11 +184,13 @@ def verify(
 
     def work() -> int:
         if collator is not None:
+            from packtrain.launch.apart import done_apart
             from packtrain.train.verify.command import run_on_collator
 
             run, _ = _config_and_plan(arguments)
             how = {"attention": attention, "attached": attached, "as_json": as_json}
-            return run_on_collator(run.model, run.peft, run.trainer, collator, **how)
+            prove = partial(run_on_collator, run.model, run.peft, run.trainer, collator, **how)
+            return done_apart(prove, name=collator, where="--collator")
         if attached or attention is not None:
             name = "--attach" if attached else "--attention"
             raise UserError("it says how the model of --collator runs", where=name, fix="Give --collator, too.")

@@ -31,6 +31,7 @@ from packtrain.attention.backends import PER_DOCUMENT, attend_when_packed
 from packtrain.attention.segmented_modules import replace_forward, uses_attention_interface
 from packtrain.errors import CheckFailed, UserError
 from packtrain.library.padded import (
+    TAKEN,
     Layout,
     LeftAlone,
     Positions,
@@ -389,8 +390,7 @@ class _PackedModel:
     def _run(self, inner: Callable[..., Any], call: dict[str, Any], layout: Layout, places: np.ndarray | None) -> Any:
         """The output of the padded call; if `places` are given, its last hidden states are those at these tokens, [1, n, d]."""
         ids, as_tuple = call["input_ids"], call.get("return_dict") is False
-        taken = ("input_ids", "attention_mask", "position_ids", "return_dict", "use_cache")
-        rest = {name: value for name, value in call.items() if name not in taken}
+        rest = {name: value for name, value in call.items() if name not in TAKEN}
         with self._not_packing():
             outputs = [inner(**layout.arguments(row, ids), **rest, use_cache=False) for row in range(len(layout.rows))]
         slots = to_device(torch.from_numpy(layout.slots), ids.device)

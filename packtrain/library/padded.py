@@ -19,7 +19,8 @@ from packtrain.packing.segments import Segments
 
 Positions = Literal["tokens", "columns"]
 """What a model counts in a padded call that brings no positions: the tokens of a document, or columns, padding included."""
-_ITS_OWN = ("input_ids", "attention_mask", "position_ids", "use_cache", "return_dict")
+TAKEN = ("input_ids", "attention_mask", "position_ids", "use_cache", "return_dict", "margin")
+"""What of a call is not handed on to the rows; `margin` is of TRL's reward loss, which reads it from the model's batch."""
 
 
 class LeftAlone(Exception):
@@ -114,7 +115,7 @@ def check_call(call: Mapping[str, Any]) -> None:
         raise LeftAlone("output_attentions")
     for name, value in call.items():
         number = isinstance(value, str) or (isinstance(value, torch.Tensor) and not value.dim())  # num_items_in_batch
-        if name not in _ITS_OWN and isinstance(value, torch.Tensor | Sequence) and not number:
+        if name not in TAKEN and isinstance(value, torch.Tensor | Sequence) and not number:
             raise LeftAlone(name)
 
 

@@ -315,6 +315,8 @@ class TerminalProgress(TrainerCallback):
 
 def _of_preferences(logs: dict[str, Any]) -> str:
     """What an evaluation found beside the loss: of pairs how many are ranked right, of answers with labels the mean rewards."""
+    if "eval_accuracy" in logs:  # of a reward model
+        return f"  pairs ranked right {logs['eval_accuracy']:.1%}"
     if not logs.get("eval_rewards/margins"):  # at a zero margin no pair is ranked
         return ""
     if "eval_rewards/accuracies" in logs:

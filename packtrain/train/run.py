@@ -40,7 +40,7 @@ from packtrain.model.compiled import compile_layers
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision, multiply_in
 from packtrain.model.save import mend_generation_config, try_saving
-from packtrain.model.score_head import outputs_of_tokens
+from packtrain.model.score_head import is_reward_model, outputs_of_tokens
 from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
@@ -229,6 +229,8 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
     own_heartbeat().enter("load")
     scores = config.objective.traits.scores
     run.model = load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed, scores=scores)
+    if not scores and is_reward_model(base_model(run.model).config) and config.model.init == "pretrained":
+        log.warn(f"{config.model.path} is a reward model or classifier: its head is left away, and final/ has none")
     agree_on_model(peers, run.model, timeout_s=preparing)
     check_trainable(run.model)
     longest = max(objective.longest_document(part) for part in (data.train, data.eval) if part)

@@ -296,6 +296,15 @@ def test_a_backend_that_is_asked_for_is_never_replaced() -> None:
     assert (decision.backend.name, decision.backend.why, decision.rejected) == ("sdpa_mask", "asked for", ())
 
 
+def test_a_small_model_in_bfloat16_is_not_called_blind_for_the_width_of_its_tolerance() -> None:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["gpt2"](vocab_size=97, n_embd=48, n_layer=2, n_head=4)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    choice = choose_attention("auto", model, CPU)
+    assert choice.backend.name == "segmented" and choice.proof is not None
+    assert choice.proof.control < 5 * choice.proof.tolerance and choice.proof.moved_after == 0
+
+
 def test_a_model_that_hardly_looks_at_its_context_cannot_be_proved_exact() -> None:
     model = tiny_model("llama")
     for layer in model.model.layers:

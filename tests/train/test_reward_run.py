@@ -183,6 +183,17 @@ def held_out_figures(model: Any, folder: Path) -> dict[str, float]:
     return dict(zip(FIGURES, (figure.item() for figure in figures), strict=True))
 
 
+def test_a_reward_model_that_is_trained_as_a_language_model_loses_its_head_and_the_run_says_so(folder: Path) -> None:
+    tied = Model(init="random", config={**LLAMA, "tie_word_embeddings": True}, tokenizer="quickstart")
+    tokenizer = load_tokenizer(tied)
+    load_model(tied, Peft(), tokenizer, seed=0, scores=True).save_pretrained(folder / "scoring")
+    tokenizer.save_pretrained(folder / "scoring")
+    dpo = ["objective.kind=dpo", "objective.center_rewards_coefficient=null"]
+    found = run(folder, "as-dpo", f"model.path={folder / 'scoring'}", *dpo, trainer={"max_steps": 1})
+    said = said_at_start(found)
+    assert f"{folder / 'scoring'} is a reward model or classifier: its head is left away, and final/ has none" in said
+
+
 def assert_scores_as_trained(model: Any, run: Run, folder: Path) -> None:
     model = model.eval()
     assert model.config.num_labels == 1 and model.config.pad_token_id is not None

@@ -15,6 +15,7 @@ from packtrain.errors import UserError
 from packtrain.train.verify.foreign_collator import verify_collator
 
 OF_OTHERS = """
+import os
 from transformers import DataCollatorWithFlattening, DataCollatorForSeq2Seq
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -48,6 +49,9 @@ def cutting(features):
 
 def raising(features):
     return {}[features[0]["text"]]
+
+def leaving(features):
+    os._exit(0)
 
 def with_more(features):
     return {**flat(features), "inputs_embeds": 1}
@@ -186,6 +190,7 @@ def test_the_command_shows_it_and_its_exit_code_tells(tmp_path: Path, others: st
     for spec, said in {
         "others": "names no function",
         "nowhere.py:x": "there is no file nowhere.py",
+        "others:leaving": "others:leaving ended the process with exit code 0, and nothing was proved",
         "broken:x": "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'",
     }.items():
         assert said in command("--collator", spec, expect=2).stderr

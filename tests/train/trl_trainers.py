@@ -148,6 +148,7 @@ def make(
         return trl.KTOTrainer(args=trl.KTOConfig(**settings(folder, **given)), train_dataset=rows, **common)
     rows = datasets.Dataset.from_dict({"prompt": prompts, **answers})
     if kind == "reward":
+        rows = rows.add_column("margin", [number % 3 / 4 for number in range(24)])
         return trl.RewardTrainer(args=trl.RewardConfig(**settings(folder, **given)), train_dataset=rows, **common)
     return trl.DPOTrainer(args=trl.DPOConfig(**settings(folder, **given)), train_dataset=rows, **common)
 

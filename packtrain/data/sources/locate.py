@@ -12,12 +12,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
-from packtrain.config.schema import TRAITS, DataSource, ObjectiveKind, Split, SplitText
+from packtrain.config.schema import DataSource, ObjectiveKind, Split, SplitText
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, ParsedChunk, RawRow, TableChunk
 from packtrain.data.sources.files import READABLE, kind_of, read_file, suffix_of, texts
@@ -107,9 +107,17 @@ class Table:
                 first += batch.num_rows
 
 
+_QUICKSTART: dict[ObjectiveKind, Callable[..., list[dict[str, Any]]]] = {
+    "sft": quickstart.conversations,
+    "dpo": quickstart.preferences,
+    "kto": quickstart.labelled,
+    "reward": quickstart.relevance,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Quickstart:
-    """packtrain's built-in conversations, or preference pairs; `size` is unknown before they are generated."""
+    """packtrain's built-in data of an objective; `size` is unknown before they are generated."""
 
     name: str
     split: Split
@@ -125,9 +133,7 @@ class Quickstart:
 
     def chunks(self) -> Iterator[Chunk]:
         """All rows."""
-        make = quickstart.preferences if TRAITS[self.objective].pairs else quickstart.conversations
-        make = quickstart.labelled if self.objective == "kto" else make
-        rows: list[RawRow] = list(make(self.split, self.seed, None))
+        rows: list[RawRow] = list(_QUICKSTART[self.objective](self.split, self.seed, None))
         for start in range(0, len(rows), CHUNK_ROWS):
             part = rows[start : start + CHUNK_ROWS]
             yield ParsedChunk(self.name, list(range(start + 1, start + 1 + len(part))), part, len(part))

@@ -9,7 +9,9 @@ trained on the `train` split at first use (a fraction of a second), so it always
 since another version of `tokenizers` may train a different one.
 
 In preference pairs, the wrong answer is the right one with a random item replaced by another of its kind (a capital by a
-capital, a number by a nearby one), or one letter of a spelt word: length, form and words do not reveal the right answer.
+capital, a number by a nearby one), or one letter of a spelt word: length, form and words do not reveal the right answer. Of
+answers with labels, and of pairs for a reward model, a wrong one is the right answer to another question: in a minute a model
+from nothing learns to tell these apart, those not.
 """
 
 from __future__ import annotations
@@ -274,19 +276,37 @@ def preferences(split: Split, seed: int = 0, count: int | None = None) -> list[d
     return rows
 
 
+def relevance(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
+    """As `preferences`, but the rejected answer is one to another question."""
+    rng = random.Random(f"relevance-{split}-{seed}")
+    rows = []
+    for _ in range(PAIR_COUNTS[split] if count is None else count):
+        *prompt, answer = conversation(split, rng)
+        rejected = [{"role": "assistant", "content": _of_another(answer["content"], split, rng)}]
+        rows.append({"prompt": prompt, "chosen": [answer], "rejected": rejected})
+    return rows
+
+
 def labelled(split: Split, seed: int = 0, count: int | None = None) -> list[dict[str, Any]]:
     """`count` rows (4,000 for train, 200 for eval) of the form {"prompt", "completion", "label"}, the first two lists of messages.
 
-    Half of the answers are wrong (`label` false), as in `preferences`, of which the rest is true here too.
+    Half of the answers are to another question (`label` false). What is said of the rows of `preferences` is true here too.
     """
     rng = random.Random(f"labels-{split}-{seed}")
     rows = []
     for _ in range(PAIR_COUNTS[split] if count is None else count):
         *prompt, answer = conversation(split, rng)
         right = rng.random() < 0.5
-        content = answer["content"] if right else _wrong(answer["content"], rng)
+        content = answer["content"] if right else _of_another(answer["content"], split, rng)
         rows.append({"prompt": prompt, "completion": [{"role": "assistant", "content": content}], "label": right})
     return rows
+
+
+def _of_another(answer: str, split: Split, rng: random.Random) -> str:
+    """An answer that ends another conversation, and is not `answer`."""
+    while (other := conversation(split, rng)[-1]["content"]) == answer:
+        pass
+    return other
 
 
 def _wrong(answer: str, rng: random.Random) -> str:

@@ -25,7 +25,9 @@ from packtrain.data.sources.quickstart import (
     Split,
     conversations,
     held_out,
+    labelled,
     preferences,
+    relevance,
     tokenizer,
 )
 
@@ -115,6 +117,20 @@ def test_the_vocabulary_has_the_special_tokens_and_no_more_than_it_says():
     assert tokenizer().eos_token == END
     assert tokenizer().pad_token_id != tokenizer().eos_token_id
     assert len(tokenizer()(END)["input_ids"]) == 1
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_wrong_answer_of_kto_and_reward_is_one_to_another_question(split: Split) -> None:
+    pairs, answers = relevance(split, count=200), labelled(split, count=200)
+    known = texts("train", "assistant") | texts("eval", "assistant")
+    assert all(row["chosen"] != row["rejected"] for row in pairs)
+    wrong = [row["rejected"][0]["content"] for row in pairs]
+    wrong += [row["completion"][0]["content"] for row in answers if not row["label"]]
+    assert sum(one in known for one in wrong) > 0.6 * len(wrong)  # the others are of lists and numbers without end
+    assert 70 < sum(row["label"] for row in answers) < 130
+    assert relevance(split, count=50) == pairs[:50] and labelled(split, count=50) == answers[:50]
+    asked = {row["prompt"][0]["content"] for row in [*pairs, *answers] if row["prompt"][0]["role"] == "user"}
+    assert all(held_out(one) == (split == "eval") for one in asked)
 
 
 def test_the_trained_tokens_are_exactly_the_answers_with_their_end_tokens():
