@@ -42,8 +42,7 @@ DOCUMENTS = Segments(LENGTHS)
 TREE = Segments((3, 1, 3, 1, 2, 27, 2, 2, 1), (None, 0, 1, 1, 0, None, None, 6, 6))
 """Two prompts that are continued twice, one of these continuations twice again, and between them a document as long as the
 longest of DOCUMENTS: so that one proof serves trees and documents."""
-CONTROL_FACTOR = 5
-"""How many times what has moved (in float32: the tolerance) the control has to be off."""
+_CONTROL_FACTOR = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +79,15 @@ def tolerance_of(dtype: torch.dtype) -> float:
     in fp32, 1e-2 and 5e-2 in fp16 and bf16. A leak moves outputs by the order of 1.
     """
     return {torch.float32: 2e-4, torch.float64: 1e-8, torch.float16: 1e-2}.get(dtype, 5e-2)
+
+
+def least_control(moved: float, tolerance: float) -> float:
+    """How far off the control has to be, where with isolation on documents have `moved` that much.
+
+    Five times that, and the tolerance at least. In 16 bits nothing moves mostly, while the tolerance is wide for rounding in
+    another row: by five tolerances a small bfloat16 model would be called blind. For no movement stands float32's tolerance.
+    """
+    return max(tolerance, _CONTROL_FACTOR * max(moved, min(tolerance, tolerance_of(torch.float32))))
 
 
 def loss_tolerance_of(dtype: torch.dtype) -> float:
@@ -125,9 +133,7 @@ def prove_isolation(
             if not equality <= tolerance:  # noise of training mode is no leak either
                 model.eval()
                 equality = difference(logits_in_row(model, ids[0], segments), alone, typical=typical)
-    # by what did move: in 16 bits that is mostly nothing, while the tolerance is wide for what is in another row
-    unmoved = max(before, after, min(tolerance, tolerance_of(torch.float32)))
-    verdict = "exact" if control >= max(tolerance, CONTROL_FACTOR * unmoved) else "unsupported"
+    verdict = "exact" if control >= least_control(max(before, after), tolerance) else "unsupported"
     if not max(before, after, equality) <= tolerance:
         verdict = "leaks"
     return Proof(verdict, backend, before, after, equality, control, tolerance)

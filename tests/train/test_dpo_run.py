@@ -2,80 +2,34 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
 import torch
 import yaml
+from answer_runs import AnswerRuns, preferences, said_at_start
 from here import train_here
-from running import ENVIRONMENT, LLAMA, WORDS, Run, base_config, train, write_jsonl
-from safetensors.torch import load_file
+from running import WORDS, Run, train, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
 from packtrain.config.compose import load_config
-from packtrain.config.schema import Model, Peft
-from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import UserError
-from packtrain.model.load import load_model
-from packtrain.train.checkpoint import hooks as checkpoint_hooks
 from packtrain.train.objectives.dpo_trainer import FIGURES
-from tests.train import forked
 
 PAIRS, HELD_OUT, A_STEP, STEPS = 22, 5, 7, 6  # step 4 has one pair, step 5 is of the second epoch
 SMALL = "batch.tokens_per_device=190"  # one to four pairs, so that steps have several micro-batches
 
 
-def preferences(count: int, seed: int) -> list[dict[str, Any]]:
-    """Pairs with prompts and answers of very different lengths; some answers of a pair are equally long."""
-    rng = random.Random(seed)
-
-    def said(role: str, most: list[int]) -> list[dict[str, str]]:
-        return [{"role": role, "content": " ".join(rng.choices(WORDS, k=rng.choice(most)))}]
-
-    rows = []
-    while len(rows) < count:
-        prompt, chosen, rejected = said("user", [1, 3, 20]), said("assistant", [1, 4]), said("assistant", [1, 9])
-        if chosen != rejected:
-            rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
-    return rows
-
-
-def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
-    """A run on the pairs in their order, from the model in folder/start."""
-    model = {"init": "pretrained", "path": str(folder / "start"), "config": {}, "tokenizer": None}
-    data = {
-        "train": str(folder / "train.jsonl"),
-        "eval": str(folder / "eval.jsonl"),
-        "shuffle": False,
-        "max_length": 92,
-    }
-    given = {"model": model, "data": data, "batch": {"examples_per_step": A_STEP, "tokens_per_device": 1024}}
-    return base_config(folder, **given, trainer={"max_steps": STEPS, **groups.pop("trainer", {})}, **groups)
+RUNS = AnswerRuns("dpo", FIGURES, A_STEP, STEPS)
+config_of, run, assert_same_training = RUNS.config_of, RUNS.run, RUNS.assert_same_training
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the pairs in it, and a model to start from."""
-    folder = tmp_path_factory.mktemp("dpo")
-    write_jsonl(folder / "train.jsonl", preferences(PAIRS, 0))
-    write_jsonl(folder / "eval.jsonl", preferences(HELD_OUT, 1))
-    description = Model(init="random", config=LLAMA, tokenizer="quickstart")
-    tokenizer = load_tokenizer(description)
-    load_model(description, Peft(), tokenizer, seed=0).save_pretrained(folder / "start")
-    tokenizer.save_pretrained(folder / "start")
-    return folder
-
-
-def run(folder: Path, name: str, *overrides: str, **groups: dict[str, Any]) -> Run:
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config_of(folder, **groups)))
-    return train_here(load_config(str(path), ["objective.kind=dpo", *overrides]), folder / name)
+    return RUNS.write(tmp_path_factory.mktemp("dpo"), preferences(PAIRS, 0), preferences(HELD_OUT, 1))
 
 
 @pytest.fixture(scope="module")
@@ -83,46 +37,11 @@ def packed(folder: Path) -> Run:
     return train(folder, config_of(folder), name="packed", command="dpo")
 
 
-def assert_same_training(found: Run, expected: Run, weights: str = "model.safetensors") -> None:
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert [line["examples"] for line in found.steps] == [line["examples"] for line in expected.steps]
-    for ours, theirs in zip(found.steps, expected.steps, strict=True):
-        for name in FIGURES:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (ours["step"], name)
-    for ours, theirs in zip(found.evals, expected.evals, strict=True):
-        for name in ("loss", *FIGURES):
-            assert ours[f"eval_{name}"] == pytest.approx(theirs[f"eval_{name}"], rel=1e-5, abs=1e-5), name
-    ours, theirs = (load_file(run.folder / "final" / weights) for run in (found, expected))
-    for name, tensor in ours.items():
-        assert (tensor - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
-
-
-def said_at_start(run: Run) -> str:
-    return (run.folder / "logs" / "rank-00000.log").read_text()
-
-
 def test_the_first_steps_equal_those_of_trl(folder: Path, packed: Run) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "start")
     theirs = DPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "start", dtype=torch.float32),
-        args=DPOConfig(
-            output_dir=str(folder / "trl"),
-            per_device_train_batch_size=A_STEP,
-            per_device_eval_batch_size=HELD_OUT,
-            max_steps=STEPS,
-            learning_rate=1e-3,
-            lr_scheduler_type="constant",
-            logging_steps=1,
-            train_sampling_strategy="sequential",
-            activation_checkpointing=False,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            max_length=None,
-            seed=0,
-        ),
+        args=DPOConfig(**RUNS.of_trl(folder, HELD_OUT), train_sampling_strategy="sequential"),
         train_dataset=datasets.Dataset.from_list(preferences(PAIRS, 0)),
         eval_dataset=datasets.Dataset.from_list(preferences(HELD_OUT, 1)),
         processing_class=tokenizer,
@@ -209,27 +128,5 @@ def test_a_loss_that_sorts_pairs_is_refused_where_only_the_evaluation_would_be_s
         train_here(both, folder / "aot-refused")
 
 
-def _killed_after_a_checkpoint(*given: Any) -> None:
-    complete = checkpoint_hooks.complete
-
-    def last(staging: Path, target: Path) -> None:
-        complete(staging, target)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    checkpoint_hooks.complete = last
-    forked.run(*given)
-
-
 def test_killed_and_resumed_gives_bitwise_the_same_weights(folder: Path, packed: Run) -> None:
-    config = config_of(folder, trainer={"checkpoint_every": 2, "output_dir": str(folder / "killed")})
-    path, outputs = folder / "killed.yaml", [folder / "killed.out", folder / "killed.err"]
-    path.write_text(yaml.safe_dump(config))
-    process = forked.start(("dpo", str(path)), ENVIRONMENT, folder, outputs, _killed_after_a_checkpoint)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL, outputs[1].read_text()
-    resumed = run(folder, "killed", trainer={"checkpoint_every": 2})
-    assert "resuming from step-000002" in said_at_start(resumed)
-    assert resumed.losses == packed.losses
-    weights = packed.weights()
-    for name, tensor in resumed.weights().items():
-        assert torch.equal(tensor, weights[name]), name
+    RUNS.assert_resumes_bitwise(folder, packed, 2)

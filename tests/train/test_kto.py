@@ -10,8 +10,8 @@ from typing import Any, cast, get_args
 
 import pytest
 import torch
-from tiny_dpo import TOKENIZER, another, gradient, policy
-from tiny_kto import ANSWERS, LABELS, LAYOUTS, Answers, arguments, in_parts, ours, rows, steps_of
+from tiny_dpo import TOKENIZER, another, gradient, in_parts, policy
+from tiny_kto import ANSWERS, LABELS, LAYOUTS, Answers, arguments, ours, rows, steps_of
 from trl import KTOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 

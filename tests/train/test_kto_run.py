@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +11,19 @@ import datasets
 import pytest
 import torch
 import yaml
-from here import ALONE, train_here
-from running import ENVIRONMENT, LLAMA, WORDS, Run, base_config, packtrain, train, write_jsonl
-from safetensors.torch import load_file
+from answer_runs import AnswerRuns, message, said_at_start
+from here import ALONE
+from running import Run, packtrain, train, write_jsonl
 from test_strategies import MODEL, ZERO2, ZERO3
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import KTOConfig, KTOTrainer
 
 from packtrain.config.compose import load_config
-from packtrain.config.schema import Model, Peft
-from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError
-from packtrain.model.load import load_model
 from packtrain.run_folder import RunFolder
-from packtrain.train.checkpoint import hooks as checkpoint_hooks
 from packtrain.train.objectives.kto_trainer import MARGINS, UNITS
 from packtrain.train.run import verify_in
 from packtrain.train.verify.modes import MODES
-from tests.train import forked
 
 ANSWERS, HELD_OUT, A_STEP, STEPS = 23, 6, 7, 10  # steps 4 and 8 have two answers, of one kind in the second pass too
 SMALL = "batch.tokens_per_device=110"  # one to three answers, so that steps have several micro-batches
@@ -40,48 +33,24 @@ FIGURES = (*UNITS, MARGINS)
 def labelled(count: int, seed: int) -> list[dict[str, Any]]:
     """Answers with prompts of very different lengths; two thirds are desirable."""
     rng = random.Random(seed)
-
-    def said(role: str, most: list[int]) -> list[dict[str, str]]:
-        return [{"role": role, "content": " ".join(rng.choices(WORDS, k=rng.choice(most)))}]
-
     return [
         {
-            "prompt": said("user", [1, 3, 20]),
-            "completion": said("assistant", [1, 4, 9]),
+            "prompt": message(rng, "user", [1, 3, 20]),
+            "completion": message(rng, "assistant", [1, 4, 9]),
             "label": rng.random() < 2 / 3,
         }
         for _ in range(count)
     ]
 
 
-def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
-    """A run on the answers in their order, from the model in folder/start."""
-    model = {"init": "pretrained", "path": str(folder / "start"), "config": {}, "tokenizer": None}
-    files = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl")}
-    objective = {"kind": "kto", "undesirable_weight": 1.5, **groups.pop("objective", {})}
-    given = {"model": model, "data": {**files, "shuffle": False, "max_length": 92}, "objective": objective}
-    batch = {"examples_per_step": A_STEP, "tokens_per_device": 1024}
-    trainer = {"max_steps": STEPS, **groups.pop("trainer", {})}
-    return base_config(folder, **given, batch=batch, trainer=trainer, **groups)
+RUNS = AnswerRuns("kto", FIGURES, A_STEP, STEPS, {"undesirable_weight": 1.5})
+config_of, run, assert_same_training = RUNS.config_of, RUNS.run, RUNS.assert_same_training
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the answers in it, and a model to start from."""
-    folder = tmp_path_factory.mktemp("kto")
-    write_jsonl(folder / "train.jsonl", labelled(ANSWERS, 0))
-    write_jsonl(folder / "eval.jsonl", labelled(HELD_OUT, 1))
-    description = Model(init="random", config=LLAMA, tokenizer="quickstart")
-    tokenizer = load_tokenizer(description)
-    load_model(description, Peft(), tokenizer, seed=0).save_pretrained(folder / "start")
-    tokenizer.save_pretrained(folder / "start")
-    return folder
-
-
-def run(folder: Path, name: str, *overrides: str, **groups: dict[str, Any]) -> Run:
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config_of(folder, **groups)))
-    return train_here(load_config(str(path), [*overrides]), folder / name)
+    return RUNS.write(tmp_path_factory.mktemp("kto"), labelled(ANSWERS, 0), labelled(HELD_OUT, 1))
 
 
 @pytest.fixture(scope="module")
@@ -89,47 +58,11 @@ def packed(folder: Path) -> Run:
     return train(folder, config_of(folder), name="packed", command="kto")
 
 
-def assert_same_training(found: Run, expected: Run, weights: str = "model.safetensors") -> None:
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert [line["examples"] for line in found.steps] == [line["examples"] for line in expected.steps]
-    for ours, theirs in zip(found.lines, expected.lines, strict=True):
-        for name in [f"{side}{name}" for name in ("loss", *FIGURES) for side in ("", "eval_")]:
-            assert (name in ours) == (name in theirs), (ours["step"], name)
-            if name in ours:
-                # the estimate is a difference of log-probabilities of a hundred nats or more, in float32
-                within = 5e-5 if name.endswith("kl") else 1e-5
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=within), (ours["step"], name)
-    ours, theirs = (load_file(run.folder / "final" / weights) for run in (found, expected))
-    for name, tensor in ours.items():
-        assert (tensor - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
-
-
-def said_at_start(run: Run) -> str:
-    return (run.folder / "logs" / "rank-00000.log").read_text()
-
-
 def test_the_first_steps_equal_those_of_trl(folder: Path, packed: Run) -> None:
     """Those before the last step of a pass, where TRL makes the pairs of the KL estimate as we do."""
     theirs = KTOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder / "start", dtype=torch.float32),
-        args=KTOConfig(
-            output_dir=str(folder / "trl"),
-            per_device_train_batch_size=A_STEP,
-            per_device_eval_batch_size=HELD_OUT,
-            max_steps=STEPS,
-            learning_rate=1e-3,
-            lr_scheduler_type="constant",
-            logging_steps=1,
-            activation_checkpointing=False,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            max_length=92,
-            undesirable_weight=1.5,
-            seed=0,
-        ),
+        args=KTOConfig(**{**RUNS.of_trl(folder, HELD_OUT), "max_length": 92}, undesirable_weight=1.5),
         train_dataset=datasets.Dataset.from_list(labelled(ANSWERS, 0)),
         processing_class=AutoTokenizer.from_pretrained(folder / "start"),
     )
@@ -202,30 +135,8 @@ def test_bf16_is_the_same_packed_and_padded_within_its_precision(folder: Path) -
     assert packed.steps[0]["kl"] == padded.steps[0]["kl"] == 0
 
 
-def _killed_after_a_checkpoint(*given: Any) -> None:
-    complete = checkpoint_hooks.complete
-
-    def last(staging: Path, target: Path) -> None:
-        complete(staging, target)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    checkpoint_hooks.complete = last
-    forked.run(*given)
-
-
 def test_killed_and_resumed_gives_bitwise_the_same_weights(folder: Path, packed: Run) -> None:
-    config = config_of(folder, trainer={"checkpoint_every": 5, "output_dir": str(folder / "killed")})
-    path, outputs = folder / "killed.yaml", [folder / "killed.out", folder / "killed.err"]
-    path.write_text(yaml.safe_dump(config))
-    process = forked.start(("kto", str(path)), ENVIRONMENT, folder, outputs, _killed_after_a_checkpoint)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL, outputs[1].read_text()
-    resumed = run(folder, "killed", trainer={"checkpoint_every": 5})
-    assert "resuming from step-000005" in said_at_start(resumed)
-    assert resumed.losses == packed.losses
-    weights = packed.weights()
-    for name, tensor in resumed.weights().items():
-        assert torch.equal(tensor, weights[name]), name
+    RUNS.assert_resumes_bitwise(folder, packed, 5)
 
 
 def test_what_cannot_be_trained_is_refused_with_exit_code_2(folder: Path) -> None:

@@ -110,3 +110,16 @@ def test_the_dpo_quickstart_ranks_held_out_pairs_well_above_chance(tmp_path: Pat
     assert last["eval_pairs"] == 200  # so that chance is 0.5 ± 0.035
     assert last["eval_rewards/accuracies"] > 0.6
     assert f"{last['eval_rewards/accuracies']:.1%} rank right" in said
+
+
+def test_the_kto_quickstart_tells_answers_to_other_questions_apart(tmp_path: Path) -> None:
+    # a fifth of its steps, evaluated at the two ends
+    own = {"PACKTRAIN_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    given = ["trainer.max_steps=60", "trainer.eval_every=60"]
+    said = packtrain("kto", "recipes/quickstart-kto.yaml", *given, cwd=tmp_path, env=own).stdout
+    first, last = Run(tmp_path / "runs" / "quickstart-kto").evals
+    assert first["eval_loss"] == pytest.approx(0.5, abs=1e-6)  # the model is its own reference
+    assert last["eval_answers"] == 200
+    assert last["eval_loss"] < 0.35
+    assert last["eval_rewards/chosen"] > 0.3 and last["eval_rewards/rejected"] < -0.3
+    assert f"rewards {last['eval_rewards/chosen']:.3f} desirable" in said

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +11,22 @@ import datasets
 import pytest
 import torch
 import yaml
+from answer_runs import AnswerRuns, preferences, said_at_start, saved_model
 from here import train_here
 from peft import AutoPeftModelForSequenceClassification
-from running import ENVIRONMENT, LLAMA, Run, base_config, packtrain, train, write_jsonl
+from running import LLAMA, Run, packtrain, train
 from safetensors.torch import load_file
-from test_dpo_run import preferences
 from test_strategies import MODEL, NEEDS_DEEPSPEED
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig, RewardTrainer
 
 from packtrain.config.compose import load_config
-from packtrain.config.schema import Model, Peft
-from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.model.load import load_model
-from packtrain.train.checkpoint import hooks as checkpoint_hooks
+from packtrain.config.schema import Model
 from packtrain.train.objectives.reward_trainer import FIGURES
-from tests.train import forked
 
 PAIRS, HELD_OUT, A_STEP, STEPS = 22, 5, 7, 10  # step 4 of an epoch has one pair
 SMALL = "batch.tokens_per_device=190"  # one to four pairs, so that steps have several micro-batches
-OBJECTIVE = {"kind": "reward", "center_rewards_coefficient": 0.02}
+OBJECTIVE = {"center_rewards_coefficient": 0.02}
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
@@ -41,34 +35,14 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
     return [{**row, "margin": number % 3 / 4} for number, row in enumerate(found)]
 
 
-def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
-    """A run on the pairs in their order, from the model in folder/start."""
-    model = {"init": "pretrained", "path": str(folder / "start"), "config": {}, "tokenizer": None}
-    files = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl")}
-    given = {"model": model, "data": {**files, "shuffle": False, "max_length": 92}, "objective": OBJECTIVE}
-    batch = {"examples_per_step": A_STEP, "tokens_per_device": 1024}
-    return base_config(
-        folder, **given, batch=batch, trainer={"max_steps": STEPS, **groups.pop("trainer", {})}, **groups
-    )
+RUNS = AnswerRuns("reward", FIGURES, A_STEP, STEPS, OBJECTIVE)
+config_of, run, assert_same_training = RUNS.config_of, RUNS.run, RUNS.assert_same_training
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the pairs in it, and a causal language model to start from."""
-    folder = tmp_path_factory.mktemp("reward")
-    write_jsonl(folder / "train.jsonl", rows(PAIRS, 0))
-    write_jsonl(folder / "eval.jsonl", rows(HELD_OUT, 1))
-    description = Model(init="random", config=LLAMA, tokenizer="quickstart")
-    tokenizer = load_tokenizer(description)
-    load_model(description, Peft(), tokenizer, seed=0).save_pretrained(folder / "start")
-    tokenizer.save_pretrained(folder / "start")
-    return folder
-
-
-def run(folder: Path, name: str, *overrides: str, **groups: dict[str, Any]) -> Run:
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config_of(folder, **groups)))
-    return train_here(load_config(str(path), [*overrides]), folder / name)
+    return RUNS.write(tmp_path_factory.mktemp("reward"), rows(PAIRS, 0), rows(HELD_OUT, 1))
 
 
 @pytest.fixture(scope="module")
@@ -76,48 +50,11 @@ def packed(folder: Path) -> Run:
     return train(folder, config_of(folder), name="packed", command="reward")
 
 
-def assert_same_training(found: Run, expected: Run, weights: str = "model.safetensors") -> None:
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert [line["examples"] for line in found.steps] == [line["examples"] for line in expected.steps]
-    for ours, theirs in zip(found.steps, expected.steps, strict=True):
-        assert ours["tokens"] == theirs["tokens"]
-        for name in FIGURES:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (ours["step"], name)
-    for ours, theirs in zip(found.evals, expected.evals, strict=True):
-        for name in ("loss", *FIGURES):
-            assert ours[f"eval_{name}"] == pytest.approx(theirs[f"eval_{name}"], rel=1e-5, abs=1e-5), name
-    ours, theirs = (load_file(run.folder / "final" / weights) for run in (found, expected))
-    for name, tensor in ours.items():
-        assert (tensor - theirs[name]).norm() <= 1e-4 * theirs[name].norm(), name
-
-
-def said_at_start(run: Run) -> str:
-    return (run.folder / "logs" / "rank-00000.log").read_text()
-
-
 def test_the_first_steps_equal_those_of_trl(folder: Path, packed: Run) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "start")
     theirs = RewardTrainer(
         model=str(folder / "start"),
-        args=RewardConfig(
-            output_dir=str(folder / "trl"),
-            per_device_train_batch_size=A_STEP,
-            per_device_eval_batch_size=HELD_OUT,
-            center_rewards_coefficient=OBJECTIVE["center_rewards_coefficient"],
-            max_steps=STEPS,
-            learning_rate=1e-3,
-            lr_scheduler_type="constant",
-            logging_steps=1,
-            train_sampling_strategy="sequential",
-            activation_checkpointing=False,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            max_length=None,
-            seed=0,
-        ),
+        args=RewardConfig(**RUNS.of_trl(folder, HELD_OUT), train_sampling_strategy="sequential", **OBJECTIVE),
         train_dataset=datasets.Dataset.from_list(rows(PAIRS, 0)),
         eval_dataset=datasets.Dataset.from_list(rows(HELD_OUT, 1)),
         processing_class=tokenizer,
@@ -185,13 +122,11 @@ def held_out_figures(model: Any, folder: Path) -> dict[str, float]:
 
 def test_a_reward_model_that_is_trained_as_a_language_model_loses_its_head_and_the_run_says_so(folder: Path) -> None:
     tied = Model(init="random", config={**LLAMA, "tie_word_embeddings": True}, tokenizer="quickstart")
-    tokenizer = load_tokenizer(tied)
-    load_model(tied, Peft(), tokenizer, seed=0, scores=True).save_pretrained(folder / "scoring")
-    tokenizer.save_pretrained(folder / "scoring")
+    place = saved_model(tied, folder / "scoring", scores=True)
     dpo = ["objective.kind=dpo", "objective.center_rewards_coefficient=null"]
-    found = run(folder, "as-dpo", f"model.path={folder / 'scoring'}", *dpo, trainer={"max_steps": 1})
+    found = run(folder, "as-dpo", f"model.path={place}", *dpo, trainer={"max_steps": 1})
     said = said_at_start(found)
-    assert f"{folder / 'scoring'} is a reward model or classifier: its head is left away, and final/ has none" in said
+    assert f"{place} is a reward model or classifier: its head is left away, and final/ has none" in said
 
 
 def assert_scores_as_trained(model: Any, run: Run, folder: Path) -> None:
@@ -243,30 +178,8 @@ def test_bf16_is_the_same_packed_and_padded_within_its_precision(folder: Path) -
         assert packed.weights()["score.weight"].dtype == (torch.bfloat16 if dtype else torch.float32)
 
 
-def _killed_after_a_checkpoint(*given: Any) -> None:
-    complete = checkpoint_hooks.complete
-
-    def last(staging: Path, target: Path) -> None:
-        complete(staging, target)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    checkpoint_hooks.complete = last
-    forked.run(*given)
-
-
 def test_killed_and_resumed_gives_bitwise_the_same_weights(folder: Path, packed: Run) -> None:
-    config = config_of(folder, trainer={"checkpoint_every": 4, "output_dir": str(folder / "killed")})
-    path, outputs = folder / "killed.yaml", [folder / "killed.out", folder / "killed.err"]
-    path.write_text(yaml.safe_dump(config))
-    process = forked.start(("reward", str(path)), ENVIRONMENT, folder, outputs, _killed_after_a_checkpoint)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL, outputs[1].read_text()
-    resumed = run(folder, "killed", trainer={"checkpoint_every": 4})
-    assert "resuming from step-000004" in said_at_start(resumed)
-    assert resumed.losses == packed.losses
-    weights = packed.weights()
-    for name, tensor in resumed.weights().items():
-        assert torch.equal(tensor, weights[name]), name
+    RUNS.assert_resumes_bitwise(folder, packed, 4)
 
 
 def test_verify_proves_the_scores(folder: Path) -> None:

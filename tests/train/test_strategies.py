@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from answer_runs import preferences
 from running import ENVIRONMENT, LLAMA, Run, base_config, conversations, packtrain, train, write_jsonl
 from safetensors.torch import load_file
-from test_dpo_run import preferences
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

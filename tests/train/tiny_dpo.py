@@ -18,7 +18,7 @@ from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.load import base_model
 from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import make_schedule
-from packtrain.train.loader import PairSteps
+from packtrain.train.loader import PairSteps, Steps, UnpairedSteps
 from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
 from packtrain.train.settings import LoopSettings, StopRequest
 
@@ -58,11 +58,11 @@ def another() -> torch.nn.Module:
     return model
 
 
-def arguments(folder: Path, **given: Any) -> DPOConfig:
+def arguments(folder: Path, config: type[Any] = DPOConfig, **given: Any) -> Any:
     """TRL's, `given` the objective's."""
     usual = {"bf16": False, "activation_checkpointing": False, "max_length": None, "max_steps": 1}
     quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False}
-    return DPOConfig(output_dir=str(folder), **{**usual, **quiet, **given})
+    return config(output_dir=str(folder), **{**usual, **quiet, **given})
 
 
 def steps_of(
@@ -88,14 +88,20 @@ def ours(
     **given: Any,
 ) -> PackedDPOTrainer:
     """packtrain's trainer, ready for step 1; without a `model` on `policy`, without a `reference` against `another`."""
-    trainer = PackedDPOTrainer(
-        cast(Any, model or policy()),
-        arguments(folder, **given),
+    steps, settings = steps or steps_of(layout), arguments(folder, **given)
+    return trainer_of(PackedDPOTrainer, folder, settings, steps, model=model, reference=reference)
+
+
+def trainer_of(kind: type[Any], folder: Path, settings: Any, steps: Steps, *, model: Any, reference: Any) -> Any:
+    """A trainer of that kind over `steps`, on models that attend by Segments unless they are padded."""
+    trainer = kind(
+        model or policy(),
+        settings,
         TOKENIZER,
-        settings=LoopSettings(steps or steps_of(layout), None, StopRequest(), folder, {}),
-        reference=cast(Any, another()) if reference == OTHER else reference,
+        settings=LoopSettings(steps, None, StopRequest(), folder, {}),
+        reference=another() if reference == OTHER else reference,
     )
-    if layout != "padding":
+    if steps.layout != "padding":
         for one in filter(None, (trainer.model, trainer.ref_model)):
             attend_by(base_model(one), "segmented")
     return trainer
@@ -107,11 +113,14 @@ def gradient(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def in_parts(trainer: PackedDPOTrainer, parts: list[list[int]]) -> tuple[float, torch.Tensor, dict[str, float]]:
-    """The same of a step of ours in these micro-batches."""
+def in_parts(trainer: Any, parts: list[list[int]]) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient and figures of a step of ours in these micro-batches."""
     trainer.model.train()
-    batches = [cast(PairSteps, trainer.steps).collate(part) for part in parts]
-    counts = torch.tensor([[b.trained, b.tokens, b.slots, b.examples] for b in batches]).sum(0)
+    batches = [trainer.steps.collate(part) for part in parts]
+    if isinstance(trainer.steps, UnpairedSteps):
+        batches = trainer.steps.with_mismatched(batches, 0)
+    counts = torch.tensor([batch.counts for batch in batches]).sum(0)
+    trainer.open_step(batches)
     total = 0.0
     for batch in batches:
         loss = trainer.loss_of(trainer.model, batch, counts)

@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
-from tiny_dpo import OTHER, TOKENIZER, another, gradient, policy
+import tiny_dpo
+from tiny_dpo import OTHER
 from trl import KTOConfig
 
-from packtrain.attention.backends import attend_by
 from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import Document
-from packtrain.model.load import base_model
 from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import UnpairedSteps
 from packtrain.train.objectives.kto_trainer import PackedKTOTrainer
-from packtrain.train.settings import LoopSettings, StopRequest
 
 LAYOUTS: tuple[PairRows, ...] = ("padding", "flat")
 SHAPES = [(10, 5), (1, 4), (33, 2), (2, 7), (5, 20), (18, 6), (1, 1)]
@@ -64,10 +61,7 @@ def rows() -> list[dict[str, Any]]:
 
 def arguments(folder: Path, **given: Any) -> KTOConfig:
     """TRL's, `given` the objective's."""
-    usual = {"bf16": False, "activation_checkpointing": False, "max_length": None, "max_steps": 1}
-    usual |= {"per_device_train_batch_size": len(ANSWERS)}
-    quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "remove_unused_columns": False}
-    return KTOConfig(output_dir=str(folder), **{**usual, **quiet, **given})
+    return tiny_dpo.arguments(folder, KTOConfig, per_device_train_batch_size=len(ANSWERS), **given)
 
 
 def steps_of(
@@ -97,29 +91,5 @@ def ours(
     **given: Any,
 ) -> PackedKTOTrainer:
     """packtrain's trainer, ready for step 1; without a `model` on `policy`, without a `reference` against `another`."""
-    trainer = PackedKTOTrainer(
-        cast(Any, model or policy()),
-        arguments(folder, **given),
-        TOKENIZER,
-        settings=LoopSettings(steps or steps_of(layout), None, StopRequest(), folder, {}),
-        reference=cast(Any, another()) if reference == OTHER else reference,
-    )
-    if layout != "padding":
-        for one in filter(None, (trainer.model, trainer.ref_model)):
-            attend_by(base_model(one), "segmented")
-    return trainer
-
-
-def in_parts(trainer: PackedKTOTrainer, parts: list[list[int]]) -> tuple[float, torch.Tensor, dict[str, float]]:
-    """Loss, gradient and figures of a step of ours in these micro-batches."""
-    trainer.model.train()
-    steps = cast(UnpairedSteps, trainer.steps)
-    batches = steps.with_mismatched([steps.collate(part) for part in parts], 0)
-    counts = torch.tensor([batch.counts for batch in batches]).sum(0)
-    trainer.open_step(batches)
-    total = 0.0
-    for batch in batches:
-        loss = trainer.loss_of(trainer.model, batch, counts)
-        loss.backward()
-        total += loss.item()
-    return total, gradient(trainer.model), trainer.figures()
+    steps, settings = steps or steps_of(layout), arguments(folder, **given)
+    return tiny_dpo.trainer_of(PackedKTOTrainer, folder, settings, steps, model=model, reference=reference)

@@ -95,7 +95,7 @@ def _show_collator(report: dict[str, Any]) -> None:
         _add(table, what, proof[name], proof["tolerance"])
     for leak in report["leaks"]:
         _add(table, f"  document {leak['changed']} changed: {leak['moved']} moves by", leak["by"], proof["tolerance"])
-    _add(table, _CONTROL, proof["control"], 5 * proof["tolerance"], least=True)
+    _add(table, _CONTROL, proof["control"], proof["least_control"], least=True)
     console.print(table)
     problem = f": {escape(report['problem'])}" if report["problem"] else ""
     console.print(f"[bold {_COLOURS[report['verdict']]}]{report['verdict']}[/]{problem}")
@@ -185,8 +185,7 @@ def _table(report: dict[str, Any]) -> Table:
     add = partial(_add, table)
 
     def add_control(proof: dict[str, Any]) -> None:
-        least = proof["tolerance"] and 5 * proof["tolerance"]
-        add(_CONTROL, proof["control"], least, least=True)
+        add(_CONTROL, proof["control"], proof["least_control"], least=True)
 
     proof, pairs, tolerances = report["isolation"], report["pairs"], report["tolerances"]
     for what, name in _OF_ISOLATION.items():

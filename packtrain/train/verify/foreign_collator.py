@@ -27,11 +27,11 @@ from packtrain.model.precision import decide_precision
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import IGNORE, on_device
 from packtrain.proof.isolation import (
-    CONTROL_FACTOR,
     DOCUMENTS,
     LENGTHS,
     difference,
     evaluating,
+    least_control,
     tolerance_of,
     train_without_dropout,
     vocabulary_of,
@@ -160,6 +160,7 @@ def _measured(
         where = find_leak(model, None, run=lambda row: said(np.split(row, DOCUMENTS.starts[1:])))
     figures = {"max_abs_diff_before": before, "max_abs_diff_after": after, "max_abs_diff_alone": off}
     figures = {name: float(value) for name, value in figures.items()} | {"control": control, "tolerance": tolerance}
+    figures["least_control"] = least_control(float(moved.max()), tolerance)
     found = {
         "rows": list(collated.batch["input_ids"].shape),
         "documents": list(LENGTHS),
@@ -169,7 +170,7 @@ def _measured(
         "leaks": leaks,
         "where": {"module": where.module, "kind": where.kind} if where else None,
     }
-    verdict, problem, fix = _finding(found, seen=control >= CONTROL_FACTOR * tolerance)
+    verdict, problem, fix = _finding(found, seen=control >= figures["least_control"])
     return {**found, "verdict": verdict, "problem": problem, "fix": fix}
 
 

@@ -39,7 +39,7 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_padded, on_device
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.proof.choice import choose_attention, prove_backend, prove_pairs
-from packtrain.proof.isolation import Proof, check_as_it_comes
+from packtrain.proof.isolation import Proof, check_as_it_comes, least_control
 from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.objectives.dpo import DPO
@@ -309,4 +309,6 @@ def _figures_of(proof: Proof | None) -> dict[str, float | None]:
     """The largest difference of any output, relative to the largest output."""
     names = {"before": "moved_before", "after": "moved_after", "alone": "alone"}
     figures = {f"max_abs_diff_{what}": getattr(proof, name, None) for what, name in names.items()}
-    return {**figures, "control": getattr(proof, "control", None), "tolerance": getattr(proof, "tolerance", None)}
+    least = proof and least_control(max(proof.moved_before, proof.moved_after), proof.tolerance)
+    figures |= {name: getattr(proof, name, None) for name in ("control", "tolerance")}
+    return {**figures, "least_control": least}
