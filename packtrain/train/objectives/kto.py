@@ -120,14 +120,14 @@ class KTO(OfReference):
         self.hold(trainer, attention, preflight=preflight, ranks=ranks, precision=precision)
 
     def with_reference(
-        self, given: Steps, trainer: PackedKTOTrainer, ranks: Ranks, precision: Precision
+        self, steps: Steps, trainer: PackedKTOTrainer, ranks: Ranks, precision: Precision
     ) -> UnpairedSteps:
-        """`given` with the reference's log-probabilities; the reference is the model before step 1.
+        """`steps` with the reference's log-probabilities; the reference is the model before step 1.
 
         Those of the answers are computed in the rows of the first pass: in 16 bits an answer has another one in another row. The
         mismatched pairs are other ones in every step of the run, and are computed for all of them.
         """
-        steps, schedule = cast(UnpairedSteps, given), given.schedule
+        steps, schedule = cast(UnpairedSteps, steps), steps.schedule
 
         def logps(batch: MicroBatch) -> torch.Tensor:
             trainer.clock.enter("proof")
