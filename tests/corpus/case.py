@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.train import forked
@@ -71,6 +72,9 @@ class Outcome:
     leaked: tuple[str, ...]
 
 
+Begun = Callable[..., BaseProcess]
+
+
 def check(case: Case, folder: Path) -> None:
     """Carries a case out in an empty folder; fails with everything that does not hold, and how to see it again."""
     outcome = carry_out(case, folder)
@@ -78,14 +82,14 @@ def check(case: Case, folder: Path) -> None:
         raise AssertionError(explained(case, outcome, broken, folder))
 
 
-def carry_out(case: Case, folder: Path) -> Outcome:
-    """What became of a case."""
+def carry_out(case: Case, folder: Path, begun: Begun = forked.begun) -> Outcome:
+    """What became of a case; `begun` begins a process that calls a function with arguments."""
     work, output = folder / "work", [folder / "stdout", folder / "stderr"]
     (work / "home").mkdir(parents=True)
     for path, content in case.files.items():
         _make(work / path, content)
     before, began = tree(work), time.monotonic()
-    process = forked.begun(_begin, case.arguments, _environment(case, work), work, output, case.begin, case.limit_s)
+    process = begun(_begin, case.arguments, _environment(case, work), work, output, case.begin, case.limit_s)
     process.join(_HUNG_S)
     code = process.exitcode
     if code is None:

@@ -1,0 +1,206 @@
+"""Configs that nobody would write on purpose: each key with values of every wrong kind, and YAML of every wrong form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_origin
+
+import pytest
+
+from packtrain.config.keys import Key, keys, members
+from tests.corpus.case import Case, check
+
+GOOD = {
+    "model.path": "owner/model",
+    "data.train": "owner/data",
+    "batch.examples_per_step": "32",
+    "trainer.output_dir": "run",
+}
+"""Enough for a plan, without any file."""
+
+
+def config(**changed: str) -> str:
+    """A YAML with one line for each key: those of GOOD, and the changed ones (`__` for the dot)."""
+    return of_keys({**GOOD, **{name.replace("__", "."): value for name, value in changed.items()}})
+
+
+def of_keys(values: dict[str, str]) -> str:
+    """YAML of dotted keys, by their groups."""
+    groups: dict[str, dict[str, str]] = {}
+    for path, value in values.items():
+        group, _, name = path.partition(".")
+        groups.setdefault(group, {})[name] = value
+    lines = [f"{group}:\n" + "".join(f"  {name}: {value}\n" for name, value in of.items()) for group, of in groups.items()]
+    return "".join(lines)
+
+
+def broken_values(key: Key) -> Iterator[tuple[str, str]]:
+    """(what it is, YAML) of values that a key cannot have, by its type and bounds."""
+    kinds = members(key.type)
+    simple = {kind for kind in kinds if kind in (bool, int, float, str)}
+    holds = {get_origin(kind) for kind in kinds}
+    number = bool({int, float} & simple)
+    if dict not in holds and key.path not in ("data.train", "data.eval"):
+        yield "a mapping", "{a: {b: 1}}"
+    if list not in holds:
+        yield "a list", "[[1], 2]"
+    if type(None) not in kinds:
+        yield "null", "null"
+    if number and str not in simple:
+        yield "text", "many"
+        yield "not a number", ".nan"
+        yield "without end", "-.inf"
+        yield "superscript", '"2²"'
+        yield "out of its bounds", "-1000000000001"
+        yield "true", "true"
+    if not number and bool not in simple and dict not in holds:
+        yield "a number", "0.5" if key.path != "data.eval" else "1.5"
+    if simple == {bool}:
+        yield "text", "maybe"
+
+
+def wrong_values() -> Iterator[Case]:
+    """Of each group all keys that can be wrong in one way: every one of them is named, with its line."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for key in keys().values():
+        for what, value in broken_values(key):
+            found.setdefault((what, key.path.partition(".")[0]), {})[key.path] = value
+    for (what, group), values in found.items():
+        yield Case(
+            name=f"each key of {group} is {what}",
+            arguments=("plan", "c.yaml"),
+            files={"c.yaml": of_keys({**GOOD, **values})},
+            says=tuple(f", {path}" for path in values),
+        )
+
+
+FORMS = {
+    "a number of 5,000 digits": (f"optim:\n  learning_rate: 1{'0' * 5000}\n", "digits"),
+    "a number of 4,000 digits": (f"optim:\n  learning_rate: 1{'0' * 4000}\n", "optim.learning_rate"),
+    "a year that is none": ("trainer:\n  output_dir: !!timestamp 2001-13-45\n", "c.yaml"),
+    "1:30 is 90 in YAML 1.1": ("topology:\n  time: 1:30\n", "1:30"),
+    "1:30 for a whole number": ("trainer:\n  max_steps: 1:30\n", "1:30"),
+    "1:30.5 for a number": ("optim:\n  learning_rate: 1:30.5\n", "1:30.5"),
+    "010 is 8 in YAML 1.1": ("trainer:\n  max_steps: 010\n", "010"),
+    "0x10 is 16": ("trainer:\n  max_steps: 0x10\n", "0x10"),
+    "0b11 is 3": ("trainer:\n  max_steps: 0b11\n", "0b11"),
+    "1_000 is 1000": ("trainer:\n  seed: 1_0_0\n", "1_0_0"),
+    "010 inside model.config": ("model:\n  config: {hidden_size: 010}\n", "010"),
+    "010 inside a list": ("objective:\n  kind: dpo\n  loss_type: [sigmoid]\n  loss_weights: [010]\n", "010"),
+    "an empty file": ("", "model.path"),
+    "a list": ("- a\n- b\n", "a mapping of groups"),
+    "a text": ("hello", "a mapping of groups"),
+    "two documents": ("optim: {}\n---\noptim: {}\n", "c.yaml"),
+    "tabs": ("optim:\n\tbeta1: 1\n", "c.yaml:2"),
+    "a NUL": ("optim:\n  name: a\0b\n", "c.yaml"),
+    "UTF-16": ("optim: {}\n".encode("utf-16"), "UTF-8"),
+    "latin-1": ("# é\n".encode("latin-1"), "UTF-8"),
+    "a doubled key": ("optim:\n  beta1: 0.1\n  beta1: 0.2\n", "written twice"),
+    "a doubled key in model.config": ("model:\n  config: {a: 1, a: 2}\n", "written twice"),
+    "an alias in its own anchor": ("optim: &x {beta1: *x}\n", "c.yaml"),
+    "nested a hundred times": ("model: {config: " + "{a: " * 100 + "1" + "}" * 100 + "}\n", "levels"),
+    "nested 100,000 times": ("[" * 100_000, "c.yaml"),
+    "a million keys": ("model:\n  config:\n" + "".join(f"    k{n}: 1\n" for n in range(10**5)), "more than"),
+    "a Python object": ("optim: !!python/object/apply:os.system ['touch stolen']\n", "c.yaml"),
+    "an interpolation in a circle": ("trainer: {output_dir: '${trainer.resume}', resume: '${trainer.output_dir}'}\n", "circle"),
+    "an interpolation of nothing": ("trainer: {output_dir: '${nowhere.at_all}'}\n", "nowhere"),
+    "an interpolation that does not end": ("trainer: {output_dir: '${trainer.'}\n", "c.yaml"),
+    "a variable that is not set": ("trainer: {output_dir: '${oc.env:NOT_SET_AT_ALL}'}\n", "NOT_SET_AT_ALL"),
+    "oc.decode of nonsense": ("trainer: {max_steps: '${oc.decode:\"[1\"}'}\n", "trainer.max_steps"),
+    "a resolver that is not there": ("trainer: {output_dir: '${steal:all}'}\n", "steal"),
+    "oc.select in a circle": ("trainer: {output_dir: '${oc.select:trainer.output_dir}'}\n", "trainer.output_dir"),
+    "now with a wrong form": ("trainer: {output_dir: '${now:%}'}\n", "c.yaml"),
+    "now without a form": ("trainer: {output_dir: '${now:}'}\n", "trainer.output_dir"),
+    "oc.create": ("trainer: {output_dir: '${oc.create:{a: 1}}'}\n", "trainer.output_dir"),
+    "an unknown group": ("optimiser: {beta1: 0.1}\n", "optim"),
+    "keys that are numbers": ("optim: {1: 2, 1.5: 3, true: 4}\n", "c.yaml:1"),
+    "a key that is a list": ("? [a, b]\n: 1\n", "c.yaml:1"),
+    "a key of 100,000 letters": (f"optim:\n  {'x' * 100_000}: 1\n", "c.yaml"),
+    "a text of a million letters": (f"model:\n  dtype: {'x' * 10**6}\n", "model.dtype"),
+    "a key with a dot": ("optim.beta1: 0.5\n", "Nest it"),
+    "a key with brackets": ("'optim[0]': 0.5\n", "c.yaml"),
+    "a key of blanks": ("'  ': 0.5\n", "c.yaml"),
+    "a key of escapes": ('"\\e[31m": 0.5\n', "c.yaml"),
+    "a defaults list of a number": ("defaults: [1]\n", "defaults"),
+    "a defaults list of itself": ("defaults: [c]\n", "c.yaml"),
+    "a defaults list of lists": ("defaults: [[peft, lora]]\n", "defaults"),
+    "a defaults list that leads out": ("defaults: [peft: ../../etc/passwd]\n", "peft"),
+    "a choice of a long name": (f"defaults: [peft: {'x' * 5000}]\n", "peft"),
+    "a choice with a NUL": ('defaults: [peft: "a\\0b"]\n', "peft"),
+    "a group of a number": ("peft: 3\n", "peft"),
+    "a source without a path": ("data: {train: [{split: train}]}\n", "no path"),
+    "a source of a mapping in a list in a list": ("data: {train: [[{path: a/b}]]}\n", "data.train"),
+    "no source": ("data: {train: []}\n", "data.train"),
+    "a million sources": ("data:\n  train: [" + "a/b, " * 30_000 + "]\n", "more than"),
+    "a split that is a list": ("data: {train: [{path: a/b, split: [train]}]}\n", "split"),
+    "negative layers": ("model:\n  config: {model_type: llama, num_hidden_layers: -1}\n", "num_hidden_layers"),
+    "negative positions": ("model:\n  config: {max_position_embeddings: -5}\n", "max_position_embeddings"),
+    "no positions": ("model:\n  config: {max_position_embeddings: 0}\n", "max_position_embeddings"),
+    "a width that is text": ("model:\n  config: {model_type: llama, hidden_size: wide}\n", "hidden_size"),
+    "a vocabulary of true": ("model:\n  config: {vocab_size: true}\n", "vocab_size"),
+    "the id of a token is true": ("model:\n  config: {pad_token_id: true}\n", "pad_token_id"),
+    "an end of text that is true": ("model:\n  config: {eos_token_id: [1, true]}\n", "eos_token_id"),
+    "half an attention head": ("model:\n  config: {model_type: llama, num_attention_heads: 0.5}\n", "num_attention_heads"),
+    "a model type of a number": ("model:\n  config: {model_type: 7}\n", "model_type"),
+    "a model type that nobody has": ("model:\n  config: {model_type: lama}\n", "llama"),
+    "min_lr_rate 5": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr_rate: 5}}\n", "min_lr_rate"),
+    "min_lr above the peak": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr: 1}}\n", "min_lr"),
+    "min_lr below 0": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr: -1}}\n", "min_lr"),
+    "num_cycles below 0": ("optim: {schedule: cosine, schedule_options: {num_cycles: -3}}\n", "num_cycles"),
+    "restarts of half a cycle": ("optim: {schedule: cosine_with_restarts, schedule_options: {num_cycles: 0.5}}\n", "num_cycles"),
+    "lr_end above the peak": ("optim: {schedule: polynomial, schedule_options: {lr_end: 1}}\n", "lr_end"),
+    "a power below 0": ("optim: {schedule: polynomial, schedule_options: {power: -1}}\n", "power"),
+    "a timescale of 0": ("optim: {schedule: inverse_sqrt, schedule_options: {timescale: 0}}\n", "timescale"),
+    "a decay of 0 steps": ("optim: {schedule: warmup_stable_decay, schedule_options: {num_decay_steps: 0}}\n", "num_decay_steps"),
+    "a decay of half a step": ("optim: {schedule: warmup_stable_decay, schedule_options: {num_decay_steps: 1.5}}\n", "num_decay_steps"),
+    "a decay of no known form": (
+        "optim: {schedule: warmup_stable_decay, schedule_options: {num_decay_steps: 9, decay_type: fast}}\n",
+        "decay_type",
+    ),
+    "a learning rate of 10": ("optim: {learning_rate: 10}\n", "learning_rate"),
+    "memory in lots": ("topology: {memory: lots}\n", "topology.memory"),
+    "memory below 0": ("topology: {memory: '-5G'}\n", "topology.memory"),
+    "a gres of nonsense": ("topology: {gres: 'gpu:²'}\n", "topology.gres"),
+    "a time of superscripts": ("topology: {time: '1²:00:00'}\n", "topology.time"),
+    "a time of 5,000 digits": (f"topology: {{time: '{'9' * 5000}'}}\n", "topology.time"),
+    "eval equal to train": ("data: {eval: owner/data}\n", "data.eval"),
+    "eval among train": ("data: {train: [owner/data, owner/other], eval: [owner/other]}\n", "data.eval"),
+    "a regex that does not compile": ("peft: {kind: lora, target_modules: '('}\n", "peft.target_modules"),
+    "an empty layer name": ("peft: {kind: lora, target_modules: ['']}\n", "peft.target_modules"),
+    "no layer at all": ("peft: {kind: lora, target_modules: []}\n", "peft.target_modules"),
+    "a variable with a NUL": ('topology: {environment: {A: "a\\0b"}}\n', "topology.environment"),
+    "a variable without end": ("topology: {environment: {A: .nan}}\n", "topology.environment"),
+    "a variable with =": ("topology: {environment: {'A=B': c}}\n", "topology.environment"),
+    "an address of two machines": ("topology: {kind: manual, nodes: 2, main_address: 'a,b'}\n", "main_address"),
+    "a run folder of blanks": ("trainer: {output_dir: '  '}\n", "output_dir"),
+    "a run folder of 256 bytes": (f"trainer: {{output_dir: {'x' * 256}}}\n", "output_dir"),
+    "a run folder of 5,000 bytes": (f"trainer: {{output_dir: {'x/' * 2500}}}\n", "output_dir"),
+    "a sample that is a number": ("trainer: {samples: [1]}\n", "trainer.samples"),
+    "a tracker twice": ("tracking: {report_to: [tensorboard, tensorboard]}\n", "tracking.report_to"),
+}
+"""What a file holds, and what is said about it."""
+
+
+def _has(text: str | bytes, key: str) -> bool:
+    """Whether a file speaks of a key of GOOD itself."""
+    return isinstance(text, str) and f"{key.partition('.')[2]}:" in text
+
+
+CASES = [
+    *wrong_values(),
+    *(
+        Case(
+            name=f"a config: {name}",
+            arguments=("plan", "c.yaml", *(f"{key}={value}" for key, value in GOOD.items() if not _has(text, key))),
+            files={"c.yaml": text},
+            says=(said,),
+        )
+        for name, (text, said) in FORMS.items()
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_case(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
