@@ -312,7 +312,7 @@ def report(
 
             if len(runs) > 1 or output:
                 raise UserError("one run is drawn in the terminal", where="--watch", fix="Name one folder, and no -o.")
-            return watch_run(RunFolder(Path(runs[0]).expanduser()))
+            return watch_run(RunFolder(Path(os.path.expanduser(runs[0]))))
         from packtrain.report.run_reports import report_runs
 
         return report_runs(runs, output)

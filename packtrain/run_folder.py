@@ -87,7 +87,7 @@ class RunFolder:
     @classmethod
     def of(cls, trainer: Trainer) -> RunFolder:
         """The run folder that a config names."""
-        return cls(Path(trainer.output_dir).expanduser())
+        return cls(Path(os.path.expanduser(trainer.output_dir)))
 
     @property
     def attempt(self) -> RunFolder:
@@ -134,7 +134,7 @@ class RunFolder:
         stays.
         """
         if resume not in ("auto", "never"):
-            return self._ran() and not self._has(Path(resume).expanduser())
+            return self._ran() and not self._has(Path(os.path.expanduser(resume)))
         goes_on = resume == "auto" and self.status() != "done" and any(self.checkpoints.glob("step-*"))
         return self._ran() and not goes_on
 

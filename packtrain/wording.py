@@ -1,4 +1,4 @@
-"""Numbers of things, ranks, and who has what, in words; text that cannot act on what shows it."""
+"""Numbers of things, ranks, and who has what, in words, and numbers read from words; text that cannot act on what shows it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 _MOST_NAMES = 6
+_MOST_DIGITS = 18  # more fit no counter, and of thousands Python makes no number
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -29,6 +30,17 @@ def counted(number: float, things: str) -> str:
     """ "1 document", "1,000 documents", "2.5 pairs"; `things` is the plural."""
     one = things.removesuffix("es" if things.endswith(("sses", "shes", "ches", "xes")) else "s")
     return f"{number:,} {one if number == 1 else things}"
+
+
+def whole(text: str) -> int | None:
+    """A whole number ≥ 0 in plain digits; None for all else, such as "²" and "1_0", which Python's own tests or int() take."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None
+
+
+def shortened(value: object, most: int = 60) -> str:
+    """`repr` of a value of someone else's, of which a message shows no more than `most` letters."""
+    text = repr(value[: 2 * most] if isinstance(value, str) else value)
+    return text if len(text) <= most else f"{text[: most - 3]}…"
 
 
 def listed(names: Sequence[str]) -> str:

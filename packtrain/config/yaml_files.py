@@ -24,7 +24,10 @@ from packtrain.errors import Problem, UserError
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = ".yaml"
 _DEEPEST = 40  # levels; OmegaConf recurses several times as deep
-_MOST = 20_000  # keys and entries, aliases written out
+_MOST = 10_000  # keys and entries, aliases written out
+_MOST_BYTES = 2**20
+_OF_YAML_1_1 = re.compile(r"[-+]?(0[0-7_]*[0-7]|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+"""Numbers that only YAML 1.1 takes for what they are: 010 (8) and 1:30 (90)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ def options(group: str, beside: Path | None = None) -> list[str]:
 
 def find_choice(group: str, choice: str, beside: Path | None = None) -> Path | None:
     """The file of a choice ("" is the group of files that lie in no folder); the user's own comes before ours."""
-    return next((path for one in _folders(beside) if (path := one / group / f"{choice}{SUFFIX}").is_file()), None)
+    return next((path for one in _folders(beside) if os.path.isfile(path := one / group / f"{choice}{SUFFIX}")), None)
 
 
 def find_config(name: str) -> Path:
@@ -72,6 +75,8 @@ def find_config(name: str) -> Path:
             return candidate.absolute()
     if os.path.isdir(path):
         raise UserError("this is a folder", where=name, fix="Name a .yaml file in it.")
+    if os.path.exists(path):
+        raise UserError("this is no regular file", where=name, fix="Name a .yaml file.")
     raise UserError("no such config file", where=name, fix=_nearest(path, recipes))
 
 
@@ -86,7 +91,13 @@ def read_config(path: Path) -> ConfigFile:
     lines: dict[str, int] = {}
     problems: list[Problem] = []
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            fix = "Name the .yaml file of a run; data belongs into files that it names."
+            raise UserError(f"more than {_MOST_BYTES:,} bytes are no config", where=shown(path), fix=fix)
+        text = content.decode("utf-8")
+        _check_size(text, path)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise UserError("a config is a mapping of groups, such as `optim: {…}`", where=f"{shown(path)}:1")
@@ -100,11 +111,13 @@ def read_config(path: Path) -> ConfigFile:
             elif first is not value and key in lines and "<<" not in key:
                 what = f"the key is written twice, on lines {lines[key]} and {line}"
                 problems.append(Problem(what, f"{shown(path)}:{line}, {key}", "Keep one of them."))
+            elif _is_of_yaml_1_1(value):
+                number = yaml.SafeLoader("").construct_object(value)
+                what, fix = f"YAML takes {value.value} for {number}", f'Write {number}, or "{value.value}" if it is text.'
+                problems.append(Problem(what, f"{shown(path)}:{line}, {key}", fix))
             lines.setdefault(key, line)
-            if len(lines) > _MOST:  # OmegaConf would take minutes
-                what = f"more than {_MOST} values: perhaps aliases (*) of anchors (&) that hold aliases"
-                fix = "Write less, or name a file with the data."
-                raise UserError(what, where=f"{shown(path)}:{line}", fix=fix)
+            if len(lines) > _MOST:
+                raise _too_many(path, line)
         if problems:
             raise UserError(problems)
         values = OmegaConf.load(io.StringIO(text))
@@ -136,6 +149,29 @@ def read_config(path: Path) -> ConfigFile:
     listed = values.pop("defaults", [])
     defaults = OmegaConf.to_container(listed) if OmegaConf.is_config(listed) else listed
     return ConfigFile(path, defaults, values, lines)
+
+
+def _check_size(text: str, path: Path) -> None:
+    """Raises UserError or RecursionError for a text with too many values, or nested too deeply, before anything is made of it."""
+    depth = values = 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        values += isinstance(event, (yaml.ScalarEvent, yaml.AliasEvent))
+        if depth > _DEEPEST:
+            raise RecursionError
+        if values > 2 * _MOST:  # a key has a value
+            raise _too_many(path, event.start_mark.line + 1)
+
+
+def _too_many(path: Path, line: int) -> UserError:
+    what = f"more than {_MOST} values: perhaps aliases (*) of anchors (&) that hold aliases"  # OmegaConf would take minutes
+    return UserError(what, where=f"{shown(path)}:{line}", fix="Write less, or name a file with the data.")
+
+
+def _is_of_yaml_1_1(node: yaml.Node) -> bool:
+    """Whether a value is a number in a form that would surprise who wrote it."""
+    number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+    return number and _OF_YAML_1_1.fullmatch(node.value) is not None and node.value.strip("-+0") != ""
 
 
 def _folders(beside: Path | None) -> list[Path]:

@@ -7,6 +7,7 @@ reports a stall sooner than on the terminal. Afterwards logs/ has the diagnosis 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import signal
 from collections.abc import Mapping, Sequence
@@ -62,7 +63,7 @@ class Finding:
 
 def show_run(place: str, *, ask: bool, as_json: bool) -> int:
     """Prints the state of the run in the folder `place`, returns the exit code; `ask`: request stacks of its live ranks."""
-    found = examine(RunFolder(Path(place).expanduser()), ask=ask)
+    found = examine(RunFolder(Path(os.path.expanduser(place))), ask=ask)
     print(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines))
     return found.exit_code
 

@@ -9,6 +9,7 @@ from packtrain.data.sources.chunks import Chunk, LineChunk, ParsedChunk, RawRow
 from packtrain.data.sources.locate import Source
 from packtrain.errors import UserError
 from packtrain.inspect.corpus import Corpus
+from packtrain.wording import shortened, whole
 
 
 def rows_at(source: Source, numbers: Collection[int]) -> dict[int, tuple[str, RawRow]]:
@@ -38,8 +39,8 @@ def rows_of(corpus: Corpus, rows: Collection[int]) -> dict[int, tuple[str, RawRo
 def row_at(corpus: Corpus, place: str) -> tuple[int, int, RawRow]:
     """The store, the number in it and the content of the row at `place` (FILE:LINE). Raises UserError if there is none."""
     file, colon, line = place.rpartition(":")
-    if not colon or not line.isdigit() or not file:
-        what = f"{place!r} is no place of a row"
+    if not colon or whole(line) is None or not file:
+        what = f"{shortened(place)} is no place of a row"
         raise UserError(what, where="--source", fix="Write FILE:LINE, as in chats.jsonl:12 (of a table FILE:ROW).")
     seen = list[str]()
     for store in range(len(corpus.stores)):
@@ -63,7 +64,11 @@ def row_at(corpus: Corpus, place: str) -> tuple[int, int, RawRow]:
 
 def _is(origin: str, file: str) -> bool:
     """Whether the user's name of a file is that of a chunk's origin: its path, its end, or its bare name."""
-    return origin == file or origin.endswith(f"/{file}") or Path(origin).resolve() == Path(file).expanduser().resolve()
+    return (
+        origin == file
+        or origin.endswith(f"/{file}")
+        or Path(origin).resolve() == Path(os.path.expanduser(file)).resolve()
+    )
 
 
 def _may_hold(chunk: Chunk, line: int) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from packtrain.errors import PacktrainError
+from packtrain.errors import PacktrainError, of_system
 from packtrain.wording import visible
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -83,6 +83,7 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
 
 
 def _ended_by(error: Exception | KeyboardInterrupt, alone: bool) -> int:
+    error = (of_system(error) if alone else None) or error
     if isinstance(error, PacktrainError):
         if error.shown:
             number = len(error.problems)

@@ -34,7 +34,7 @@ class DataSize:
 
 def cache_path(configured: str | None) -> Path:
     """The folder of tokenised data: data.cache_dir, else $PACKTRAIN_CACHE, else ~/.cache/packtrain."""
-    return Path(configured or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain").expanduser()
+    return Path(os.path.expanduser(configured or os.environ.get("PACKTRAIN_CACHE") or "~/.cache/packtrain"))
 
 
 def remember(size: DataSize, model: Model, data: Data, kind: str, seed: int) -> None:

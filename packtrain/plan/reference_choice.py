@@ -7,6 +7,7 @@ training makes the reference accordingly (model/reference.py, model/adapters.py)
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -32,7 +33,7 @@ class ReferenceChoice:
 
 def base_of(path: str | None) -> str | None:
     """The base model of the adapters in the folder `path`; None if it is no folder of adapters. Raises UserError if none is named."""
-    found = Path(path or "").expanduser() / _CONFIG
+    found = Path(os.path.expanduser(path or "")) / _CONFIG
     if path is None or not found.is_file():
         return None
     try:
@@ -56,7 +57,7 @@ def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strat
         kind = cast(Kind, wanted)
     else:
         bases = [base_of(adapters), base_of(model.path) or model.path]
-        same = None not in bases and len({Path(base or "").expanduser().resolve() for base in bases}) == 1
+        same = None not in bases and len({Path(os.path.expanduser(base or "")).resolve() for base in bases}) == 1
         beside = lora and same and strategy.name not in SHARDED_WEIGHTS  # adapters cannot be added to sharded weights
         kind = "adapters" if beside else "model" if wanted == "auto" else "path"
     if kind == "adapters":

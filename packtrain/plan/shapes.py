@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -139,7 +140,7 @@ def _folder(model: Model) -> Path | None:
     """The local folder of the model: its path, else its snapshot in the hub's cache; None if there is none."""
     if model.path is None:
         return None
-    path = Path(model.path).expanduser()
+    path = Path(os.path.expanduser(model.path))
     if path.is_dir():
         return path
     repository = Path(constants.HF_HUB_CACHE) / f"models--{model.path.replace('/', '--')}"

@@ -9,6 +9,7 @@ network is read later, when the plan knows the address of the first machine. Oth
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import secrets
@@ -16,7 +17,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Literal
 from packtrain.config.schema import Topology
 from packtrain.errors import UserError
 from packtrain.plan.network_settings import HostNetwork, read_network
+from packtrain.wording import shortened, whole
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # which torchrun sets for each process
 DEFAULT_PORT = 29500
@@ -38,6 +40,10 @@ _LEAST_PORT, _PORTS, _ATTEMPTS = 20_000, 10_000, 50
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # numbers from here on are Slurm's own steps: batch, interactive, extern
 _SLURM_PORTS = 15000, 10000  # first, and how many: below Linux's range for outgoing connections
 _MIB = 2**20
+_DIGITS_OF_A_JOB = 12
+_SLURM_SETS_IT = "Slurm sets it; outside a job: unset it."
+_MOST_HOSTS = 100_000  # as of topology.nodes
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,7 @@ def visible_gpus(machine: int, cuda_visible_devices: str | None) -> int:
     visible = 0
     for name in cuda_visible_devices.split(","):
         name = name.strip()
-        if not name or name.startswith("-") or (name.isdigit() and int(name) >= machine):
+        if not name or name.startswith("-") or ((number := whole(name)) is not None and number >= machine):
             break
         visible += 1
     return min(visible, machine)
@@ -108,7 +114,7 @@ def _gpus_of_machine() -> list[int]:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [int(line) * _MIB if line.strip().isdigit() else 0 for line in listed.stdout.splitlines() if line.strip()]
+    return [(whole(line.strip()) or 0) * _MIB for line in listed.stdout.splitlines() if line.strip()]
 
 
 def free_port() -> int:
@@ -149,8 +155,8 @@ def allocation_of(env: Mapping[str, str]) -> Allocation | None:
     place = "task" if in_step else "machine" if "SLURM_NODEID" in env else "outside"
     if place == "outside":  # there only this is set: `8`, `a100:8`
         asked = env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
-        gpus = int(asked) if asked.isdigit() else gpus
-    number = int(re.sub(r"\D", "", job) or 0) * 131 + (step if in_step else 0) * 17
+        gpus = whole(asked) or gpus
+    number = int("".join(re.findall(r"[0-9]", job))[-_DIGITS_OF_A_JOB:] or 0) * 131 + (step if in_step else 0) * 17
     return Allocation(
         job=job,
         hosts=expand(env.get("SLURM_STEP_NODELIST", hosts) if in_step else hosts),
@@ -167,27 +173,42 @@ def expand(hosts: str) -> tuple[str, ...]:
     names: list[str] = []
     try:
         if hosts.count("[") != hosts.count("]"):
-            raise ValueError(hosts)
+            raise ValueError("a bracket is open")
         for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", hosts):
             texts = re.split(r"\[(.*?)\]", name)  # `n[1-3]x` → "n", "1-3", "x": every second text is a range
-            choices = [list(_numbers(text)) if at % 2 else [text] for at, text in enumerate(texts)]
+            choices = [_numbers(text) if at % 2 else [text] for at, text in enumerate(texts)]
+            if math.prod(map(len, choices)) + len(names) > _MOST_HOSTS:
+                raise ValueError(f"more than {_MOST_HOSTS:,} machines")
             names += ["".join(parts) for parts in itertools.product(*choices)]
+        if not names:
+            raise ValueError("it has no machine")
     except ValueError as error:
-        what = f"cannot read {hosts!r} as a list of hosts"
-        raise UserError(what, where="environment variable SLURM_JOB_NODELIST") from error
+        what = f"cannot read {shortened(hosts)} as a list of hosts: {error}"
+        raise UserError(what, where="environment variable SLURM_JOB_NODELIST", fix=_SLURM_SETS_IT) from error
     return tuple(names)
 
 
-def _numbers(ranges: str) -> Iterator[str]:
+def _numbers(ranges: str) -> list[str]:
+    """The numbers of `1-3,07`, as they are written. Raises ValueError."""
+    found: list[str] = []
     for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        yield from (f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1))
+        if (ends := _RANGE.fullmatch(part)) is None:
+            raise ValueError(f"{shortened(part)} is no range")
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        if not first <= last < first + _MOST_HOSTS:
+            raise ValueError(f"{part} is a range of {max(last - first + 1, 0):,}")
+        found += [f"{number:0{len(ends[1])}d}" for number in range(first, last + 1)]
+    return found
 
 
 def repeated(counts: str) -> tuple[int, ...]:
-    """Slurm's short form of a number for each machine: `4(x2),3` → 4, 4, 3."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
-    return tuple(int(number) for number, times in found for _ in range(int(times or 1)))
+    """Slurm's short form of a number for each machine: `4(x2),3` → 4, 4, 3. Raises UserError."""
+    found = [re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part) for part in counts.split(",")]
+    parts = [(int(one[1]), int(one[2] or 1)) for one in found if one]
+    if len(parts) < len(found) or sum(times for _, times in parts) > _MOST_HOSTS:
+        what = f"cannot read {shortened(counts)} as numbers of tasks"
+        raise UserError(what, where="environment variable SLURM_STEP_TASKS_PER_NODE", fix=_SLURM_SETS_IT)
+    return tuple(number for number, times in parts for _ in range(times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +258,7 @@ def machine_of(env: Mapping[str, str]) -> LaunchedMachine | None:
     return LaunchedMachine(
         node=int_of(env, names[0], 0),
         nodes=int_of(env, names[1], 1),
-        per_node=int(number) if number.isdigit() else None,  # or "auto", "gpu"
+        per_node=whole(number),  # or "auto", "gpu"
         main_address=env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR", ""),
         main_port=int_of(env, "PET_MASTER_PORT", int_of(env, "MASTER_PORT", DEFAULT_PORT)),
         by=by,
@@ -257,9 +278,13 @@ def require(env: Mapping[str, str], names: Sequence[str]) -> None:
 def int_of(env: Mapping[str, str], name: str, otherwise: int) -> int:
     """A variable as a whole number, `otherwise` if it is not set. Raises UserError if it is not a number."""
     value = env.get(name) or str(otherwise)
-    if not value.isdigit():
-        raise UserError(f"found {value!r}, a whole number is needed", where=f"environment variable {name}")
-    return int(value)
+    if (number := whole(value)) is None:
+        what, fix = (
+            f"found {shortened(value)}, a whole number is needed",
+            f"The launcher sets it; by hand: unset {name}.",
+        )
+        raise UserError(what, where=f"environment variable {name}", fix=fix)
+    return number
 
 
 def _of_mpi(topology: Topology, env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, dict[str, str]]:

@@ -23,7 +23,7 @@ from packtrain.diagnose.redact import Redactor
 from packtrain.errors import UserError
 from packtrain.report.metrics_file import Metrics, read_metrics
 from packtrain.run_folder import RunFolder
-from packtrain.wording import visible
+from packtrain.wording import visible, whole
 
 FACTS = (
     *("model", "adapters", "precision", "optimizer", "strategy", "data", "held out", "packing", "steps", "attention"),
@@ -81,8 +81,7 @@ class RunRecord:
     @property
     def log_every(self) -> int:
         """Steps between logged lines."""
-        text = self.setting("trainer.log_every")
-        return int(text) if text.isdigit() and int(text) else 1
+        return whole(self.setting("trainer.log_every")) or 1
 
 
 def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:

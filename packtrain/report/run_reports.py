@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ COMPARED = "report.html"
 
 def report_runs(places: Sequence[str], output: Path | None) -> int:
     """Writes the report of the runs in these folders, says where it is, returns the exit code. Raises UserError where it cannot be."""
-    folders = [RunFolder(one) for one in dict.fromkeys(Path(place).expanduser() for place in places)]
+    folders = [RunFolder(one) for one in dict.fromkeys(Path(os.path.expanduser(place)) for place in places)]
     records = [_with_data(read_run(folder), folder) for folder in folders]
     if len(records) > 1:
         names = told_apart([folder.root for folder in folders])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_origin
+from typing import get_origin
 
 import pytest
 
@@ -31,7 +31,9 @@ def of_keys(values: dict[str, str]) -> str:
     for path, value in values.items():
         group, _, name = path.partition(".")
         groups.setdefault(group, {})[name] = value
-    lines = [f"{group}:\n" + "".join(f"  {name}: {value}\n" for name, value in of.items()) for group, of in groups.items()]
+    lines = [
+        f"{group}:\n" + "".join(f"  {name}: {value}\n" for name, value in of.items()) for group, of in groups.items()
+    ]
     return "".join(lines)
 
 
@@ -103,7 +105,10 @@ FORMS = {
     "nested 100,000 times": ("[" * 100_000, "c.yaml"),
     "a million keys": ("model:\n  config:\n" + "".join(f"    k{n}: 1\n" for n in range(10**5)), "more than"),
     "a Python object": ("optim: !!python/object/apply:os.system ['touch stolen']\n", "c.yaml"),
-    "an interpolation in a circle": ("trainer: {output_dir: '${trainer.resume}', resume: '${trainer.output_dir}'}\n", "circle"),
+    "an interpolation in a circle": (
+        "trainer: {output_dir: '${trainer.resume}', resume: '${trainer.output_dir}'}\n",
+        "circle",
+    ),
     "an interpolation of nothing": ("trainer: {output_dir: '${nowhere.at_all}'}\n", "nowhere"),
     "an interpolation that does not end": ("trainer: {output_dir: '${trainer.'}\n", "c.yaml"),
     "a variable that is not set": ("trainer: {output_dir: '${oc.env:NOT_SET_AT_ALL}'}\n", "NOT_SET_AT_ALL"),
@@ -141,19 +146,31 @@ FORMS = {
     "a vocabulary of true": ("model:\n  config: {vocab_size: true}\n", "vocab_size"),
     "the id of a token is true": ("model:\n  config: {pad_token_id: true}\n", "pad_token_id"),
     "an end of text that is true": ("model:\n  config: {eos_token_id: [1, true]}\n", "eos_token_id"),
-    "half an attention head": ("model:\n  config: {model_type: llama, num_attention_heads: 0.5}\n", "num_attention_heads"),
+    "half an attention head": (
+        "model:\n  config: {model_type: llama, num_attention_heads: 0.5}\n",
+        "num_attention_heads",
+    ),
     "a model type of a number": ("model:\n  config: {model_type: 7}\n", "model_type"),
     "a model type that nobody has": ("model:\n  config: {model_type: lama}\n", "llama"),
     "min_lr_rate 5": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr_rate: 5}}\n", "min_lr_rate"),
     "min_lr above the peak": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr: 1}}\n", "min_lr"),
     "min_lr below 0": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr: -1}}\n", "min_lr"),
     "num_cycles below 0": ("optim: {schedule: cosine, schedule_options: {num_cycles: -3}}\n", "num_cycles"),
-    "restarts of half a cycle": ("optim: {schedule: cosine_with_restarts, schedule_options: {num_cycles: 0.5}}\n", "num_cycles"),
+    "restarts of half a cycle": (
+        "optim: {schedule: cosine_with_restarts, schedule_options: {num_cycles: 0.5}}\n",
+        "num_cycles",
+    ),
     "lr_end above the peak": ("optim: {schedule: polynomial, schedule_options: {lr_end: 1}}\n", "lr_end"),
     "a power below 0": ("optim: {schedule: polynomial, schedule_options: {power: -1}}\n", "power"),
     "a timescale of 0": ("optim: {schedule: inverse_sqrt, schedule_options: {timescale: 0}}\n", "timescale"),
-    "a decay of 0 steps": ("optim: {schedule: warmup_stable_decay, schedule_options: {num_decay_steps: 0}}\n", "num_decay_steps"),
-    "a decay of half a step": ("optim: {schedule: warmup_stable_decay, schedule_options: {num_decay_steps: 1.5}}\n", "num_decay_steps"),
+    "a decay of 0 steps": (
+        "optim: {schedule: warmup_stable_decay, schedule_options: {num_decay_steps: 0}}\n",
+        "num_decay_steps",
+    ),
+    "a decay of half a step": (
+        "optim: {schedule: warmup_stable_decay, schedule_options: {num_decay_steps: 1.5}}\n",
+        "num_decay_steps",
+    ),
     "a decay of no known form": (
         "optim: {schedule: warmup_stable_decay, schedule_options: {num_decay_steps: 9, decay_type: fast}}\n",
         "decay_type",

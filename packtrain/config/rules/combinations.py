@@ -6,6 +6,7 @@ Only what is certainly wrong is refused here; what depends on the data (a docume
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Set
 
@@ -14,8 +15,10 @@ from packtrain.config.rules.answer_keys import answer_rules, kto_rules
 from packtrain.config.rules.dpo_losses import dpo_rules
 from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.config.schema import COLUMNS, SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
+from packtrain.wording import shortened
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+_SHAPES = ("linear", "cosine", "1-sqrt")  # of a warm-up or decay, by transformers
 _OF_LAUNCH = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"  # set for each process
 # Arguments of transformers' schedules beside the step counts.
 SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -43,6 +46,7 @@ def check(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_rounding(config, given),
         *_trainer(config, given),
         *_objective(config, given),
+        *_adapted(config),
         *_topology(config.topology),
         *check_strategy(config),
     ]
@@ -145,8 +149,8 @@ def _optim(optim: Optim) -> Iterator[Fault]:
             hint = f"Did you mean {meant[0]}?" if meant else f"It takes {', '.join(known) or 'no options'}."
             what = f"the schedule {optim.schedule} has no such option"
             yield Fault((f"optim.schedule_options.{name}",), what, hint)
-        elif not name.endswith("_type") and not (type(value) in (int, float) and math.isfinite(value)):
-            yield Fault((f"optim.schedule_options.{name}",), f"found {value!r}", "Allowed: number.")
+        elif (allowed := _lack(name, value, optim)) is not None:
+            yield Fault((f"optim.schedule_options.{name}",), f"found {shortened(value)}", f"Allowed: {allowed}.")
     rates = {"min_lr", "min_lr_rate"} & set(optim.schedule_options)
     if optim.schedule == "cosine_with_min_lr" and len(rates) != 1:
         what = "the schedule cosine_with_min_lr needs its lowest learning rate, once"
@@ -158,6 +162,41 @@ def _optim(optim: Optim) -> Iterator[Fault]:
     if optim.schedule == "constant" and optim.warmup_steps:
         what = "the schedule constant has no warm-up"
         yield Fault(("optim.warmup_steps", "optim.schedule"), what, "Choose optim.schedule=constant_with_warmup.")
+
+
+def _lack(name: str, value: object, optim: Optim) -> str | None:
+    """What the option of a schedule may be, in words, if `value` is not that."""
+    if name.endswith("_type"):
+        return None if value in _SHAPES else f"one of {', '.join(_SHAPES)}"
+    whole = name in ("num_decay_steps", "num_stable_steps", "timescale") or optim.schedule == "cosine_with_restarts"
+    whole = whole and not name.startswith("min_lr")
+    if type(value) not in ((int,) if whole else (int, float)) or not math.isfinite(value):  # type: ignore[arg-type]
+        return "whole number" if whole else "number"
+    least, most = 0.0, math.inf
+    if name in ("min_lr_rate", "min_lr_ratio"):
+        most = 1
+    elif name in ("min_lr", "lr_end"):
+        most = optim.learning_rate
+    elif name != "num_stable_steps":  # cycles, steps, powers
+        least = 1 if whole else 5e-324
+    above = f"number ≥ {least:g}" if least != 5e-324 else "number > 0"
+    return None if least <= value <= most else above + (f" and ≤ {most:g}" if most < math.inf else "")  # type: ignore[operator]
+
+
+def _adapted(config: RunConfig) -> Iterator[Fault]:
+    """Names of layers that can match none."""
+    targets = config.peft.target_modules
+    if not targets:
+        yield Fault(("peft.target_modules",), "it names no layer", "all-linear means every linear layer.")
+    try:
+        re.compile(targets if isinstance(targets, str) else "")
+    except re.error as error:
+        what = f"{shortened(targets)} is no regular expression: {error}"
+        yield Fault(("peft.target_modules",), what, "A text is a pattern for whole names; of names write a list.")
+    for key in ("target_modules", "modules_to_save"):
+        value = getattr(config.peft, key)
+        if isinstance(value, list) and any(not name.strip() for name in value):
+            yield Fault((f"peft.{key}",), "a layer without a name", "Write the names of layers, e.g. q_proj.")
 
 
 def _rounding(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
@@ -206,6 +245,8 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         yield Fault(("trainer.output_dir",), "the run folder has no name", "Set it, e.g. to runs/sft.")
     elif "\n" in trainer.output_dir:
         yield Fault(("trainer.output_dir",), "it has a line break", "Write it in one line.")
+    elif len(path := os.fsencode(trainer.output_dir)) > 3000 or max(map(len, path.split(b"/"))) > 240:
+        yield Fault(("trainer.output_dir",), "the name is too long for a file system", "Name a shorter one.")
 
 
 def _objective(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
@@ -285,8 +326,8 @@ def _topology(topology: Topology) -> Iterator[Fault]:
             yield Fault((path,), f"{name!r} is no name of a variable", "It has letters, digits and _ only.")
         elif re.fullmatch(_OF_LAUNCH, name):
             yield Fault((path,), "packtrain sets it itself, for each process", "Take it away; use topology's own keys.")
-        elif not isinstance(value, (str, int, float)) or isinstance(value, bool):
-            yield Fault((path,), f"found {value!r}", "Allowed: text or number.")
+        elif not isinstance(value, (str, int, float)) or isinstance(value, bool) or value != value or "\0" in str(value):
+            yield Fault((path,), f"found {shortened(value)}", "Allowed: text or number.")
         if speaks_of_secrets(name):
             what = "by its name it is a secret, which would be written to config.yaml"
             fix = f"Take it away, and export {name} in the shell or your job's environment."

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from packtrain.config.keys import Fault
 from packtrain.config.schema import Topology
+from packtrain.wording import shortened, whole
 
 _TAKEN = (  # options that the script has from other keys, or that packtrain relies on
     *(
@@ -31,16 +32,20 @@ _TAKEN = (  # options that the script has from other keys, or that packtrain rel
 )
 
 
+_MEMORY = re.compile(r"[0-9]{1,12}[KMGT]?", re.ASCII | re.IGNORECASE)
+
+
 def check(topology: Topology, resume: str) -> list[Fault]:
     """Everything that cannot work as a Slurm job."""
-    return [*_one_line(topology), *_time(topology), *_together(topology, resume), *_options(topology)]
+    faults = [*_one_line(topology), *_time(topology), *_memory(topology), *_together(topology, resume)]
+    return [*faults, *_options(topology)]
 
 
 def seconds_of(time: str) -> int | None:
     """A time limit in one of Slurm's forms ([DAYS-]HOURS:MINUTES:SECONDS, …) in seconds; None where it is none, or unlimited."""
     days, dash, clock = time.rpartition("-")
     numbers = clock.split(":")
-    if len(numbers) > 3 or not all(number.isdecimal() for number in [*numbers, days or "0"]):
+    if len(numbers) > 3 or any(whole(number) is None for number in [*numbers, days or "0"]):
         return None
     units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
     return int(days or 0) * 86400 + sum(int(number) * unit for number, unit in zip(numbers, units, strict=False))
@@ -49,7 +54,8 @@ def seconds_of(time: str) -> int | None:
 def gpus_of(gres: str) -> int | None:
     """How many GPUs generic resources ask for (`gpu:h100:8,nvme:1` → 8); None where they name no number of them."""
     numbers = [part.split("(")[0].rpartition(":")[2] for part in gres.split(",") if re.match(r"gpu\b", part.strip())]
-    return sum(map(int, numbers)) if numbers and all(number.isdigit() for number in numbers) else None
+    found = [whole(number) for number in numbers]
+    return None if not found or None in found else sum(one or 0 for one in found)
 
 
 def _one_line(topology: Topology) -> Iterator[Fault]:
@@ -65,10 +71,16 @@ def _time(topology: Topology) -> Iterator[Fault]:
     seconds = seconds_of(topology.time)
     if seconds is None:
         fix = "Write minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS."
-        yield Fault(("topology.time",), f"{topology.time!r} is no time of Slurm's", fix)
+        yield Fault(("topology.time",), f"{shortened(topology.time)} is no time of Slurm's", fix)
     elif seconds <= topology.signal_before:
         what = f"a run of {seconds} s would be told to stop {topology.signal_before} s before its end, at its start"
         yield Fault(("topology.time", "topology.signal_before"), what, "Give it more time, or lower signal_before.")
+
+
+def _memory(topology: Topology) -> Iterator[Fault]:
+    if topology.memory is not None and not _MEMORY.fullmatch(str(topology.memory)):
+        what = f"{shortened(topology.memory)} is no memory of Slurm's"
+        yield Fault(("topology.memory",), what, "Write 500G, 64000M, or 0 for all of a machine.")
 
 
 def _together(topology: Topology, resume: str) -> Iterator[Fault]:
