@@ -7,11 +7,13 @@ override, with the other problems of the config.
 
 from __future__ import annotations
 
+import getpass
 import io
 import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -363,23 +365,44 @@ def main() -> None:
     """The console command `packtrain`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a "≥" must not end a help that is read in latin-1
+    _settle_home()
     app()
+
+
+def _settle_home() -> None:
+    """Gives a user of whom nothing is known (a container under a foreign number) a home and a name: many libraries need them."""
+    if os.path.expanduser("~") == "~":
+        os.environ["HOME"] = tempfile.gettempdir()
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["USER"] = str(os.getuid())
 
 
 def _end(work: Callable[[], int]) -> NoReturn:
     """Does `work` and exits with its code, outside click, which would turn Ctrl-C into exit code 1."""
-    raise typer.Exit(exit_code_of(work))
+
+    def where_there_is_a_folder() -> int:
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            raise UserError("the current folder is gone", fix="Go to one that is there: cd.") from None
+        return work()
+
+    raise typer.Exit(exit_code_of(where_there_is_a_folder))
 
 
 def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tuple[RunConfig, LaunchPlan]:
     """The config that the arguments name, and its plan; without `verb`, the plan of the verb that the config is for."""
     from packtrain.config.compose import load_config
     from packtrain.plan.launch_plan import plan_launch
+    from packtrain.plan.model_config import check_model
     from packtrain.plan.surroundings import look_around
 
     path, changes = split_arguments(arguments)
     run = load_config(path, [*_said_by(verb), *changes], _note)
     _check_verb(verb, run)
+    check_model(run.model, run.peft, scores=run.objective.traits.scores)
     return run, plan_launch(run, look_around(), run.objective.kind, arguments or [])
 
 
@@ -390,6 +413,7 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     from packtrain.config.sweep import Point, load_points
     from packtrain.launch.sbatch import Job
     from packtrain.launch.submit import this_program
+    from packtrain.plan.model_config import check_model
 
     if verb not in TRAITS:
         fix = f"Write packtrain sbatch sft CONFIG; verbs of a job are {', '.join(TRAITS)}."
@@ -399,8 +423,9 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
         points, shared = load_points(path, changes, _said_by(verb), _note)
     else:
         points, shared = [Point(load_config(path, [*_said_by(verb), *changes], _note))], changes
-    for point in points:
-        _check_verb(verb, point.config)
+    for run in [point.config for point in points]:
+        _check_verb(verb, run)
+        check_model(run.model, run.peft, scores=run.objective.traits.scores)
     called = ("packtrain", "sbatch", verb, *(arguments or []), *(["-m"] if sweep else []))
     named = (*([path] if path else []), *shared)
     return Job(verb, called, named, tuple(points), Path.cwd(), this_program())

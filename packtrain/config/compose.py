@@ -63,6 +63,8 @@ def load_config(
     problems += [composed.locate(fault) for fault in faults]
     if problems:
         raise UserError(problems)
+    for note in combinations.notes(config):
+        say(f"note: {note}")
     return config
 
 

@@ -371,7 +371,9 @@ class Optim:
 class Batch:
     """What one optimizer step trains on (global: independent of the number of GPUs) and what one device takes at once."""
 
-    examples_per_step: int | None = key(None, "Documents of an optimizer step over all devices.", minimum=1)
+    examples_per_step: int | None = key(
+        None, "Documents of an optimizer step over all devices.", minimum=1, maximum=10**7
+    )
     tokens_per_step: int | None = key(
         None, "Tokens of an optimizer step over all devices (rows packed over the whole epoch).", minimum=2
     )

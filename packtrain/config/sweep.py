@@ -7,6 +7,7 @@ sweeper. A run folder belongs to one run, so every point gets one with its name.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from packtrain.config.overrides import COMMAND_LINE
 from packtrain.config.schema import RunConfig
 from packtrain.errors import UserError
 
+MOST_POINTS = 1000
 _LONGEST_NAME = 150  # characters; file systems allow 255 bytes
 
 
@@ -48,6 +50,12 @@ def load_points(
         fix = "Write key=a,b or key=range(1,4) for at least one key, or leave -m away."
         raise UserError("there is nothing to sweep: no key has several values", where=f"{COMMAND_LINE}, -m", fix=fix)
     shared = [text for text in overrides if text not in swept]
+    if math.prod(map(len, swept.values())) > MOST_POINTS:
+        what, fix = (
+            f"more than {MOST_POINTS:,} runs",
+            "Sweep over fewer values; Slurm's own limit mostly is 1,000 (MaxArraySize).",
+        )
+        raise UserError(what, where=f"{COMMAND_LINE}, -m", fix=fix)
     choices = list(itertools.product(*swept.values()))
     said: dict[str, None] = {}  # in order
     configs = [load_config(config_path, [*first, *shared, *chosen], said.setdefault) for chosen in choices]
@@ -75,7 +83,7 @@ def _values(text: str) -> list[str] | None:
     if not isinstance(parsed.value(), (ChoiceSweep, RangeSweep)):
         fix = "Name the values: key=a,b or key=range(1,4)."
         raise UserError("this has no values to try one by one", where=f"{COMMAND_LINE}, {text}", fix=fix)
-    values = list(parsed.sweep_string_iterator())
+    values = list(itertools.islice(parsed.sweep_string_iterator(), MOST_POINTS + 1))
     if not values:
         raise UserError("there are no values", where=f"{COMMAND_LINE}, {text}", fix="range(1,4) is 1, 2 and 3.")
     return [f"{parsed.get_key_element()}={value}" for value in values]

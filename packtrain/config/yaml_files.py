@@ -113,7 +113,10 @@ def read_config(path: Path) -> ConfigFile:
                 problems.append(Problem(what, f"{shown(path)}:{line}, {key}", "Keep one of them."))
             elif _is_of_yaml_1_1(value):
                 number = yaml.SafeLoader("").construct_object(value)
-                what, fix = f"YAML takes {value.value} for {number}", f'Write {number}, or "{value.value}" if it is text.'
+                what, fix = (
+                    f"YAML takes {value.value} for {number}",
+                    f'Write {number}, or "{value.value}" if it is text.',
+                )
                 problems.append(Problem(what, f"{shown(path)}:{line}, {key}", fix))
             lines.setdefault(key, line)
             if len(lines) > _MOST:

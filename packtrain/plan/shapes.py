@@ -74,10 +74,8 @@ def weights_of(model: Model, *, scores: bool = False) -> Weights:
 
 
 def _weights_of(model: Model) -> Weights:
-    base = base_of(model.path) if model.init == "pretrained" else None
-    model = replace(model, path=base or model.path)
-    folder = _folder(model)
-    sizes = {**(_read(folder / "config.json") if folder else {}), **model.config}
+    model = replace(model, path=_base(model))
+    folder, sizes = _folder(model), known_sizes(model)
     if model.init == "random":
         return Weights(_from_sizes(sizes), 4, sizes)
     if model.path and model.path.endswith(".gguf"):
@@ -88,6 +86,17 @@ def _weights_of(model: Model) -> Weights:
         return Weights(_from_sizes(sizes), 2, sizes)  # what model.dtype=auto finds on the hub is bfloat16
     how = "its sizes can be given: model.config.model_type=…, model.config.hidden_size=… (docs/planning.md has all)"
     raise UserError(f"{model.path} is not on this machine yet; {how}")
+
+
+def known_sizes(model: Model) -> dict[str, Any]:
+    """The values of the model's own config that are known: those of its config.json, where that is on this machine, and those of
+    model.config. Raises UserError for a file that is no config."""
+    folder = _folder(replace(model, path=_base(model)))
+    return {**(_read(folder / "config.json") if folder else {}), **model.config}
+
+
+def _base(model: Model) -> str | None:
+    return (base_of(model.path) if model.init == "pretrained" else None) or model.path
 
 
 def layers_of(sizes: Mapping[str, Any]) -> Layers:
@@ -154,7 +163,8 @@ def _folder(model: Model) -> Path | None:
 def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
     """What the safetensors files of a folder hold; those of a sharded model are named by its index."""
     index = _read(folder / "model.safetensors.index.json").get("weight_map", {})
-    files = sorted(set(index.values())) or ["model.safetensors"]
+    named = index.values() if isinstance(index, dict) else ()
+    files = sorted({str(one) for one in named}) or ["model.safetensors"]
     shapes: dict[str, tuple[int, ...]] = {}
     width = 4
     for file in files:
@@ -171,11 +181,19 @@ def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, {} where there is none. Raises UserError for anything else."""
+    if not os.path.lexists(path):
+        return {}
+    fix = "Mend it, or fetch the model again."
+    if not path.is_file():
+        raise UserError("this is no regular file", where=str(path), fix=fix)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"not valid JSON: {error}", where=str(path), fix=fix) from error
+    if not isinstance(content, dict):
+        raise UserError("not a JSON object", where=str(path), fix=fix)
+    return content
 
 
 def _from_sizes(sizes: Mapping[str, Any]) -> Shapes:

@@ -5,7 +5,6 @@ Only what is certainly wrong is refused here; what depends on the data (a docume
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterator, Set
@@ -13,27 +12,13 @@ from collections.abc import Iterator, Set
 from packtrain.config.keys import Fault, keys, near
 from packtrain.config.rules.answer_keys import answer_rules, kto_rules
 from packtrain.config.rules.dpo_losses import dpo_rules
+from packtrain.config.rules.schedules import schedule_rules
 from packtrain.config.rules.secrets import speaks_of_secrets
-from packtrain.config.schema import COLUMNS, SHARDED_WEIGHTS, Optim, RunConfig, Topology, sources
+from packtrain.config.schema import COLUMNS, SHARDED_WEIGHTS, DataSource, RunConfig, Topology, sources
 from packtrain.wording import shortened
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
-_SHAPES = ("linear", "cosine", "1-sqrt")  # of a warm-up or decay, by transformers
 _OF_LAUNCH = r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|PACKTRAIN_.*)"  # set for each process
-# Arguments of transformers' schedules beside the step counts.
-SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "constant": (),
-    "constant_with_warmup": (),
-    "linear": (),
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
-    "polynomial": ("lr_end", "power"),
-    "inverse_sqrt": ("timescale",),
-    "warmup_stable_decay": (
-        *("num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles"),
-    ),
-}
 
 
 def check(config: RunConfig, given: Set[str]) -> list[Fault]:
@@ -42,7 +27,7 @@ def check(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_model(config),
         *_data(config, given),
         *_batch(config),
-        *_optim(config.optim),
+        *schedule_rules(config.optim),
         *_rounding(config, given),
         *_trainer(config, given),
         *_objective(config, given),
@@ -50,6 +35,18 @@ def check(config: RunConfig, given: Set[str]) -> list[Fault]:
         *_topology(config.topology),
         *check_strategy(config),
     ]
+
+
+def notes(config: RunConfig) -> Iterator[str]:
+    """What is possible, and mostly not meant."""
+    trained = {_place(source) for source in sources(config.data.train)}
+    for source in sources(config.data.eval, "eval"):
+        if _place(source) in trained:
+            yield f"data.eval: {source.path} is trained on too, so its loss says nothing about other documents"
+
+
+def _place(source: DataSource) -> tuple[str, str, str | None]:
+    return os.path.normpath(os.path.expanduser(source.path)), source.split, source.subset
 
 
 def nearest_multiples(value: int, unit: int) -> str:
@@ -139,48 +136,6 @@ def _batch(config: RunConfig) -> Iterator[Fault]:
         what = f"{batch.tokens_per_step} tokens are not a whole number of rows of {row} (batch.tokens_per_device)"
         fix = f"Nearest that are: {nearest_multiples(batch.tokens_per_step, row)}."
         yield Fault(("batch.tokens_per_step", "batch.tokens_per_device"), what, fix)
-
-
-def _optim(optim: Optim) -> Iterator[Fault]:
-    known = SCHEDULE_OPTIONS[optim.schedule]
-    for name, value in optim.schedule_options.items():
-        if name not in known:
-            meant = near(name, known, 1)
-            hint = f"Did you mean {meant[0]}?" if meant else f"It takes {', '.join(known) or 'no options'}."
-            what = f"the schedule {optim.schedule} has no such option"
-            yield Fault((f"optim.schedule_options.{name}",), what, hint)
-        elif (allowed := _lack(name, value, optim)) is not None:
-            yield Fault((f"optim.schedule_options.{name}",), f"found {shortened(value)}", f"Allowed: {allowed}.")
-    rates = {"min_lr", "min_lr_rate"} & set(optim.schedule_options)
-    if optim.schedule == "cosine_with_min_lr" and len(rates) != 1:
-        what = "the schedule cosine_with_min_lr needs its lowest learning rate, once"
-        fix = "Set {min_lr_rate: 0.1} (of the peak) or {min_lr: 2e-6}."
-        yield Fault(("optim.schedule_options", "optim.schedule"), what, fix)
-    if optim.schedule == "warmup_stable_decay" and "num_decay_steps" not in optim.schedule_options:
-        what = "the schedule warmup_stable_decay needs the length of its decay"
-        yield Fault(("optim.schedule_options", "optim.schedule"), what, "Set {num_decay_steps: 100}.")
-    if optim.schedule == "constant" and optim.warmup_steps:
-        what = "the schedule constant has no warm-up"
-        yield Fault(("optim.warmup_steps", "optim.schedule"), what, "Choose optim.schedule=constant_with_warmup.")
-
-
-def _lack(name: str, value: object, optim: Optim) -> str | None:
-    """What the option of a schedule may be, in words, if `value` is not that."""
-    if name.endswith("_type"):
-        return None if value in _SHAPES else f"one of {', '.join(_SHAPES)}"
-    whole = name in ("num_decay_steps", "num_stable_steps", "timescale") or optim.schedule == "cosine_with_restarts"
-    whole = whole and not name.startswith("min_lr")
-    if type(value) not in ((int,) if whole else (int, float)) or not math.isfinite(value):  # type: ignore[arg-type]
-        return "whole number" if whole else "number"
-    least, most = 0.0, math.inf
-    if name in ("min_lr_rate", "min_lr_ratio"):
-        most = 1
-    elif name in ("min_lr", "lr_end"):
-        most = optim.learning_rate
-    elif name != "num_stable_steps":  # cycles, steps, powers
-        least = 1 if whole else 5e-324
-    above = f"number ≥ {least:g}" if least != 5e-324 else "number > 0"
-    return None if least <= value <= most else above + (f" and ≤ {most:g}" if most < math.inf else "")  # type: ignore[operator]
 
 
 def _adapted(config: RunConfig) -> Iterator[Fault]:
@@ -326,7 +281,9 @@ def _topology(topology: Topology) -> Iterator[Fault]:
             yield Fault((path,), f"{name!r} is no name of a variable", "It has letters, digits and _ only.")
         elif re.fullmatch(_OF_LAUNCH, name):
             yield Fault((path,), "packtrain sets it itself, for each process", "Take it away; use topology's own keys.")
-        elif not isinstance(value, (str, int, float)) or isinstance(value, bool) or value != value or "\0" in str(value):
+        elif (
+            not isinstance(value, (str, int, float)) or isinstance(value, bool) or value != value or "\0" in str(value)
+        ):
             yield Fault((path,), f"found {shortened(value)}", "Allowed: text or number.")
         if speaks_of_secrets(name):
             what = "by its name it is a secret, which would be written to config.yaml"

@@ -59,7 +59,9 @@ def _packages(optim: Optim, tracking: Tracking) -> Iterator[Fault]:
     """What transformers would find lacking only when it makes the optimizer or the tracker."""
     if package := _OPTIMIZER_PACKAGES.get(optim.name):
         yield from _not_installed("optim.name", optim.name, package, package)
-    for tracker in tracking.report_to:
+    if len(set(tracking.report_to)) < len(tracking.report_to):
+        yield Fault(("tracking.report_to",), "a tracker is named twice", "Name each once.")
+    for tracker in dict.fromkeys(tracking.report_to):
         yield from _not_installed("tracking.report_to", tracker, tracker, f"'packtrain[{tracker}]'")
 
 

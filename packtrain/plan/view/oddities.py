@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Peft, Trainer
 from packtrain.plan.data_size import DataSize
 from packtrain.plan.launch_plan import LaunchPlan
+from packtrain.plan.model_config import positions_of_config
 from packtrain.wording import counted
 
 _MANY_STEPS = 1000
@@ -78,8 +79,8 @@ def of_training(
     plain = optim.rounding == "nearest" and optim.master_weights is False and model.dtype == "bfloat16"
     if plain and peft.kind == "none" and not deepspeed:
         yield "bfloat16 weights without masters lose most updates in rounding (optim.master_weights=auto)"
-    positions = model.config.get("max_position_embeddings")
-    if isinstance(positions, int) and data.max_length and data.max_length > positions:
+    positions = positions_of_config(model)
+    if positions is not None and data.max_length and data.max_length > positions:
         yield f"data.max_length={data.max_length:,} is more than the model's {positions:,} positions"
 
 
