@@ -395,8 +395,8 @@ def _end(work: Callable[[], int]) -> NoReturn:
 def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tuple[RunConfig, LaunchPlan]:
     """The config that the arguments name, and its plan; without `verb`, the plan of the verb that the config is for."""
     from packtrain.config.compose import load_config
+    from packtrain.plan.known_model.model_config import check_model
     from packtrain.plan.launch_plan import plan_launch
-    from packtrain.plan.model_config import check_model
     from packtrain.plan.surroundings import look_around
 
     path, changes = split_arguments(arguments)
@@ -413,7 +413,7 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     from packtrain.config.sweep import Point, load_points
     from packtrain.launch.sbatch import Job
     from packtrain.launch.submit import this_program
-    from packtrain.plan.model_config import check_model
+    from packtrain.plan.known_model.model_config import check_model
 
     if verb not in TRAITS:
         fix = f"Write packtrain sbatch sft CONFIG; verbs of a job are {', '.join(TRAITS)}."

@@ -24,10 +24,10 @@ from typing import Any
 from packtrain.config.rules.combinations import check_strategy
 from packtrain.config.schema import Optim, RunConfig
 from packtrain.errors import UserError
+from packtrain.plan.known_model.shapes import Layers, Weights, adapter_shapes, is_adapted, layers_of, weights_of
 from packtrain.plan.launcher_settings import BUCKET, STAGES
 from packtrain.plan.mixed_precision import planned
 from packtrain.plan.reference_choice import reference_of
-from packtrain.plan.shapes import Layers, Weights, adapter_shapes, is_adapted, layers_of, weights_of
 
 GIB = 2**30
 OUTSIDE = int(1.5 * GIB)  # CUDA's context, kernels and NCCL's buffers on a GPU

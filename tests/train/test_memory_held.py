@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import RunConfig
+from packtrain.plan.known_model.shapes import Layers, layers_of
 from packtrain.plan.memory import FullestBatch, Memory, estimate, of_the_layers
-from packtrain.plan.shapes import Layers, layers_of
 from tests.train import forked
 
 SIZES = {

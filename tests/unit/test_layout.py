@@ -58,7 +58,8 @@ WITHOUT_TORCH = (
 )
 MEANINGLESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "base"}
 OF_OTHERS = {"serve.py", "mine.py", "kernels/chunked_logprob.py"}
-"""Files that are spoken of and not ours: examples of programs, and TRL's."""
+OF_OTHERS |= {f"configuration_{name}.py" for name in ("auto", "utils")} | {"auto_mappings.py"}
+"""Files that are spoken of and not ours: examples of programs, TRL's and transformers'."""
 MADE_BY_A_RUN = {"checkpoints/", "final/", "logs/"}
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Peft, Trainer
 from packtrain.plan.data_size import DataSize
+from packtrain.plan.known_model.model_config import positions_of_config
 from packtrain.plan.launch_plan import LaunchPlan
-from packtrain.plan.model_config import positions_of_config
 from packtrain.wording import counted
 
 _MANY_STEPS = 1000

@@ -28,7 +28,7 @@ LARGE = [
     "model.config.vocab_size=151936",
 ]
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-16]", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "8"}
-HUGE = ["model.config.hidden_size=1000000000", "model.config.num_hidden_layers=900000", "topology.gpu_memory=0.001"]
+HUGE = ["model.config.hidden_size=1000000000", "model.config.num_hidden_layers=9000", "topology.gpu_memory=0.001"]
 
 
 def planned(folder: Path, *arguments: str, **variables: str) -> list[str]:

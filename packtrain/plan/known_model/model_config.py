@@ -18,7 +18,7 @@ from typing import Any
 from packtrain.config.keys import near
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import Problem, UserError
-from packtrain.plan.shapes import LLAMA_KIN, MOST_LAYERS, is_adapted, known_sizes, weights_of
+from packtrain.plan.known_model.shapes import LLAMA_KIN, MOST_LAYERS, is_adapted, known_sizes, weights_of
 from packtrain.wording import shortened
 
 _SIZE = re.compile(
@@ -111,7 +111,7 @@ def _layers(model: Model, peft: Peft, *, scores: bool) -> Iterator[Problem]:
 @cache
 def model_types() -> tuple[str, ...]:
     """The model types that transformers knows."""
-    text = "".join(map(_source, ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")))
+    text = "".join(_source(f"models/auto/{file}") for file in ("auto_mappings.py", "configuration_auto.py"))
     return tuple(dict.fromkeys(re.findall(r'"([\w.-]+)"\s*[,:]\s*"\w+Config"', text)))
 
 
