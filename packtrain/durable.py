@@ -35,12 +35,10 @@ def meant_by(staging: Path) -> Path:
     return staging.with_name(name[1:-8]) if name.startswith(".") and name.endswith(".partial") else staging
 
 
-def write_text(path: Path, text: str, *, staging: Path | None = None) -> None:
-    """Writes a file (UTF-8) that is the old one, or none, until it is this one whole. Processes that may write it at the same time
-    need a `staging` of their own."""
-    staging = staging or aside(path)
-    staging.write_text(text, encoding="utf-8", errors="replace")
-    publish(staging, path)
+def write_text(path: Path, text: str) -> None:
+    """Writes a file (UTF-8) that is the old one, or none, until it is this one whole."""
+    aside(path).write_text(text, encoding="utf-8", errors="replace")
+    publish(aside(path), path)
 
 
 def publish(staging: Path, target: Path) -> None:

@@ -8,7 +8,6 @@ precision, model settings, LD-DPO's alpha; in 16 bits also the rows that they we
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, reduce
+from filelock import FileLock
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from packtrain.config.schema import Model, Peft
-from packtrain.durable import publish
+from packtrain.durable import aside, publish
 from packtrain.errors import UserError
 from packtrain.model.load import load_model, weights_hash
 from packtrain.model.spread import Ranks, spread
@@ -84,10 +84,10 @@ def precompute(
         reduced = cast(torch.Tensor, reduce(values, "sum")).cpu().numpy()
     if ranks.main:
         done.parent.mkdir(parents=True, exist_ok=True)
-        aside = done.with_suffix(f".{os.getpid()}.tmp")
-        with aside.open("wb") as file:
-            np.save(file, reduced)
-        publish(aside, done)
+        with FileLock(done.with_suffix(".lock")):  # another run may compute the same
+            with aside(done).open("wb") as file:
+                np.save(file, reduced)
+            publish(aside(done), done)
     return reduced
 
 

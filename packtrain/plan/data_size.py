@@ -42,7 +42,7 @@ def remember(size: DataSize, model: Model, data: Data, kind: str, seed: int) -> 
     note = _note(model, data, kind, seed)
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
-        write_text(note, json.dumps(asdict(size)), staging=note.with_suffix(f".{os.getpid()}"))
+        write_text(note, json.dumps(asdict(size)))
 
 
 def recall(model: Model, data: Data, kind: str, seed: int) -> DataSize | None:

@@ -189,9 +189,9 @@ def hash_file(path: Path, memory: Path) -> str:
             return known
     digest = hash_bytes(path)
     if time.time() - stat.st_mtime > SETTLED_S:
-        with suppress(OSError):  # on a read-only or full disk hashes are not remembered
+        with suppress(OSError):  # where the disk is read-only or full, or another process has just written it
             memory.mkdir(parents=True, exist_ok=True)
-            write_text(note, digest, staging=note.with_suffix(f".{os.getpid()}"))
+            write_text(note, digest)
     return digest
 
 
@@ -226,8 +226,8 @@ def open_or_build(
         if (found := _whole(final, say)) is not None:
             return found, False
         if not (folder / "README.txt").exists():  # it may be the user's: he names the folder
-            staging = folder / f"README.{os.getpid()}"
-            write_text(folder / "README.txt", README.replace("THIS_FOLDER", str(folder)), staging=staging)
+            with suppress(FileNotFoundError):  # another process has just written it
+                write_text(folder / "README.txt", README.replace("THIS_FOLDER", str(folder)))
         for left in folder.glob(f"{'[0-9a-f]' * len(key)}.building"):
             if left == building or time.time() - _newest(left) > STALLED_S:  # too old to be in use
                 shutil.rmtree(left, ignore_errors=True)
