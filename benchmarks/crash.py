@@ -34,6 +34,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class Setup:
 
     def config(self, folder: Path) -> dict[str, Any]:
         """The config of a run in `folder`, of the data and model in inputs/."""
-        inputs = folder.parent.parent / "inputs"
+        inputs = next(one for one in folder.parents if (one / "inputs").is_dir()) / "inputs"
         scored = self.verb == "reward"
         model: dict[str, Any] = {"path": str(inputs / "start"), "dtype": "float32"}
         if self.verb == "sft" and self.peft == "full":
@@ -96,7 +97,6 @@ class Setup:
                 "output_dir": str(folder / "run"),
                 "max_steps": STEPS,
                 "checkpoint_every": CHECKPOINT_EVERY,
-                "keep_checkpoints": 1,
                 "eval_every": EVAL_EVERY,
                 **({} if scored else {"samples": ["river stone"], "sample_tokens": 2}),
             },
@@ -276,10 +276,18 @@ def ended(process: Any) -> int | None:
 
 
 def attempt(
-    setup: Setup, folder: Path, point: Point | None = None, *, logs: str = "", with_bytes: bool = False
-) -> list:
-    """Runs the command once, killed at the point if there is one; the exit codes of its ranks."""
-    (path := folder / "config.yaml").write_text(yaml.safe_dump(setup.config(folder)))
+    setup: Setup,
+    folder: Path,
+    point: Point | None = None,
+    *,
+    logs: str = "",
+    with_bytes: bool = False,
+    keep: int | None = 1,
+) -> list[int | None]:
+    """Runs the command once, killed at the point if there is one; the exit codes of its ranks. `keep`: trainer.keep_checkpoints."""
+    config = setup.config(folder)
+    config["trainer"]["keep_checkpoints"] = keep
+    (path := folder / "config.yaml").write_text(yaml.safe_dump(config))
     several = setup.processes > 1
     told = forked.told_by_torchrun(setup.processes) if several else [{}]
     ranks: list[Any] = []
@@ -292,8 +300,7 @@ def attempt(
         log = folder / f"{logs or 'points'}-{rank}.log"
         given = ((setup.verb, str(path)), environment, folder, said, ranks[0].pid if ranks else None)
         ranks.append(forked.begun(rank_of_a_run, *given, mine, log, with_bytes))
-    codes = [ended(one) for one in ranks]
-    return codes
+    return [ended(one) for one in ranks]
 
 
 def fresh(folder: Path, warm: Path | None) -> Path:
@@ -350,6 +357,14 @@ def drawn(points: Sequence[Point], count: int, processes: int, seed: int = 0) ->
             rest.append(one)
         seen |= {one.kind, one.sort}
     return [*kinds, *sorts, *rest][:count]
+
+
+def place_of(line: str) -> tuple[int, bool] | None:
+    """The step of a line of metrics.jsonl, and whether it is of an evaluation; None of a torn line."""
+    try:
+        return (found := json.loads(line))["step"], "eval_loss" in found
+    except (ValueError, KeyError):
+        return None
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
@@ -440,6 +455,20 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([*lines, "| **all** | " + " | ".join(sums) + f" | {cell(outcomes)} |"])
 
 
+@contextmanager
+def prepared(folder: Path | None) -> Iterator[Path]:
+    """A folder for runs, with their inputs (a temporary one, if none is given); their processes preload the library of points."""
+    with tempfile.TemporaryDirectory(prefix="crash-") as made:
+        place = (folder or Path(made)).resolve()
+        place.mkdir(parents=True, exist_ok=True)
+        library = compiled(place)
+        os.environ[LIBRARY] = str(library)
+        os.environ["LD_PRELOAD"] = str(library)  # of the process that all runs are forked from
+        forked._CONTEXT.set_forkserver_preload([*forked.WARM, "benchmarks.crash"])
+        make_inputs(place / "inputs")
+        yield place
+
+
 def main() -> int:
     """Prints the table; returns 1 if a run did not come to the same end."""
     parser = argparse.ArgumentParser(description="Kills runs at every kind of moment.")
@@ -454,13 +483,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="kept, with the runs that went wrong")
     parser.add_argument("--json", type=Path, help="all outcomes")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="crash-") as made:
-        place = (options.folder or Path(made)).resolve()
-        place.mkdir(parents=True, exist_ok=True)
-        library = compiled(place)
-        os.environ[LIBRARY] = str(library)
-        os.environ["LD_PRELOAD"] = str(library)  # of the process that all runs are forked from
-        forked._CONTEXT.set_forkserver_preload([*forked.WARM, "benchmarks.crash"])
+    with prepared(options.folder) as place:
         outcomes = measured(options, place)
     print(table(outcomes))
     bad = [one for one in outcomes if one.wrong]
@@ -477,7 +500,6 @@ def main() -> int:
 
 def measured(options: argparse.Namespace, place: Path) -> list[Outcome]:
     """The outcomes of all setups that were asked for."""
-    make_inputs(place / "inputs")
     chosen = [one for one in SETUPS if re.search(options.setups or "", one.name)]
     if options.short:
         chosen = [one for one in chosen if one.name in SHORT]

@@ -83,8 +83,10 @@ def listed(checkpoints: Path) -> dict[int, Path]:
 def set_aside(checkpoints: Path, after: int) -> list[str]:
     """Renames the checkpoints of steps after `after`, the step that a run resumes from. Returns remarks.
 
-    They are damaged or of an abandoned continuation, and would otherwise be kept and resumed from as the newest.
+    They are damaged or of an abandoned continuation, and would otherwise be kept and resumed from as the newest. The remains of
+    interrupted writes are removed.
     """
+    _sweep(checkpoints)
     remarks = []
     for step, later in listed(checkpoints).items():
         if step > after:
@@ -99,14 +101,19 @@ def _move_aside(checkpoint: Path) -> Path:
     return checkpoint.rename(target)
 
 
-def damage(checkpoint: Path) -> str | None:
-    """The first mismatch of a checkpoint with its manifest; None if it is intact."""
+def written_into(checkpoint: Path) -> dict[str, tuple[int, str]]:
+    """Bytes and hash of each file of a checkpoint by its name, as its manifest says; {} if that is missing or no manifest."""
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
-        written = {name: (entry["bytes"], entry["blake2b"]) for name, entry in manifest.items()}
-        if ORIGIN not in written or TRAINER_STATE_NAME not in written:
-            return f"{MANIFEST} does not list what every checkpoint has"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {name: (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in manifest.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return {}
+
+
+def damage(checkpoint: Path) -> str | None:
+    """The first mismatch of a checkpoint with its manifest; None if it is intact."""
+    written = written_into(checkpoint)
+    if ORIGIN not in written or TRAINER_STATE_NAME not in written:
         return f"{MANIFEST} is missing or unreadable"
     for name, (size, digest) in written.items():
         path = checkpoint / name
@@ -145,8 +152,7 @@ def prune(checkpoints: Path, keep: int | None, best: Path | None, origin: dict[s
 
     Those with another `origin` (see `check_origin`) were put there by someone.
     """
-    for leftover in checkpoints.glob(".step-*.partial"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    _sweep(checkpoints)
     if keep is None:
         return
     for old in [one for one in listed(checkpoints).values() if _of_run(one, origin)][:-keep]:
@@ -154,9 +160,14 @@ def prune(checkpoints: Path, keep: int | None, best: Path | None, origin: dict[s
             remove(old)
 
 
+def _sweep(checkpoints: Path) -> None:
+    for leftover in checkpoints.glob(".step-*.partial"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
 def _of_run(checkpoint: Path, origin: dict[str, Any]) -> bool:
     with suppress(OSError, ValueError):
-        return (checkpoint / MANIFEST).is_file() and origin_in(checkpoint) == origin
+        return bool(written_into(checkpoint)) and origin_in(checkpoint) == origin
     return False
 
 

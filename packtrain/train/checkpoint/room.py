@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -13,7 +11,7 @@ from packtrain.config.schema import Optim
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.plan.memory import optimizer_bytes
-from packtrain.train.checkpoint.folder import MANIFEST, listed
+from packtrain.train.checkpoint.folder import listed, written_into
 
 _BESIDE = 2**20  # config, states of chance and of the run
 
@@ -27,8 +25,8 @@ def weights_bytes(model: nn.Module) -> int:
 def checkpoint_bytes(model: nn.Module, optim: Optim, strategy: str, checkpoints: Path) -> int:
     """Bytes of a checkpoint: of the newest one that is there, else by the sizes of the weights."""
     for newest in reversed(listed(checkpoints).values()):
-        files: dict[str, Any] = json.loads((newest / MANIFEST).read_text())
-        return sum(entry["bytes"] for entry in files.values())
+        if files := written_into(newest):
+            return sum(size for size, _ in files.values())
     trained = [one for one in model.parameters() if one.requires_grad]
     states = optimizer_bytes(optim, strategy, sum(map(elements, trained)), trained[0].itemsize if trained else 0)
     return weights_bytes(model) + states + _BESIDE
