@@ -65,6 +65,7 @@ class RunFolder:
     deepspeed = _Entry("deepspeed.json", "DeepSpeed's settings, where the strategy is one of its own.")
     environment = _Entry("env.json", "Versions and platform.")
     metrics = _Entry("metrics.jsonl", "One JSON line per logged step.", result=True)
+    spikes = _Entry("spikes.jsonl", "A line for each step that was a spike, with its documents.", result=True)
     summary = _Entry("summary.json", "How the run ended, with its counts.", result=True)
     report = _Entry("report.html", "The run as a page: see packtrain/report/.")
     data = _Entry("data.json", "What the data is, for that page.")

@@ -410,6 +410,14 @@ class Trainer:
     keep_checkpoints: int | None = key(
         2, "Newest checkpoints that are kept (the best one too); none for all.", minimum=1
     )
+    on_spike: Literal["stop", "skip", "rollback"] = key(
+        "stop", "What a spike does, before its update is made: stop, skip the update, or roll back (docs/resume.md)."
+    )
+    spike_factor: float | None = key(
+        None,
+        "A loss or gradient norm over this × the recent median is a spike; none for only NaN and infinity.",
+        above=1,
+    )
     eval_every: int | None = key(None, "Steps between evaluations; none for only before and after training.", minimum=1)
     early_stop_patience: int | None = key(
         None, "Evaluations without a lower eval loss after which training stops; the best weights are kept.", minimum=1

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
 
@@ -73,12 +73,19 @@ class Steps(Dataset):
     pad_token_id: int
     rank: int = 0
     world_size: int = 1
+    left_out: Mapping[int, int] = field(default_factory=dict)
+    """Examples, and from which step on they are left out (train/spikes.py)."""
 
     def __len__(self) -> int:
         return self.schedule.total_steps
 
     def __getitem__(self, step: int) -> list[MicroBatch]:
-        return [self.collate(numbers) for numbers in self.schedule.micro_batches(step, self.rank, self.world_size)]
+        parts = self.schedule.micro_batches(step, self.rank, self.world_size)
+        if self.left_out:
+            parts = [
+                np.array([one for one in part if self.left_out.get(int(one), step + 1) > step], int) for part in parts
+            ]
+        return [self.collate(numbers) for numbers in parts]
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
         """int [n] tokens of every document of a step over all ranks, and int [n / 2] of what two in a row share (None: nothing)."""

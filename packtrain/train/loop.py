@@ -7,7 +7,7 @@ loader item is a whole optimizer step of this process, which runs through these 
 2. counts       _get_num_items_in_batch: tokens and documents of the global step, summed over ranks before the first forward
 3. forward      training_step → `loss_of` (objectives/) → the wrapped model.forward (model/forward.py)
 4. backward     training_step: gradients are exchanged with the last micro-batch
-5. optimizer    transformers' own: clipping, optimizer (over bfloat16 weights by optim/float32_step.py), schedule
+5. optimizer    judged by spikes.py; transformers' own: clipping, optimizer (over bfloat16 weights by optim/float32_step.py), schedule
 6. log          `log`, and evaluation (metrics.py)
 7. checkpoint   `_save_checkpoint` (checkpoint/hooks.py)
 """
@@ -38,10 +38,11 @@ from packtrain.train.optim.float32_step import loses_updates, stepping_in_float3
 from packtrain.train.optim.lost_updates import LostUpdates, advice
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
 from packtrain.train.settings import LoopSettings
+from packtrain.train.spikes import SpikeHooks
 from packtrain.train.sync.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 
 
-class StepTrainer(CheckpointHooks, LoggingHooks):
+class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
     """Trains by LoopSettings. A subclass calls `open_loop` in its __init__ and defines `loss_of` and `evaluated`."""
 
     model: Any  # never None here
@@ -58,6 +59,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
                 callback.logging_dir = f"{self.args.output_dir}/tensorboard"
         self.settings, self.steps = settings, settings.steps
         self.writer = CheckpointWriter(settings.say, settings.first_step or None)
+        self.open_spikes(settings.spikes)
         self.watch: FirstStepWatch | None = None
         self._watched = 0
         self.lost = LostUpdates()
@@ -113,6 +115,7 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
         prepared = super()._prepare_for_training(*args, **kwargs)
         check_active(self.settings.strategy, self.model_wrapped, self.model)
         self.lost.watch(self.optimizer)
+        self.read_spikes(args[2] if len(args) > 2 else kwargs.get("resume_from_checkpoint"))
         return prepared
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -181,14 +184,15 @@ class StepTrainer(CheckpointHooks, LoggingHooks):
                 with self._gradients_kept(model, last=number == len(inputs)):
                     with self.maybe_activation_offload_context:
                         loss = self.loss_of(model, batch, num_items_in_batch)
+                    total += loss.detach()
+                    self.open_judgement(total, num_items_in_batch)
                     self.clock.enter("backward", micro=number)
                     self.accelerator.backward(loss)
-                total += loss.detach()
         if self.accelerator.num_processes == 1:  # nobody to agree with
             self.settings.stop.agree(*self.settings.stop.counts())
-        self.last_loss = total
         self.clock.enter("optimizer")
-        return total
+        self.last_loss = self.judge(model, total, num_items_in_batch)
+        return self.last_loss
 
     @contextmanager
     def without_gathering(self) -> Iterator[None]:

@@ -155,7 +155,7 @@ class LoggingHooks(TrainerHooks):
             self.refuse_nan(logs["loss"])
             self.take_counts()
             logs |= {"tokens": self.state.num_input_tokens_seen, **self.step_figures.close(self.state.global_step)}
-            logs |= self.figures() | self.times.figures() | self._updates_lost()
+            logs |= self.figures() | self.times.figures() | self._updates_lost() | self.spike_figures()
         super().log(logs, start_time)
 
     def _updates_lost(self) -> dict[str, float]:

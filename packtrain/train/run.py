@@ -36,6 +36,8 @@ from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import LostPeers, UserError
 from packtrain.inspect.audit import pointless
+from packtrain.inspect.corpus import corpus_of
+from packtrain.inspect.places import rows_of
 from packtrain.model.compiled import compile_layers
 from packtrain.model.load import base_model, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision, multiply_in
@@ -64,6 +66,7 @@ from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.optim.final_weights import format_of
 from packtrain.train.preflight import choose_kernel_together
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
+from packtrain.train.spikes import SpikeRules
 from packtrain.train.sync.checks import (
     agree_on_data,
     agree_on_model,
@@ -354,6 +357,7 @@ def _build(
         backend=decision.backend.name if decision else None,
         optim=config.optim,
         limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
+        spikes=_spike_rules(run, data),
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, precision, settings)
     callbacks: list[TrainerCallback] = [run.stop, MetricsFile(run.folder.metrics, log.warn), run.progress]
@@ -402,6 +406,19 @@ def _lack_of_room(run: Run, trainer: StepTrainer) -> str:
     with suppress(OSError):  # the disk speaks for itself when it is written to
         return remark_before_training(*of_model, options.checkpoints, settings.keep_checkpoints, number)
     return ""
+
+
+def _spike_rules(run: Run, data: PreparedData[Any]) -> SpikeRules:
+    """The rules by which steps are judged, with where their examples come from."""
+    config = run.config
+
+    def places(numbers: list[int]) -> list[str]:
+        corpus = corpus_of(config.data, config.objective.kind, run.tokenizer, data, seed=config.trainer.seed)
+        rows = corpus.row_of[corpus.train.rows.reshape(-1, corpus.together)[numbers, 0]].tolist()
+        found = rows_of(corpus, rows)
+        return [found[row][0] for row in rows]
+
+    return SpikeRules(config.trainer.on_spike, config.trainer.spike_factor, run.folder.spikes, places)
 
 
 def origin_of(

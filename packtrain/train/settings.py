@@ -45,6 +45,7 @@ class LoopSettings:
     backend: str | None = None
     optim: Optim = field(default_factory=Optim)
     limits: TimeLimits | None = None
+    spikes: SpikeRules | None = None
 
     @property
     def sharded(self) -> bool:
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from transformers import Trainer as TransformersTrainer
 
     from packtrain.train.checkpoint.writer import CheckpointWriter
+    from packtrain.train.spikes import SpikeRules, Usual
 
     class TrainerHooks(TransformersTrainer):
         """The attributes of transformers' Trainer and of StepTrainer that the mixins use."""
@@ -70,9 +72,13 @@ if TYPE_CHECKING:
         last_loss: torch.Tensor
         lost: LostUpdates
         writer: CheckpointWriter
+        spikes: SpikeRules | None
+        usual: Usual
 
         def refuse_nan(self, loss: float) -> None: ...
         def take_counts(self) -> None: ...
+        def spike_figures(self) -> dict[str, int]: ...
+        def figures(self) -> dict[str, Any]: ...
 else:  # at run time the mixins come before the real Trainer
     TrainerHooks = object
 

@@ -123,13 +123,13 @@ def train(
 ) -> Run:
     """Writes `config`, trains by it into folder/name, and returns what is there.
 
-    Several processes are started as torchrun starts them, and do `begin` (forked.py).
+    Processes do `begin` (forked.py); several are started as torchrun starts them.
     """
     config = {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
     if processes == 1:
-        packtrain(command, str(path), *overrides, expect=expect)
+        packtrain(command, str(path), *overrides, expect=expect, begin=begin)
     else:
         for result in forked.joined(processes, command, str(path), *overrides, begin=begin):
             _checked(result, expect)

@@ -196,6 +196,9 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
     elif config.model.dtype == "float16" and config.peft.kind == "none":
         what = "weights in float16 cannot be trained: small updates are 0 there, and the loss soon is NaN"
         yield Fault(("model.dtype",), what, "Set it to float32 or bfloat16, or train adapters on them: peft=lora.")
+    if trainer.on_spike == "rollback" and trainer.checkpoint_every is None:
+        what, fix = "there is no checkpoint to go back to", "Set trainer.checkpoint_every, or trainer.on_spike=skip."
+        yield Fault(("trainer.on_spike",), what, fix, because="trainer.checkpoint_every")
     if not trainer.output_dir.strip():
         yield Fault(("trainer.output_dir",), "the run folder has no name", "Set it, e.g. to runs/sft.")
     elif "\n" in trainer.output_dir:

@@ -57,6 +57,8 @@ class CheckpointHooks(TrainerHooks):
                     self.state.stateful_callbacks[type(callback).__name__] = callback.state()
             self.writer.at_once(lambda: self.state.save_to_json(str(staging / TRAINER_STATE_NAME)))
             self.writer.at_once(lambda: write_json(staging / ORIGIN, self.settings.origin))
+            usual = list(self.usual.figures)
+            self.writer.at_once(lambda: write_json(staging / "spikes.json", usual))
         self.writer.begin(step, staging, partial(self._seal, step, self.state.best_global_step) if main else None)
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:

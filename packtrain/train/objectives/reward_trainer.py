@@ -98,7 +98,7 @@ class RewardFigures(WeightedFigures):
         with waiting("the figures of all ranks"):
             ends = cast(torch.Tensor, accelerator.gather(ends)).view(-1, 2)
         found = {**means, LEAST: ends[:, 0].min().item(), GREATEST: ends[:, 1].max().item()}
-        return {name: found[name] for name in FIGURES}
+        return {name: found[name] for name in FIGURES} if means else {}  # of a step whose pairs are left out
 
 
 def objective_arguments(objective: Objective) -> dict[str, Any]:

@@ -1,0 +1,346 @@
+"""Spikes: a step whose loss or gradient norm is no number, or jumps over what is usual, is judged before its update is made.
+
+`trainer.on_spike` says what follows: the run stops, the update is not made (`skip`), or the run goes back to its newest
+checkpoint and leaves the step's documents out from there on (`rollback`, as for PaLM: Chowdhery et al. 2022, arXiv 2204.02311,
+section 5.1). The figures are those of the global step, so all ranks decide alike. spikes.jsonl has each decision with the
+documents of its step; a resumed run repeats it from there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from torch.distributed.tensor import DTensor
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+
+from packtrain.errors import CheckFailed
+from packtrain.model.load import base_model
+from packtrain.model.spread import most_of_all
+from packtrain.monitor.heartbeat import waiting
+from packtrain.train.checkpoint.folder import folder_of
+from packtrain.train.loader import step_loader
+from packtrain.train.metrics import MetricsFile
+from packtrain.train.settings import TrainerHooks
+
+STATE = "spikes.json"
+"""In a checkpoint: the figures that are usual by then."""
+_WINDOW, _FEWEST = 64, 8
+"""Steps whose median is usual, and how many of them it takes to tell a jump."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpikeRules:
+    """`action` is trainer.on_spike, `factor` trainer.spike_factor; `file` is spikes.jsonl, `places` gives each example's FILE:LINE."""
+
+    action: str
+    factor: float | None
+    file: Path
+    places: Callable[[list[int]], list[str]]
+
+    @property
+    def watches(self) -> bool:
+        """Whether every step is judged before its update; else what is no number is found when it is logged."""
+        return self.action != "stop" or self.factor is not None
+
+
+class Usual:
+    """Loss and gradient norm of the last steps whose updates were made."""
+
+    def __init__(self, figures: list[list[float]] | None = None) -> None:
+        self.figures: deque[list[float]] = deque(figures or [], maxlen=_WINDOW)
+
+    def fault(self, loss: float, norm: float, factor: float | None) -> str:
+        """What is wrong with the figures of a step, "" if nothing is."""
+        for at, (name, value) in enumerate((("loss", loss), ("gradient norm", norm))):
+            if not math.isfinite(value):
+                return f"the {name} is {value:g}"
+            if factor is not None and len(self.figures) >= _FEWEST:
+                usual = statistics.median(one[at] for one in self.figures)
+                if value > factor * usual > 0:
+                    return f"the {name} is {value:.4g}, usual is {usual:.4g}"
+        return ""
+
+    def last(self) -> list[float]:
+        """Those of the last such step."""
+        return self.figures[-1] if self.figures else [0.0, 0.0]
+
+
+class GoBack(Exception):
+    """Ends the loop over steps, for a rollback to the checkpoint of `step`."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+
+class SpikeHooks(TrainerHooks):
+    """The hooks of a step that judge it before its update."""
+
+    spikes: SpikeRules | None
+
+    def open_spikes(self, rules: SpikeRules | None) -> None:
+        """Judges steps by these rules from now on."""
+        self.spikes, self.usual = rules, Usual()
+        self.decided: dict[int, dict[str, Any]] = {}
+        self._given_up, self._norm = 0, None
+        self._fault, self._guarded = "", False
+
+    def read_spikes(self, checkpoint: str | Path | None) -> None:
+        """Takes up what is usual from the checkpoint that the run goes on from, and what was decided after it, on all ranks."""
+        if self.spikes is None or not self.spikes.watches:
+            return
+        found: list[Any] = [[]]
+        if checkpoint is not None and self.accelerator.is_main_process:
+            with suppress(OSError, ValueError):
+                found = [[json.loads(line) for line in self.spikes.file.read_text().splitlines()]]
+        with waiting("rank 0 to read spikes.jsonl"):
+            lines = cast(list, broadcast_object_list(found))[0]
+        self.decided = {one["step"]: one for one in lines if one["action"] != "stop"}
+        self.usual = Usual()
+        if checkpoint is not None and (state := Path(checkpoint, STATE)).is_file():
+            self.usual = Usual(json.loads(state.read_text()))
+        self._leave_out()
+        if self.is_deepspeed_enabled and not self._guarded:
+            self._guarded = True
+            _guard(cast(Any, self.model_wrapped).optimizer, self._judged)
+
+    def judge(self, model: torch.nn.Module, loss: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Called after the backward pass with this rank's part of the step's loss; returns the part to be logged.
+
+        Raises CheckFailed for `stop`, GoBack for `rollback`.
+        """
+        if self.spikes is None or not self.spikes.watches:
+            return loss
+        if not self.is_deepspeed_enabled:  # whose engine has asked within the backward pass
+            clips = self.args.max_grad_norm > 0
+            norm: Any = super()._clip_grad_norm(model) if clips else self._get_grad_norm(model)
+            if self._judged(norm, loss, counts):
+                model.zero_grad()  # an optimizer passes over weights without gradients
+            self._norm = torch.tensor(self.usual.last()[1]) if self._fault else norm
+        if not self._fault:
+            return loss
+        return self._after_spike(model)
+
+    def open_judgement(self, loss: torch.Tensor, counts: torch.Tensor) -> None:
+        """Tells the engine's optimizer, which steps within the last backward pass, the loss of the step."""
+        self._of_step = loss, counts
+
+    def _judged(self, norm: Any, loss: torch.Tensor | None = None, counts: torch.Tensor | None = None) -> bool:
+        """Whether the update of the step is not to be made; the same on all ranks."""
+        part, counts = (loss, counts) if loss is not None else self._of_step
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+        figures = torch.stack([part.double(), norm.to(part.device).double()])
+        with waiting("the loss of all ranks"):
+            figures = cast(torch.Tensor, self.accelerator.reduce(figures, reduction="mean"))
+        (total, norm), trained = figures.tolist(), int(cast(torch.Tensor, counts)[3])
+        assert self.spikes is not None
+        known = self.decided.get(self.state.global_step + 1)
+        self._fault = "" if known or not trained else self.usual.fault(total, norm, self.spikes.factor)
+        if known or not trained:
+            self._fault = "decided before"
+        if self._fault:
+            self._figures = (total, norm)
+            return True
+        self.usual.figures.append([total, norm])
+        return False
+
+    def _after_spike(self, model: torch.nn.Module) -> torch.Tensor:
+        """What follows the spike of this step; returns the loss to be logged in its place: the last one before it."""
+        assert self.spikes is not None
+        rules, step, newest = self.spikes, self.state.global_step + 1, None
+        fault, self._fault = self._fault, ""
+        self._given_up += 1
+        if hasattr(self, "noted") and not math.isfinite(self._figures[0]):
+            cast(Any, self).noted = cast(Any, self).new_figures()  # no number either
+        if fault != "decided before":
+            action = rules.action
+            if action == "rollback":
+                self.writer.wait()
+                newest = self.writer.outcome.newest
+                action = "rollback" if newest is not None else "skip"
+            line = {"step": step, "action": action, "from": newest, "why": fault}
+            line |= dict(zip(("loss", "grad_norm"), map(_number, self._figures), strict=True))
+            self._note(line, self._losses_of_documents(model, step - 1))
+            if action == "stop":
+                fix = "lower it, or set trainer.on_spike=skip; the checkpoints before this step are kept"
+                raise CheckFailed(f"{fault} at step {step} (spikes.jsonl)", where="optim.learning_rate", fix=fix)
+            self.decided[step] = line
+            then = f"its update is not made{' (there is no checkpoint yet)' if action != rules.action else ''}"
+            if action == "rollback":
+                then = f"the run goes back to the checkpoint of step {newest} and leaves these documents out"
+            self.settings.say(f"step {step}: {fault}; {then}. spikes.jsonl has its documents")
+            if newest is not None:
+                self._leave_out()
+                raise GoBack(newest)
+        usual = self.usual.last()[0]
+        return torch.full((), usual, device=self.args.device)
+
+    def refuse_nan(self, loss: float) -> None:
+        """As ever, of a loss that is logged; the documents of its step are noted, but their losses are lost with the weights."""
+        if not math.isfinite(loss) and self.spikes is not None:
+            step = self.state.global_step
+            line = {"step": step, "action": "stop", "from": None, "why": f"the loss is {loss:g}", "loss": _number(loss)}
+            documents = self.steps.schedule.documents(step - 1).tolist()
+            self._note({**line, "grad_norm": None}, [(number, None) for number in documents])
+        super().refuse_nan(loss)
+
+    def spike_figures(self) -> dict[str, int]:
+        """`skipped`: how many updates were not made since the last logged line, if any."""
+        number, self._given_up = self._given_up, 0
+        return {"skipped": number} if number else {}
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """The norm that the step was judged by, which has clipped the gradients already; else as the base class."""
+        norm, self._norm = self._norm, None
+        return super()._clip_grad_norm(model) if norm is None else norm
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """As the base class; DeepSpeed's of an update that was not made is infinite."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        if self.is_deepspeed_enabled and self._given_up and isinstance(norm, float) and not math.isfinite(norm):
+            return self.usual.last()[1]
+        return norm
+
+    def _run_epoch(self, **given: Any) -> None:
+        """As the base class, again from a checkpoint for each rollback."""
+        while True:
+            try:
+                return super()._run_epoch(**given)
+            except GoBack as back:
+                step = back.step
+            given |= self._gone_back(step, given["model"])
+
+    def _gone_back(self, step: int, model: torch.nn.Module) -> dict[str, Any]:
+        """Puts everything back to the checkpoint of `step`; returns what the loop over steps is to go on with."""
+        folder = folder_of(self.settings.checkpoints, step)
+        self.clock.enter("checkpoint", step=step)
+        self.step_figures.take_last()
+        self.step_figures.close(step)
+        self.figures()
+        model.zero_grad()
+        if self.is_deepspeed_enabled:
+            adapters = base_model(self.model) is not self.model
+            cast(Any, self.model_wrapped).load_checkpoint(str(folder), load_module_strict=not adapters)
+        else:
+            self._load_from_checkpoint(str(folder), self.model)
+        self._load_optimizer_and_scheduler(str(folder))
+        self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+        cast(Any, self)._load_callback_state()
+        self.state.init_training_references(self, len(self.steps), 1, None)
+        self.state.compute_steps(self.args, len(self.steps))
+        self.usual, self._given_up = Usual(json.loads((folder / STATE).read_text())), 0
+        self._tr_loss, self._globalstep_last_logged = torch.zeros_like(self._tr_loss), step
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, MetricsFile):  # lines of later steps are made again
+                callback.on_train_begin(self.args, self.state, self.control)
+        loader = step_loader(self.steps, first=step, workers=self.settings.loader_workers)
+        return {"train_dataloader": loader, "resume_from_checkpoint": str(folder)}
+
+    def _leave_out(self) -> None:
+        """Leaves the documents of rolled back steps out of the steps after their checkpoints."""
+        out: dict[int, int] = {}
+        for line in self.decided.values():
+            if line["action"] == "rollback":
+                for number in self.steps.schedule.documents(line["step"] - 1).tolist():
+                    out[number] = min(line["from"], out.get(number, line["from"]))
+        if out:
+            self.steps = replace(self.steps, left_out=out)
+
+    def _losses_of_documents(self, model: torch.nn.Module, step: int) -> list[tuple[int, float]]:
+        """Number and loss, by the model as it is, of each example of `step`, from 0, on all ranks together."""
+        steps, losses = self.steps, list[tuple[int, float]]()
+        parts = steps.schedule.micro_batches(step, steps.rank, steps.world_size)
+        mine = [number for number in np.concatenate(parts).tolist() if steps.left_out.get(number, step + 1) > step]
+        ranks = self.accelerator.num_processes
+        self.model.eval()
+        with torch.no_grad(), self._figures_apart():
+            for at in range(most_of_all(len(mine), self.args.device)):  # sharded weights are called equally often
+                batch = steps.collate(np.array(mine[at : at + 1], np.int64))
+                counts = torch.tensor(batch.counts, device=self.args.device)
+                loss = cast(Any, self).loss_of(self.model, batch, counts).item() / ranks
+                losses += [(number, loss) for number in mine[at : at + 1]]
+        self.model.train()
+        with waiting("the documents of all ranks"):
+            return gather_object(losses)
+
+    @contextmanager
+    def _figures_apart(self) -> Iterator[None]:
+        """Inside the block no figure of the step is changed."""
+        trainer: Any = self
+        kept = {name: getattr(self, name) for name in ("noted", "routers") if hasattr(self, name)}
+        if "noted" in kept:
+            trainer.noted = trainer.new_figures()
+        if "routers" in kept:
+            trainer.routers = None
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                setattr(trainer, name, value)
+
+    def _note(self, line: dict[str, Any], losses: Sequence[tuple[int, float | None]]) -> None:
+        """Adds a line to spikes.jsonl, on the main process."""
+        if self.spikes is None or not self.accelerator.is_main_process:
+            return
+        places = self.spikes.places([number for number, _ in losses])
+        found = [{"place": place, "loss": _number(loss)} for place, (_, loss) in zip(places, losses, strict=True)]
+        try:
+            with self.spikes.file.open("a") as file:
+                file.write(json.dumps({**line, "documents": found}) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            self.settings.say(f"{self.spikes.file.name} cannot be written: {error}")
+
+
+def _number(value: float | None) -> float | str | None:
+    """A figure as JSON has it, which knows no NaN."""
+    return value if value is None or math.isfinite(value) else f"{value:g}"
+
+
+def _guard(optimizer: Any, spikes: Callable[[Any], bool]) -> None:
+    """Has DeepSpeed's `optimizer` ask before an update; one that is a spike is given up as if it were an overflow."""
+    if not hasattr(optimizer, "_update_scale"):  # ZeRO-1 of bfloat16 weights
+        from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+        step = optimizer.step
+
+        def step_or_not(*given: Any, **named: Any) -> None:
+            gradients, _ = optimizer.get_grads_for_norm()
+            if spikes(_valid(get_global_norm_of_tensors(gradients, mpu=optimizer.mpu, norm_type=optimizer.norm_type))):
+                optimizer.clear_hp_grads()
+                optimizer.clear_lp_grads()
+                return
+            step(*given, **named)
+
+        optimizer.step = step_or_not
+        return
+
+    def ask(_: bool) -> None:
+        """Between the overflow check and the update; the scale of bfloat16 and float32 gradients never changes."""
+        if hasattr(optimizer, "scaled_global_norm"):
+            norm = _valid(optimizer.scaled_global_norm())
+        else:
+            groups = torch.stack([torch.as_tensor(one, dtype=torch.float32) for one in optimizer._get_norm_groups()])
+            norm = torch.full((), torch.nan) if (groups < 0).any() else torch.linalg.vector_norm(groups)
+        optimizer.overflow = spikes(norm)
+
+    optimizer._update_scale = ask
+
+
+def _valid(norm: Any) -> torch.Tensor:
+    """DeepSpeed's norm, which is -1 for what is no number."""
+    found = torch.as_tensor(norm)
+    return torch.where(found >= 0, found, torch.nan)

@@ -1,0 +1,200 @@
+"""Steps that are spikes: what follows is what trainer.on_spike says, on all ranks, and again after a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from here import train_here
+from running import Run, base_config, packtrain, train
+
+from packtrain.config.compose import load_config
+from packtrain.errors import CheckFailed, UserError
+from packtrain.train.loop import StepTrainer
+from packtrain.train.metrics import MetricsFile
+from packtrain.train.spikes import Usual
+from tests.train import forked
+
+SPIKE = 5
+"""The step whose gradients are no numbers."""
+EVERY_2: dict[str, Any] = {"max_steps": 8, "checkpoint_every": 2, "keep_checkpoints": None}
+NEEDS_DEEPSPEED = pytest.mark.skipif("deepspeed" not in forked.WARM, reason="needs deepspeed")
+
+
+def broken_at(step: int, times: float = math.nan) -> Any:
+    """A training_step whose loss and gradients are multiplied in `step`, each time it comes."""
+    backward = StepTrainer.training_step
+
+    def training_step(self: Any, model: Any, inputs: Any, counts: Any = None) -> Any:
+        own = self.loss_of
+        if self.state.global_step + 1 == step:
+            self.loss_of = lambda *given: own(*given) * times if torch.is_grad_enabled() else own(*given)
+        try:
+            return backward(self, model, inputs, counts)
+        finally:
+            self.loss_of = own
+
+    return training_step
+
+
+def with_a_spike(*given: Any) -> None:
+    """The command, in which step 5 is broken."""
+    StepTrainer.training_step = broken_at(SPIKE)
+    forked.run(*given)
+
+
+def with_a_spike_and_an_end(*given: Any) -> None:
+    """The same, killed after step 7."""
+    append = MetricsFile._append
+
+    def last(self: Any, line: str) -> None:
+        append(self, line)
+        if json.loads(line)["step"] == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    MetricsFile._append = last
+    with_a_spike(*given)
+
+
+def spikes(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.folder / "spikes.jsonl").read_text().splitlines()]
+
+
+def written(folder: Path, **trainer: Any) -> str:
+    (path := folder / "run.yaml").write_text(yaml.safe_dump(base_config(folder, trainer={**EVERY_2, **trainer})))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def skipped(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of one process that skips step 5."""
+    folder = tmp_path_factory.mktemp("skipped")
+    packtrain("sft", written(folder, on_spike="skip"), begin=with_a_spike)
+    return Run(folder / "run")
+
+
+def test_a_skipped_step_changes_nothing_and_is_told_with_its_documents(skipped: Run) -> None:
+    (line,) = spikes(skipped)
+    assert (line["step"], line["action"], line["loss"]) == (SPIKE, "skip", "nan")
+    assert len(line["documents"]) == 7
+    assert all("data.jsonl:" in one["place"] and 0 < one["loss"] < 10 for one in line["documents"])
+    assert [one["step"] for one in skipped.steps] == list(range(1, 9))
+    assert [one["step"] for one in skipped.steps if "skipped" in one] == [SPIKE]
+    assert all(math.isfinite(one["loss"]) and math.isfinite(one["grad_norm"]) for one in skipped.steps)
+    before, after = (
+        torch.load(skipped.folder / "checkpoints" / f"step-{step:06d}" / "optimizer.pt")["state"][0]["step"]
+        for step in (4, 6)
+    )
+    assert (before, after) == (4, 5)
+
+
+def test_killed_after_a_skipped_step_a_run_ends_the_same(skipped: Run, tmp_path: Path) -> None:
+    path = written(tmp_path, on_spike="skip", checkpoint_every=4)
+    assert packtrain("sft", path, begin=with_a_spike_and_an_end, expect=None).returncode == -9
+    packtrain("sft", path, begin=with_a_spike)
+    again = Run(tmp_path / "run")
+    assert again.losses == skipped.losses and len(spikes(again)) == 1
+    assert all(torch.equal(one, skipped.weights()[name]) for name, one in again.weights().items())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=NEEDS_DEEPSPEED), "fsdp2"])
+def test_two_processes_skip_the_same_step(skipped: Run, tmp_path: Path, strategy: str) -> None:
+    config = base_config(tmp_path, trainer={**EVERY_2, "on_spike": "skip"})
+    run = train(tmp_path, config, f"strategy={strategy}", processes=2, begin=with_a_spike)
+    assert run.losses == pytest.approx(skipped.losses, rel=1e-5)
+    (line,) = spikes(run)
+    found, expected = (
+        {Path(one["place"]).name: one["loss"] for one in of["documents"]} for of in (line, spikes(skipped)[0])
+    )
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes"), [("ddp", 1), ("fsdp2", 2), pytest.param("zero2", 2, marks=NEEDS_DEEPSPEED)]
+)
+def test_rolled_back_a_run_leaves_the_documents_out(
+    skipped: Run, tmp_path: Path, strategy: str, processes: int
+) -> None:
+    config = base_config(tmp_path, trainer={**EVERY_2, "on_spike": "rollback", "max_steps": 12})
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    if processes == 1:
+        packtrain("sft", str(path), begin=with_a_spike)
+    else:
+        train(tmp_path, config, f"strategy={strategy}", processes=processes, begin=with_a_spike)
+    run = Run(tmp_path / "run")
+    (line,) = spikes(run)
+    assert (line["step"], line["action"], line["from"]) == (SPIKE, "rollback", 4)
+    assert [one["step"] for one in run.steps] == list(range(1, 13))
+    assert run.losses[:8] == pytest.approx(skipped.losses, rel=1e-5)
+    passes = [sum(one["examples"] for one in run.steps[first : first + 4]) for first in (0, 4, 8)]
+    assert passes == [22, 15, 15]
+
+
+def test_killed_after_a_rollback_a_run_ends_the_same(tmp_path: Path) -> None:
+    config = base_config(tmp_path, trainer={**EVERY_2, "on_spike": "rollback", "checkpoint_every": 4})
+    paths = {name: tmp_path / f"{name}.yaml" for name in ("whole", "killed")}
+    for name, path in paths.items():
+        path.write_text(
+            yaml.safe_dump({**config, "trainer": {**config["trainer"], "output_dir": str(tmp_path / name)}})
+        )
+    packtrain("sft", str(paths["whole"]), begin=with_a_spike)
+    assert packtrain("sft", str(paths["killed"]), begin=with_a_spike_and_an_end, expect=None).returncode == -9
+    packtrain("sft", str(paths["killed"]), begin=with_a_spike)
+    whole, killed = Run(tmp_path / "whole"), Run(tmp_path / "killed")
+    assert killed.losses == whole.losses and len(spikes(killed)) == 1
+    assert all(torch.equal(one, whole.weights()[name]) for name, one in killed.weights().items())
+
+
+@pytest.mark.parametrize("verb", ["dpo", "kto", "reward"])
+def test_other_objectives_go_back_as_well(tmp_path: Path, verb: str) -> None:
+    config = base_config(
+        tmp_path, trainer={**EVERY_2, "on_spike": "rollback", "max_steps": 6}, data={"train": "quickstart"}
+    )
+    config["batch"] = {"examples_per_step": 4, "tokens_per_device": 512}
+    run = train(tmp_path, config, command=verb, begin=with_a_spike)
+    (line,) = spikes(run)
+    assert (line["action"], line["from"], len(line["documents"])) == ("rollback", 4, 4)
+    assert all(math.isfinite(one["loss"]) for one in (*line["documents"], *run.steps))
+    assert [one["step"] for one in run.steps] == list(range(1, 7))
+
+
+def test_without_rules_a_loss_that_is_no_number_stops_with_the_documents_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepTrainer, "training_step", broken_at(2))
+    with pytest.raises(CheckFailed, match="the loss is nan at step 2"):
+        train_here(load_config(written(tmp_path), []), tmp_path / "run")
+    (line,) = spikes(Run(tmp_path / "run"))
+    assert line["action"] == "stop" and [one["loss"] for one in line["documents"]] == [None] * 7
+
+
+def test_a_jump_stops_the_run_before_its_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepTrainer, "training_step", broken_at(12, times=50.0))
+    config = load_config(written(tmp_path, max_steps=20, spike_factor=10.0), [])
+    with pytest.raises(CheckFailed, match=r"the loss is .*, usual is .* at step 12"):
+        train_here(config, tmp_path / "run")
+    assert spikes(Run(tmp_path / "run"))[0]["action"] == "stop"
+    assert [one["step"] for one in Run(tmp_path / "run").steps][-1] == 11
+
+
+def test_what_is_usual_is_a_median_that_jumps_do_not_move() -> None:
+    usual = Usual()
+    for _ in range(8):
+        assert usual.fault(100.0, 100.0, 2.0) == ""  # too few steps
+        usual.figures.append([1.0, 3.0])
+    assert usual.fault(1.9, 5.9, 2.0) == ""
+    assert usual.fault(2.1, 5.9, 2.0) == "the loss is 2.1, usual is 1"
+    assert usual.fault(1.9, 6.1, 2.0) == "the gradient norm is 6.1, usual is 3"
+    assert usual.fault(1.9, math.inf, None) == "the gradient norm is inf"
+
+
+def test_a_rollback_needs_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no checkpoint to go back to"):
+        load_config(written(tmp_path, on_spike="rollback", checkpoint_every=None), [])
