@@ -31,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -135,8 +135,8 @@ class Point:
         elif path.startswith("cache/"):
             kind = f"token cache: {call}"
         else:
-            place = re.sub(r"^run(\.\d+)?/?", "", other or path).split("/")[0].lstrip(".")
-            place = re.sub(r"^final.*", "final", re.sub(r"\.partial$|\.json$|\.jsonl$|\.html$", "", place))
+            place = re.sub(r"^run(\.\d+)?/?", "", other or path).lstrip(".").split("/")[0].split(".")[0]
+            place = "final" if place.startswith("final") else place
             known = ("checkpoints", "metrics", "final", "summary", "data", "report", "logs")
             kind = f"{place if place in known else 'run folder'}: {call}"
         return ("resumed, " if self.attempt else "") + ("one rank, " if self.alone else "") + kind
@@ -340,15 +340,20 @@ def said_by(folder: Path) -> str:
     return "\n".join(file.read_text(errors="replace")[-1500:] for file in sorted(folder.glob("rank-*.err")))
 
 
-def drawn(points: Sequence[Point], count: int, processes: int, seed: int = 0) -> list[Point]:
-    """`count` of the points: of every kind one, then of every sort, then any."""
+def drawn(points: Sequence[Point], count: int, setup: Setup, seed: int) -> list[Point]:
+    """`count` of the points: of every kind one, then of every sort, then any; of the first setup also every boundary of a step."""
     points = list(dict.fromkeys(points))
-    if processes > 1:  # some of them for one rank alone
+    if setup.processes > 1:  # some of them for one rank alone
         points += [replace(one, alone=True) for one in points if one.what.startswith("at\t") and not one.attempt]
-    random.Random(seed).shuffle(points)
+    random.Random(f"{seed} {setup.name}").shuffle(points)
+    first: list[Point] = []
+    if setup == SETUPS[0]:
+        first = [one for one in points if one.what.startswith("at\tdata step") and not one.attempt]
     kinds, sorts, rest = [], [], []
-    seen: set[str] = set()
+    seen = {one.kind for one in first}
     for one in points:
+        if one in first:
+            continue
         if one.kind not in seen:
             kinds.append(one)
         elif one.sort not in seen:
@@ -356,7 +361,7 @@ def drawn(points: Sequence[Point], count: int, processes: int, seed: int = 0) ->
         else:
             rest.append(one)
         seen |= {one.kind, one.sort}
-    return [*kinds, *sorts, *rest][:count]
+    return [*first, *kinds, *sorts, *rest][:count]
 
 
 def place_of(line: str) -> tuple[int, bool] | None:
@@ -434,25 +439,46 @@ def compiled(folder: Path) -> Path:
     return library
 
 
+ROWS = {
+    "as it resumes, killed again": "resumed, ",
+    "one of two ranks alone": "one rank, ",
+    "start, tokenizer, model, proof": "(in a layer, )?(start|join|proof|prepare|load)$",
+    "boundary of a step": "(data|counts|step end)$",
+    "forward": "(in a layer, )?forward$",
+    "backward": "(in a layer, )?backward$",
+    "optimizer": "(in the optimizer, )?optimizer$",
+    "eval": "(in a layer, )?eval$",
+    "checkpoint begins": "checkpoint$",
+    "token cache": "token cache: ",
+    "metrics.jsonl": "metrics: ",
+    "final/": "(in a layer, )?final",
+    "summary.json, data.json, report.html": "summary|data: |report|done",
+    "config.yaml, logs and so on": "run folder|logs",
+}
+"""Kinds of points by the row of the table that they are counted in; those of checkpoints have a row for each call."""
+
+
+def row_of(kind: str) -> str:
+    return next((row for row, pattern in ROWS.items() if re.match(pattern, kind)), kind)
+
+
 def table(outcomes: Sequence[Outcome]) -> str:
     """Counts by kind and setup: runs that came to the same end, of those that were killed."""
-    setups = list(dict.fromkeys(one.setup for one in outcomes))
-    rows: dict[str, dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
-    for one in outcomes:
-        rows[one.point.kind][one.setup].append(one)
+    setups = [one.name for one in SETUPS if any(one.name == found.setup for found in outcomes)]
+    killed = [one for one in outcomes if one.killed]
+    rows = {row_of(one.point.kind) for one in killed}
+    ordered = [*(row for row in ROWS if row in rows), *sorted(rows - ROWS.keys())]
 
     def cell(cases: Sequence[Outcome]) -> str:
         good = sum(not one.wrong for one in cases)
-        return f"{good}" if good == len(cases) else f"**{good} of {len(cases)}**" if cases else ""
+        return "" if not cases else f"{good}" if good == len(cases) else f"**{good} of {len(cases)}**"
 
     lines = ["| killed at | " + " | ".join(setups) + " | all |", "|---" * (len(setups) + 2) + "|"]
-    for kind in sorted(rows):
-        of_kind = [cell(rows[kind][name]) if rows[kind][name] else "" for name in setups]
-        lines.append(
-            f"| {kind} | " + " | ".join(of_kind) + f" | {cell([one for one in outcomes if one.point.kind == kind])} |"
-        )
-    sums = [cell([one for one in outcomes if one.setup == name]) for name in setups]
-    return "\n".join([*lines, "| **all** | " + " | ".join(sums) + f" | {cell(outcomes)} |"])
+    for row in [*ordered, "all"]:
+        of_row = [one for one in killed if row in (row_of(one.point.kind), "all")]
+        cells = [cell([one for one in of_row if one.setup == name]) for name in setups]
+        lines.append(f"| {row} | {' | '.join(cells)} | {cell(of_row)} |")
+    return "\n".join(lines)
 
 
 @contextmanager
@@ -476,10 +502,11 @@ def main() -> int:
     parser.add_argument("--setups", help="only those whose names match this expression")
     parser.add_argument("--kinds", help="only points whose kinds match this expression")
     parser.add_argument(
-        "--points", type=int, help="of each setup (default: 60 of the first, 30 of one process, 15 of two)"
+        "--points", type=int, help="of each setup (default: 128 of the first, 17 of one process, 10 of two)"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=240, help="no point is begun after so many")
     parser.add_argument("--folder", type=Path, help="kept, with the runs that went wrong")
     parser.add_argument("--json", type=Path, help="all outcomes")
     options = parser.parse_args()
@@ -488,6 +515,10 @@ def main() -> int:
     print(table(outcomes))
     bad = [one for one in outcomes if one.wrong]
     seconds, killed = sum(one.seconds for one in outcomes), sum(one.killed for one in outcomes)
+    moved = sum(one.moved > 0 for one in outcomes)
+    print(
+        f"\n{moved} times an attempt without a checkpoint, or its final/, was moved aside; {len({one.point.kind for one in outcomes})} kinds"
+    )
     print(
         f"\n{len(outcomes)} points, {killed} runs killed, {len(outcomes) - len(bad)} came to the same end; {seconds:.0f} s"
     )
@@ -500,6 +531,7 @@ def main() -> int:
 
 def measured(options: argparse.Namespace, place: Path) -> list[Outcome]:
     """The outcomes of all setups that were asked for."""
+    until = time.monotonic() + 60 * options.minutes
     chosen = [one for one in SETUPS if re.search(options.setups or "", one.name)]
     if options.short:
         chosen = [one for one in chosen if one.name in SHORT]
@@ -507,15 +539,17 @@ def measured(options: argparse.Namespace, place: Path) -> list[Outcome]:
         found = dict(zip(chosen, pool.map(lambda one: record(one, folder_of(place, one)), chosen), strict=True))
         cases = []
         for setup, points in found.items():
-            usual = SHORT.get(setup.name, 0) if options.short else 30 if setup.processes == 1 else 15
-            if setup == SETUPS[0] and not options.short:
-                usual = 60
+            usual = 128 if setup == SETUPS[0] else 17 if setup.processes == 1 else 10
+            usual = SHORT.get(setup.name, 0) if options.short else usual
             kept = [one for one in points if re.search(options.kinds or "", one.kind)]
-            for number, point in enumerate(drawn(kept, options.points or usual, setup.processes, options.seed)):
+            for number, point in enumerate(drawn(kept, options.points or usual, setup, options.seed)):
                 folder = folder_of(place, setup)
                 cases.append(functools.partial(case, setup, point, folder / str(number), folder / "whole"))
+        random.Random(options.seed).shuffle(cases)
         outcomes = []
-        for done in pool.map(lambda one: one(), cases):
+        for done in pool.map(lambda one: one() if time.monotonic() < until else None, cases):
+            if done is None:
+                continue
             outcomes.append(done)
             mark = f"WRONG {done.wrong}" if done.wrong else "ok" if done.killed else "not killed"
             print(f"{len(outcomes)}/{len(cases)} {done.setup}, {done.point.words}: {mark}", file=sys.stderr, flush=True)
