@@ -261,12 +261,13 @@ def damaged(path: Path, how: str) -> None:
             path.mkdir()
 
 
-def damage(setup: crash.Setup, place: Path) -> tuple[str, list[str]]:
-    """Rows of the table, and what was not noticed."""
+def damage(setup: crash.Setup, place: Path, runs: int = len(DAMAGES)) -> tuple[str, list[str]]:
+    """Rows of the table, and what was not noticed; of so many damages also by the command itself."""
     from packtrain.train.checkpoint.folder import find_resume, listed
 
     whole, base = crash.fresh(place / "whole", None), crash.fresh(place / "base", None)
-    crash.attempt(setup, whole, keep=None)
+    if runs:
+        crash.attempt(setup, whole, keep=None)
     crash.attempt(setup, base, crash.Point(f"at\tfinal step {crash.STEPS}\t", 1), keep=None)
     checkpoints = base / "run" / "checkpoints"
     *_, before, newest = listed(checkpoints).values()
@@ -297,7 +298,7 @@ def damage(setup: crash.Setup, place: Path) -> tuple[str, list[str]]:
         manifest.write_bytes(text.encode("latin-1"))
         look("another manifest", manifest, "manifest.json")
     manifest.write_bytes(kept)
-    for number, how in enumerate(DAMAGES):  # and by the command itself
+    for number, how in enumerate(DAMAGES[:runs]):  # and by the command itself
         folder = place / f"damaged-{number}"
         shutil.copytree(base, folder)
         file = folder / "run" / "checkpoints" / newest.name / files[number % len(files)].relative_to(newest)

@@ -90,6 +90,28 @@ def test_a_killed_run_that_nothing_can_go_on_from_is_moved(tmp_path: Path, damag
     assert (moved / "config.yaml").read_text() == "earlier: 1\n" and (moved / "checkpoints").exists() == damaged
 
 
+def test_whoever_is_killed_as_an_earlier_run_is_moved_does_not_go_on_from_it(tmp_path: Path, monkeypatch) -> None:
+    folder = finished(tmp_path / "run")
+    checkpoint_of(folder)
+    attempt(folder)
+    rename, moved = Path.rename, []
+
+    def once(self: Path, target: Path) -> Path:
+        if moved:
+            raise KeyboardInterrupt
+        moved.append(self.name)
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", once)
+        folder.begin(None)
+    assert moved == ["checkpoints"]
+    attempt(folder)
+    assert folder.begin(None) == tmp_path / "run.2"
+    assert (tmp_path / "run.1" / "checkpoints" / "step-000003").exists()
+    assert RunFolder(tmp_path / "run.2").status() == "done"
+
+
 def test_a_run_that_goes_on_from_a_checkpoint_in_its_folder_stays_in_it_and_its_results_move(tmp_path: Path) -> None:
     folder = finished(tmp_path / "run")
     assert not folder.gives_way(str(folder.checkpoints / "step-000003"))

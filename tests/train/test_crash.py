@@ -1,0 +1,21 @@
+"""Runs that are killed at every kind of moment, disks that lose power and checkpoints that are damaged: the short benchmark."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "crash.py"
+
+
+@pytest.mark.skipif(
+    not shutil.which("cc") or sys.platform != "linux", reason="what counts system calls is compiled with cc"
+)
+def test_whoever_is_killed_anywhere_comes_to_the_same_end() -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "--short"], capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr[-5000:]
+    assert "| as it resumes, killed again | 1 |" in done.stdout and "23 came to the same end" in done.stdout
