@@ -239,10 +239,12 @@ class MetricsFile(TrainerCallback):
         self._since = time.perf_counter()
         if not state.is_world_process_zero or not self._path.exists():
             return
-        lines = self._path.read_text().splitlines() if state.global_step else []
+        text = self._path.read_text()
+        lines = text.splitlines() if state.global_step else []
         evaluated = any("eval_loss" in one for one in state.log_history if one["step"] == state.global_step)
         lines = [line for line in lines if _place_of(line) <= (state.global_step, evaluated)]
-        write_text(self._path, "".join(f"{line}\n" for line in lines))
+        if (kept := "".join(f"{line}\n" for line in lines)) != text:
+            write_text(self._path, kept)
         self._since -= json.loads(lines[-1]).get("seconds", 0) if lines else 0
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
