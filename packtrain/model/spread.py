@@ -33,6 +33,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -271,6 +272,22 @@ def load_shards(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: 
         dcp.load({"model": weights, "optimizer": states}, checkpoint_id=checkpoint / SHARDS)
     options = StateDictOptions(ignore_frozen_params=True, strict=False)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=options)
+
+
+def shards_in(checkpoint: Path) -> dict[str, Any]:
+    """What `save_shards` wrote: name (`model.…`, `optimizer.state.…`) → torch's description."""
+    return dict(dcp.FileSystemReader(checkpoint / SHARDS).read_metadata().state_dict_metadata)
+
+
+def read_shards(checkpoint: Path, described: dict[str, Any]) -> list[Any]:
+    """The whole tensors and plain values that `described` has of `shards_in`, on the CPU; by this process alone."""
+    found = {
+        key: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
+        for key, one in described.items()
+    }
+    if found:
+        dcp.load(found, checkpoint_id=checkpoint / SHARDS, no_dist=True)
+    return [found[key] for key in described]
 
 
 def whole_weights(model: nn.Module, *, trained_only: bool) -> dict[str, Any]:

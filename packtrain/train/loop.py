@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -109,13 +110,15 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
         """All steps of the run as one "epoch" of transformers' loop, from the resumed one on."""
         return step_loader(self.steps, first=self.settings.first_step, workers=self.settings.loader_workers)
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """As the base class, after the last proof; makes sure that the strategy is what the config says."""
         self.close_proofs()
-        prepared = super()._prepare_for_training(*args, **kwargs)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         check_active(self.settings.strategy, self.model_wrapped, self.model)
+        if resume_from_checkpoint is not None:
+            self.restore(Path(resume_from_checkpoint))
         self.lost.watch(self.optimizer)
-        self.read_spikes(args[2] if len(args) > 2 else kwargs.get("resume_from_checkpoint"))
+        self.read_spikes(resume_from_checkpoint)
         return prepared
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -132,7 +135,10 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
         if coarse and optim.steps_in_float32:
             how: Any = {"masters": optim.keeps_masters, "rounding": optim.rounding, "seed": self.args.seed}
             self.optimizer_cls_and_kwargs = stepping_in_float32(chosen, **how), arguments
-        return super().create_optimizer(model)
+        optimizer = super().create_optimizer(model)
+        names = {weight: name for name, weight in self.model.named_parameters()}
+        self.order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
+        return optimizer
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """1. The step's micro-batches, as the base class loads them, and their counts."""

@@ -49,14 +49,13 @@ from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.agreement import shared_values
 from packtrain.plan.data_size import remember
-from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.reference_choice import reference_of
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, results
 from packtrain.train.checkpoint.folder import find_resume, set_aside, step_of
-from packtrain.train.checkpoint.origin import check_origin, origin_in
+from packtrain.train.checkpoint.origin import PROCESSES, STRATEGY, check_origin, origin_in
 from packtrain.train.checkpoint.room import remark_before_training
 from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.library_errors import explained
@@ -439,10 +438,9 @@ def origin_of(
         "model": f"{type(base_model(model)).__name__} with {trained:,} trained weights",
         # scheduler and optimizer continue with the checkpoint's values: changed ones would be silently ignored
         **{f"optim.{key.name}": getattr(config.optim, key.name) for key in fields(config.optim)},
-        "strategy.name": config.strategy.name,
+        STRATEGY: config.strategy.name,
         "trainer.float32_matmul": config.trainer.float32_matmul,
-        # DeepSpeed's files are one shard for each process
-        "the number of processes": processes if config.strategy.name in STAGES else None,
+        PROCESSES: processes,
     }
 
 

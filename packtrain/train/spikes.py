@@ -27,7 +27,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
 from packtrain.errors import CheckFailed
-from packtrain.model.load import base_model
 from packtrain.model.spread import most_of_all
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.checkpoint.folder import folder_of
@@ -230,12 +229,7 @@ class SpikeHooks(TrainerHooks):
         self.step_figures.close(step)
         self.figures()
         model.zero_grad()
-        if self.is_deepspeed_enabled:
-            adapters = base_model(self.model) is not self.model
-            cast(Any, self.model_wrapped).load_checkpoint(str(folder), load_module_strict=not adapters)
-        else:
-            self._load_from_checkpoint(str(folder), self.model)
-        self._load_optimizer_and_scheduler(str(folder))
+        self.restore(folder)
         self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
         cast(Any, self)._load_callback_state()
         self.state.init_training_references(self, len(self.steps), 1, None)

@@ -6,6 +6,7 @@ its own methods.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from contextlib import suppress
 from functools import partial
@@ -14,6 +15,8 @@ from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
+from transformers import set_seed
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 
@@ -23,10 +26,13 @@ from packtrain.model.spread import load_shards, save_shards, shards_of, whole_we
 from packtrain.monitor.heartbeat import waiting
 from packtrain.run_folder import write_json
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
-from packtrain.train.checkpoint.origin import ORIGIN
+from packtrain.train.checkpoint.origin import ORIGIN, world_of
+from packtrain.train.checkpoint.reshard import put_into_torch, put_into_zero, put_weights
 from packtrain.train.checkpoint.room import checkpoint_bytes, lack_of_room
+from packtrain.train.checkpoint.saved import saved_in
 from packtrain.train.optim.final_weights import exact_weights, in_format, name_format
 from packtrain.train.optim.lost_updates import optimizer_inside
+from packtrain.train.optim.schedule import go_on, settings_of
 from packtrain.train.settings import TrainerHooks
 
 
@@ -155,15 +161,46 @@ class CheckpointHooks(TrainerHooks):
         if self.accelerator.is_main_process:
             writer.later(partial((folder / "latest").write_text, tag))
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self.settings.strategy != "fsdp2":
-            return super()._load_optimizer_and_scheduler(checkpoint)
-        load_shards(self.model, cast(Any, self.optimizer).optimizer, Path(checkpoint))
-        cast(Any, self.lr_scheduler).load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self.settings.strategy != "fsdp2":  # FSDP2's weights come with the optimizer's state
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        """Nothing: weights come with the optimizer's states, by `restore`."""
+
+    def restore(self, checkpoint: Path) -> None:
+        """Puts weights, optimizer and schedule of `checkpoint` in place, whichever strategy wrote it on however many processes.
+
+        What this run's config says of optimizer and schedule holds from here on.
+        """
+        settings = settings_of(optimizer_inside(self.optimizer))
+        self._restore_states(checkpoint)
+        steps = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)["last_epoch"]
+        go_on(optimizer_inside(self.optimizer), cast(Any, self.lr_scheduler), settings, steps)
+
+    def _restore_states(self, checkpoint: Path) -> None:
+        """Weights and optimizer: as they were written where the world is the same, else by name."""
+        strategy, processes = world_of(checkpoint)
+        names = {weight: name for name, weight in self.model.named_parameters() if weight.requires_grad}
+        saved = saved_in(checkpoint, strategy, self.model, self.order)
+        inside = optimizer_inside(self.optimizer)
+        same = strategy == self.settings.strategy
+        if same and strategy == "fsdp2":
+            load_shards(self.model, inside, checkpoint)
+        elif same and strategy == "ddp":
+            put_weights(saved, names)
+            super()._load_optimizer_and_scheduler(str(checkpoint))
+        elif same and processes == self.accelerator.num_processes:
+            adapters = base_model(self.model) is not self.model
+            deepspeed_load_checkpoint(self.model_wrapped, str(checkpoint), load_module_strict=not adapters)
+        elif self.is_deepspeed_enabled:
+            put_into_zero(saved, self.model_wrapped.optimizer, names)
+        else:
+            put_weights(saved, names)
+            put_into_torch(saved, inside, names)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As the base class; processes of another number draw anew, each from the seed, the step and its rank."""
+        if checkpoint is None or world_of(Path(checkpoint))[1] == self.accelerator.num_processes:
+            return super()._load_rng_state(checkpoint)
+        drawn = f"{self.args.seed} {self.state.global_step} {self.accelerator.process_index}".encode()
+        set_seed(int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest(), "big"))
 
     def load_best_weights(self) -> None:
         """Puts the weights of the evaluation with the lowest loss back into the model."""
@@ -172,9 +209,4 @@ class CheckpointHooks(TrainerHooks):
         if best == self.state.global_step or not folder.is_dir():  # the best step was in another run folder
             return
         self.state.best_model_checkpoint = str(folder)
-        if self.settings.strategy == "fsdp2":
-            load_shards(self.model, cast(Any, self.optimizer).optimizer, folder)
-            return
-        self._load_best_model()
-        if getattr(optimizer_inside(self.optimizer), "masters", False):  # which final/ may be made of
-            self._load_optimizer_and_scheduler(str(folder))
+        self._restore_states(folder)  # masters too, which final/ may be made of

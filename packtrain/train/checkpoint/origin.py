@@ -9,6 +9,7 @@ from typing import Any
 from packtrain.errors import Problem, UserError
 
 ORIGIN = "origin.json"
+STRATEGY, PROCESSES = "strategy.name", "the number of processes"
 
 
 def check_origin(checkpoint: Path, origin: dict[str, Any]) -> None:
@@ -31,7 +32,7 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> None:
             fix="set it back, or start over with trainer.resume=never",
         )
         for name, value in origin.items()
-        if written.get(name) != value
+        if name not in (STRATEGY, PROCESSES) and written.get(name) != value
     ]
     if differing:
         raise UserError(differing)
@@ -40,3 +41,9 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> None:
 def origin_in(checkpoint: Path) -> dict[str, Any]:
     """The origin of the run that wrote `checkpoint`."""
     return json.loads((checkpoint / ORIGIN).read_text())
+
+
+def world_of(checkpoint: Path) -> tuple[str, int]:
+    """The strategy.name that `checkpoint` was written by, and on how many processes."""
+    origin = origin_in(checkpoint)
+    return origin[STRATEGY], origin[PROCESSES]

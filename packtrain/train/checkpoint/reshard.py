@@ -1,0 +1,130 @@
+"""Puts what any checkpoint holds (saved.py) into the model and the optimizer of this run, whatever strategy spreads them.
+
+Each process takes its share of one whole weight after the other. torch's optimizers, those over FSDP2's weights among them, are
+given a state dict; DeepSpeed's engine is given what it would have saved itself as this process of this many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from packtrain.train.checkpoint.saved import Saved
+from packtrain.train.optim.float32_step import MASTER, ROUNDINGS, loses_updates
+
+Names = Mapping[torch.Tensor, str]
+"""The trained weights of this process's model, and their names."""
+
+_FLATS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+"""The float32 weights of ZeRO-3, of ZeRO-1 and ZeRO-2, and of ZeRO-1 over bfloat16 ones."""
+
+
+def put_weights(saved: Saved, names: Names) -> None:
+    """Copies the weights, each into its format; not under ZeRO-3, whose engine has them."""
+    with torch.no_grad():
+        for weight, name in names.items():
+            weight.copy_(_share(saved.weight(name), weight))
+
+
+def put_into_torch(saved: Saved, optimizer: torch.optim.Optimizer, names: Names) -> None:
+    """Fills the states of `optimizer`; weights that it keeps masters of get them."""
+    masters = getattr(optimizer, "masters", False)
+    whole = optimizer.state_dict()
+    numbers = [number for group in whole["param_groups"] for number in group["params"]]
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    whole["state"] = {}
+    for number, weight in zip(numbers, weights, strict=True):
+        if not (states := saved.states(names[weight])):
+            continue
+        own = {key: _share(value, weight) for key, value in _states(states, optimizer).items()}
+        if masters and loses_updates(weight):
+            own[MASTER] = _share(_exact(saved, names[weight]), weight)
+        whole["state"][number] = own | {key: states[key] for key in (ROUNDINGS,) if key in states}
+    optimizer.load_state_dict(whole)
+
+
+def put_into_zero(saved: Saved, zero: Any, names: Names) -> None:
+    """Fills `zero`, the optimizer of DeepSpeed's engine: the float32 weights, the states, and under ZeRO-3 the weights."""
+    partitioned = hasattr(zero, _FLATS[0])
+    flats = next(getattr(zero, name) for name in _FLATS if hasattr(zero, name))
+    places = _by_partition(zero, names) if partitioned else _by_fragment(zero, names)
+    filled: list[dict[str, Any]] = [{} for _ in flats]
+    for weight, group, at, start, count in places:
+        name, flat = names[weight], flats[group]
+        for key, value in {"": _exact(saved, name), **_states(saved.states(name), zero.optimizer)}.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                part = filled[group].setdefault(key, torch.zeros_like(flat, requires_grad=False))
+                part[at : at + count] = value.reshape(-1)[start : start + count]
+            else:
+                filled[group].setdefault(key, value)
+    own = zero.state_dict()
+    exact = [one.pop("", flat) for one, flat in zip(filled, flats, strict=True)]
+    own["fp32_flat_groups" if partitioned else "single_partition_of_fp32_groups"] = exact
+    states = {group: one for group, one in enumerate(filled) if one}
+    own["optimizer_state_dict" if partitioned else "base_optimizer_state"]["state"] = states
+    rank = torch.distributed.get_rank()
+    if partitioned:
+        zero.checkpoint_event_prologue()
+    zero.load_state_dict({rank: own}, load_optimizer_states=True, load_from_fp32_weights=True)
+    if partitioned:
+        zero.checkpoint_event_epilogue()
+    else:
+        put_weights(saved, names)
+
+
+_Place = tuple[torch.Tensor, int, int, int, int]
+"""A weight, and where this process's part of it is: group of the optimizer, place in its flat tensor, first number, numbers."""
+
+
+def _by_fragment(zero: Any, names: Names) -> list[_Place]:
+    """Of ZeRO-1 and ZeRO-2, which cut a group as a whole."""
+    mapped = [(weight, weight._hp_mapping) for weight in names if getattr(weight, "_hp_mapping", None) is not None]
+    return [
+        (
+            weight,
+            one.param_group_index,
+            one.hp_fragment_address.start,
+            one.lp_fragment_address.start,
+            one.lp_fragment_address.numel,
+        )
+        for weight, one in mapped
+    ]
+
+
+def _by_partition(zero: Any, names: Names) -> list[_Place]:
+    """Of ZeRO-3, which cuts each weight; the last part is padded."""
+    places = []
+    for weight in names:
+        group, at, size = zero.grad_position[zero.get_param_id(weight)]
+        start = torch.distributed.get_rank() * size
+        places.append((weight, group, at, start, max(0, min(size, weight.ds_numel - start))))
+    return places
+
+
+def _exact(saved: Saved, name: str) -> torch.Tensor:
+    """The weight in float32: its master, where there is one."""
+    master = saved.states(name).get(MASTER)
+    return saved.weight(name).float() if master is None else master
+
+
+def _states(states: dict[str, Any], optimizer: Any) -> dict[str, Any]:
+    """What `optimizer` keeps by numbers, but for masters; DeepSpeed's own counts steps in plain numbers, torch's in tensors."""
+    kept = {key: value for key, value in states.items() if key not in (MASTER, ROUNDINGS) and value is not None}
+    if "step" in kept:
+        step = int(kept["step"])
+        plain = type(optimizer).__module__.startswith("deepspeed")
+        kept["step"] = step if plain else torch.tensor(float(step))
+    return kept
+
+
+def _share(value: Any, weight: torch.Tensor) -> Any:
+    """This process's share of a whole tensor that goes with `weight`, on its device; other values as they are."""
+    if not isinstance(value, torch.Tensor) or value.shape != weight.shape:
+        return value
+    value = value.to(weight.device)
+    if isinstance(weight, DTensor):
+        return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
+    return value

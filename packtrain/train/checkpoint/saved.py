@@ -1,0 +1,177 @@
+"""What a checkpoint holds of each trained weight, whichever strategy wrote it on however many processes.
+
+A `Saved` gives by name the whole weight and the states of its optimizer (for AdamW `exp_avg`, `exp_avg_sq`, `step`), one weight
+at a time: files are mapped into memory, so that a process holds little more than what it asks for. DeepSpeed has the same in
+its universal checkpoints, for Adam alone and as a second copy on the disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
+from torch import nn
+from transformers.trainer import OPTIMIZER_NAME
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
+
+from packtrain.model.load import base_model
+from packtrain.model.spread import read_shards, shards_in
+from packtrain.plan.launcher_settings import STAGES
+
+
+class Saved(Protocol):
+    """The contents of a checkpoint, by the names of `named_parameters()`; all tensors are whole, and on the CPU."""
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The weight; of DeepSpeed in float32. Raises KeyError."""
+        raise NotImplementedError
+
+    def states(self, name: str) -> dict[str, Any]:
+        """The states of its optimizer, tensors of its shape or plain values, and its MASTER; {} if it never had a gradient."""
+        raise NotImplementedError
+
+
+def saved_in(checkpoint: Path, strategy: str, model: nn.Module, order: Sequence[str]) -> Saved:
+    """The contents of `checkpoint`, which a run by `strategy` wrote of this `model`.
+
+    `order` are the names of the trained weights as the optimizer numbers them.
+    """
+    if strategy == "fsdp2":
+        return _Shards(checkpoint)
+    if strategy in STAGES:
+        return _Zero(checkpoint)
+    return _Plain(checkpoint, model, order)
+
+
+class _Plain:
+    """A folder that from_pretrained loads, or adapters, and the state dict of an optimizer, which goes by numbers."""
+
+    def __init__(self, checkpoint: Path, model: nn.Module, order: Sequence[str]) -> None:
+        self._folder, self._model = checkpoint, model
+        self._numbers = {name: number for number, name in enumerate(order)}
+
+    def weight(self, name: str) -> torch.Tensor:
+        if name in self._files:
+            file, key = self._files[name]
+            return file.get_tensor(key)
+        return self._converted[name]
+
+    def states(self, name: str) -> dict[str, Any]:
+        return self._optimizer.get(self._numbers[name], {})
+
+    @cached_property
+    def _optimizer(self) -> dict[int, dict[str, Any]]:
+        file = self._folder / OPTIMIZER_NAME
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)["state"]
+
+    @cached_property
+    def _files(self) -> dict[str, tuple[Any, str]]:
+        """Name in the model → the open file that has the weight, and its name there."""
+        model: Any = self._model
+        if isinstance(model, PeftModel):
+            files = [self._folder / ADAPTER_SAFE_WEIGHTS_NAME]
+            marks = {name: torch.empty(0) for name in model.state_dict()}
+            of_mark = {id(mark): name for name, mark in marks.items()}
+            kept = get_peft_model_state_dict(model, marks, save_embedding_layers=False)
+            named = {saved: of_mark[id(mark)] for saved, mark in kept.items()}
+        else:
+            files, named = sorted(self._folder.glob("*.safetensors")), {}
+        opened = [safe_open(file, "pt") for file in files]
+        return {named.get(key, key): (file, key) for file in opened for key in file.keys()}  # noqa: SIM118
+
+    @cached_property
+    def _converted(self) -> dict[str, torch.Tensor]:
+        """All weights, of a model that transformers saves in another form than it computes with (experts) or ties."""
+        base = base_model(self._model)
+        loaded = type(base).from_pretrained(self._folder, dtype=base.dtype)
+        return {name: weight.detach() for name, weight in loaded.named_parameters(remove_duplicate=False)}
+
+
+class _Shards:
+    """FSDP2's, of torch's distributed checkpoints."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._folder = checkpoint
+        self._kept = shards_in(checkpoint)
+
+    def weight(self, name: str) -> torch.Tensor:
+        return self._read([f"model.{name}"])[0]
+
+    def states(self, name: str) -> dict[str, Any]:
+        prefix = f"optimizer.state.{name}."
+        keys = [key for key in self._kept if key.startswith(prefix)]
+        return dict(zip((key.removeprefix(prefix) for key in keys), self._read(keys), strict=True))
+
+    def _read(self, keys: list[str]) -> list[Any]:
+        return read_shards(self._folder, {key: self._kept[key] for key in keys})
+
+
+class _Zero:
+    """DeepSpeed's: of each process a flat float32 part of the weights of each group of the optimizer, and of their states."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        folder = checkpoint / (checkpoint / "latest").read_text().strip()
+        self._ranks: list[dict[str, Any]] = []
+        while found := list(folder.glob(f"*zero_pp_rank_{len(self._ranks)}_mp_rank_00_optim_states.pt")):
+            self._ranks.append(_opened(found[0])["optimizer_state_dict"])
+        first = folder / "mp_rank_00_model_states.pt"  # of the stages that keep weights whole
+        first = first if first.is_file() else folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+        groups = _opened(first)["param_shapes"]
+        self._shapes = {name: shape for group in groups for name, shape in group.items()}
+        self._pieces = self._by_partition(groups) if "fp32_flat_groups" in self._ranks[0] else self._by_fragment()
+
+    def weight(self, name: str) -> torch.Tensor:
+        key = "fp32_flat_groups" if "fp32_flat_groups" in self._ranks[0] else "single_partition_of_fp32_groups"
+        return self._whole(name, [self._ranks[rank][key][group] for rank, group, _, _ in self._pieces[name]])
+
+    def states(self, name: str) -> dict[str, Any]:
+        kept = [self._state(rank, group) for rank, group, _, _ in self._pieces[name]]
+        return {
+            key: self._whole(name, [one[key] for one in kept])
+            if isinstance(value, torch.Tensor) and value.dim()
+            else value
+            for key, value in kept[0].items()
+        }
+
+    def _state(self, rank: int, group: int) -> dict[str, Any]:
+        kept = self._ranks[rank]
+        return kept.get("optimizer_state_dict", kept.get("base_optimizer_state"))["state"].get(group, {})
+
+    def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        pieces = [
+            part.narrow(0, start, count) for part, (_, _, start, count) in zip(parts, self._pieces[name], strict=True)
+        ]
+        return torch.cat(pieces).view(self._shapes[name])
+
+    def _by_fragment(self) -> dict[str, list[tuple[int, int, int, int]]]:
+        """Name → (rank, group, start, count) of its pieces, in order: stages 1 and 2 cut a group as a whole."""
+        pieces = defaultdict(list)
+        for rank, kept in enumerate(self._ranks):
+            for group, fragments in enumerate(kept["param_slice_mappings"]):
+                for name, fragment in fragments.items():
+                    pieces[name].append((rank, group, fragment.start, fragment.numel))
+        return pieces
+
+    def _by_partition(self, groups: list[dict[str, torch.Size]]) -> dict[str, list[tuple[int, int, int, int]]]:
+        """The same of stage 3, which cuts each weight; the last part is padded."""
+        pieces = defaultdict(list)
+        for group, shapes in enumerate(groups):
+            start = 0
+            for name, shape in shapes.items():
+                size = math.ceil(shape.numel() / len(self._ranks))
+                for rank in range(len(self._ranks)):
+                    count = max(0, min(size, shape.numel() - rank * size))
+                    pieces[name].append((rank, group, start, count))
+                start += size
+        return pieces
+
+
+def _opened(file: Path) -> dict[str, Any]:
+    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)  # classes of DeepSpeed are in them

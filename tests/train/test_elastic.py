@@ -1,0 +1,126 @@
+"""A run that goes on in another world, with the optimizer's state: the losses and weights are those of the unbroken run."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answer_runs import preferences
+from here import train_here
+from running import LLAMA, Run, base_config, train, write_jsonl
+from safetensors.torch import load_file
+
+from packtrain.config.compose import load_config
+from packtrain.train.checkpoint import hooks
+
+MODEL = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # weights that ZeRO-3 does not keep whole
+World = tuple[str, int, tuple[str, ...]]
+"""Strategy, processes, and what else is another."""
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="DeepSpeed is not installed")
+
+
+def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
+    """22 documents, 7 a step: the second step of each world is within an epoch, or its end."""
+    groups["trainer"] = {"checkpoint_every": 2, "keep_checkpoints": None, **groups.get("trainer", {})}
+    config = base_config(folder, **groups)
+    config["model"]["config"] = MODEL
+    config["optim"] |= {"schedule": "constant_with_warmup", "warmup_steps": 3, "weight_decay": 0.1}
+    return config
+
+
+def through(folder: Path, config: dict[str, Any], *worlds: World, name: str, command: str = "sft") -> Run:
+    """A run that is interrupted after two steps in each of the worlds."""
+    run = Run(folder / name)
+    for number, (strategy, processes, others) in enumerate(worlds, start=1):
+        (folder / name / "summary.json").unlink(missing_ok=True)  # as if it had been killed
+        overrides = [f"strategy={strategy}", f"trainer.max_steps={2 * number}", *others]
+        run = train(folder, config, *overrides, name=name, processes=processes, command=command)
+    return run
+
+
+def differences(run: Run, expected: Run, file: str = "final/model.safetensors") -> tuple[float, float]:
+    """The largest relative difference of a loss, and of a weight of `file`."""
+    assert [line["examples"] for line in run.steps] == [line["examples"] for line in expected.steps]
+    losses = [abs(one - other) / abs(other) for one, other in zip(run.losses, expected.losses, strict=True)]
+    ours, theirs = (load_file(one.folder / file) for one in (run, expected))
+    assert ours.keys() == theirs.keys()
+    weights = [float((ours[name] - one).norm() / one.norm()) for name, one in theirs.items()]
+    return max(losses), max(weights)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("elastic")
+
+
+WORLDS: list[World] = [
+    ("ddp", 1, ()),
+    ("fsdp2", 2, ()),
+    ("zero3", 2, ("packing=padding",)),
+    ("ddp", 2, ("batch.tokens_per_device=400",)),
+    ("zero1", 3, ("packing=padding_free", "batch.examples_per_device=1")),
+    ("zero2", 2, ()),
+    ("fsdp2", 3, ()),
+]
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder: Path) -> Run:
+    return train(folder, config_of(folder), f"trainer.max_steps={2 * len(WORLDS)}", name="unbroken")
+
+
+@pytest.fixture(scope="module")
+def broken(folder: Path) -> Run:
+    return through(folder, config_of(folder), *WORLDS, name="broken")
+
+
+def test_a_run_goes_on_from_world_to_world(unbroken: Run, broken: Run) -> None:
+    loss, weight = differences(broken, unbroken)
+    assert loss < 1e-5 and weight < 1e-4
+    assert [line["lr"] for line in broken.steps] == [line["lr"] for line in unbroken.steps]
+    said = (broken.folder / "logs" / "rank-00000.log").read_text()
+    assert said.count("resuming from step-0000") == len(WORLDS) - 1
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_states_of_the_optimizer_are_what_makes_it_the_same(
+    folder: Path, unbroken: Run, broken: Run, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    place = folder / f"states-{kept}"
+    shutil.copytree(broken.folder, place, ignore=shutil.ignore_patterns("final", "summary.json", "step-000014"))
+    if not kept:
+        monkeypatch.setattr(hooks, "put_into_torch", lambda *_: None)
+    config = load_config(str(folder / "unbroken.yaml"), [f"trainer.max_steps={2 * len(WORLDS)}"])
+    loss, _ = differences(train_here(config, place), unbroken)
+    assert (loss < 1e-5) == kept, loss
+
+
+def test_adapters_of_preferences_go_on_from_world_to_world(folder: Path) -> None:
+    write_jsonl(folder / "pairs.jsonl", preferences(12, 0))
+    config = config_of(folder, peft={"kind": "lora"}, batch={"examples_per_step": 5, "tokens_per_device": 190})
+    config["data"] |= {"train": str(folder / "pairs.jsonl"), "max_length": 92}
+    worlds: list[World] = [("zero2", 2, ()), ("ddp", 1, ()), ("zero3", 2, ())]
+    expected = train(folder, config, "trainer.max_steps=6", name="pairs", command="dpo")
+    run = through(folder, config, *worlds, name="broken-pairs", command="dpo")
+    loss, weight = differences(run, expected, "final-adapters/adapter_model.safetensors")
+    assert loss < 1e-5 and weight < 1e-4
+
+
+def test_float32_masters_of_bfloat16_weights_go_along(folder: Path) -> None:
+    config = config_of(folder)
+    config["model"]["dtype"] = "bfloat16"
+    expected = train(folder, config, "trainer.max_steps=6", "trainer.save_dtype=float32", name="masters")
+    worlds: list[World] = [("ddp", 1, ()), ("zero1", 2, ()), ("fsdp2", 2, ("trainer.save_dtype=float32",))]
+    loss, weight = differences(through(folder, config, *worlds, name="broken-masters"), expected)
+    assert loss < 1e-3 and weight < 1e-3  # bfloat16 rounds activations and gradients as it comes
+
+
+def test_experts_that_are_saved_one_by_one_go_on_under_ddp_bit_for_bit(folder: Path) -> None:
+    config = config_of(folder)
+    config["model"]["config"] = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    expected = train(folder, config, "trainer.max_steps=4", name="experts")
+    run = through(folder, config, ("ddp", 1, ()), ("ddp", 1, ()), name="broken-experts")
+    assert differences(run, expected) == (0, 0)
