@@ -26,6 +26,7 @@ from packtrain import __version__
 from packtrain.errors import PacktrainError, UserError
 from packtrain.fast_imports import fast_imports
 from packtrain.launch.exit_status import exit_code_of
+from packtrain.redact import CleanStream, clean, learn
 
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
@@ -366,6 +367,8 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a "≥" must not end a help that is read in latin-1
     _settle_home()
+    learn("\n".join(sys.argv[1:]), names=True)
+    sys.stdout, sys.stderr = CleanStream(sys.stdout), CleanStream(sys.stderr)
     app()
 
 
@@ -434,7 +437,7 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
 def _note(line: str) -> None:
     """Says on stderr what was made of the config, once for all processes that another launcher has started."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr)
+        print(clean(line), file=sys.stderr)
 
 
 def _note_if_refused(run: RunConfig, arguments: list[str] | None) -> None:

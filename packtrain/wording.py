@@ -6,6 +6,8 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from packtrain.redact import clean
+
 _MOST_NAMES = 6
 _MOST_DIGITS = 18  # more fit no counter, and of thousands Python makes no number
 
@@ -39,7 +41,7 @@ def whole(text: str) -> int | None:
 
 def shortened(value: object, most: int = 60) -> str:
     """`repr` of a value of someone else's, of which a message shows no more than `most` letters."""
-    text = repr(value[: 2 * most] if isinstance(value, str) else value)
+    text = clean(repr(value))
     return text if len(text) <= most else f"{text[: most - 3]}…"
 
 

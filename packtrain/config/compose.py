@@ -63,7 +63,7 @@ def load_config(
     problems += [composed.locate(fault) for fault in faults]
     if problems:
         raise UserError(problems)
-    for note in combinations.notes(config):
+    for note in (*secrets.notes(config.topology.setup), *combinations.notes(config)):
         say(f"note: {note}")
     return config
 

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config.keys import Fault, Key, advice_for, choices, describe, keys, keys_of, members, near, words
 from packtrain.config.schema import groups
+from packtrain.wording import shortened
 
 _REFUSED = object()
 
@@ -200,8 +201,7 @@ def _found(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     names = {str: "text", int: "whole number", float: "number", list: "list"}
-    text = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}…"
-    return f"the {names.get(type(value), 'mapping')} {text}"
+    return f"the {names.get(type(value), 'mapping')} {shortened(value)}"
 
 
 def _group_fix(name: str) -> str:

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config.keys import near
 from packtrain.errors import Problem, UserError
+from packtrain.redact import learn
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SUFFIX = ".yaml"
@@ -97,6 +98,7 @@ def read_config(path: Path) -> ConfigFile:
             fix = "Name the .yaml file of a run; data belongs into files that it names."
             raise UserError(f"more than {_MOST_BYTES:,} bytes are no config", where=shown(path), fix=fix)
         text = content.decode("utf-8")
+        learn(text)
         _check_size(text, path)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is not None and not isinstance(root, yaml.MappingNode):

@@ -24,6 +24,7 @@ from packtrain.monitor.diagnosis import FRAMES_SHOWN, RankState
 from packtrain.monitor.processes import seen
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
 from packtrain.plan.network_settings import LOOPBACK
+from packtrain.redact import Redactor
 from packtrain.run_folder import RunFolder
 from packtrain.wording import ranks_in_words
 
@@ -64,7 +65,8 @@ class Finding:
 def show_run(place: str, *, ask: bool, as_json: bool) -> int:
     """Prints the state of the run in the folder `place`, returns the exit code; `ask`: request stacks of its live ranks."""
     found = examine(RunFolder(Path(os.path.expanduser(place))), ask=ask)
-    print(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines))
+    told = Redactor(os.environ).plain(found.to_json())
+    print(json.dumps(told, indent=2) if as_json else "\n".join(told["lines"]))
     return found.exit_code
 
 

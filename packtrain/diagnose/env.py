@@ -1,7 +1,7 @@
 """`packtrain env [CONFIG]`: what this machine is and has, as a list to paste into a bug report, and whether that will do.
 
 Everything is asked at once and answered within ten seconds; what does not answer is a line of the report. Nothing is started
-that stays, and nothing secret is shown (redact.py).
+that stays, and nothing secret is shown (packtrain/redact.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rich.markup import escape
 from packtrain.config.schema import RunConfig
 from packtrain.diagnose import devices, host, network, software
 from packtrain.diagnose.facts import MIB, Check, Facts, Folder, Gpus, Host, RunNeeds, Status, Torch, size
-from packtrain.diagnose.redact import Redactor
 from packtrain.diagnose.timeouts import PROBE_LIMIT_S, Probe, Unanswered, Value, kill_processes
 from packtrain.errors import CheckFailed, PacktrainError
 from packtrain.plan.launch_plan import plan_launch
@@ -30,6 +29,7 @@ from packtrain.plan.memory import ADAPTER_BYTES, BYTES, Memory, estimate
 from packtrain.plan.mixed_precision import planned
 from packtrain.plan.network_settings import LOOPBACK, HostNetwork, read_network, silence_for
 from packtrain.plan.surroundings import Surroundings, look_around
+from packtrain.redact import Redactor
 
 BUDGET_S = 8.5
 """Seconds from the start of this process to the last answer."""

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,6 +40,7 @@ from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.compiler import INSTALL, INSTALL_CXX, lack_of_compiler, lack_of_cxx
 from packtrain.plan.launch_plan import LaunchPlan
 from packtrain.plan.network_settings import short_waits
+from packtrain.redact import Redactor, clean
 from packtrain.run_folder import RunFolder, environment, write_json
 
 LAUNCHER_LOG = "launcher.log"
@@ -221,8 +222,10 @@ def _open_attempt(
         folder.open_attempt(config.trainer.resume, inputs(config, given))
         stack.enter_context(locked(folder.root))
         stack.callback(ended, folder)
-        write_text(folder.attempt.config, to_yaml(config))
-        write_json(folder.attempt.plan, plan.to_json())
+        lines = [clean(line) for line in config.topology.setup]  # the only place where a config may have secrets
+        shown = replace(config, topology=replace(config.topology, setup=lines))
+        write_text(folder.attempt.config, to_yaml(shown))
+        write_json(folder.attempt.plan, Redactor(os.environ).plain(plan.to_json()))
         write_json(folder.attempt.environment, environment())
         if not plan.in_process:
             write_text(folder.attempt.accelerate, yaml.safe_dump(dict(plan.accelerate)))
@@ -237,7 +240,7 @@ def _writing() -> Iterator[None]:
         yield
     except OSError as error:
         what = f"the run folder cannot be written: {error.strerror}"
-        where = f"trainer.output_dir ({error.filename})"
+        where = f"trainer.output_dir ({error.filename})" if error.filename else "trainer.output_dir"
         raise UserError(what, where=where, fix="Name another folder.") from error
 
 

@@ -12,11 +12,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
 from packtrain.errors import PacktrainError, of_system
+from packtrain.redact import Redactor, clean
 from packtrain.wording import visible
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -89,14 +90,19 @@ def _ended_by(error: Exception | KeyboardInterrupt, alone: bool) -> int:
             number = len(error.problems)
             print(f"error: {number} problems" if number > 1 else "error:", file=sys.stderr)
             for problem in error.problems:
-                print(f"  {visible(str(problem), whitespace=True)}", file=sys.stderr)  # it may quote data
+                shown = replace(
+                    problem, where=clean(problem.where)
+                )  # arguments and paths; values are quoted without secrets
+                print(
+                    f"  {visible(Redactor(os.environ).certain(str(shown)), whitespace=True)}", file=sys.stderr
+                )  # it may quote data
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     if isinstance(error, BrokenPipeError):  # the reader of our output has left (`packtrain plan … | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    traceback.print_exception(error)
+    print(clean("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     if alone:
         print(BUG, file=sys.stderr)
     return 1

@@ -23,6 +23,7 @@ from packtrain.errors import UserError
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.surroundings import Surroundings
 from packtrain.plan.topology import GPUS_PER_NODE
+from packtrain.redact import clean
 from packtrain.run_folder import RunFolder
 from packtrain.wording import counted
 
@@ -113,7 +114,7 @@ def script(job: Job, plan: LaunchPlan) -> str:
     ]
     values = {
         "shebang": "#!/bin/bash -l" if topology.modules else "#!/bin/bash",  # a login shell knows `module`
-        "made_by": f"Made by {shlex.join(job.called)}".replace("\n", "\n# "),
+        "made_by": f"Made by {clean(shlex.join(job.called))}".replace("\n", "\n# "),
         "summary": summary(job, plan),
         "topology": topology,
         "job_name": directive(topology.job_name or job.logs.parent.name),

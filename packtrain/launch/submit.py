@@ -52,15 +52,20 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
             _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", file, as_json)
         elif as_json:
             told = {"job_id": None, "script": str(file) if file else None, "text": text, **_runs(job, "%j")}
-            print(json.dumps(told, indent=2))
+            _print_unchanged(json.dumps(told, indent=2) + "\n")
         elif file is not None:
             print(f"{file} is written: sbatch {shlex.quote(str(file))} submits it", file=sys.stderr)
         else:
-            print(text, end="")
+            _print_unchanged(text)
     except OSError as error:
         what = f"cannot be written: {error.strerror}"
         raise UserError(what, where=str(error.filename), fix="Name another place.") from error
     return 0
+
+
+def _print_unchanged(text: str) -> None:
+    """Prints a script with all that the user's own lines of topology.setup have in them."""
+    print(text, end="", file=getattr(sys.stdout, "unchanged", sys.stdout))
 
 
 def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from packtrain.errors import LostPeers, PacktrainError
 from packtrain.launch.exit_status import exit_code_of
+from packtrain.redact import clean
 
 EXIT_DIR = "PACKTRAIN_EXIT_DIR"
 LOG_DIR = "PACKTRAIN_LOG_DIR"
@@ -48,7 +49,7 @@ def last_words(log: Path) -> Iterator[None]:
         ours = isinstance(error, PacktrainError)
         words = str(error) if ours else "".join(traceback.format_exception(error)).rstrip()
         with suppress(OSError), log.open("a", encoding="utf-8") as file:
-            file.write(f"error:\n{words}\n")
+            file.write(f"error:\n{clean(words)}\n")
         raise
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.errors import CheckFailed, PacktrainError, Problem
+from packtrain.redact import is_certain, speaks_of_secrets
 from packtrain.wording import by_value, listed
 
 SAME_CONFIG = "start every process with the same config file and the same KEY=VALUE arguments"
@@ -28,7 +28,6 @@ _OWN = re.compile(
 )
 _FEWER_GPUS = "Set topology.gpus_per_node={} on every machine, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
 _VARIABLES = "topology.environment."  # anything may be in them
-_URL_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
 _Peer = TypeVar("_Peer")
 
 
@@ -172,6 +171,6 @@ def _flatten(value: Any, path: str, into: dict[str, Any]) -> None:
 
 def _shown(key: str, value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, default=str)
-    if value is not None and (key.startswith(_VARIABLES) or speaks_of_secrets(key) or _URL_WITH_PASSWORD.search(text)):
+    if value is not None and (key.startswith(_VARIABLES) or speaks_of_secrets(key) or is_certain(text)):
         return f"a value not shown ({digest_of(text)})"
     return text if len(text) <= 200 else f"{text[:160]}… ({digest_of(text)})"

@@ -19,8 +19,8 @@ import yaml
 
 from packtrain.config.keys import keys
 from packtrain.diagnose.doctor import examine
-from packtrain.diagnose.redact import Redactor
 from packtrain.errors import UserError
+from packtrain.redact import Redactor
 from packtrain.report.metrics_file import Metrics, read_metrics
 from packtrain.run_folder import RunFolder
 from packtrain.wording import visible, whole

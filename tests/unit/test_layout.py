@@ -19,6 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "packtrain"
 LAYERS = (
+    ("redact",),
     ("durable", "errors", "fast_imports", "wording"),
     ("config",),
     ("run_folder",),
@@ -39,7 +40,7 @@ LAYERS = (
     ("__main__",),
 )
 """Each imports only what stands before it."""
-LAUNCH = {"durable", "errors", "fast_imports", "wording", "config", "run_folder", "monitor", "plan"}
+LAUNCH = {"redact", "durable", "errors", "fast_imports", "wording", "config", "run_folder", "monitor", "plan"}
 """What `launch` imports: it starts training as processes, never by an import."""
 FROM_LAUNCH = {"cli": "", "__main__": "", "diagnose": "", "train": "packtrain.launch.worker"}
 """Who imports `launch`: what is on top, and of `train` nothing but what a process says to its launcher."""

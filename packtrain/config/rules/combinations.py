@@ -13,8 +13,8 @@ from packtrain.config.keys import Fault, keys, near
 from packtrain.config.rules.answer_keys import answer_rules, kto_rules
 from packtrain.config.rules.dpo_losses import dpo_rules
 from packtrain.config.rules.schedules import schedule_rules
-from packtrain.config.rules.secrets import speaks_of_secrets
 from packtrain.config.schema import COLUMNS, SHARDED_WEIGHTS, DataSource, RunConfig, Topology, sources
+from packtrain.redact import speaks_of_secrets
 from packtrain.wording import shortened
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -287,7 +287,8 @@ def _topology(topology: Topology) -> Iterator[Fault]:
         elif (
             not isinstance(value, (str, int, float)) or isinstance(value, bool) or value != value or "\0" in str(value)
         ):
-            yield Fault((path,), f"found {shortened(value)}", "Allowed: text or number.")
+            found = "a value not shown" if speaks_of_secrets(name) else shortened(value)
+            yield Fault((path,), f"found {found}", "Allowed: text or number.")
         if speaks_of_secrets(name):
             what = "by its name it is a secret, which would be written to config.yaml"
             fix = f"Take it away, and export {name} in the shell or your job's environment."

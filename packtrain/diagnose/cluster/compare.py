@@ -19,9 +19,9 @@ from packtrain.diagnose.cluster.all_reduce import in_words
 from packtrain.diagnose.env import check_all, print_check, report_json
 from packtrain.diagnose.facts import GIB, Facts, RunNeeds, Status, size
 from packtrain.diagnose.host import told
-from packtrain.diagnose.redact import Redactor
 from packtrain.errors import CheckFailed, PeerFailed
 from packtrain.plan.agreement import digest_of, shared_values, shared_versions
+from packtrain.redact import Redactor
 from packtrain.run_folder import environment
 from packtrain.wording import grouped, listed
 

@@ -10,8 +10,8 @@ import pytest
 
 from packtrain.diagnose.cluster.compare import Traits, differences, exit_code_of, folded, shown, traits_of
 from packtrain.diagnose.facts import Facts, Folder, Gpu, Gpus, Host, Torch
-from packtrain.diagnose.redact import Redactor
 from packtrain.plan.network_settings import HostNetwork, Port
+from packtrain.redact import Redactor
 
 NO_CLOCKS: dict[str, float] = {}
 H100 = Gpu(0, "H100", memory=80 * 2**30)

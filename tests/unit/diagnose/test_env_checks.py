@@ -23,11 +23,11 @@ from packtrain.diagnose.facts import (
     Software,
     Torch,
 )
-from packtrain.diagnose.redact import Redactor
 from packtrain.diagnose.software import attention_json
 from packtrain.plan.memory import Memory
 from packtrain.plan.network_settings import HostNetwork, Interface, NetworkSetting, Port, matching
 from packtrain.plan.surroundings import Surroundings
+from packtrain.redact import Redactor
 
 GIB = 2**30
 MIB = 2**20

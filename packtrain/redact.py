@@ -1,0 +1,177 @@
+"""Nothing secret leaves: the one list of what a secret looks like, and what hides it in all that is printed or written.
+
+A text is `certain` to hold a secret by the form of a well-known token, a password in a URL, a signed query, a private key, or a
+value that was named as a secret: in the environment, or in what was read so far (`learn`). It is `suspected` by the name in front of
+a value, or by its length. A config is refused for what is certain alone, since the name of a run must never be taken for a
+secret; messages and reports hide both. One wrongly suspected costs a word in a report; one that is missed costs an account.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+HIDDEN = "***"
+_LEAST = 6  # letters of a value that is looked for everywhere; shorter ones would hit innocent text
+_TOKEN = re.compile(
+    r"\bhf_[A-Za-z0-9]{8,}|\bsk-[\w\-]{16,}|\bgh[opsur]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w\-]{16,}|\bxox[abeprs]-[\w\-]{10,}"
+    r"|\bA[KS]IA[0-9A-Z]{12,}|\bAIza[\w\-]{30,}|\beyJ[\w\-]{8,}\.[\w\-.]+|\bpypi-[\w\-]{16,}|\bnpm_\w{16,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:(?!-----END).)*(?:-----END [A-Z ]*-----)?",
+    re.DOTALL,
+)
+_PASSWORD = re.compile(r"(://[^\s'\"/:@$]*:)((?!\$)[^\s'\"@]{1,500})(?=@)")
+_QUERY = re.compile(r"([?&]([A-Za-z_][\w.\-]*)=)((?!\$)[^\s&'\"#]+)")
+_USER = re.compile(r"://([^\s'\"/:@]*(?::[^\s'\"]{0,2000})?)@")  # a password may have a slash, or an @
+_SAID = re.compile(r"(?<=Bearer )\S+|(?<=Basic )[\w+/=]{8,}")
+_HEX = re.compile(
+    r"(\b(?:revision|commit|sha\w*|\w*hash|digest)\b\W{1,4})?(?<![\w/])([0-9a-f]{40}|[0-9a-f]{64})(?![\w/])"
+)
+"""A key of wandb and others, or, by the word in front of it, a commit."""
+_ASSIGNMENT = re.compile(r"(?<![\w.\-])(-{0,2}[A-Za-z_][\w.\-]*)['\"]?\s*[=:]\s*")
+_VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s'\",;&]+")
+_OPTION = re.compile(r"(?<![\w\-])(--?[A-Za-z][\w\-]*)(\s+)([^\s\-]\S*)")
+_SECRET_NAME = re.compile(
+    r"token|secret|passw|passphrase|credential|api[_-]?key|access[_-]?key|private[_-]?key|authorization|bearer"
+    r"|(?:^|[_.\-])(?:key(?:$|[_.\-])|(?:pass|auth|jwt|pat|cookie|dsn|sig|sas|signature|pw)$)|[_.\-]pwd$",
+    re.IGNORECASE,
+)
+_INNOCENT_NAME = re.compile(
+    r"tokeni[sz]|tokens?_(?:per|type|id)|^tokens$|(?:max|min|num|new|sample|trained)_(?:\w*_)?tokens$"
+    r"|\b(?:bos|eos|pad|unk|sep|cls|mask|image|audio|video|start|end)_token$",
+    re.IGNORECASE,
+)
+_learnt: set[str] = set()
+
+
+def speaks_of_secrets(name: str) -> bool:
+    """Whether a variable, key or option of this name holds something to hide: HF_TOKEN does, MAX_TOKENS does not."""
+    return _SECRET_NAME.search(_INNOCENT_NAME.sub("", name)) is not None
+
+
+def learn(text: str, *, names: bool = False) -> None:
+    """Keeps the secrets of a text of the user's, to hide them wherever else they turn up; with `names` suspected ones, too."""
+    _learnt.update(secret for secret in _within(text, names=names) if len(secret) >= 4)
+
+
+def is_certain(text: str) -> bool:
+    """Whether a text holds a secret, beyond doubt."""
+    return Redactor(os.environ).certain(text) != text
+
+
+def clean(text: str) -> str:
+    """A message without secrets: those of the environment, learnt ones, and what looks like one."""
+    return Redactor(os.environ).text(text)
+
+
+class Redactor:
+    """Hides the secret values of `environments` (variables by name) and learnt ones wherever they turn up, and what looks like a
+    secret.
+
+    Not looked for elsewhere are values of less than _LEAST letters and paths that are there.
+    """
+
+    def __init__(self, *environments: Mapping[str, Any]) -> None:
+        found = {value for one in environments for name, value in one.items() for value in _secrets(name, str(value))}
+        self._known = sorted(found | _learnt, key=len, reverse=True)
+
+    def certain(self, text: str) -> str:
+        """The text without what is a secret beyond doubt."""
+        text = _PASSWORD.sub(rf"\g<1>{HIDDEN}", _TOKEN.sub(HIDDEN, text))
+        text = _QUERY.sub(lambda found: f"{found[1]}{HIDDEN}" if speaks_of_secrets(found[2]) else found[0], text)
+        for secret in self._known:
+            text = text.replace(secret, HIDDEN)
+        return text
+
+    def text(self, text: str) -> str:
+        """The text without secrets, and without what may be one."""
+        text = _HEX.sub(lambda found: found[0] if found[1] else HIDDEN, text)
+        text = _USER.sub(f"://{HIDDEN}@", _SAID.sub(HIDDEN, self.certain(text)))
+        return _OPTION.sub(_hide_option, _without_assigned(text))
+
+    def plain(self, value: Any) -> Any:
+        """Plain containers without secrets, down to the last."""
+        if isinstance(value, Mapping):
+            return {
+                str(name): _all_hidden(inner) if speaks_of_secrets(str(name)) else self._named(str(name), inner)
+                for name, inner in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [self.plain(inner) for inner in value]
+        return self.text(value) if isinstance(value, str) else value
+
+    def _named(self, name: str, value: Any) -> Any:
+        return self.certain(value) if name == "revision" and isinstance(value, str) else self.plain(value)
+
+
+class CleanStream:
+    """A stream that writes no secret beyond doubt; `unchanged` is the one below, for what has to be as it is."""
+
+    def __init__(self, stream: Any) -> None:
+        self.unchanged, self._redactor, self._learnt = stream, Redactor(os.environ), len(_learnt)
+
+    def write(self, text: str) -> int:
+        """Writes the text without secrets; returns its own length, as callers count what they gave."""
+        if len(_learnt) != self._learnt:
+            self._redactor, self._learnt = Redactor(os.environ), len(_learnt)
+        self.unchanged.write(self._redactor.certain(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Writes them one by one."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unchanged, name)
+
+
+def _within(text: str, *, names: bool) -> Iterable[str]:
+    """The secrets of a text, and the parts of a password that an error may quote alone."""
+    yield from _TOKEN.findall(text)
+    for found in _PASSWORD.finditer(text):
+        user, password = found[1], found[2]
+        yield from (
+            password,
+            f"{user}{password}".removeprefix("://"),
+            f"{user}{password.split('/')[0]}".removeprefix("://"),
+        )
+    yield from (found[3] for found in _QUERY.finditer(text) if speaks_of_secrets(found[2]))
+    named = [(found[1], text[found.end() :]) for found in _ASSIGNMENT.finditer(text)] if names else []
+    named += [(found[1], found[3]) for found in _OPTION.finditer(text)] if names else []
+    for name, rest in named:
+        values = re.split(r"[,;&'\"\[\]{}]+", rest.lstrip("'\"").split(maxsplit=1)[0]) if rest.strip() else []
+        yield from (value for value in values if speaks_of_secrets(name) and len(value) >= _LEAST)
+
+
+def _secrets(name: str, value: str) -> Iterable[str]:
+    if len(value) >= _LEAST and speaks_of_secrets(name) and not os.path.exists(value):
+        yield value
+        yield from (line for line in value.splitlines() if len(line) >= _LEAST)
+    for user in _USER.findall(value):
+        yield from (part for part in (user, user.partition(":")[2]) if len(part) >= 4)
+
+
+def _without_assigned(text: str) -> str:
+    """Hides what stands behind `NAME=` and `NAME:` of a secret; the value of another name may be an assignment itself."""
+    pieces, at = [], 0
+    while name := _ASSIGNMENT.search(text, at):
+        pieces.append(text[at : name.end()])
+        at = name.end()
+        if speaks_of_secrets(name[1]) and (value := _VALUE.match(text, at)):
+            pieces.append(HIDDEN)
+            at = value.end()
+    return "".join([*pieces, text[at:]])
+
+
+def _hide_option(match: re.Match[str]) -> str:
+    return f"{match[1]}{match[2]}{HIDDEN}" if speaks_of_secrets(match[1]) else match[0]
+
+
+def _all_hidden(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _all_hidden(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_all_hidden(inner) for inner in value]
+    return value if value is None or isinstance(value, bool) or value == "" else HIDDEN

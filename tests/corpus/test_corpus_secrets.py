@@ -1,0 +1,150 @@
+"""Secrets in configs, arguments and variables: whatever is wrong with them, they are not printed and not written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.corpus.case import Case, check
+
+SECRETS = {
+    "a token of the hub": "hf_AbCdEfGhIjKlMnOpQrStUvWx",
+    "a key of OpenAI": "sk-proj-abcdefghijklmnopqrstuvwx",
+    "a token of GitHub": "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
+    "a token of GitLab": "glpat-abcdefghij0123456789",
+    "an id of AWS": "AKIAIOSFODNN7EXAMPLE",
+    "a JWT": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
+    "a key of wandb": "0123456789abcdef0123456789abcdef01234567",
+    "a password in a URL": "https://joe:hunter2hunter2@host/x.jsonl",
+    "a password with a slash": "https://joe:hunter2/hunter2@host/x.jsonl",
+    "a signed URL": "https://host/x.jsonl?X-Amz-Signature=hunter2hunter2",
+    "a token in a query": "https://host/x.jsonl?token=hunter2hunter2",
+    "a private key": "-----BEGIN RSA PRIVATE KEY-----hunter2hunter2-----END RSA PRIVATE KEY-----",
+}
+PARTS = ("hunter2", "AbCdEfGhIj", "abcdefghij", "AKIAIOSF", "eyJzdWIi", "89abcdef01")
+"""Of each a part that must be seen nowhere."""
+RUN = {
+    "model.path": "owner/model",
+    "data.train": "owner/data",
+    "batch.examples_per_step": "32",
+    "trainer.output_dir": "run",
+}
+PLACES = ("model.path", "data.train", "data.cache_dir", "trainer.output_dir", "tracking.run_name", "model.config.name")
+JOB = ("topology.nodes=1", "topology.gpus_per_node=1", "topology.cpus_per_node=1")
+
+
+def given(**changed: str) -> tuple[str, ...]:
+    return tuple(f"{key}={value}" for key, value in {**RUN, **changed}.items())
+
+
+def of_the_config() -> Iterator[Case]:
+    """Each secret at each place, in a file and on the command line: refused without being repeated."""
+    for what, secret in SECRETS.items():
+        for at, place in enumerate(PLACES):
+            group, _, name = place.partition(".")
+            text = f"{group}:\n  {name.partition('.')[0]}: " + (
+                f"{{name: '{secret}'}}\n" if name.count(".") else f"'{secret}'\n"
+            )
+            others = [one for one in given() if not one.startswith(f"{place}=")]
+            if at % 2 == len(secret) % 2:  # every second one
+                files, arguments = {"c.yaml": text}, ("plan", "c.yaml", *others)
+            else:
+                files, arguments = {}, ("plan", *others, f"+{place}='{secret}'")
+            yield Case(name=f"{what} in {place}", arguments=arguments, files=files, secrets=PARTS)
+
+
+ARGUMENTS = {
+    "an option": ("plan", *given(), "--hf-token=hunter2hunter2"),
+    "an option of two words": ("plan", *given(), "--hf-token", "hunter2hunter2"),
+    "a key that is not there": ("plan", *given(), "wandb.api_key=hunter2hunter2"),
+    "a key of a wrong form": ("plan", *given(), "api-key:x=hunter2hunter2"),
+    "a value that cannot be read": ("plan", *given(), "trainer.password=[hunter2hunter2"),
+    "a group's value": ("plan", *given(), "peft.token={a: hunter2hunter2}"),
+    "a sweep": ("plan", *given(), "my.secret=hunter2hunter2,hunter2other"),
+    "the config's name": ("plan", "https://joe:hunter2hunter2@host/c.yaml"),
+    "a verb": ("--token=hunter2hunter2",),
+    "a run folder": ("report", "https://joe:hunter2/hunter2@host/run"),
+    "one of two run folders": ("doctor", "https://joe:hunter2/hunter2@host/run"),
+    "too many run folders": ("doctor", "run", "--password=hunter2hunter2"),
+    "a file for a page": ("inspect", *given(), "--html", "x?token=hunter2hunter2/a"),
+    "a file for a script": ("sbatch", "sft", *given(), *JOB, "-o", "none/token=hunter2hunter2/a"),
+    "a variable of the run": ("plan", *given(), "+topology.environment.MY_TOKEN=hunter2hunter2"),
+    "a variable of the run in a list": ("plan", *given(), "+topology.environment.MY_TOKEN=[hunter2hunter2]"),
+    "an option of sbatch": ("sbatch", "sft", *given(), *JOB, "topology.sbatch=['--export=A_TOKEN=hunter2hunter2']"),
+    "a label of a column": ("plan", *given(), "data.columns={password: 'https://joe:hunter2hunter2@h'}"),
+    "a password that the next problem names": (
+        *("plan", *given(**{"data.train": "https://joe:hunter2/hunter2@host/x.jsonl"})),
+        "data.eval=https://joe:hunter2/hunter2@host/y.jsonl",
+    ),
+}
+FROM_ENV = (
+    "tracking.run_name",
+    "trainer.output_dir",
+    "data.train",
+    "model.path",
+    "topology.job_name",
+    "data.cache_dir",
+)
+SETUP = "topology:\n  setup: ['export WANDB_API_KEY=hunter2hunter2', 'git clone https://joe:hunter2hunter2@host/x']\n"
+
+
+CASES = [
+    *of_the_config(),
+    *(
+        Case(name=f"in arguments: {name}", arguments=arguments, secrets=("hunter2",))
+        for name, arguments in ARGUMENTS.items()
+    ),
+    *(
+        Case(
+            name=f"{variable} by oc.env in {place}",
+            arguments=("plan", "c.yaml", *(one for one in given() if not one.startswith(f"{place}="))),
+            files={"c.yaml": f"{place.split('.')[0]}:\n  {place.split('.')[1]}: 'x-${{oc.env:{variable}}}'\n"},
+            env={variable: "plain-hunter2-value"},
+            secrets=("hunter2",),
+            says=(place,),
+        )
+        for place in FROM_ENV
+        for variable in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
+    ),
+    Case(
+        name="in topology.setup: plan",
+        arguments=("plan", "c.yaml", *given(), "--full"),
+        files={"c.yaml": SETUP},
+        secrets=("hunter2",),
+        expect=(0,),
+        says=("topology.setup[0]", "topology.setup[1]"),
+    ),
+    Case(
+        name="in topology.setup: the script has it",
+        arguments=("sbatch", "sft", "c.yaml", *given(), *JOB),
+        files={"c.yaml": SETUP},
+        expect=(0,),
+        says=("export WANDB_API_KEY=hunter2hunter2", "note: topology.setup[0]: it has a secret"),
+        writes=("run", "run/*"),
+    ),
+    *(
+        Case(
+            name=f"in a run folder: {file} {verb}",
+            arguments=(verb, "run"),
+            files={
+                "run/.packtrain": "",
+                "run/config.yaml": "tracking: {run_name: 'https://joe:hunter2hunter2@h'}\n",
+                "run/summary.json": '{"status": "failed", "steps": 3, "hub_token": "hunter2hunter2"}',
+                "run/logs/rank-00000.log": "error:\nhttps://joe:hunter2hunter2@h is not there\nHF_TOKEN=hunter2hunter2\n",
+                "run/logs/ranks.json": '{"ranks": []}',
+                "run/logs/diagnosis.txt": "rank 0 waits for https://joe:hunter2hunter2@h\n",
+                "run/metrics.jsonl": '{"step": 1, "loss": 2.0}\n',
+            },
+            secrets=("hunter2",),
+            expect=(0, 4),
+        )
+        for file, verb in (("page", "report"), ("state", "doctor"))
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_case(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
