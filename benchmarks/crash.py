@@ -54,8 +54,8 @@ TIMES = re.compile(r"seconds|tokens_per_second|mfu|memory_bytes|slowest_rank|.+/
 """Keys of a line of metrics.jsonl that no two runs share."""
 MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 MODEL = {**running.LLAMA, **MODEL, "max_position_embeddings": 256, "attention_dropout": 0.1}
-RESUMED_AT = "at\toptimizer step 5\t"
-"""Where the run is killed that is killed once more as it resumes."""
+RESUMED_AT = f"mkdir\trun/checkpoints/.step-{STEPS:06d}.partial\t"
+"""Where the run is killed that is killed once more as it resumes: the checkpoint before is complete then, always."""
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,11 @@ class Store:
         self.seconds: float = manifest["seconds"]
         self.counts = RowCounts(**manifest["counts"])
         self.reasons: list[str] = manifest["reasons"]
-        self.lengths, self.trained = (np.load(folder / f"{name}.npy") for name in ("lengths", "trained"))
-        self.fates: np.ndarray = np.load(folder / "fates.npy", mmap_mode="r")  # hardly ever read
+        try:
+            self.lengths, self.trained = (np.load(folder / f"{name}.npy") for name in ("lengths", "trained"))
+            self.fates: np.ndarray = np.load(folder / "fates.npy", mmap_mode="r")  # hardly ever read
+        except (ValueError, EOFError) as error:  # of the right size, and no arrays
+            raise DamagedStore(str(error)) from error
         self._ids = np.asarray(np.memmap(folder / TOKENS, np.int32, "r"))
         self._mask = np.asarray(np.memmap(folder / MASK, bool, "r"))
         self._borders = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
