@@ -344,7 +344,8 @@ def drawn(points: Sequence[Point], count: int, setup: Setup, seed: int) -> list[
     """`count` of the points: of every kind one, then of every sort, then any; of the first setup also every boundary of a step."""
     points = list(dict.fromkeys(points))
     if setup.processes > 1:  # some of them for one rank alone
-        points += [replace(one, alone=True) for one in points if one.what.startswith("at\t") and not one.attempt]
+        phases = [one for one in points if re.match(r"at\t(?!done)", one.what) and not one.attempt]
+        points += [replace(one, alone=True) for one in phases]
     random.Random(f"{seed} {setup.name}").shuffle(points)
     first: list[Point] = []
     if setup == SETUPS[0]:
@@ -362,7 +363,8 @@ def drawn(points: Sequence[Point], count: int, setup: Setup, seed: int) -> list[
             rest.append(one)
         seen |= {one.kind, one.sort}
     if count == SHORT.get(setup.name):
-        return list({row_of(one.kind): one for one in [*rest, *sorts, *kinds]}.values())[-count:]
+        of_rows = {row_of(one.kind): one for one in [*rest, *sorts, *kinds]}
+        return [of_rows[row] for row in [*ROWS, *sorted(of_rows.keys() - ROWS)] if row in of_rows][:count]
     return [*first, *kinds, *sorts, *rest][:count]
 
 
