@@ -383,8 +383,8 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 
 def names_in(folder: Path) -> set[str]:
-    """What lies in a case's folder, but for the logs, what was moved aside, and locks that nobody holds."""
-    apart = re.compile(r"run/logs/.*|run\.\d+(/.*)?|cache/.*\.lock|tmp/.*|[^/]*\.(log|out|err|yaml)")
+    """What lies in a case's folder, but for logs and diagnoses, what was moved aside, and locks that nobody holds."""
+    apart = re.compile(r"run/logs/(rank-\d+\.log|diagnosis\.txt|stacks-.*|\d{8}-.*)|run\.\d+(/.*)?|cache/.*\.lock|tmp/.*|[^/]*\.(log|out|err|yaml)")
     names = (str(path.relative_to(folder)) for path in folder.rglob("*"))
     return {name for name in names if not apart.fullmatch(name)}
 
