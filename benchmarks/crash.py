@@ -384,7 +384,11 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 def names_in(folder: Path) -> set[str]:
     """What lies in a case's folder, but for logs and diagnoses, what was moved aside, and locks that nobody holds."""
-    apart = re.compile(r"run/logs/(rank-\d+\.log|diagnosis\.txt|stacks-.*|\d{8}-.*)|run\.\d+(/.*)?|cache/.*\.lock|tmp/.*|[^/]*\.(log|out|err|yaml)")
+    logs, others = (
+        r"run/logs/(rank-\d+\.log|diagnosis\.txt|stacks-.*|\d{8}-.*)",
+        r"run\.\d+(/.*)?|cache/.*\.lock|tmp/.*",
+    )
+    apart = re.compile(rf"{logs}|{others}|[^/]*\.(log|out|err|yaml)")
     names = (str(path.relative_to(folder)) for path in folder.rglob("*"))
     return {name for name in names if not apart.fullmatch(name)}
 
