@@ -407,16 +407,13 @@ class Trainer:
         "auto", "auto continues an unfinished run in output_dir, never starts anew, or a checkpoint folder."
     )
     checkpoint_every: int | None = key(None, "Steps between checkpoints; none for none.", minimum=1)
-    keep_checkpoints: int | None = key(
-        2, "Newest checkpoints that are kept (the best one too); none for all.", minimum=1
-    )
+    keep_checkpoints: int | None = key(2, "Newest checkpoints that are kept, and the best; none for all.", minimum=1)
     on_spike: Literal["stop", "skip", "rollback"] = key(
         "stop", "What a spike does, before its update is made: stop, skip the update, or roll back (docs/resume.md)."
     )
-    spike_factor: float | None = key(
-        None,
-        "A loss or gradient norm over this × the recent median is a spike; none for only NaN and infinity.",
-        above=1,
+    spike_factor: float | None = key(None, "A loss or gradient norm over this × its median is a spike too.", above=1)
+    largest_first: Literal["auto"] | bool = key(
+        "auto", "Run the largest micro-batch before step 1, so that a lack of memory shows; auto does on GPUs."
     )
     eval_every: int | None = key(None, "Steps between evaluations; none for only before and after training.", minimum=1)
     early_stop_patience: int | None = key(

@@ -119,6 +119,9 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
             self.restore(Path(resume_from_checkpoint))
         self.lost.watch(self.optimizer)
         self.read_spikes(resume_from_checkpoint)
+        if self.settings.largest_first and self.settings.first_step < len(self.steps):
+            self.clock.enter("proof")
+            self.try_largest(prepared[0])
         return prepared
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -186,6 +189,7 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
         # sharded weights are whole for one layer at a time, which copies of all of them would undo
         with nullcontext() if self.settings.sharded else weights_cast_once():
             for number, batch in enumerate(inputs, start=1):
+                self.at_work(number, batch)
                 self.clock.enter("forward", micro=number)
                 with self._gradients_kept(model, last=number == len(inputs)):
                     with self.maybe_activation_offload_context:
@@ -196,6 +200,7 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
                     self.accelerator.backward(loss)
         if self.accelerator.num_processes == 1:  # nobody to agree with
             self.settings.stop.agree(*self.settings.stop.counts())
+        self._work = None
         self.clock.enter("optimizer")
         self.last_loss = self.judge(model, total, num_items_in_batch)
         return self.last_loss

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from packtrain.attention.backends import own_attention
 from packtrain.attention.determinism import deterministic
 from packtrain.attention.kernels.selection import prefer
-from packtrain.config.schema import Data, RunConfig
+from packtrain.config.schema import Data, RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.dataset import PairDataset, TokenDataset, size_of
 from packtrain.data.prepare import PreparedData
@@ -58,6 +58,7 @@ from packtrain.train.checkpoint.folder import find_resume, set_aside, step_of
 from packtrain.train.checkpoint.origin import PROCESSES, STRATEGY, check_origin, origin_in
 from packtrain.train.checkpoint.room import remark_before_training
 from packtrain.train.console import Log, quiet_libraries, warnings_to
+from packtrain.train.largest_row import told
 from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepTrainer
@@ -190,6 +191,10 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
         with trainer.writer:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             trainer.clock.enter("checkpoint")
+    except RuntimeError as error:
+        if (known := told(error, trainer.place, config, ranks, _spike_rules(run, data).places)) is None:
+            raise
+        raise known from error
     finally:
         run.progress.close()
 
@@ -357,6 +362,7 @@ def _build(
         optim=config.optim,
         limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
         spikes=_spike_rules(run, data),
+        largest_first=_tries_largest(config.trainer, ranks),
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, precision, settings)
     callbacks: list[TrainerCallback] = [run.stop, MetricsFile(run.folder.metrics, log.warn), run.progress]
@@ -418,6 +424,12 @@ def _spike_rules(run: Run, data: PreparedData[Any]) -> SpikeRules:
         return [found[row][0] for row in rows]
 
     return SpikeRules(config.trainer.on_spike, config.trainer.spike_factor, run.folder.spikes, places)
+
+
+def _tries_largest(trainer: Trainer, ranks: Ranks) -> bool:
+    """Whether the largest micro-batch runs before step 1; not by itself where the kernels of compiled layers depend on what is first."""
+    wanted = trainer.largest_first
+    return wanted if wanted != "auto" else ranks.device.type == "cuda" and not trainer.torch_compile
 
 
 def origin_of(

@@ -46,6 +46,7 @@ class LoopSettings:
     optim: Optim = field(default_factory=Optim)
     limits: TimeLimits | None = None
     spikes: SpikeRules | None = None
+    largest_first: bool = False
 
     @property
     def sharded(self) -> bool:

@@ -30,9 +30,9 @@ from packtrain.errors import CheckFailed
 from packtrain.model.spread import most_of_all
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.checkpoint.folder import folder_of
+from packtrain.train.largest_row import LargestRowHooks
 from packtrain.train.loader import step_loader
 from packtrain.train.metrics import MetricsFile
-from packtrain.train.settings import TrainerHooks
 
 STATE = "spikes.json"
 """In a checkpoint: the figures that are usual by then."""
@@ -84,7 +84,7 @@ class GoBack(Exception):
         self.step = step
 
 
-class SpikeHooks(TrainerHooks):
+class SpikeHooks(LargestRowHooks):
     """The hooks of a step that judge it before its update."""
 
     spikes: SpikeRules | None
@@ -98,6 +98,9 @@ class SpikeHooks(TrainerHooks):
 
     def read_spikes(self, checkpoint: str | Path | None) -> None:
         """Takes up what is usual from the checkpoint that the run goes on from, and what was decided after it, on all ranks."""
+        if self.is_deepspeed_enabled and not self._guarded:
+            self._guarded = True
+            _guard(cast(Any, self.model_wrapped).optimizer, self._judged_by_engine)
         if self.spikes is None or not self.spikes.watches:
             return
         found: list[Any] = [[]]
@@ -111,9 +114,6 @@ class SpikeHooks(TrainerHooks):
         if checkpoint is not None and (state := Path(checkpoint, STATE)).is_file():
             self.usual = Usual(json.loads(state.read_text()))
         self._leave_out()
-        if self.is_deepspeed_enabled and not self._guarded:
-            self._guarded = True
-            _guard(cast(Any, self.model_wrapped).optimizer, self._judged)
 
     def judge(self, model: torch.nn.Module, loss: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Called after the backward pass with this rank's part of the step's loss; returns the part to be logged.
@@ -136,14 +136,20 @@ class SpikeHooks(TrainerHooks):
         """Tells the engine's optimizer, which steps within the last backward pass, the loss of the step."""
         self._of_step = loss, counts
 
-    def _judged(self, norm: Any, loss: torch.Tensor | None = None, counts: torch.Tensor | None = None) -> bool:
+    def _judged_by_engine(self, norm: Callable[[], torch.Tensor]) -> bool | None:
+        """As `_judged`, of gradients in DeepSpeed's hands; None where they are not judged."""
+        if self.trying:
+            return True
+        watches = self.spikes is not None and self.spikes.watches
+        return self._judged(norm(), *self._of_step) if watches else None
+
+    def _judged(self, norm: Any, part: torch.Tensor, counts: torch.Tensor) -> bool:
         """Whether the update of the step is not to be made; the same on all ranks."""
-        part, counts = (loss, counts) if loss is not None else self._of_step
         norm = norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
         figures = torch.stack([part.double(), norm.to(part.device).double()])
         with waiting("the loss of all ranks"):
             figures = cast(torch.Tensor, self.accelerator.reduce(figures, reduction="mean"))
-        (total, norm), trained = figures.tolist(), int(cast(torch.Tensor, counts)[3])
+        (total, norm), trained = figures.tolist(), int(counts[3])
         assert self.spikes is not None
         known = self.decided.get(self.state.global_step + 1)
         self._fault = "" if known or not trained else self.usual.fault(total, norm, self.spikes.factor)
@@ -259,7 +265,7 @@ class SpikeHooks(TrainerHooks):
         mine = [number for number in np.concatenate(parts).tolist() if steps.left_out.get(number, step + 1) > step]
         ranks = self.accelerator.num_processes
         self.model.eval()
-        with torch.no_grad(), self._figures_apart():
+        with torch.no_grad(), self.figures_apart():
             for at in range(most_of_all(len(mine), self.args.device)):  # sharded weights are called equally often
                 batch = steps.collate(np.array(mine[at : at + 1], np.int64))
                 counts = torch.tensor(batch.counts, device=self.args.device)
@@ -270,7 +276,7 @@ class SpikeHooks(TrainerHooks):
             return gather_object(losses)
 
     @contextmanager
-    def _figures_apart(self) -> Iterator[None]:
+    def figures_apart(self) -> Iterator[None]:
         """Inside the block no figure of the step is changed."""
         trainer: Any = self
         kept = {name: getattr(self, name) for name in ("noted", "routers") if hasattr(self, name)}
@@ -304,16 +310,19 @@ def _number(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else f"{value:g}"
 
 
-def _guard(optimizer: Any, spikes: Callable[[Any], bool]) -> None:
+def _guard(optimizer: Any, judged: Callable[[Callable[[], torch.Tensor]], bool | None]) -> None:
     """Has DeepSpeed's `optimizer` ask before an update; one that is a spike is given up as if it were an overflow."""
     if not hasattr(optimizer, "_update_scale"):  # ZeRO-1 of bfloat16 weights
         from deepspeed.runtime.utils import get_global_norm_of_tensors
 
         step = optimizer.step
 
-        def step_or_not(*given: Any, **named: Any) -> None:
+        def norm_of_all() -> torch.Tensor:
             gradients, _ = optimizer.get_grads_for_norm()
-            if spikes(_valid(get_global_norm_of_tensors(gradients, mpu=optimizer.mpu, norm_type=optimizer.norm_type))):
+            return _valid(get_global_norm_of_tensors(gradients, mpu=optimizer.mpu, norm_type=optimizer.norm_type))
+
+        def step_or_not(*given: Any, **named: Any) -> None:
+            if judged(norm_of_all):
                 optimizer.clear_hp_grads()
                 optimizer.clear_lp_grads()
                 return
@@ -322,14 +331,20 @@ def _guard(optimizer: Any, spikes: Callable[[Any], bool]) -> None:
         optimizer.step = step_or_not
         return
 
-    def ask(_: bool) -> None:
-        """Between the overflow check and the update; the scale of bfloat16 and float32 gradients never changes."""
+    def norm_of_parts() -> torch.Tensor:
         if hasattr(optimizer, "scaled_global_norm"):
-            norm = _valid(optimizer.scaled_global_norm())
-        else:
-            groups = torch.stack([torch.as_tensor(one, dtype=torch.float32) for one in optimizer._get_norm_groups()])
-            norm = torch.full((), torch.nan) if (groups < 0).any() else torch.linalg.vector_norm(groups)
-        optimizer.overflow = spikes(norm)
+            return _valid(optimizer.scaled_global_norm())
+        groups = torch.stack([torch.as_tensor(one, dtype=torch.float32) for one in optimizer._get_norm_groups()])
+        return torch.full((), torch.nan) if (groups < 0).any() else torch.linalg.vector_norm(groups)
+
+    update_scale = optimizer._update_scale
+
+    def ask(overflow: bool) -> None:
+        """Between the overflow check and the update; the scale of bfloat16 and float32 gradients never changes."""
+        verdict = judged(norm_of_parts)
+        if verdict is None:
+            return update_scale(overflow)
+        optimizer.overflow = verdict
 
     optimizer._update_scale = ask
 

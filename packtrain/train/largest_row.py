@@ -1,0 +1,218 @@
+"""The largest micro-batch is run before step 1, so that memory that does not suffice shows in the first minute.
+
+It changes nothing: gradients are given up, buffers and the state of chance are put back, and no optimizer steps. Memory that the
+optimizer will take with its first step is held meanwhile. Out of memory, then or later, is told with the documents, the real use
+against the estimate, and what to set (`told`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from packtrain.config.schema import RunConfig
+from packtrain.errors import UserError
+from packtrain.model.precision import weights_cast_once
+from packtrain.model.spread import Ranks
+from packtrain.plan.memory import GIB, estimate, optimizer_bytes
+from packtrain.train.library_errors import out_of_memory, shortly
+from packtrain.train.loader import MicroBatch, Steps
+from packtrain.train.optim.lost_updates import local, optimizer_inside
+from packtrain.train.settings import TrainerHooks
+from packtrain.wording import counted
+
+_LOOKED_AT = 16
+"""Steps with the longest documents, and as many with the most tokens: the fullest micro-batch is sought in these."""
+_MARGIN = 0.9  # of the memory that would just do
+_NAMED = 3
+BEFORE = 0
+"""The number of the step before step 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A micro-batch at work: number `micro` of `step`, its examples' numbers, and the batch; `held` bytes before it.
+
+    `longest`: slots of the longest example of the data, which is never split.
+    """
+
+    step: int
+    micro: int
+    numbers: Sequence[int]
+    batch: MicroBatch
+    held: int
+    longest: int
+
+
+def largest_row(steps: Steps, first_step: int) -> np.ndarray:
+    """int [examples] of the micro-batch with the most token slots of any rank, from `first_step` to the end of the first pass."""
+    schedule, padded = steps.schedule, steps.layout == "padding"
+    end = min(len(steps), max(first_step + 1, schedule.steps_per_epoch(0)))
+    rows = [schedule.lengths[schedule.documents(step)] for step in range(min(first_step, end - 1), end)]
+    found = set[int]()
+    for measured in ([int(one.max(initial=0)) for one in rows], [int(one.sum()) for one in rows]):
+        found |= set(np.argsort(measured)[-_LOOKED_AT:].tolist())
+
+    def slots(numbers: np.ndarray) -> int:
+        lengths = schedule.lengths[numbers]
+        return len(lengths) * int(lengths.max(initial=0)) if padded else int(lengths.sum())
+
+    first = min(first_step, end - 1)
+    parts = [
+        part for step in sorted(found) for rank in schedule.layout(first + step, steps.world_size) for part in rank
+    ]
+    return max(parts, key=slots)
+
+
+class LargestRowHooks(TrainerHooks):
+    """The hooks of a step that know which micro-batch is at work."""
+
+    trying = False
+    """Whether what runs is no step: DeepSpeed's engine then gives its gradients up (spikes.py)."""
+    _work: tuple[int, int, MicroBatch] | None = None
+    _tried: np.ndarray | None = None
+    _held = 0
+
+    def at_work(self, micro: int, batch: MicroBatch) -> None:
+        """Notes the micro-batch that runs next, for the message about memory."""
+        if micro == 1:
+            self._held = _allocated(self.args.device)
+        self._work = self.state.global_step, micro, batch
+
+    @property
+    def place(self) -> Place | None:
+        """The micro-batch at work, if there is one."""
+        if self._work is None:
+            return None
+        steps, (step, micro, batch) = self.steps, self._work
+        numbers = self._tried
+        if numbers is None:
+            numbers = steps.schedule.micro_batches(step, steps.rank, steps.world_size)[micro - 1]
+        number = BEFORE if self._tried is not None else step + 1
+        return Place(number, micro, numbers.tolist(), batch, self._held, int(steps.schedule.lengths.max()))
+
+    def try_largest(self, model: torch.nn.Module) -> None:
+        """Runs the largest micro-batch forward and backward, on every rank; twice, as gradients are there from the second on."""
+        numbers = largest_row(self.steps, self.settings.first_step)
+        batch = self.steps.collate(numbers)
+        device = self.args.device
+        buffers = [(one, one.detach().clone()) for one in self.model.buffers()]
+        counts = torch.tensor(batch.counts, device=device)
+        self._tried = numbers
+        self.at_work(1, batch)
+        model.train()
+        self.trying = True
+        try:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []), cast(Any, self).figures_apart():
+                held = torch.empty(self._states_to_come(), dtype=torch.uint8, device=device)
+                for _ in range(2):
+                    with nullcontext() if self.settings.sharded else weights_cast_once(), self._alone(model):
+                        with cast(Any, self).maybe_activation_offload_context:
+                            loss = cast(Any, self).loss_of(model, batch, counts)
+                        cast(Any, self).open_judgement(loss.detach(), counts)
+                        self.accelerator.backward(loss)
+                del held
+        finally:
+            self.trying = False
+        model.zero_grad()
+        for one, before in buffers:
+            one.copy_(before)
+        self._tried = self._work = None
+
+    def _alone(self, model: torch.nn.Module) -> Any:
+        """DDP exchanges no gradients of it; DeepSpeed's engine takes it for a step, counts apart."""
+        if not self.is_deepspeed_enabled:
+            return cast(Any, self)._gradients_kept(model, last=False)
+        self.accelerator.gradient_state._set_sync_gradients(True)
+        return _Uncounted(cast(Any, self.model_wrapped))
+
+    def _states_to_come(self) -> int:
+        """Bytes of the optimizer's states, of this process's share, while they are not there."""
+        if self.is_deepspeed_enabled or optimizer_inside(self.optimizer).state:
+            return 0
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        number, width = sum(local(one).numel() for one in trained), trained[0].itemsize
+        return optimizer_bytes(self.settings.optim, self.settings.strategy, number, width)
+
+
+class _Uncounted:
+    """Puts the counts of DeepSpeed's engine back after the block."""
+
+    _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._before = {name: getattr(self._engine, name) for name in self._COUNTS}
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
+            setattr(self._engine, name, value)
+
+
+def told(
+    error: Exception, place: Place | None, config: RunConfig, ranks: Ranks, places: Callable[[list[int]], list[str]]
+) -> UserError | None:
+    """The message to the user for an `error` at `place`; None if memory is not what was lacking, or no micro-batch was at work."""
+    if place is None or not out_of_memory(error):
+        return None
+    batch, numbers = place.batch, list(place.numbers)
+    named = places(numbers[:_NAMED])
+    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+    when = f"in step {place.step} (micro-batch {place.micro})"
+    if place.step == BEFORE:
+        when = "before step 1, where the largest micro-batch of the first pass is tried"
+    of = f"{counted(len(numbers), 'documents')} in {batch.slots:,} token slots ({', '.join(named)}{more})"
+    total = torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
+    used = f". {_gib(place.held)} GiB were in use before it, {_gib(_peak(ranks.device))} at the peak" if total else ""
+    used += f", of {_gib(total)}" if total else ""
+    expected = estimate(config, ranks.world_size, total)
+    planned = "" if isinstance(expected, str) else f". Planned were {expected.sentence().partition(': ')[0]}"
+    key, fix = _what_to_set(config, place, total, ranks.device)
+    return UserError(
+        f"out of memory on {ranks.device} {when}: {of}{used}{planned}. {shortly(error)}", where=key, fix=fix
+    )
+
+
+def _what_to_set(config: RunConfig, place: Place, total: int | None, device: torch.device) -> tuple[str, str]:
+    """The key that limits micro-batches, and what to set it or others to; nothing of it but data.max_length changes the training."""
+    batch, mode = config.batch, config.packing.mode
+    share = 0.5
+    if total is not None and (taken := _peak(device) - place.held) > 0:
+        share = min(
+            share, _MARGIN * (total - place.held) / (2 * taken)
+        )  # the peak is where it failed, half of it at most
+    examples, tokens = len(place.numbers), place.batch.slots
+    by_tokens = mode == "packed" or batch.tokens_per_device is not None
+    fewer = max(int(tokens * share), place.longest) if by_tokens else max(int(examples * share), 1)
+    key = f"batch.{'tokens' if by_tokens else 'examples'}_per_device"
+    ways = [f"{key}={fewer}"] if fewer < (tokens if by_tokens else examples) else []
+    if not config.trainer.gradient_checkpointing:
+        ways.append("trainer.gradient_checkpointing=true")
+    if config.strategy.name in ("ddp", "zero1", "zero2"):
+        ways.append("strategy=fsdp2 or zero3 on several devices")
+    fix = f"set {', or '.join(ways)}: each trains the same" if ways else "take peft=lora, or devices with more memory"
+    if not ways or not ways[0].startswith(key):  # an example is never split
+        key = "data.max_length"
+        fix += (
+            f"; or {key}={max(int(place.longest * share / config.objective.traits.documents), 1)}, which cuts documents"
+        )
+    return key, f"{fix}. packtrain plan shows what takes how much. Then start the same command again"
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _gib(size: int | None) -> str:
+    return f"{(size or 0) / GIB:.1f}"

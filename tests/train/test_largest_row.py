@@ -1,0 +1,169 @@
+"""The largest micro-batch runs before step 1: memory that does not suffice shows there, and nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from here import ALONE, train_here
+from running import LLAMA, Run, base_config, train
+
+from packtrain.config.compose import load_config
+from packtrain.errors import UserError
+from packtrain.train.largest_row import Place, told
+from packtrain.train.loader import MicroBatch
+from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.sft import PackedSFTTrainer
+from tests.train import forked
+
+ROOM = 180
+"""Tokens that the stand-in for a GPU's memory holds: less than the longest document has."""
+DROPOUT = {"attention_dropout": 0.1}  # so that a change of the random state would show
+NEEDS_DEEPSPEED = pytest.mark.skipif("deepspeed" not in forked.WARM, reason="needs deepspeed")
+
+
+def config_of(folder: Path, **trainer: Any) -> dict[str, Any]:
+    config = base_config(folder, trainer={"max_steps": 4, **trainer})
+    config["model"]["config"] = {**LLAMA, **DROPOUT}
+    return config
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes", "verb"),
+    [
+        ("ddp", 1, "sft"),
+        ("ddp", 2, "dpo"),
+        ("fsdp2", 2, "sft"),
+        pytest.param("zero2", 2, "sft", marks=NEEDS_DEEPSPEED),
+        pytest.param("zero3", 2, "sft", marks=NEEDS_DEEPSPEED),
+    ],
+)
+def test_it_changes_no_bit_of_the_training(tmp_path: Path, strategy: str, processes: int, verb: str) -> None:
+    config = config_of(tmp_path)
+    if verb == "dpo":
+        config["data"] |= {"train": "quickstart"}
+        config["batch"] = {"examples_per_step": 4, "tokens_per_device": 512}
+        config["model"]["config"] = LLAMA  # dpo switches dropout off
+    runs = [
+        train(
+            tmp_path,
+            config,
+            f"strategy={strategy}",
+            f"trainer.largest_first={tried}",
+            name=tried,
+            processes=processes,
+            command=verb,
+        )
+        for tried in ("false", "true")
+    ]
+    assert runs[0].losses == runs[1].losses
+    weights = runs[0].weights()
+    assert all(torch.equal(one, weights[name]) for name, one in runs[1].weights().items())
+
+
+def cramped(monkeypatch: pytest.MonkeyPatch, room: int = ROOM, *, from_step: int = 0) -> None:
+    """A forward pass in training of more than `room` tokens lacks memory."""
+
+    def watched(own: Any) -> Any:
+        def loss_of(self: Any, model: Any, batch: Any, counts: Any) -> Any:
+            if batch.slots > room and self.state.global_step >= from_step:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return own(self, model, batch, counts)
+
+        return loss_of
+
+    monkeypatch.setattr(PackedSFTTrainer, "loss_of", watched(PackedSFTTrainer.loss_of))
+
+
+def refused(folder: Path, **trainer: Any) -> UserError:
+    (path := folder / "run.yaml").write_text(yaml.safe_dump(config_of(folder, **trainer)))
+    with pytest.raises(UserError) as caught:
+        train_here(load_config(str(path), []), folder / "run")
+    return caught.value
+
+
+def test_a_lack_of_memory_shows_before_step_1_with_documents_and_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cramped(monkeypatch)
+    (problem,) = refused(tmp_path, largest_first=True).problems
+    assert "before step 1" in problem.what and "token slots" in problem.what and "data.jsonl:" in problem.what
+    assert "Tried to allocate 2.00 GiB" in problem.what
+    # the longest document has all 200 tokens, so that fewer tokens a micro-batch are no way
+    assert problem.where == "batch.tokens_per_device" and "set batch.tokens_per_device=200, or trainer.grad" in str(
+        problem.fix
+    )
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "examples", "where", "fix"),
+    [
+        (
+            [],
+            8,
+            "batch.tokens_per_device",
+            "set batch.tokens_per_device=4096, or trainer.gradient_checkpointing=true, or strategy",
+        ),
+        (
+            ["batch.tokens_per_device=null", "packing.mode=padding"],
+            8,
+            "batch.examples_per_device",
+            "examples_per_device=4",
+        ),
+        (["trainer.gradient_checkpointing=true", "strategy=fsdp2"], 1, "data.max_length", "peft=lora"),
+    ],
+)
+def test_what_to_set_is_said_with_figures(
+    tmp_path: Path, overrides: list[str], examples: int, where: str, fix: str
+) -> None:
+    config = base_config(tmp_path)
+    config["model"]["config"] = {**LLAMA, "vocab_size": 512}
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    batch = MicroBatch({}, 0, 8192, 8192, examples)
+    place = Place(3, 2, range(examples), batch, held=0, longest=8192 // examples)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+    names = [f"data.jsonl:{number}" for number in range(9)]
+    found = told(
+        error, place, load_config(str(path), overrides), ALONE, lambda numbers: [names[one] for one in numbers]
+    )
+    assert found is not None
+    (problem,) = found.problems
+    assert "in step 3 (micro-batch 2)" in problem.what and "in 8,192 token slots (data.jsonl:0" in problem.what
+    assert "Planned were 0." in problem.what and problem.where == where and fix in str(problem.fix)
+    assert told(RuntimeError("shapes differ"), place, load_config(str(path), []), ALONE, lambda _: []) is None
+
+
+def test_without_it_the_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cramped(monkeypatch, room=0, from_step=2)
+    (problem,) = refused(tmp_path, largest_first=False).problems
+    assert "in step 3 (micro-batch 1)" in problem.what
+    assert len(Run(tmp_path / "run").losses) == 2
+
+
+def test_what_is_tried_is_what_no_other_micro_batch_exceeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    at_work, attempt = StepTrainer.at_work, StepTrainer.try_largest
+
+    def noted(self: Any, micro: int, batch: Any) -> None:
+        seen.append(batch.slots)
+        at_work(self, micro, batch)
+
+    def tried(self: Any, model: Any) -> None:
+        open_judgement = self.open_judgement
+        self.open_judgement = lambda *given: (seen.append(self.place.batch.slots), open_judgement(*given))
+        attempt(self, model)
+        del self.open_judgement
+
+    monkeypatch.setattr(StepTrainer, "at_work", noted)
+    monkeypatch.setattr(StepTrainer, "try_largest", tried)
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(tmp_path, largest_first=True)))
+    for mode in ("packed", "padding"):
+        seen.clear()
+        config = load_config(str(path), [f"packing.mode={mode}"])
+        train_here(replace(config, trainer=replace(config.trainer, resume="never")), tmp_path / mode)
+        assert seen[0] == seen[1] == max(seen[2:])
