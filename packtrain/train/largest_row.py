@@ -15,11 +15,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from packtrain.config.schema import RunConfig
+from packtrain.config.schema import Batch
 from packtrain.errors import UserError
 from packtrain.model.precision import weights_cast_once
 from packtrain.model.spread import Ranks
-from packtrain.plan.memory import GIB, estimate, optimizer_bytes
+from packtrain.plan.memory import GIB, Memory, optimizer_bytes
 from packtrain.train.library_errors import out_of_memory, shortly
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.optim.lost_updates import local, optimizer_inside
@@ -35,7 +35,7 @@ BEFORE = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RowAtWork:
     """A micro-batch at work: number `micro` of `step`, its examples' numbers, and the batch; `held` bytes before it.
 
     `longest`: slots of the longest example of the data, which is never split.
@@ -47,6 +47,17 @@ class Place:
     batch: MicroBatch
     held: int
     longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """What of the config limits a micro-batch: `mode` is packing.mode, `recomputes` trainer.gradient_checkpointing; an example has so
+    many `documents`."""
+
+    batch: Batch
+    mode: str
+    recomputes: bool
+    documents: int
 
 
 def largest_row(steps: Steps, first_step: int) -> np.ndarray:
@@ -85,7 +96,7 @@ class LargestRowHooks(TrainerHooks):
         self._work = self.state.global_step, micro, batch
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> RowAtWork | None:
         """The micro-batch at work, if there is one."""
         if self._work is None:
             return None
@@ -94,7 +105,7 @@ class LargestRowHooks(TrainerHooks):
         if numbers is None:
             numbers = steps.schedule.micro_batches(step, steps.rank, steps.world_size)[micro - 1]
         number = BEFORE if self._tried is not None else step + 1
-        return Place(number, micro, numbers.tolist(), batch, self._held, int(steps.schedule.lengths.max()))
+        return RowAtWork(number, micro, numbers.tolist(), batch, self._held, int(steps.schedule.lengths.max()))
 
     def try_largest(self, model: torch.nn.Module) -> None:
         """Runs the largest micro-batch forward and backward, on every rank; twice, as gradients are there from the second on."""
@@ -157,9 +168,17 @@ class _Uncounted:
 
 
 def told(
-    error: Exception, place: Place | None, config: RunConfig, ranks: Ranks, places: Callable[[list[int]], list[str]]
+    error: Exception,
+    place: RowAtWork | None,
+    limits: RowLimits,
+    ranks: Ranks,
+    places: Callable[[list[int]], list[str]],
+    planned: Callable[[int | None], Memory | str],
 ) -> UserError | None:
-    """The message to the user for an `error` at `place`; None if memory is not what was lacking, or no micro-batch was at work."""
+    """The message to the user for an `error` at `place`; None if memory is not what was lacking, or no micro-batch was at work.
+
+    `places` gives FILE:LINE of examples, `planned` the estimate for a device with so many bytes.
+    """
     if place is None or not out_of_memory(error):
         return None
     batch, numbers = place.batch, list(place.numbers)
@@ -172,37 +191,34 @@ def told(
     total = torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
     used = f". {_gib(place.held)} GiB were in use before it, {_gib(_peak(ranks.device))} at the peak" if total else ""
     used += f", of {_gib(total)}" if total else ""
-    expected = estimate(config, ranks.world_size, total)
-    planned = "" if isinstance(expected, str) else f". Planned were {expected.sentence().partition(': ')[0]}"
-    key, fix = _what_to_set(config, place, total, ranks.device)
+    expected = planned(total)
+    of_plan = "" if isinstance(expected, str) else f". Planned were {expected.sentence().partition(': ')[0]}"
+    key, fix = _what_to_set(limits, place, total, ranks)
     return UserError(
-        f"out of memory on {ranks.device} {when}: {of}{used}{planned}. {shortly(error)}", where=key, fix=fix
+        f"out of memory on {ranks.device} {when}: {of}{used}{of_plan}. {shortly(error)}", where=key, fix=fix
     )
 
 
-def _what_to_set(config: RunConfig, place: Place, total: int | None, device: torch.device) -> tuple[str, str]:
+def _what_to_set(limits: RowLimits, place: RowAtWork, total: int | None, ranks: Ranks) -> tuple[str, str]:
     """The key that limits micro-batches, and what to set it or others to; nothing of it but data.max_length changes the training."""
-    batch, mode = config.batch, config.packing.mode
-    share = 0.5
-    if total is not None and (taken := _peak(device) - place.held) > 0:
+    batch, share = limits.batch, 0.5
+    if total is not None and (taken := _peak(ranks.device) - place.held) > 0:
         share = min(
             share, _MARGIN * (total - place.held) / (2 * taken)
         )  # the peak is where it failed, half of it at most
     examples, tokens = len(place.numbers), place.batch.slots
-    by_tokens = mode == "packed" or batch.tokens_per_device is not None
+    by_tokens = limits.mode == "packed" or batch.tokens_per_device is not None
     fewer = max(int(tokens * share), place.longest) if by_tokens else max(int(examples * share), 1)
     key = f"batch.{'tokens' if by_tokens else 'examples'}_per_device"
     ways = [f"{key}={fewer}"] if fewer < (tokens if by_tokens else examples) else []
-    if not config.trainer.gradient_checkpointing:
+    if not limits.recomputes:
         ways.append("trainer.gradient_checkpointing=true")
-    if config.strategy.name in ("ddp", "zero1", "zero2"):
+    if ranks.strategy in ("ddp", "zero1", "zero2"):
         ways.append("strategy=fsdp2 or zero3 on several devices")
     fix = f"set {', or '.join(ways)}: each trains the same" if ways else "take peft=lora, or devices with more memory"
     if not ways or not ways[0].startswith(key):  # an example is never split
         key = "data.max_length"
-        fix += (
-            f"; or {key}={max(int(place.longest * share / config.objective.traits.documents), 1)}, which cuts documents"
-        )
+        fix += f"; or {key}={max(int(place.longest * share / limits.documents), 1)}, which cuts documents"
     return key, f"{fix}. packtrain plan shows what takes how much. Then start the same command again"
 
 

@@ -49,6 +49,7 @@ from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.agreement import shared_values
 from packtrain.plan.data_size import remember
+from packtrain.plan.memory import estimate
 from packtrain.plan.reference_choice import reference_of
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
@@ -58,7 +59,7 @@ from packtrain.train.checkpoint.folder import find_resume, set_aside, step_of
 from packtrain.train.checkpoint.origin import PROCESSES, STRATEGY, check_origin, origin_in
 from packtrain.train.checkpoint.room import remark_before_training
 from packtrain.train.console import Log, quiet_libraries, warnings_to
-from packtrain.train.largest_row import told
+from packtrain.train.largest_row import RowLimits, told
 from packtrain.train.library_errors import explained
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepTrainer
@@ -192,9 +193,9 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             trainer.clock.enter("checkpoint")
     except RuntimeError as error:
-        if (known := told(error, trainer.place, config, ranks, _spike_rules(run, data).places)) is None:
-            raise
-        raise known from error
+        if known := _lack_of_memory(error, run, trainer):
+            raise known from error
+        raise
     finally:
         run.progress.close()
 
@@ -424,6 +425,18 @@ def _spike_rules(run: Run, data: PreparedData[Any]) -> SpikeRules:
         return [found[row][0] for row in rows]
 
     return SpikeRules(config.trainer.on_spike, config.trainer.spike_factor, run.folder.spikes, places)
+
+
+def _lack_of_memory(error: Exception, run: Run, trainer: StepTrainer) -> UserError | None:
+    """The message for out of memory in a micro-batch; None for other errors."""
+    config, spikes = run.config, trainer.settings.spikes
+    limits = RowLimits(
+        config.batch, config.packing.mode, config.trainer.gradient_checkpointing, config.objective.traits.documents
+    )
+    places = spikes.places if spikes else lambda _: []
+    return told(
+        error, trainer.place, limits, run.ranks, places, lambda total: estimate(config, run.ranks.world_size, total)
+    )
 
 
 def _tries_largest(trainer: Trainer, ranks: Ranks) -> bool:

@@ -14,7 +14,8 @@ from running import LLAMA, Run, base_config, train
 
 from packtrain.config.compose import load_config
 from packtrain.errors import UserError
-from packtrain.train.largest_row import Place, told
+from packtrain.plan.memory import estimate
+from packtrain.train.largest_row import RowAtWork, RowLimits, told
 from packtrain.train.loader import MicroBatch
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.sft import PackedSFTTrainer
@@ -121,21 +122,22 @@ def test_a_lack_of_memory_shows_before_step_1_with_documents_and_what_to_set(
 def test_what_to_set_is_said_with_figures(
     tmp_path: Path, overrides: list[str], examples: int, where: str, fix: str
 ) -> None:
-    config = base_config(tmp_path)
-    config["model"]["config"] = {**LLAMA, "vocab_size": 512}
-    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    written = base_config(tmp_path)
+    written["model"]["config"] = {**LLAMA, "vocab_size": 512}
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(written))
     batch = MicroBatch({}, 0, 8192, 8192, examples)
-    place = Place(3, 2, range(examples), batch, held=0, longest=8192 // examples)
+    place = RowAtWork(3, 2, range(examples), batch, held=0, longest=8192 // examples)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
     names = [f"data.jsonl:{number}" for number in range(9)]
-    found = told(
-        error, place, load_config(str(path), overrides), ALONE, lambda numbers: [names[one] for one in numbers]
-    )
+    config = load_config(str(path), overrides)
+    limits = RowLimits(config.batch, config.packing.mode, config.trainer.gradient_checkpointing, 1)
+    given = limits, replace(ALONE, strategy=config.strategy.name), lambda numbers: [names[one] for one in numbers]
+    found = told(error, place, *given, lambda total: estimate(config, 1, total))
     assert found is not None
     (problem,) = found.problems
     assert "in step 3 (micro-batch 2)" in problem.what and "in 8,192 token slots (data.jsonl:0" in problem.what
     assert "Planned were 0." in problem.what and problem.where == where and fix in str(problem.fix)
-    assert told(RuntimeError("shapes differ"), place, load_config(str(path), []), ALONE, lambda _: []) is None
+    assert told(RuntimeError("shapes differ"), place, *given, lambda _: "") is None
 
 
 def test_without_it_the_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
