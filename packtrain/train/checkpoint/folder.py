@@ -67,10 +67,10 @@ def complete(staging: Path, target: Path) -> None:
     (staging / MANIFEST).write_text(json.dumps(manifest, indent=1))
     if target.exists():  # without its manifest, so perhaps not ours
         _move_aside(target)
-    folder = RunFolder(target.parent.parent)
-    if folder.metrics.exists():  # the run that goes on from here relies on the lines until here
-        sync(folder.metrics)
-    sync(folder.root)
+    run = RunFolder(target.parent.parent)
+    for log in filter(Path.exists, (run.metrics, run.spikes)):  # the run that goes on from here relies on their lines
+        sync(log)
+    sync(run.root)
     publish(staging, target)
 
 
