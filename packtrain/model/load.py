@@ -24,7 +24,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from packtrain.attention.rotary import rotates_by_length
 from packtrain.config.schema import Model, Peft
 from packtrain.data.sources.offline import OFFLINE_ADVICE
-from packtrain.data.tokens.pretrained import first_line, hub, location
+from packtrain.data.tokens.pretrained import first_line, hub, loaded_patiently, location
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, continue_adapters
 from packtrain.model.score_head import HEAD, check_score_head, is_reward_model, new_score, with_one_score
@@ -57,7 +57,7 @@ def load_model(
                 dtype = _DTYPES[config.dtype] if config.dtype != "auto" else None
                 model = kind.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
             else:
-                model = _load_pretrained(config, seed, scores=scores)
+                model = loaded_patiently(config.path, lambda: _load_pretrained(config, seed, scores=scores))
         except UserError:
             raise
         except Exception as error:  # as above, or an invalid model.config

@@ -32,6 +32,7 @@ from packtrain.errors import UserError
 from packtrain.model.load import base_model, load_model
 from packtrain.model.save import weights_at_least
 from packtrain.model.spread import loading_whole
+from packtrain.monitor import retries
 from packtrain.monitor.heartbeat import progress
 from packtrain.plan.reference_choice import base_of
 from packtrain.proof.choice import AttentionChoice
@@ -228,6 +229,7 @@ class Summary:
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
             "rounding": asdict(self.rounding) if isinstance(self.rounding, RoundingCost) else None,
             "rank_seconds": self.trainer.times.means(),
+            "retries": dict(retries.counted),
             "checkpoints": self.trainer.writer.outcome.to_json(),
             "answers": [dict(zip(("prompt", "before", "after"), one, strict=True)) for one in self.answers],
             "seconds": round(time.perf_counter() - self.started, 1),

@@ -44,6 +44,7 @@ from packtrain.model.precision import Precision, decide_precision, multiply_in
 from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.score_head import is_reward_model, outputs_of_tokens
 from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread
+from packtrain.monitor import retries
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
 from packtrain.packing.schedule import Schedule, make_schedule
@@ -180,6 +181,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     folder = RunFolder.of(config.trainer)
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
+    retries.listeners.append(log.warn)
     run = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log))
     with telling(peers):
         data, trainer, decision, checkpoint = _prepare(run, started)

@@ -23,6 +23,7 @@ from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, ParsedChunk, RawRow
 from packtrain.data.sources.files import READABLE, kind_of, read_file, suffix_of, texts
 from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
+from packtrain.monitor.retries import patiently
 from packtrain.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def _saved(folder: Path, source: DataSource) -> datasets.Dataset:
     import datasets
 
     try:
-        loaded = datasets.load_from_disk(str(folder))
+        loaded = patiently("storage", str(folder), lambda: datasets.load_from_disk(str(folder)))
     except Exception as error:  # whatever a damaged folder makes `datasets` raise
         raise UserError(f"cannot read the saved data set: {error}", where=str(folder), fix="Save it again.") from error
     if isinstance(loaded, datasets.Dataset):
@@ -266,7 +267,8 @@ def _from_hub(source: DataSource, role: Split) -> datasets.Dataset:
 
     with offline_unless_reachable() as online:
         try:
-            loaded = datasets.load_dataset(source.path, source.subset, split=source.split)
+            given = source.path, source.subset
+            loaded = patiently("hub", source.path, lambda: datasets.load_dataset(*given, split=source.split))
         except Exception as error:  # network, access, name, split, subset: the library's message has it
             what = f"cannot load {source.path!r}: there is no such file here, so it was taken for a hub id; {error}"
             fix = "Check the spelling, split and subset, and your access (hf auth login)." if online else OFFLINE_ADVICE

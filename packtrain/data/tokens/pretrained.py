@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from packtrain.config.schema import Model
 from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
 from packtrain.errors import UserError
+from packtrain.monitor.retries import patiently
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -30,7 +32,7 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     where = "model.tokenizer" if config.tokenizer else "model.path"
     with hub(source) as online:
         try:
-            loaded = AutoTokenizer.from_pretrained(**location(source, config))
+            loaded = loaded_patiently(source, lambda: AutoTokenizer.from_pretrained(**location(source, config)))
         except Exception as error:  # libraries raise exceptions of every type here
             what = f"cannot load a tokenizer from {source}: {first_line(error)}"
             raise UserError(what, where=where, fix="" if online else OFFLINE_ADVICE) from error
@@ -43,6 +45,12 @@ def hub(source: str | None) -> AbstractContextManager[bool]:
     """Inside the block, hub ids are loaded offline if the hub does not answer; yields whether it does."""
     local = source is None or Path(source).expanduser().exists()
     return nullcontext(True) if local else offline_unless_reachable()
+
+
+def loaded_patiently(source: str | None, load: Callable[[], Any]) -> Any:
+    """What `load` makes of a hub id or folder, which it tries again while the hub or the disk comes and goes."""
+    local = source is None or Path(source).expanduser().exists()
+    return patiently("storage" if local else "hub", str(source), load)
 
 
 def location(source: str, config: Model) -> dict[str, Any]:
