@@ -333,7 +333,9 @@ def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
         print_plan(run, launch, verb, arguments or [])
         return 0
     from packtrain.launch.execute import execute
+    from packtrain.standard_streams import outlive_terminal
 
+    outlive_terminal()
     given, limit_s = split_arguments(arguments)[0], run.topology.join_timeout
     return execute(launch, run, lambda: _train(verb, run), given, lambda refused: _refuse(refused, limit_s), _report)
 
@@ -364,6 +366,10 @@ def _train(verb: str, config: RunConfig) -> int:
 
 def main() -> None:
     """The console command `packtrain`."""
+    if sys.stdout is None or sys.stderr is None:  # closed (>&-)
+        from packtrain.standard_streams import open_all
+
+        open_all()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a "≥" must not end a help that is read in latin-1
     _settle_home()

@@ -101,9 +101,9 @@ class RunFolder:
 
     def status(self) -> str | None:
         """`status` of summary.json; None where no run ended here."""
-        try:
-            return json.loads(self.summary.read_text())["status"]
-        except (OSError, ValueError, KeyError, TypeError):
+        try:  # of a regular file: a FIFO would be waited for
+            return json.loads(self.summary.read_text())["status"] if self.summary.is_file() else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def check_ours(self, inputs: Iterable[tuple[str, str]] = ()) -> None:

@@ -30,6 +30,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -132,7 +133,21 @@ def _prepared(
             rest = mix(train, "data.train", kept=[~side for side in held])
             return PreparedData(rest, mix(train, "data.eval", kept=held, weigh=False))
         evaluated = [make.tokenised(source, "eval") for source in sources(data.eval, "eval")]
-        return PreparedData(mix(train, "data.train"), mix(evaluated, "data.eval"))
+        held_out = mix(evaluated, "data.eval")
+        if also := _also_trained(train, evaluated):
+            held_out.report = replace(held_out.report, remarks=(*held_out.report.remarks, also))
+        return PreparedData(mix(train, "data.train"), held_out)
+
+
+def _also_trained(train: list[Tokenised], evaluated: list[Tokenised]) -> str:
+    """A remark on rows of data.eval that are in data.train, "" where there are none."""
+    trained, held_out = (np.concatenate([part.store.fates["content"] for part in side]) for side in (train, evaluated))
+    number = np.count_nonzero(np.isin(held_out, trained))
+    rows = counted(len(held_out), "rows")
+    return (
+        f"{number:,} of the {rows} of data.eval are in data.train too: their loss praises what is learned by heart"
+        * bool(number)
+    )
 
 
 @dataclass

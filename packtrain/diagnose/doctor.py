@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from packtrain.errors import PeerFailed, UserError
-from packtrain.launch.exit_status import MOST_TELLING, TAIL_LINES
+from packtrain.launch.exit_status import MOST_TELLING, tail_of
 from packtrain.launch.run_lock import is_locked
 from packtrain.monitor.channel import PUBLISHED, Client
 from packtrain.monitor.diagnosis import FRAMES_SHOWN, RankState
@@ -162,7 +162,7 @@ def _of_an_ended_run(folder: RunFolder) -> Finding:
         failed = sorted(rank for rank, code in codes.items() if code == telling)
         log = folder.log(failed[0])
         lines = [f"{ranks_in_words(failed)} failed (exit code {telling}); the end of {log}:"]
-        lines += [f"    {line}" for line in _text(log).splitlines()[-TAIL_LINES:]]
+        lines += [f"    {line}" for line in tail_of(_text(log).splitlines())]
         if folder.attempt.root.is_dir():
             lines.append(f"it ended before its first step, its config is {attempt}; all else here is an earlier run's")
         return Finding("failed", lines, ranks)

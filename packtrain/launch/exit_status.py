@@ -7,6 +7,7 @@ lost peer (MOST_TELLING). Ranks that ended only because others had (`followers`)
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import traceback
@@ -26,6 +27,7 @@ BUG = "This is a bug of packtrain: please report it with the lines above."
 MOST_TELLING = (2, 3, 1, 4)  # exit codes, the most informative first
 _PRINTED_BY_RANK_0 = (2, 3, 4)  # its own PacktrainError, on the terminal
 TAIL_LINES = 20
+_HEAD = re.compile(r"error:|error: \d+ problems").fullmatch
 _LOST = (
     "  likely cause: the machine is down, its link is cut, or its launcher was killed or stopped",
     "  → look whether the machine is up, at its link, at its launcher's terminal or log, and at dmesg there (out of memory, time "
@@ -106,6 +108,12 @@ def _ended_by(error: Exception | KeyboardInterrupt, alone: bool) -> int:
     if alone:
         print(BUG, file=sys.stderr)
     return 1
+
+
+def tail_of(log: Sequence[str]) -> list[str]:
+    """The last lines of a log: what its process said of its own end, if it did, and not the traceback before that."""
+    last = list(log[-TAIL_LINES:])
+    return last[max((at for at, line in enumerate(last) if _HEAD(line)), default=0) :]
 
 
 def _stopped_by(number: int) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from packtrain.launch.coordinator import Reporter
-from packtrain.launch.exit_status import TAIL_LINES, Outcome, Stopped, Verdict, heard_by, is_failure
+from packtrain.launch.exit_status import Outcome, Stopped, Verdict, heard_by, is_failure, tail_of
 from packtrain.launch.worker import left
 from packtrain.monitor.processes import Life, ProcessState, memory_kills, seen
 from packtrain.monitor.stacks import crash_of, dump
@@ -230,7 +230,7 @@ class Supervisor:
         """The last lines that were written to a log since the start."""
         with log.open("rb") as file:
             file.seek(max(log.stat().st_size - _TAIL_BYTES, self._before[log]))
-            return file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+            return tail_of(file.read().decode(errors="replace").splitlines())
 
 
 def _process(pid: int) -> psutil.Process | None:

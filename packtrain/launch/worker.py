@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from packtrain.errors import LostPeers, PacktrainError
 from packtrain.launch.exit_status import exit_code_of
 from packtrain.redact import clean
+from packtrain.standard_streams import outlive_terminal
 
 EXIT_DIR = "PACKTRAIN_EXIT_DIR"
 LOG_DIR = "PACKTRAIN_LOG_DIR"
@@ -32,6 +33,7 @@ def run_worker(work: Callable[[], int]) -> NoReturn:
     All but rank 0 write to logs/rank-0000N.log in place of the terminal. Errors are printed, never raised.
     """
     redirect_output()
+    outlive_terminal()
     _leave(pid=os.getpid())
     if EXIT_DIR in os.environ:
         end_with_parent(int(os.environ[PARENT]))

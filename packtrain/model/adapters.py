@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import PreTrainedModel
 
+from packtrain.boundary import boundary
 from packtrain.config.schema import Peft
+from packtrain.data.tokens.model_folder import check_model_folder
 from packtrain.errors import Problem, UserError
+from packtrain.plan.known_model.shapes import is_adapted
 
 if TYPE_CHECKING:
     from peft import TaskType
@@ -36,11 +39,28 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool 
         modules_to_save=peft.modules_to_save or None,
         task_type=_task(scores),
     )
-    try:
-        adapted = get_peft_model(model, lora)
-    except ValueError as error:
-        raise UserError(str(error).strip().split("\n")[0], where="peft.target_modules") from error
-    return _head_is_free(adapted, model)
+    _check_names(model, peft)
+    with boundary("the adapters do not fit", "peft.target_modules", _names(model)):
+        return _head_is_free(get_peft_model(model, lora), model)
+
+
+def _check_names(model: PreTrainedModel, peft: Peft) -> None:
+    """Raises UserError for a name of modules_to_save that no module ends in: PEFT would train none, without a word.
+
+    And for a pattern of target_modules that computes without end.
+    """
+    names = [name for name, _ in model.named_modules()]
+    if isinstance(peft.target_modules, str):
+        sum(is_adapted(name, peft.target_modules) for name in names)
+    if absent := [one for one in peft.modules_to_save if not any(name.endswith(one) for name in names)]:
+        what = f"{type(model).__name__} has no module {absent[0]!r}, so nothing would be trained in full"
+        raise UserError(what, where="peft.modules_to_save", fix=_names(model))
+
+
+def _names(model: PreTrainedModel) -> str:
+    """What the modules of a model are called."""
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules() if not name.rpartition(".")[2].isdigit()}
+    return f"Its modules are called {', '.join(sorted(names - {''}))}."
 
 
 def _task(scores: bool) -> TaskType:
@@ -56,16 +76,15 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
     """
     from peft import PeftConfig, PeftModel
 
-    try:
-        place = str(Path(folder).expanduser())
-        settings = PeftConfig.from_pretrained(place)
+    place = Path(folder).expanduser()
+    check_model_folder(place)
+    with boundary(f"cannot load the adapters of {folder}", "model.path", f"See {place / 'adapter_config.json'}."):
+        settings = PeftConfig.from_pretrained(str(place))
         settings.task_type = _task(scores)  # those of a language model become those of a reward model
-        adapted = PeftModel.from_pretrained(model, place, config=settings, is_trainable=peft.kind == "lora")
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        what = f"cannot load the adapters of {folder}: {str(error).strip().splitlines()[0]}"
-        raise UserError(what, where="model.path") from error
-    if peft.kind != "lora":
-        return cast(Any, adapted).merge_and_unload().requires_grad_(True)
+        adapted = PeftModel.from_pretrained(model, str(place), config=settings, is_trainable=peft.kind == "lora")
+        _check_weights(adapted, place)
+        if peft.kind != "lora":
+            return cast(Any, adapted).merge_and_unload().requires_grad_(True)
     theirs: Any = adapted.peft_config["default"]
     found = {"r": theirs.r, "alpha": theirs.lora_alpha, "dropout": theirs.lora_dropout}
     if other := [name for name, value in found.items() if value != getattr(peft, name)]:
@@ -82,10 +101,25 @@ def continue_adapters(model: PreTrainedModel, folder: str, peft: Peft, *, scores
     return _head_is_free(adapted, model)
 
 
+def _check_weights(adapted: Any, place: Path) -> None:
+    """Raises UserError if weights of the adapters are not in their file: PEFT would go on with new ones, without a word."""
+    from peft import get_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    if lacking := sorted(get_peft_model_state_dict(adapted).keys() - load_peft_weights(str(place)).keys()):
+        what = f"{len(lacking)} weights of the adapters are not in their file: {lacking[0]} …"
+        raise UserError(what, where=str(place), fix="See whether its adapter_config.json belongs to them.")
+
+
 def add_reference(model: Any, folder: str) -> None:
     """Adds the adapters of `folder` to the adapted `model` as its reference: frozen, inactive except where TRL turns them on, not saved."""
-    model.load_adapter(str(Path(folder).expanduser()), adapter_name="ref", is_trainable=False)
-    model.set_adapter("default")
+    place = Path(folder).expanduser()
+    check_model_folder(place)
+    with boundary(
+        f"cannot load the adapters of {folder}", "objective.reference", f"See {place / 'adapter_config.json'}."
+    ):
+        model.load_adapter(str(place), adapter_name="ref", is_trainable=False)
+        model.set_adapter("default")
     model.save_pretrained = partial(model.save_pretrained, selected_adapters=["default"])
 
 

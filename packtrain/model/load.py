@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,9 +23,10 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from packtrain.attention.rotary import rotates_by_length
+from packtrain.boundary import boundary
 from packtrain.config.schema import Model, Peft
-from packtrain.data.sources.offline import OFFLINE_ADVICE
-from packtrain.data.tokens.pretrained import first_line, hub, loaded_patiently, location
+from packtrain.data.tokens.model_folder import check_model_folder
+from packtrain.data.tokens.pretrained import fix_of, hub, loaded_patiently, location
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, continue_adapters
 from packtrain.model.score_head import HEAD, check_score_head, is_reward_model, new_score, with_one_score
@@ -46,27 +48,26 @@ def load_model(
     adapters = config.path if config.init == "pretrained" else None
     if (base := base_of(adapters)) is not None:
         config = replace(config, path=base)
+    if config.path is not None:
+        check_model_folder(Path(config.path).expanduser())
     if config.init == "pretrained" and config.path is not None:
         _check_generation_config(Path(config.path).expanduser() / GENERATION_CONFIG_NAME)
+    made, where = f"load the model {config.path}", "model.path"
+    if base is not None:
+        where = f"{Path(cast(str, adapters)).expanduser() / 'adapter_config.json'}: base_model_name_or_path"
+    if config.init == "random":
+        made, where = "make a model of model.config", "model.config"
     with hub(config.path) as online:
-        try:
-            if config.init == "random":
-                model_config = _random_config(config, tokenizer)
-                kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-                model_config = with_one_score(model_config) if scores else model_config
-                dtype = _DTYPES[config.dtype] if config.dtype != "auto" else None
-                model = kind.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
-            else:
-                model = loaded_patiently(config.path, lambda: _load_pretrained(config, seed, scores=scores))
-        except UserError:
-            raise
-        except Exception as error:  # as above, or an invalid model.config
-            made = "make a model of model.config" if config.init == "random" else f"load the model {config.path}"
-            what = f"cannot {made}: {first_line(error)}"
-            where = "model.config" if config.init == "random" else "model.path"
-            raise UserError(
-                what, where=where, fix=_advice(error, config, online=bool(online), scores=scores)
-            ) from error
+        fix = partial(_advice, config=config, online=bool(online), scores=scores)
+        with boundary(f"cannot {made}", where, fix):
+            model = (
+                _new(config, tokenizer, scores=scores)
+                if config.init == "random"
+                else loaded_patiently(config.path, lambda: _load_pretrained(config, seed, scores=scores))
+            )
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
+    if isinstance(layers, int) and layers < 1:
+        raise UserError(f"the config says that the model has {layers} layers", where=where, fix="Give it one at least.")
     embeddings: Any = model.get_input_embeddings()
     rows = int(embeddings.weight.shape[0])
     if len(tokenizer) > rows:
@@ -80,6 +81,15 @@ def load_model(
     if base is not None:
         return continue_adapters(model, cast(str, adapters), peft, scores=scores)
     return add_adapters(model, peft, seed, scores=scores) if peft.kind == "lora" else model
+
+
+def _new(config: Model, tokenizer: PreTrainedTokenizerBase, *, scores: bool) -> PreTrainedModel:
+    """A model with random weights."""
+    model_config = _random_config(config, tokenizer)
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    model_config = with_one_score(model_config) if scores else model_config
+    dtype = _DTYPES[config.dtype] if config.dtype != "auto" else None
+    return kind.from_config(model_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
 def base_model(model: torch.nn.Module) -> PreTrainedModel:
@@ -240,7 +250,7 @@ def _check_names(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
         )
 
 
-def _advice(error: Exception, config: Model, *, online: bool, scores: bool = False) -> str:
+def _advice(error: BaseException, config: Model, *, online: bool, scores: bool = False) -> str:
     """The fix to suggest if a model cannot be made or read."""
     if scores and "Unrecognized" in str(error):
         return "take a model that transformers has a classifier of (AutoModelForSequenceClassification): docs/reward.md"
@@ -248,4 +258,4 @@ def _advice(error: Exception, config: Model, *, online: bool, scores: bool = Fal
         return "see the keys of model.config; not every type is a causal language model (docs/architectures.md)"
     if "Unrecognized configuration class" in str(error):
         return "take a causal language model: docs/architectures.md lists what trains"
-    return "" if online else OFFLINE_ADVICE
+    return fix_of(online)

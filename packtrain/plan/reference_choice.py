@@ -38,11 +38,11 @@ def base_of(path: str | None) -> str | None:
         return None
     try:
         base = json.loads(found.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"cannot be read: {error}", where=str(found)) from error
-    if not base:
+    if not base or not isinstance(base, str):
         raise UserError("the adapters do not say of which model they are", where=f"{found}: base_model_name_or_path")
-    return str(base)
+    return base
 
 
 def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strategy) -> ReferenceChoice:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import re
+import traceback
 
 import torch
 
 from packtrain.attention.determinism import NEEDED
+from packtrain.boundary import raised_in, sentence
 from packtrain.config.schema import Batch
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError
 from packtrain.model.spread import Ranks
@@ -18,10 +20,13 @@ _PLACES = re.compile(
 )  # in the source of NCCL, gloo
 _ADVICE = re.compile(r"[.,;]? *(?:This is typically|Check the logs|GLHF)")
 _GO_ON = "start the same command again: complete checkpoints are kept"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_MODULES_OF_MODELS = "transformers_modules"
+"""Where transformers puts the code that comes with models."""
 _ASSERT = "device-side assert"  # an index out of range: a GPU error that the inputs cause, so maybe a bug
 
 
-def explained(error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch) -> PacktrainError | None:
+def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batch) -> PacktrainError | None:
     """The message to the user for `error`; None if it may be a bug of packtrain.
 
     NCCL and the store have their own error types. Errors of gloo and torch.save are recognised by the source file that they
@@ -31,6 +36,9 @@ def explained(error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch) -
     if ranks.world_size > 1 and (isinstance(error, torch.distributed.DistError) or "gloo/" in said):
         fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
         return LostPeers(f"rank {ranks.rank} lost the other processes: {shortly(error)}", fix=fix)
+    if isinstance(error, MemoryError):
+        fix = f"give it more (ulimit -v, the job's memory), or train a smaller model; then {_GO_ON}"
+        return UserError(f"this machine has no memory left for rank {ranks.rank}", fix=fix)
     if out_of_memory(error):
         fix = (
             "set it lower, or trainer.gradient_checkpointing=true, or strategy=fsdp2 or zero3 on several devices: each trains "
@@ -49,11 +57,19 @@ def explained(error: Exception, ranks: Ranks, folder: RunFolder, batch: Batch) -
     if "DataLoader worker (pid" in said:
         fix = "the system kills for want of memory: set it lower, or to 0"
         return PeerFailed(said, where="trainer.loader_workers", fix=fix)
-    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-    if is_of_storage(error) and (not isinstance(error, OSError) or error.errno in full):
-        fix = f"make room and {_GO_ON}"
-        return UserError(f"cannot write: {said}", where=f"trainer.output_dir ({folder.root})", fix=fix)
+    if is_of_storage(error) and (not isinstance(error, OSError) or error.errno in _FULL):
+        named = error.filename if isinstance(error, OSError) else None
+        where = named if isinstance(named, str) else f"trainer.output_dir ({folder.root})"
+        return UserError(f"cannot write: {sentence(error)}", where=where, fix=f"make room and {_GO_ON}")
+    if isinstance(error, SystemExit) or _MODULES_OF_MODELS in raised_in(error):
+        what = f"the code that came with the model failed: {sentence(error)}"
+        return UserError(what, where=f"model.path, {raised_in(error)}", fix="mend it, or take another model")
     return None
+
+
+def words_for_log(known: PacktrainError, cause: BaseException) -> str:
+    """The `cause` of what the user is told in a sentence, for the rank's log: its traceback, but of lost peers its words."""
+    return str(cause) if isinstance(known, LostPeers) else "".join(traceback.format_exception(cause))
 
 
 def is_of_storage(error: BaseException) -> bool:

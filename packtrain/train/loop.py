@@ -24,8 +24,8 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback
-from transformers.integrations import TensorBoardCallback
 
+from packtrain.boundary import boundary
 from packtrain.model.load import base_model
 from packtrain.model.precision import weights_cast_once
 from packtrain.model.spread import check_active
@@ -55,9 +55,6 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
     def open_loop(self, settings: LoopSettings) -> None:
         """Replaces TRL's own data, progress lines and checkpoints."""
         self.remove_callback(PrinterCallback)
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, TensorBoardCallback):  # not a folder named after the machine
-                callback.logging_dir = f"{self.args.output_dir}/tensorboard"
         self.settings, self.steps = settings, settings.steps
         self.writer = CheckpointWriter(settings.say, settings.first_step or None)
         self.open_spikes(settings.spikes)
@@ -126,7 +123,8 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As the base class; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does so."""
-        chosen, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        with boundary(f"the optimizer {self.settings.optim.name} cannot be made", "optim.name"):
+            chosen, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
         optim, coarse = self.settings.optim, any(map(loses_updates, self.model.parameters()))
         coarse = coarse and not self.is_deepspeed_enabled
         self.lost.advice = advice(rounds_plainly=coarse and not optim.steps_in_float32)
@@ -138,10 +136,16 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
         if coarse and optim.steps_in_float32:
             how: Any = {"masters": optim.keeps_masters, "rounding": optim.rounding, "seed": self.args.seed}
             self.optimizer_cls_and_kwargs = stepping_in_float32(chosen, **how), arguments
-        optimizer = super().create_optimizer(model)
+        with boundary(f"the optimizer {self.settings.optim.name} cannot be made", "optim.name"):
+            optimizer = super().create_optimizer(model)
         names = {weight: name for name, weight in self.model.named_parameters()}
         self.order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As the base class; raises UserError for options that its schedule does not take."""
+        with boundary(f"the schedule {self.settings.optim.schedule} cannot be made", "optim.schedule_options"):
+            return super().create_scheduler(num_training_steps, optimizer)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """1. The step's micro-batches, as the base class loads them, and their counts."""

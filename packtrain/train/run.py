@@ -21,12 +21,12 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.markup import escape
-from safetensors import SafetensorError
 from transformers import PreTrainedModel, TrainerCallback
 
 from packtrain.attention.backends import own_attention
 from packtrain.attention.determinism import deterministic
 from packtrain.attention.kernels.selection import prefer
+from packtrain.boundary import boundary, staying
 from packtrain.config.schema import Data, RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.dataset import PairDataset, TokenDataset, size_of
@@ -34,7 +34,7 @@ from packtrain.data.prepare import PreparedData
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
 from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.errors import LostPeers, UserError
+from packtrain.errors import PacktrainError, UserError
 from packtrain.inspect.audit import pointless
 from packtrain.inspect.corpus import corpus_of
 from packtrain.inspect.places import rows_of
@@ -61,7 +61,7 @@ from packtrain.train.checkpoint.origin import PROCESSES, STRATEGY, check_origin,
 from packtrain.train.checkpoint.room import remark_before_training
 from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.largest_row import RowLimits, told
-from packtrain.train.library_errors import explained
+from packtrain.train.library_errors import explained, words_for_log
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepTrainer
 from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
@@ -78,6 +78,7 @@ from packtrain.train.sync.checks import (
     limit_collectives,
 )
 from packtrain.train.sync.store_barrier import Peers, join, preparing_s, telling
+from packtrain.train.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.wording import counted
 
 _MOST_DESCRIBED = 200_000
@@ -140,6 +141,7 @@ class Run:
     tokenizer: Any = None
     attention: str = ""
     before: list[str] = field(default_factory=list)
+    trackers: list[Tracker] = field(default_factory=list)
 
 
 Work = Callable[[RunConfig, Ranks, Peers | None], int]
@@ -157,18 +159,22 @@ def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
     own_heartbeat().enter("proof")
     try:
         run = work or (verify_in if verb == "verify" else train_in)
-        with deterministic(config.trainer.deterministic):
-            return run(config, ranks, peers)
-    except (RuntimeError, OSError, SafetensorError) as error:
+        with deterministic(config.trainer.deterministic), staying(config.model.trust_remote_code):
+            code = run(config, ranks, peers)
+            leave_stuck_ones(code)
+            return code
+    except (Exception, SystemExit) as error:
         own_heartbeat().progress()  # tells the watchdog that this rank does not hang
         folder = RunFolder.of(config.trainer)
-        known = explained(error, ranks, folder, config.batch)
+        known = error if isinstance(error, PacktrainError) else explained(error, ranks, folder, config.batch)
+        leave_stuck_ones(1 if known is None else known.exit_code)
         if known is None:
             raise
-        if isinstance(known, LostPeers):
+        cause = error.__cause__ if known is error else error
+        if cause is not None and folder.logs.is_dir():
             with suppress(OSError):  # a full disk may be the cause
-                Log(folder.log(ranks.rank), main=False).note(str(error))
-        raise known from error
+                Log(folder.log(ranks.rank), main=False).note(words_for_log(known, cause))
+        raise known from cause
     finally:
         gc.collect()  # frees DeepSpeed's engine before its process groups are destroyed
         if torch.distributed.is_initialized():
@@ -189,7 +195,17 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
         limit_collectives(
             config.topology.checkpoint_timeout
         )  # until the first step, since ranks finish reading at different times
+    early = config.trainer.early_stop_patience is not None
     run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
+    try:
+        return _train_from(checkpoint, run, trainer, results.Summary(trainer, data, decision, started, early))
+    finally:
+        for tracker in run.trackers:
+            tracker.close()
+
+
+def _train_from(checkpoint: Path | None, run: Run, trainer: StepTrainer, summary: results.Summary) -> int:
+    """Trains, and writes what comes of it; returns the exit code."""
     try:
         with trainer.writer:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -200,15 +216,12 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
         raise
     finally:
         run.progress.close()
-
-    early = config.trainer.early_stop_patience is not None
-    summary = results.Summary(trainer, data, decision, started, early)
     step = trainer.state.global_step
     if run.stop.agreed and step < trainer.state.max_steps:  # after the last step there is nothing to go on with
         _write_summary(run, summary.to_json("stopped"))
         newest = trainer.writer.outcome.newest
         place = "there" if newest == step else f"step {newest}" if newest else "the start, for there is no checkpoint"
-        log.say(f"stopped by signal {run.stop.agreed} after step {step}; the same command goes on from {place}")
+        run.log.say(f"stopped by signal {run.stop.agreed} after step {step}; the same command goes on from {place}")
         return 128 + run.stop.agreed
     _finish(run, trainer, summary)
     return 0
@@ -226,9 +239,10 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
     own_heartbeat().enter("prepare")
     run.tokenizer = load_tokenizer(config.model)
     show = ranks.main and sys.stderr.isatty()
-    data: Any = objective.prepare_data(config.data, run.tokenizer, seed=config.trainer.seed, progress=show)
-    if config.data.chat_template:
-        give_template(run.tokenizer, config.data.chat_template)
+    with boundary("the data cannot be used", "data.train"):
+        data: Any = objective.prepare_data(config.data, run.tokenizer, seed=config.trainer.seed, progress=show)
+        if config.data.chat_template:
+            give_template(run.tokenizer, config.data.chat_template)
     preparing = preparing_s(config.topology.step_timeout)
     agree_on_data(peers, data, timeout_s=preparing)
     for remark in pointless(data.train, run.tokenizer, config.data.max_length) if ranks.main else ():
@@ -368,15 +382,24 @@ def _build(
         largest_first=_tries_largest(config.trainer, ranks),
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, precision, settings)
-    callbacks: list[TrainerCallback] = [run.stop, MetricsFile(run.folder.metrics, log.warn), run.progress]
-    if patience := config.trainer.early_stop_patience:
-        callbacks.append(EarlyStop(patience, run.folder.checkpoints, log))
-    trainer = objective.trainer(model, arguments, tokenizer, settings=settings, callbacks=callbacks)
+    trainer = _trainer(run, objective, arguments, settings)
     trainer.close_proofs = close_proofs
     if peak := trainer.step_figures.peak:
         log.fact("mfu", peak.sentence())
     objective.prove(trainer, log, run.attention, preflight=prove, ranks=ranks, precision=precision)
     return trainer, decision
+
+
+def _trainer(run: Run, objective: TrainingObjective, arguments: dict[str, Any], settings: LoopSettings) -> StepTrainer:
+    """The trainer, with all that listens to it."""
+    callbacks: list[TrainerCallback] = [run.stop, MetricsFile(run.folder.metrics, run.log.warn), run.progress]
+    if patience := run.config.trainer.early_stop_patience:
+        callbacks.append(EarlyStop(patience, run.folder.checkpoints, run.log))
+    if run.ranks.main:
+        run.trackers = trackers_of(run.config.tracking.report_to, run.folder, run.log.warn)
+    together: Any = [*callbacks, *run.trackers]
+    with boundary("the trainer cannot be made", "optim"):
+        return objective.trainer(run.model, arguments, run.tokenizer, settings=settings, callbacks=together)
 
 
 def _choose_kernel(run: Run, data: Any, precision: Precision, checkpoint: Path | None) -> str | None:

@@ -168,7 +168,7 @@ def training_arguments(
         "eval_strategy": "steps" if trainer.eval_every and evaluates else "no",
         "eval_steps": trainer.eval_every,
         "eval_on_start": evaluates and not settings.first_step,
-        "report_to": list(tracking.report_to) or "none",
+        "report_to": "none",  # trackers.py has them
         "run_name": tracking.run_name or Path(trainer.output_dir).name,
         "ddp_timeout": int(limits.step_s),
         # else DDP orders its buckets anew after the first step of each start, and with them the sums of three ranks or more

@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "packtrain"
 LAYERS = (
     ("redact",),
-    ("durable", "errors", "fast_imports", "wording"),
+    ("durable", "errors", "fast_imports", "standard_streams", "wording"),
+    ("boundary", "run_limits"),
     ("config",),
     ("run_folder",),
     ("monitor",),
@@ -40,7 +41,10 @@ LAYERS = (
     ("__main__",),
 )
 """Each imports only what stands before it."""
-LAUNCH = {"redact", "durable", "errors", "fast_imports", "wording", "config", "run_folder", "monitor", "plan"}
+LAUNCH = {
+    *("boundary", "durable", "errors", "fast_imports", "redact", "run_limits", "standard_streams", "wording"),
+    *("config", "run_folder", "monitor", "plan"),
+}
 """What `launch` imports: it starts training as processes, never by an import."""
 FROM_LAUNCH = {"cli": "", "__main__": "", "diagnose": "", "train": "packtrain.launch.worker"}
 """Who imports `launch`: what is on top, and of `train` nothing but what a process says to its launcher."""

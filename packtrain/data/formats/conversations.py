@@ -226,7 +226,7 @@ def _integers(row: Row, ours: str, length: int | None = None) -> np.ndarray:
     where = row.name(ours)
     values = list_of(row.take(ours), where)
     for index, one in enumerate(values):
-        if not isinstance(one, int):
+        if not isinstance(one, int) or (isinstance(one, bool) and ours in ("input_ids", "labels")):
             raise wrong_type("an integer", one, f"{where}[{index}]")
     if length is not None and len(values) != length:
         raise BadRow("lengths differ", f"{len(values)} values for {length} tokens", where)

@@ -149,7 +149,7 @@ def _parse_line(line: bytes) -> RawRow:
     if b"\0" in line:
         return nul_bytes("the line")
     try:
-        row = json.loads(line.decode("utf-8").removeprefix("\ufeff").rstrip("\r\n"))
+        row = json.loads(line.decode("utf-8").removeprefix("\ufeff").rstrip("\r\n"), object_pairs_hook=each_once)
     except UnicodeDecodeError as error:
         return not_utf8(f"byte {error.start + 1} of the line is 0x{line[error.start]:02x}")
     except json.JSONDecodeError as error:
@@ -157,6 +157,15 @@ def _parse_line(line: bytes) -> RawRow:
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; too deeply nested lists
         return BadRow("broken JSON", f"broken JSON: {error}")
     return checked_object(row)
+
+
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; raises ValueError for one that has a key twice, of which Python would keep the last, without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
 
 
 def nul_bytes(thing: str, field: str = "") -> BadRow:

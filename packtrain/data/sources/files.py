@@ -29,6 +29,7 @@ from packtrain.data.sources.chunks import (
     RawRow,
     TableChunk,
     checked_object,
+    each_once,
     not_utf8,
     nul_bytes,
 )
@@ -252,7 +253,7 @@ def _json_list(path: Path) -> Iterator[tuple[int, RawRow, int]]:
     """
     with open_text(path) as file:
         text = file.read()
-    decoder, after_space = json.JSONDecoder(), re.compile(r"[ \t\r\n]*")
+    decoder, after_space = json.JSONDecoder(object_pairs_hook=each_once), re.compile(r"[ \t\r\n]*")
 
     def after(at: int) -> int:
         """The place of the next character from `at` on that is not white space."""

@@ -11,13 +11,16 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packtrain.config.rules.paths_and_packages import as_name, template_files, template_names
+from packtrain.data.sources.regular import check_regular
 from packtrain.errors import UserError
+from packtrain.run_limits import limited
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,12 +83,16 @@ def choose_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> Tem
     """
     if name is None:
         own = getattr(tokenizer, "chat_template", None)
-        if isinstance(own, dict):
-            text = own.get("default") or next(iter(own.values()), None)
-            return _checked(text, OWN, own.get("tool_use")) if text else None
-        return _checked(own, OWN) if own else None
+        texts = own if isinstance(own, dict) else {"default": own} if own is not None else {}
+        for one in texts.values():
+            if not isinstance(one, str):
+                what = f"the chat template of the tokenizer is no text: {one!r}"
+                raise UserError(what, where="model.tokenizer", fix=f"Mend its tokenizer_config.json. {ADVICE}")
+        text = texts.get("default") or next(iter(texts.values()), None)
+        return _checked(text, OWN, texts.get("tool_use")) if text else None
     path = Path(os.path.expanduser(name))
     if path.suffix in (".jinja", ".j2") or os.path.isfile(path):
+        check_regular(path, "data.chat_template")
         try:
             return _checked(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
@@ -113,13 +120,22 @@ def _checked(text: str, name: str, tools_text: str | None = None) -> Template:
 
     for one in filter(None, (text, tools_text)):
         try:
-            render_jinja_template([[{"role": "user", "content": ""}]], chat_template=one)
+            with limited_template(name):
+                render_jinja_template([[{"role": "user", "content": ""}]], chat_template=one)
+        except UserError:
+            raise
         except TemplateSyntaxError as error:
             place = f"{name}, line {error.lineno} of the chat template"
             raise UserError(f"broken chat template: {error.message}", where=place, fix=ADVICE) from error
         except Exception:
             continue  # templates raise errors of every kind for messages they do not take; real ones may be fine
     return Template(text, _twin(text), tools_text, name)
+
+
+def limited_template(name: str) -> AbstractContextManager[None]:
+    """Limits what a template does for one conversation."""
+    what = f"the chat template ({name}), for a single conversation,"
+    return limited(what, "data.chat_template", f"Mend it, or: {ADVICE}")
 
 
 def _shipped(name: str) -> str:

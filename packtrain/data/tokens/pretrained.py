@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packtrain.boundary import boundary
 from packtrain.config.schema import Model
 from packtrain.data.sources.offline import OFFLINE_ADVICE, offline_unless_reachable
+from packtrain.data.tokens.model_folder import check_model_folder
 from packtrain.errors import UserError
 from packtrain.monitor.retries import patiently
 
@@ -30,15 +32,31 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     where = "model.tokenizer" if config.tokenizer else "model.path"
-    with hub(source) as online:
+    check_model_folder(Path(source).expanduser())
+    with hub(source) as online, boundary(f"cannot load a tokenizer from {source}", where, fix_of(online)):
         try:
             loaded = loaded_patiently(source, lambda: AutoTokenizer.from_pretrained(**location(source, config)))
-        except Exception as error:  # libraries raise exceptions of every type here
-            what = f"cannot load a tokenizer from {source}: {first_line(error)}"
-            raise UserError(what, where=where, fix="" if online else OFFLINE_ADVICE) from error
-    if loaded.pad_token_id is None:
-        loaded.pad_token = loaded.eos_token
-    return loaded
+        except Exception:
+            _check_config(source, config)
+            raise
+        if loaded.pad_token_id is None:
+            loaded.pad_token = loaded.eos_token
+        return loaded
+
+
+def _check_config(source: str, config: Model) -> None:
+    """Raises UserError if what is broken is the model's config, which tells transformers which tokenizer to take."""
+    from transformers import AutoConfig
+
+    file = Path(source).expanduser() / "config.json"
+    if file.is_file():
+        with boundary("the model's config cannot be used", str(file), "Mend it, or get it anew."):
+            AutoConfig.from_pretrained(**location(source, config))
+
+
+def fix_of(online: bool) -> str:
+    """What to do where something cannot be loaded and there is no hub; "" where there is one."""
+    return "" if online else OFFLINE_ADVICE
 
 
 def hub(source: str | None) -> AbstractContextManager[bool]:
@@ -62,11 +80,3 @@ def location(source: str, config: Model) -> dict[str, Any]:
     if path.exists():
         return {"pretrained_model_name_or_path": str(path), **arguments}
     return {"pretrained_model_name_or_path": source, "revision": config.revision or "main", **arguments}
-
-
-def first_line(error: BaseException) -> str:
-    """The first line; all lines of errors that name the wrong field or missing package only further down."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    said = str(error).strip()
-    return " ".join(said.split()) if isinstance(error, StrictDataclassError | ImportError) else said.split("\n")[0]

@@ -21,6 +21,7 @@ from huggingface_hub import constants
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError
 from packtrain.plan.reference_choice import base_of
+from packtrain.run_limits import limited
 
 LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -134,15 +135,15 @@ def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
 
 
 def is_adapted(layer: str, targets: str | list[str]) -> bool:
-    """Whether peft gives an adapter to the linear layer of this name."""
+    """Whether peft gives an adapter to the linear layer of this name. Raises UserError for a pattern that computes without end."""
     if targets == "all-linear":
         return not re.search(r"embed|lm_head|\bwte\b|\bwpe\b", layer)
     if isinstance(targets, list):
         return any(_ends_with(layer, one) for one in targets)
-    try:
+    fix = "Write a simpler one, or a list of names."
+    with limited("this pattern", "peft.target_modules", fix, seconds=1), contextlib.suppress(re.error):
         return re.fullmatch(targets, layer) is not None  # as in peft, text is a pattern
-    except re.error:
-        return False
+    return False
 
 
 def _folder(model: Model) -> Path | None:

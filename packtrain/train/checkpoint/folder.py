@@ -103,6 +103,8 @@ def _move_aside(checkpoint: Path) -> Path:
 
 def written_into(checkpoint: Path) -> dict[str, tuple[int, str]]:
     """Bytes and hash of each file of a checkpoint by its name, as its manifest says; {} if that is missing or no manifest."""
+    if not (checkpoint / MANIFEST).is_file():  # a FIFO would be waited for
+        return {}
     try:
         manifest = json.loads((checkpoint / MANIFEST).read_text())
         return {name: (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in manifest.items()}

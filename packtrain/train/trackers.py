@@ -1,0 +1,106 @@
+"""Trackers (tensorboard, wandb, mlflow) that cannot hold up or end a training: metrics.jsonl has all that they are told.
+
+Each works in a thread of its own, for as long as the main one waits for it: a limit on each event. Without a network wandb tries on
+for minutes when it begins, and at the end of the process without end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
+
+from packtrain.boundary import boundary, sentence
+from packtrain.run_folder import RunFolder
+
+BEGIN_S, EVENT_S = 30.0, 10.0
+_STUCK: list[str] = []
+"""The names of trackers of this process that do not answer."""
+_Call = tuple[Callable[[], Any], "Future[None]"]
+
+
+class Tracker:
+    """A tracker of transformers as a callback of its Trainer; `say` tells the user why it is left out, where it fails."""
+
+    def __init__(self, name: str, tracker: Any, say: Callable[[str], None]) -> None:
+        self._name, self._tracker, self._say, self._left_out = name, tracker, say, False
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        threading.Thread(target=self._work, name=f"tracker {name}", daemon=True).start()
+
+    def __getattr__(self, event: str) -> Callable[..., None]:
+        """The handler of an event of the Trainer."""
+        if not event.startswith("on_"):
+            raise AttributeError(event)
+        if getattr(type(self._tracker), event) is getattr(TrainerCallback, event):  # most, several in each step
+            return lambda *given, **named: None
+        return partial(self._pass_on, event)
+
+    def close(self) -> None:
+        """Ends what the tracker would end when the process ends: wandb sends all that is left, and waits for it."""
+        finish = getattr(getattr(self._tracker, "_wandb", None), "finish", None)
+        if finish is not None:
+            self._within(BEGIN_S, finish)
+
+    def _pass_on(self, event: str, *given: Any, **named: Any) -> None:
+        limit_s = BEGIN_S if event == "on_train_begin" else EVENT_S
+        self._within(limit_s, partial(getattr(self._tracker, event), *given, **named))
+
+    def _within(self, limit_s: float, call: Callable[[], Any]) -> None:
+        if self._left_out:
+            return
+        answer: Future[None] = Future()
+        self._calls.put((call, answer))
+        try:
+            answer.result(limit_s)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            self._left_out, why = True, sentence(error)
+            if not answer.done():
+                why = f"no answer within {limit_s:g} s"
+                _STUCK.append(self._name)
+            self._say(
+                f"{self._name} is left out from here on: {why}; the training goes on, and metrics.jsonl has its figures"
+            )
+
+    def _work(self) -> None:
+        while True:
+            call, answer = self._calls.get()
+            try:
+                call()
+                answer.set_result(None)
+            except BaseException as error:
+                answer.set_exception(error)
+
+
+def trackers_of(names: Sequence[str], folder: RunFolder, say: Callable[[str], None]) -> list[Tracker]:
+    """A Tracker for each name of tracking.report_to. Raises UserError for a package that cannot be imported."""
+    made = []
+    for name, kind in zip(names, get_reporting_integration_callbacks(list(names)), strict=True):
+        with boundary(f"{name} cannot be used", "tracking.report_to", f"Install it anew, or take {name} away."):
+            tracker = kind()
+        if isinstance(tracker, TensorBoardCallback):  # not a folder named after the machine
+            tracker.logging_dir = str(folder.tensorboard)
+        made.append(Tracker(name, tracker, say))
+    return made
+
+
+def leave_stuck_ones(code: int) -> None:
+    """Where a tracker is stuck, has this process end with `code` without waiting for it, as wandb does when a process ends."""
+    if _STUCK:
+        atexit.register(_leave, code)  # runs before those that were registered earlier
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

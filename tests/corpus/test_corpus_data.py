@@ -1,0 +1,177 @@
+"""Hostile data: files of other shapes and encodings, rows that mean something else, names that no file may have."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.corpus.case import Case, check
+from tests.corpus.tiny_run import ROWS, a_socket, gone, lines, link, trains
+
+SAID = 'text\n"one two three"\n"four five six"\n'
+
+
+def data(name: str, file: str, content: Any, *arguments: str, **more: Any) -> Case:
+    """Data of its own, in `file`."""
+    if isinstance(content, list):
+        content = lines(content)
+    return trains(
+        f"data, {name}",
+        {"data.jsonl": gone} | {file: content},
+        f"data.train={json.dumps(file, ensure_ascii=False)}",
+        *arguments,
+        **more,
+    )
+
+
+def chat(said: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}], **more}
+
+
+ODD = {
+    "a FIFO": os.mkfifo,
+    "/dev/zero": link("/dev/zero"),
+    "/dev/stdin": link("/dev/stdin"),
+    "a socket": a_socket,
+    "a loop of links": link("data.jsonl"),
+    "a link to nothing": link("nowhere"),
+    "an empty folder": lambda at: at.mkdir(),
+    "a folder that holds itself": lambda at: (at.mkdir(), os.symlink(".", at / "again")),
+    "a folder with a FIFO": lambda at: (at.mkdir(), os.mkfifo(at / "a.jsonl")),
+    "a folder with a link to /dev/zero": lambda at: (at.mkdir(), os.symlink("/dev/zero", at / "a.jsonl")),
+}
+CONTENTS = {
+    "nothing": b"",
+    "blank lines": b"\n\n \n",
+    "a null": b"null\n",
+    "a list": b"[1, 2]\n",
+    "a number": b"5\n",
+    "half a line": b'{"messages": [{"role"',
+    "NUL bytes": b"\0" * 1000,
+    "noise": bytes(range(256)) * 10,
+    "UTF-16 without a mark": lines(ROWS).encode("utf-16-le"),
+    "latin-1": '{"text": "café"}\n'.encode("latin-1"),
+    "a lone surrogate": b'{"text": "\\ud800"}\n',
+    "a number of 5000 digits": b'{"text": ' + b"9" * 5000 + b"}\n",
+    "nested 100000 deep": b"[" * 100_000 + b"\n",
+    "an LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n",
+    "HTML": b"<!doctype html><p>not found",
+    "gzip by content alone": b"\x1f\x8b\x08\0\0\0\0\0",
+    "NaN as text": b'{"text": NaN}\n',
+    "doubled keys": b'{"text": "one two", "text": "three four"}\n',
+    "doubled keys of a message": b'{"messages": [{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]}\n',
+}
+FILES = {
+    "csv in latin-1": ("d.csv", 'text\n"café crème"\n'.encode("latin-1")),
+    "csv in UTF-16 without a mark": ("d.csv", SAID.encode("utf-16-le")),
+    "csv with doubled columns": ("d.csv", "text,text\na,b\n"),
+    "csv with an open quote": ("d.csv", 'text\n"one two\n'),
+    "csv that is a folder": ("d.csv", lambda at: at.mkdir()),
+    "json in latin-1": ("d.json", '[{"text": "café"}]'.encode("latin-1")),
+    "json cut": ("d.json", '[{"text": "a b c"}, {"te'),
+    "json with doubled keys": ("d.json", '[{"text": "a b", "text": "c d"}]'),
+    "parquet of text": ("d.parquet", b"not parquet"),
+    "parquet cut": ("d.parquet", b"PAR1" + b"\0" * 50 + b"PAR1"),
+    "arrow of text": ("d.arrow", b"not arrow"),
+    "arrow cut": ("d.arrow", b"ARROW1\0\0" + b"\xff" * 50),
+    "gzip cut": ("d.jsonl.gz", b"\x1f\x8b\x08\0\0\0\0\0\0\x03abc"),
+    "zstd of text": ("d.jsonl.zst", b"not zstd"),
+    "text with NUL": ("d.txt", b"one\0two"),
+    "a saved data set of null": ("d/state.json", "null"),
+    "a saved data set of nothing": ("d/dataset_dict.json", "[]"),
+    "a name that is not UTF-8": ("d/\udcff.jsonl", "no rows\n"),
+    "an unknown kind": ("d.xyz", "text"),
+}
+IDS = {
+    "booleans": [True, False, True, True],
+    "negative": [1, -2, 3],
+    "beyond the vocabulary": [1, 10**7],
+    "beyond 32 bits": [1, 2**40],
+    "beyond 64 bits": [1, 2**80],
+    "halves": [1.5, 2.5],
+    "texts": ["1", "2"],
+    "a null": [1, None, 2],
+    "nested": [[1, 2]],
+    "a text": "1 2 3",
+    "empty": [],
+}
+ROWS_OF = {
+    "messages a text": {"messages": "hello"},
+    "messages numbers": {"messages": [1, 2]},
+    "content a number": chat(5),
+    "content null": chat(None),
+    "content of images": chat([{"type": "image", "url": "x"}]),
+    "a role of 5": {"messages": [{"role": 5, "content": "a"}, {"role": "assistant", "content": "b"}]},
+    "no role": {"messages": [{"content": "a"}]},
+    "a weight of text": {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": "x"}]
+    },
+    "tools a number": chat("ok", tools=5),
+    "tools of numbers": chat("ok", tools=[1]),
+    "template variables a list": chat("ok", chat_template_kwargs=[1]),
+    "two formats": {"text": "a b", "messages": []},
+    "a prompt alone": {"prompt": "a"},
+    "a completion of 5": {"prompt": "a", "completion": 5},
+    "labels of other lengths": {"input_ids": [1, 2, 3], "labels": [1]},
+    "labels of texts": {"input_ids": [1, 2, 3], "labels": ["a", "b", "c"]},
+    "labels of booleans": {"input_ids": [1, 2, 3], "labels": [True, True, True]},
+    "a mask of texts": {"input_ids": [1, 2, 3], "assistant_masks": ["a", "b", "c"]},
+}
+PAIRS = {
+    "equal answers": {"prompt": "a", "chosen": "b", "rejected": "b"},
+    "a number chosen": {"prompt": "a", "chosen": 5, "rejected": "b"},
+    "null rejected": {"prompt": "a", "chosen": "b", "rejected": None},
+    "a list of one kind": {"prompt": "a", "chosen": [], "rejected": []},
+    "no prompt": {"chosen": "b", "rejected": "c"},
+}
+LABELS = {"a text": "good", "two": 2, "null": None, "a list": [True]}
+CASES = [
+    *(data(f"a file that is {name}", "data.jsonl", make) for name, make in ODD.items()),
+    *(data(name, "data.jsonl", content) for name, content in CONTENTS.items()),
+    *(data(name, file, content, *([f"data.train={file.split('/')[0]}"])) for name, (file, content) in FILES.items()),
+    *(data(f"token ids, {name}", "data.jsonl", [{"input_ids": ids}] * 4) for name, ids in IDS.items()),
+    *(data(f"rows, {name}", "data.jsonl", [row] * 4) for name, row in ROWS_OF.items()),
+    *(
+        data(f"pairs, {name}", "data.jsonl", [row] * 4, verb=verb, groups={"objective": {"kind": verb}})
+        for name, row in PAIRS.items()
+        for verb in ("dpo", "reward")
+        if (name, verb) != ("no prompt", "reward")
+    ),
+    *(
+        data(
+            f"labels, {name}",
+            "data.jsonl",
+            [{"prompt": "a", "completion": "b", "label": label}] * 4,
+            verb="kto",
+            groups={"objective": {"kind": "kto"}},
+        )
+        for name, label in LABELS.items()
+    ),
+    data(
+        "margins of text",
+        "data.jsonl",
+        [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}] * 4,
+        verb="reward",
+        groups={"objective": {"kind": "reward"}},
+    ),
+    data(
+        "evaluated on what is trained", "data.jsonl", ROWS, "data.eval=data.jsonl", expect=(0, 2), says=("data.eval",)
+    ),
+    data("a split that a file has not", "data.jsonl", ROWS, "data.train={path: data.jsonl, split: nope}"),
+    data("a split of a saved data set that has none", "data.jsonl", ROWS, "data.train={path: saved, split: test}"),
+    data("a name of 256 bytes", "data.jsonl", ROWS, f"data.train={'a' * 256}.jsonl"),
+    data("a path of 5000 bytes", "data.jsonl", ROWS, f"data.train={'a/' * 2500}b.jsonl"),
+    data("a cache that is a file", "data.jsonl", ROWS, "data.cache_dir=c.yaml"),
+    data("a cache in a file", "data.jsonl", ROWS, "data.cache_dir=c.yaml/cache"),
+    data("a cache in /dev", "data.jsonl", ROWS, "data.cache_dir=/dev/null/cache"),
+    data("a cache that is full", "data.jsonl", ROWS, "data.cache_dir=/dev/full/cache"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_case(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)

@@ -1,0 +1,214 @@
+"""Hostile tokenizers, models, adapters, optimizers and trackers: what libraries and code of others raise while they are loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.corpus.case import Case, check
+from tests.corpus.tiny_run import a_socket, changed, cut, gone, instead, link, trains
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:abcd\nsize 123456\n"
+NOT_OBJECTS = {
+    "null": "null",
+    "a list": "[1]",
+    "a number": "5",
+    "a text": '"x"',
+    "half a file": '{"a"',
+    "nothing": "",
+    "latin-1": '{"a": "é"}'.encode("latin-1"),
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "an LFS pointer": LFS,
+    "nested 100000 deep": "[" * 100_000,
+}
+ODD = {
+    "a FIFO": os.mkfifo,
+    "/dev/zero": link("/dev/zero"),
+    "a socket": a_socket,
+    "a folder": lambda at: at.mkdir(),
+}
+READ = {
+    "model/config.json": ("config.json",),
+    "model/tokenizer.json": ("tokenizer.json",),
+    "model/tokenizer_config.json": ("tokenizer_config.json",),
+    "adapters/adapter_config.json": ("adapter_config.json",),
+}
+
+
+def files_of_others() -> list[Case]:
+    cases = []
+    for path, says in READ.items():
+        adapters = path.startswith("adapters")
+        cases += [
+            trains(f"{path} is {name}", {path: content}, adapters=adapters, says=says)
+            for name, content in NOT_OBJECTS.items()
+        ]
+        cases += [
+            trains(f"{path} is {name}", {path: instead(make)}, adapters=adapters, says=says)
+            for name, make in ODD.items()
+            if (path, name) != ("adapters/adapter_config.json", "a folder")
+        ]
+    return cases
+
+
+def with_config(name: str, **values: Any) -> Case:
+    return trains(f"config.json, {name}", {"model/config.json": changed(**values)}, says=("model",))
+
+
+def with_tokenizer(name: str, **values: Any) -> Case:
+    return trains(f"tokenizer_config.json, {name}", {"model/tokenizer_config.json": changed(**values)}, says=("model",))
+
+
+def with_template(name: str, text: Any, *says: str, **more: Any) -> Case:
+    """The tokenizer's own chat template, in the file where text is, else in its config."""
+    files = {"model/chat_template.jinja": gone, "model/tokenizer_config.json": changed(chat_template=text)}
+    return trains(f"chat template, {name}", files, says=says, **more)
+
+
+CLASS = "from transformers import LlamaForCausalLM, LlamaConfig\nimport os, sys\n"
+MODEL = f"{CLASS}class Mine(LlamaForCausalLM):\n    def __init__(self, *a, **k):\n        super().__init__(*a, **k)\n        "
+FORWARD = f"{CLASS}class Mine(LlamaForCausalLM):\n    def forward(self, *a, **k):\n        "
+SAVING = f"{CLASS}class Mine(LlamaForCausalLM):\n    def save_pretrained(self, *a, **k):\n        "
+
+
+def with_code(name: str, code: str, expect: tuple[int, ...] = (2,), *says: str) -> Case:
+    """A model with code of its own."""
+    files = {
+        "model/config.json": changed(auto_map={"AutoModelForCausalLM": "mine.Mine"}),
+        "model/mine.py": code,
+    }
+    return trains(f"code of a model, {name}", files, "model.trust_remote_code=true", expect=expect, says=says)
+
+
+def with_code_of_a_tokenizer(name: str, code: str) -> Case:
+    files = {
+        "model/tokenizer_config.json": changed(auto_map={"AutoTokenizer": ["tok.T", "tok.T"]}, tokenizer_class="T"),
+        "model/tok.py": code,
+    }
+    return trains(f"code of a tokenizer, {name}", files, "model.trust_remote_code=true", says=("model.path",))
+
+
+def with_adapters(name: str, **values: Any) -> Case:
+    files = {"adapters/adapter_config.json": changed(**values)}
+    return trains(f"adapters, {name}", files, adapters=True, says=("adapter",))
+
+
+def lora(name: str, *says: str, **keys: Any) -> Case:
+    return trains(f"new adapters, {name}", groups={"peft": {"kind": "lora", **keys}}, says=("peft", *says))
+
+
+def schedule(kind: str, **options: Any) -> Case:
+    keys = {"schedule": kind, "schedule_options": options}
+    return trains(f"schedule, {kind} with {json.dumps(options)}", groups={"optim": keys}, says=("schedule",))
+
+
+FOR_EVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}x"
+DOUBLING = "{% set n = namespace(x='abcdefgh') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
+WEIGHTS, ADAPTERS = "model/model.safetensors", "adapters/adapter_model.safetensors"
+CASES = [
+    *files_of_others(),
+    with_config("another kind of model", model_type="bert"),
+    with_config("an unheard of kind", model_type="unheard"),
+    with_config("a kind in a list", model_type=["llama"]),
+    with_config("a size of text", hidden_size="big"),
+    with_config("an endless size", hidden_size=10**9),
+    with_config("no heads", num_attention_heads=0),
+    with_config("fewer layers than none", num_hidden_layers=-1),
+    with_config("no vocabulary", vocab_size=None),
+    with_config("an unheard of activation", hidden_act="nope"),
+    with_config("rotary of no kind", rope_parameters={"rope_type": "nope"}),
+    with_config("padding beyond the vocabulary", pad_token_id=99_999),
+    with_config("a map that is a number", auto_map=5),
+    with_tokenizer("a class that is a number", tokenizer_class=5),
+    with_tokenizer("an end that is a number", eos_token=5),
+    with_tokenizer("an end that is an object", eos_token={"a": 1}),
+    with_tokenizer("added tokens in a list", added_tokens_decoder=[1]),
+    with_tokenizer("added tokens of no number", added_tokens_decoder={"x": {"content": "a"}}),
+    trains("tokenizer.json of a wrong schema", {"model/tokenizer.json": '{"model": {"type": "BPE", "vocab": 5}}'}),
+    with_template("a number", 5, "no text"),
+    with_template("true", True, "no text"),
+    with_template("a list of texts", ["a"]),
+    with_template("a named number", [{"name": "default", "template": 5}], "no text"),
+    with_template("loops for ever", FOR_EVER, "for more than", limit_s=15),
+    with_template("doubles a text", DOUBLING, "1 GiB"),
+    with_template("a text of 100 GB", "{{ 'a' * 99999999999 }}", "1 GiB"),
+    with_template("calls itself", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+    with_template("divides by zero", "{{ 1 / 0 }}", "division by zero"),
+    with_template("an unknown filter", "{{ messages | nosuch }}", "nosuch"),
+    with_template("says nothing of the messages", "hello"),
+    trains("a template file that is a FIFO", {"t.jinja": os.mkfifo}, "data.chat_template=t.jinja", says=("FIFO",)),
+    trains("a template file that is /dev/zero", {"t.jinja": link("/dev/zero")}, "data.chat_template=t.jinja"),
+    trains("a template file in latin-1", {"t.jinja": b"caf\xe9"}, "data.chat_template=t.jinja"),
+    trains("weights of nothing", {WEIGHTS: b""}),
+    trains("weights that are a pointer of LFS", {WEIGHTS: LFS}, says=("git lfs pull",)),
+    trains("weights of HTML", {WEIGHTS: "<html>not found</html>"}),
+    trains("weights cut", {WEIGHTS: cut(1000)}),
+    trains("weights that are a FIFO", {WEIGHTS: instead(os.mkfifo)}, says=("FIFO",)),
+    trains("weights that are a loop of links", {WEIGHTS: instead(link("model.safetensors"))}),
+    trains("no weights", {WEIGHTS: gone}),
+    trains("an index of nothing", {"model/model.safetensors.index.json": "[1]"}),
+    trains("an index without its parts", {WEIGHTS: gone, f"{WEIGHTS}.index.json": '{"weight_map": {"a": "b"}}'}),
+    trains("a pickle of noise", {WEIGHTS: gone, "model/pytorch_model.bin": b"\x80\x04noise"}),
+    trains("generation config that is a FIFO", {"model/generation_config.json": instead(os.mkfifo)}, says=("FIFO",)),
+    trains("a model that is a GGUF file of noise", {"m.gguf": b"noise"}, "model.path=m.gguf"),
+    trains("a model that is a file of rows", {}, "model.path=data.jsonl"),
+    trains("a model that is an empty folder", {"empty": lambda at: at.mkdir()}, "model.path=empty"),
+    trains("a model that is a FIFO", {"m": os.mkfifo}, "model.path=m"),
+    with_code("raises", f"{MODEL}raise ValueError('mine is broken')", (2,), "mine is broken"),
+    with_code("a type error", f"{MODEL}None + 1", (2,), "TypeError"),
+    with_code("exit(0)", f"{MODEL}sys.exit(0)", (2,), "sys.exit"),
+    with_code("exit with a text", f"{MODEL}sys.exit('gone')", (2,), "gone"),
+    with_code("_exit(0)", f"{MODEL}os._exit(0)", (2,), "model.path"),
+    with_code("BaseException", f"{MODEL}raise BaseException('base')", (2,), "base"),
+    with_code("GeneratorExit", f"{MODEL}raise GeneratorExit", (2,), "GeneratorExit"),
+    with_code("exit(0) at its import", "import sys; sys.exit(0)", (2,), "sys.exit"),
+    with_code("_exit(0) at its import", "import os; os._exit(0)", (2,), "model.path"),
+    with_code("no Python", "class Mine(", (2,), "never closed"),
+    with_code("without the class", "x = 1", (2,), "Mine"),
+    with_code("a package that is not there", "import no_such_package", (2,), "no_such_package"),
+    with_code("a forward that raises", f"{FORWARD}raise ValueError('no forward')", (2, 3), "no forward"),
+    with_code("a forward that exits", f"{FORWARD}sys.exit(0)", (2,), "model.path"),
+    with_code("a forward that _exits", f"{FORWARD}os._exit(0)", (2,), "model.path"),
+    with_code("saving that raises", f"{SAVING}raise ValueError('no saving')", (2,), "no saving"),
+    with_code("saving that exits", f"{SAVING}sys.exit(0)", (2,)),
+    with_code_of_a_tokenizer("exit(0)", "import sys; sys.exit(0)"),
+    with_code_of_a_tokenizer("_exit(0)", "import os; os._exit(0)"),
+    with_adapters("a rank of text", r="four"),
+    with_adapters("no rank", r=None),
+    with_adapters("an alpha of text", lora_alpha="x"),
+    with_adapters("targets that are a number", target_modules=5),
+    with_adapters("targets of a broken expression", target_modules="("),
+    with_adapters("targets that are not there", target_modules=["nothing"]),
+    with_adapters("an unheard of kind", peft_type="NOPE"),
+    with_adapters("a base that is a number", base_model_name_or_path=5),
+    with_adapters("a base that is nowhere", base_model_name_or_path="/nowhere"),
+    with_adapters("a base that is themselves", base_model_name_or_path="adapters"),
+    trains("adapters of nothing", {ADAPTERS: b""}, adapters=True),
+    trains("adapters cut", {ADAPTERS: cut(500)}, adapters=True),
+    trains("adapters that are a FIFO", {ADAPTERS: instead(os.mkfifo)}, adapters=True, says=("FIFO",)),
+    trains("adapters gone", {ADAPTERS: gone}, adapters=True),
+    trains("adapters of a model", {ADAPTERS: lambda at: at.write_bytes((at.parent.parent / WEIGHTS).read_bytes())}, adapters=True),
+    lora("a broken expression", target_modules="("),
+    lora("an expression without end", "for more than", target_modules="([a-z_.0-9]+)*!"),
+    lora("names of nothing", target_modules=["nothing"]),
+    lora("norms", target_modules=["norm"]),
+    lora("nothing saved in full", "modules_to_save", modules_to_save=["nothing"]),
+    schedule("cosine_with_min_lr", min_lr_rate=5),
+    schedule("cosine_with_min_lr", min_lr="x"),
+    schedule("cosine", nope=1),
+    schedule("warmup_stable_decay", num_decay_steps=-5),
+    schedule("warmup_stable_decay", num_decay_steps=1, decay_type="nope"),
+    schedule("polynomial", lr_end=5),
+    schedule("polynomial", power="x"),
+    schedule("cosine_with_restarts", num_cycles="x"),
+    schedule("inverse_sqrt", timescale="x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_case(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)

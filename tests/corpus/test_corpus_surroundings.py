@@ -1,0 +1,187 @@
+"""Streams that are closed or full, trackers without a network, and run folders whose files hold something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from functools import partial
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.corpus.case import Case, carry_out, check, faults
+from tests.corpus.tiny_run import CONFIG, a_socket, link, put, trains
+
+TRAINED = "run/final/model.safetensors"
+
+
+def closed(*numbers: int) -> None:
+    for number in numbers:
+        os.close(number)
+    sys.stdout, sys.stderr = (None if one in numbers else stream for one, stream in ((1, sys.stdout), (2, sys.stderr)))
+
+
+def full(*numbers: int) -> None:
+    for number in numbers:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), number)
+
+
+def unread(*numbers: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    for number in numbers:
+        os.dup2(writer, number)
+    for name, number in (("stdout", 1), ("stderr", 2)):  # as Python does where it starts
+        setattr(sys, name, os.fdopen(number, "w", closefd=False))
+
+
+STREAMS = [
+    trains(f"{how.__name__} {names}", begin=partial(how, *numbers), expect=(0,))
+    for how in (closed, full, unread)
+    for names, numbers in {"stdout": (1,), "stderr": (2,), "stdout and stderr": (1, 2), "all": (0, 1, 2)}.items()
+    if (how, names) not in ((full, "all"), (unread, "all"))
+]
+
+
+@pytest.mark.parametrize("case", STREAMS, ids=[case.name for case in STREAMS])
+def test_a_terminal_that_is_gone_costs_no_training(case: Case, tmp_path: Path) -> None:
+    outcome = carry_out(case, tmp_path)
+    assert not faults(case, outcome)
+    assert TRAINED in outcome.after
+    assert json.loads((tmp_path / "work/run/summary.json").read_text())["status"] == "done"
+
+
+def impatient() -> None:
+    """Shorter limits, and a stand-in of wandb in the current folder, which the test's own environment has not."""
+    from packtrain.train import trackers
+
+    trackers.BEGIN_S = trackers.EVENT_S = 1.0
+    sys.path.insert(0, os.getcwd())
+
+
+WANDB = """
+import atexit, importlib.machinery, sys, time, types
+__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+run = None
+config = {}
+def init(**given): $init
+def log(*given, **named): $log
+def finish(): $finish
+def termwarn(*given, **named): pass
+for name in ("sdk", "sdk.lib", "sdk.lib.config_util"):
+    sys.modules["wandb." + name] = types.ModuleType("wandb." + name)
+sys.modules["wandb.sdk.lib.config_util"].ConfigError = ValueError
+"""
+
+
+def tracked(name: str, init: str = "pass", log: str = "pass", finish: str = "pass", top: str = "", **more: Any) -> Case:
+    code = top + Template(WANDB).substitute(init=init, log=log, finish=finish)
+    more = {"expect": (0,), "says": ("wandb is left out", "goes on"), **more}
+    return trains(
+        f"wandb, {name}",
+        {"wandb.py": code},
+        "tracking.report_to=[wandb]",
+        begin=impatient,
+        writes=("__pycache__*",),
+        **more,
+    )
+
+
+TRACKERS = [
+    tracked("without a network", init="time.sleep(3600)"),
+    tracked("without a key", init="raise ValueError('api_key not configured (no-tty)')", says=("no-tty",)),
+    tracked("that exits", init="sys.exit(1)"),
+    tracked("whose end never comes", init="atexit.register(time.sleep, 3600); time.sleep(3600)"),
+    tracked("that cannot be imported", top="raise ImportError('no symbol')\n", expect=(2,), says=("no symbol", "report_to")),
+]  # fmt: skip
+MARK = {"run/.packtrain": "packtrain made this folder: a new run may move what earlier ones wrote here.\n"}
+OWN = ("run*", "home/*")
+OTHER = {
+    "null": "null",
+    "a list": "[1]",
+    "a number": "5",
+    "a text": '"x"',
+    "half": '{"a',
+    "noise": b"\xff\xfe\0",
+    "an object": '{"status": 5}',
+}
+RUN_FILES = (
+    "summary.json",
+    "metrics.jsonl",
+    "plan.json",
+    "env.json",
+    "config.yaml",
+    "logs/channel.json",
+    "logs/ranks.json",
+)
+
+
+def in_a_run(name: str, files: dict[str, Any], *arguments: str, **more: Any) -> Case:
+    """A run in the folder of an earlier one that has these files."""
+    return trains(f"a run folder, {name}", {**MARK, **files}, *arguments, writes=OWN, **{"expect": (0,), **more})
+
+
+def checkpoint(**files: Any) -> dict[str, Any]:
+    step = "run/checkpoints/step-000001"
+    return {f"{step}/{name.replace('__', '.')}": content for name, content in files.items()}
+
+
+FOLDERS = [
+    *(in_a_run(f"{file} is {name}", {f"run/{file}": content}, "--dry-run") for file in RUN_FILES for name, content in OTHER.items()),
+    in_a_run("each file is a list", {f"run/{file}": "[1]" for file in RUN_FILES}),
+    in_a_run("each file is a folder", {f"run/{file}/a": "" for file in RUN_FILES if file != "config.yaml"}, expect=(0, 2)),
+    in_a_run("a final that is a file", {"run/final": "mine"}, expect=(0, 2)),
+    in_a_run("logs that are a file", {"run/logs": "mine"}, expect=(2,)),
+    in_a_run("checkpoints that are a file", {"run/checkpoints": "mine"}, "trainer.checkpoint_every=1", expect=(0, 2)),
+    in_a_run("metrics that are a FIFO", {"run/metrics.jsonl": os.mkfifo}, expect=(0, 2)),
+    in_a_run("a summary that is /dev/zero", {"run/summary.json": link("/dev/zero")}, expect=(0, 2)),
+    in_a_run("a summary that is a socket", {"run/summary.json": a_socket}, expect=(0, 2)),
+    in_a_run("a checkpoint of nothing", checkpoint(manifest__json="null")),
+    in_a_run("a checkpoint of a list", checkpoint(manifest__json="[1]")),
+    in_a_run("a checkpoint of numbers", checkpoint(manifest__json='{"a": 5}', a="x")),
+    in_a_run("a checkpoint of an empty manifest", checkpoint(manifest__json="{}"), expect=(0, 2)),
+    in_a_run("a checkpoint with a FIFO", checkpoint(manifest__json='{"a": {"bytes": 0, "blake2b": ""}}', a=os.mkfifo)),
+    in_a_run("a manifest that is a FIFO", checkpoint(manifest__json=os.mkfifo), expect=(0, 2)),
+    trains("resume from a folder of others", {"mine/a": ""}, "trainer.resume=mine", says=("trainer.resume",)),
+    trains("resume from a list", {"mine/manifest.json": "[1]"}, "trainer.resume=mine", says=("trainer.resume",)),
+    trains("resume from an empty manifest", {"mine/manifest.json": "{}"}, "trainer.resume=mine", says=("trainer.resume",)),
+    trains("resume from a FIFO", {"mine/manifest.json": os.mkfifo}, "trainer.resume=mine", says=("trainer.resume",)),
+    trains("a model in the run's own final/", {"run/final": put("model"), **MARK}, "model.path=run/final", says=("model.path",)),
+    trains("data in the run's own checkpoints/", {"run/checkpoints/d.jsonl": '{"text": "a b c"}\n', **MARK}, "data.train=run/checkpoints/d.jsonl", says=("data.train",)),
+    trains("someone's own metrics", {"run/metrics.jsonl": "mine"}, says=("run",)),
+    trains("someone's own final/", {"run/final/thesis.tex": "mine"}, says=("run",)),
+    trains("someone's own checkpoint", {"run/checkpoints/step-000001/a": "mine"}, says=("run",)),
+    trains("its config in the run's own", {"run/config.yaml": yaml.safe_dump(CONFIG)}, says=("run",)),
+]  # fmt: skip
+
+
+def files_of_at_most(number: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
+
+
+def files_open(number: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
+
+
+LIMITS = [
+    trains("files of 2,000 bytes", begin=partial(files_of_at_most, 2_000), expect=(2,)),
+    trains("files of 60,000 bytes", begin=partial(files_of_at_most, 60_000), expect=(2,), says=("too large",)),
+    trains("30 open files", begin=partial(files_open, 30), expect=(0, 2)),
+]
+SETTINGS = {
+    "model/generation_config.json": lambda at: at.write_text('{"do_sample": false, "temperature": 0.9, "top_p": 0.6}')
+}
+SAVING = [
+    trains("greedy answers with a temperature", SETTINGS, "trainer.checkpoint_every=1", expect=(0,), says=("do_sample",)),
+]  # fmt: skip
+CASES = [*TRACKERS, *FOLDERS, *LIMITS, *SAVING]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_case(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
