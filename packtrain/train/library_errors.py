@@ -13,6 +13,7 @@ from packtrain.boundary import raised_in, sentence
 from packtrain.config.schema import Batch
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError
 from packtrain.model.spread import Ranks
+from packtrain.redact import clean
 from packtrain.run_folder import RunFolder
 
 _PLACES = re.compile(
@@ -69,7 +70,7 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
 
 def words_for_log(known: PacktrainError, cause: BaseException) -> str:
     """The `cause` of what the user is told in a sentence, for the rank's log: its traceback, but of lost peers its words."""
-    return str(cause) if isinstance(known, LostPeers) else "".join(traceback.format_exception(cause))
+    return clean(str(cause) if isinstance(known, LostPeers) else "".join(traceback.format_exception(cause)))
 
 
 def is_of_storage(error: BaseException) -> bool:
