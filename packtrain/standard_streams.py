@@ -9,13 +9,22 @@ import io
 import os
 import sys
 from contextlib import suppress
-from typing import TextIO
+from typing import Any
+
+from packtrain.redact import CleanStream
+
+_OUTPUTS = {"stdout": 1, "stderr": 2}
 
 
 def outlive_terminal() -> None:
     """From now on what can no longer be printed is dropped. Called once, before a process trains or launches."""
     open_all()
-    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
+    for name, number in _OUTPUTS.items():
+        stream: Any = getattr(sys, name)
+        if isinstance(stream, CleanStream):
+            stream.unchanged = _lasting(stream.unchanged, number)
+        else:
+            setattr(sys, name, _lasting(stream, number))
 
 
 def open_all() -> None:
@@ -25,6 +34,9 @@ def open_all() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    for name, number in _OUTPUTS.items():
+        if getattr(sys, name) is None:  # as Python leaves those that were closed when it began
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
 class _Lasting(io.FileIO):
@@ -42,14 +54,12 @@ class _Lasting(io.FileIO):
             return super().write(data)  # pyright: ignore[reportArgumentType]
 
 
-def _lasting(stream: TextIO | None, number: int) -> TextIO:
-    """`stream`, or in its place one that writes to its descriptor and does not fail; what is no descriptor stays as it is."""
-    encoding, errors = "utf-8", "replace"
-    if stream is not None:
-        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
-            return stream
-        encoding = stream.encoding
-        with suppress(OSError, ValueError):
-            stream.flush()
+def _lasting(stream: Any, number: int) -> Any:
+    """A stream in place of `stream` that writes to its descriptor and does not fail; what is no such stream stays as it is."""
+    if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
+        return stream
+    with suppress(OSError, ValueError):
+        stream.flush()
     raw = _Lasting(number, "w", closefd=False)
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=raw.isatty() or number == 2)
+    by_lines = raw.isatty() or number == 2
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=by_lines)

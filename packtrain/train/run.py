@@ -14,9 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -27,7 +26,7 @@ from packtrain.attention.backends import own_attention
 from packtrain.attention.determinism import deterministic
 from packtrain.attention.kernels.selection import prefer
 from packtrain.boundary import boundary, staying
-from packtrain.config.schema import Data, RunConfig, Trainer
+from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.dataset import PairDataset, TokenDataset, size_of
 from packtrain.data.prepare import PreparedData
@@ -47,7 +46,7 @@ from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, 
 from packtrain.monitor import retries
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
-from packtrain.packing.schedule import Schedule, make_schedule
+from packtrain.packing.schedule import make_schedule
 from packtrain.plan.agreement import shared_values
 from packtrain.plan.data_size import remember
 from packtrain.plan.memory import estimate
@@ -65,6 +64,7 @@ from packtrain.train.library_errors import explained, words_for_log
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepTrainer
 from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
+from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.optim.final_weights import format_of
 from packtrain.train.preflight import choose_kernel_together
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
@@ -83,44 +83,6 @@ from packtrain.wording import counted
 
 _MOST_DESCRIBED = 200_000
 """Documents of data that is described at the end of a run, in two seconds at most; of more, `packtrain report` does it."""
-
-
-class TrainingObjective(Protocol):
-    """The parts of a run that depend on the objective, in the order of use; implemented in objectives/."""
-
-    def prepare_data(self, data: Data, tokenizer: Any, *, seed: int, progress: bool) -> PreparedData[Any]:
-        """The tokenised data sets."""
-        raise NotImplementedError
-
-    def longest_document(self, data: Any) -> int:
-        """Tokens of the longest document of a data set, for the check of the model's positions."""
-        raise NotImplementedError
-
-    def take_reference(self, model: Any, tokenizer: Any, ranks: Ranks, precision: Any, *, seed: int) -> dict[str, Any]:
-        """Loads the reference, if any, before the model is sharded; returns what a resumed run must agree on of it."""
-        raise NotImplementedError
-
-    def decide_attention(
-        self, wanted: str, model: Any, ranks: Ranks, precision: Any, *, prove: bool
-    ) -> AttentionChoice:
-        """The backend for packed rows; `wanted` is model.attention."""
-        raise NotImplementedError
-
-    def slots(self, data: Any) -> np.ndarray:
-        """int [examples]: token slots that each example takes in a row."""
-        raise NotImplementedError
-
-    def steps(self, data: Any, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> Steps:
-        """The optimizer steps over a data set."""
-        raise NotImplementedError
-
-    def trainer(self, model: Any, arguments: dict[str, Any], tokenizer: Any, **given: Any) -> StepTrainer:
-        """The trainer, before its proofs; `given` are its settings and callbacks."""
-        raise NotImplementedError
-
-    def prove(self, trainer: Any, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Any) -> None:
-        """Checks the trainer before step 1, fully with `preflight`; `attention` is the model's original implementation."""
-        raise NotImplementedError
 
 
 @dataclass(slots=True)

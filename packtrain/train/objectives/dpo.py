@@ -32,7 +32,7 @@ from packtrain.train.objectives.of_reference import OfReference
 
 
 class DPO(OfReference, OfPairs):
-    """The TrainingObjective (train/run.py) of preference optimisation."""
+    """The TrainingObjective of preference optimisation."""
 
     prepare_data = staticmethod(prepare_pairs)
 

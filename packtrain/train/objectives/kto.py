@@ -39,7 +39,7 @@ from packtrain.wording import counted
 
 
 class KTO(OfReference):
-    """The TrainingObjective (train/run.py) of answers with labels."""
+    """The TrainingObjective of answers with labels."""
 
     prepare_data = staticmethod(prepare_unpaired)
 

@@ -16,7 +16,7 @@ from packtrain.train.preflight import choose_together, same_everywhere
 
 
 class OfPairs:
-    """Parts of a TrainingObjective (train/run.py). `unshared` says why prompts are not computed once, where they are not."""
+    """Parts of a TrainingObjective. `unshared` says why prompts are not computed once, where they are not."""
 
     def __init__(self, packing: Packing, batch: Batch) -> None:
         self._packing, self._batch = packing, batch

@@ -26,7 +26,7 @@ from packtrain.train.verify.dpo_start import check_pair_forward, check_start
 
 
 class OfReference:
-    """Parts of a TrainingObjective (train/run.py). `identity` is what precomputed log-probabilities depend on of the reference."""
+    """Parts of a TrainingObjective. `identity` is what precomputed log-probabilities depend on of the reference."""
 
     def __init__(self, objective: Objective, model: Model, peft: Peft, reference: ReferenceChoice, cache: Path) -> None:
         """Precomputed log-probabilities go to the folder `cache`."""

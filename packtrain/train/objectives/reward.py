@@ -30,7 +30,7 @@ from packtrain.train.objectives.reward_trainer import PackedRewardTrainer, objec
 
 
 class Reward(OfPairs):
-    """The TrainingObjective (train/run.py) of reward models."""
+    """The TrainingObjective of reward models."""
 
     prepare_data = staticmethod(prepare_with_margins)
 

@@ -116,7 +116,7 @@ class PackedSFTTrainer(StepTrainer, SFTTrainer):
 
 @dataclass(frozen=True, slots=True)
 class SFT:
-    """The TrainingObjective (train/run.py) of supervised fine-tuning."""
+    """The TrainingObjective of supervised fine-tuning."""
 
     objective: Objective
     packing: Packing
