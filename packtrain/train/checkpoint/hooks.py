@@ -54,7 +54,7 @@ class CheckpointHooks(TrainerHooks):
             self.writer.outcome.failed.append((step, lack))
             return
         if not self.settings.sharded and main:  # sharded weights are saved with the optimizer, without gathering them
-            self.writer.later(partial(self._save, str(staging), self.writer.copied(self._saved_weights())))
+            self.writer.later(partial(self._save, str(staging), self.writer.copied(self._saved_weights(), alone=True)))
         self._save_optimizer_and_scheduler(str(staging))
         self.writer.at_once(lambda: self._save_rng_state(str(staging)))
         if main:
@@ -141,7 +141,9 @@ class CheckpointHooks(TrainerHooks):
             shards = writer.copied(shards_of(self.model, optimizer.optimizer))
             writer.later(lambda: save_shards(shards, folder, writer.group))
         elif self.accelerator.is_main_process:
-            writer.later(partial(torch.save, writer.copied(optimizer.state_dict()), folder / OPTIMIZER_NAME))
+            writer.later(
+                partial(torch.save, writer.copied(optimizer.state_dict(), alone=True), folder / OPTIMIZER_NAME)
+            )
         if self.accelerator.is_main_process:
             schedule = cast(Any, self.lr_scheduler).state_dict()
             writer.at_once(lambda: torch.save(schedule, folder / SCHEDULER_NAME))

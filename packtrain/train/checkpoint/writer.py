@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from packtrain.monitor.heartbeat import waiting
+from packtrain.monitor.heartbeat import own_heartbeat, waiting
 from packtrain.monitor.processes import memory_free
 from packtrain.train.library_errors import is_of_storage, out_of_memory, shortly
 from packtrain.train.sync.checks import BACKGROUND
@@ -64,20 +64,26 @@ class CheckpointWriter:
         self.outcome = WriteOutcome(newest=newest)
         self._say, self._jobs = say, list[Callable[[], object]]()
         self._stager: DefaultStager | None = None
-        self._room, self._group = True, None
+        self._room = True
+        self._group: Any = None
         self._thread: Thread | None = None
         self._said: SimpleQueue[str | None] = SimpleQueue()
         self._error: Exception | None = None
         self._told = 0
 
-    def copied(self, state: Any) -> Any:
-        """A copy of `state`, with its tensors on the CPU; `state` itself where memory has no room, and then `begin` waits."""
+    def copied(self, state: Any, *, alone: bool = False) -> Any:
+        """A copy of `state`, with its tensors on the CPU; `state` itself where memory has no room, and then `begin` waits.
+
+        Every rank of the machine takes one of its own, unless rank 0 does so `alone`.
+        """
         if self._stager is None:
             on_gpu = torch.cuda.is_available()
             pinned: Any = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
             self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **pinned))
         try:
-            if self._room and (self.outcome.written or self._fits(state)):  # its buffers are kept from then on
+            if self._room and (
+                self.outcome.written or _fits(state, 1 if alone else _here())
+            ):  # its buffers are kept from then on
                 return self._stager.stage(state)
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -86,12 +92,6 @@ class CheckpointWriter:
             self._room = False
             self._say(_NO_ROOM)
         return state
-
-    @staticmethod
-    def _fits(state: Any) -> bool:
-        tensors = [one for one in tree_leaves(state) if isinstance(one, torch.Tensor)]
-        here = sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
-        return here * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= _SHARE * memory_free()
 
     def later(self, work: Callable[[], object]) -> None:
         """Has the thread do `work`, which writes a part of the checkpoint from copies."""
@@ -149,6 +149,7 @@ class CheckpointWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None or issubclass(kind, Exception):
+            own_heartbeat().enter("checkpoint")  # which may take longer than what was at work
             self.wait()
             self.tell()
         self._stager = None  # frees the copies
@@ -189,6 +190,18 @@ class CheckpointWriter:
         found: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, why, group=self._group)
         return next(filter(None, found), "")
+
+
+def _here() -> int:
+    """Ranks of this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _fits(state: Any, copies: int) -> bool:
+    """Whether the machine's memory has room for so many copies of `state`."""
+    tensors = [one for one in tree_leaves(state) if isinstance(one, torch.Tensor)]
+    size = sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
+    return copies * size <= _SHARE * memory_free()
 
 
 def _raising(error: Exception) -> Callable[[], object]:
