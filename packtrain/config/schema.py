@@ -406,6 +406,7 @@ class Trainer:
     resume: str = key(
         "auto", "auto continues an unfinished run in output_dir, never starts anew, or a checkpoint folder."
     )
+    resume_despite: list[str] = key([], "Keys that may have changed since the checkpoint (docs/resume.md).")
     checkpoint_every: int | None = key(None, "Steps between checkpoints; none for none.", minimum=1)
     keep_checkpoints: int | None = key(2, "Newest checkpoints that are kept, and the best; none for all.", minimum=1)
     on_spike: Literal["stop", "skip", "rollback"] = key(

@@ -90,6 +90,14 @@ def about_compiler(log: Log, device: torch.device) -> None:
         log.warn(f"{lack}: full logits take the place of the fused output head, and far more memory. {INSTALL}")
 
 
+def about_changes(log: Log, checkpoint: str, asked_for: list[str], others: list[str]) -> None:
+    """What is another than when the checkpoint of that name was written: it holds from here on."""
+    if asked_for:
+        log.warn(f"from here on, by trainer.resume_despite: {'; '.join(asked_for)}")
+    if others:
+        log.fact("changed", f"since {checkpoint}: {'; '.join(others)}")
+
+
 def about_model(
     log: Log, settings: Model, peft: Peft, optim: Optim, model: PreTrainedModel, precision: Precision, strategy: str
 ) -> None:

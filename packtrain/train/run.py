@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.markup import escape
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 
 from packtrain.attention.backends import own_attention
 from packtrain.attention.determinism import deterministic
@@ -28,7 +28,7 @@ from packtrain.attention.kernels.selection import prefer
 from packtrain.boundary import boundary, staying
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
-from packtrain.data.dataset import PairDataset, TokenDataset, size_of
+from packtrain.data.dataset import size_of
 from packtrain.data.prepare import PreparedData
 from packtrain.data.tokens.cache import cache_folder
 from packtrain.data.tokens.chat_template import give_template
@@ -42,7 +42,7 @@ from packtrain.model.load import base_model, check_positions, check_trainable, l
 from packtrain.model.precision import Precision, decide_precision, multiply_in
 from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.score_head import is_reward_model, outputs_of_tokens
-from packtrain.model.spread import Ranks, elements, open_proofs, open_strategy, spread
+from packtrain.model.spread import Ranks, open_proofs, open_strategy, spread
 from packtrain.monitor import retries
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
@@ -56,7 +56,7 @@ from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, results
 from packtrain.train.checkpoint.folder import find_resume, set_aside, step_of
-from packtrain.train.checkpoint.origin import PROCESSES, STRATEGY, check_origin, origin_in
+from packtrain.train.checkpoint.origin import check_origin, length_of, origin_in, origin_of
 from packtrain.train.checkpoint.room import remark_before_training
 from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.largest_row import RowLimits, told
@@ -291,10 +291,7 @@ def _build(
     model, tokenizer, base = run.model, run.tokenizer, base_model(run.model)
     recorded = None if checkpoint is None else origin_in(checkpoint).get("trainer.mixed_precision")
     precision = decide_precision(model, config.trainer.mixed_precision, ranks, recorded)
-    origin = origin_of(config, data.train, model, ranks.world_size) | {"trainer.mixed_precision": precision.mixed}
-    origin |= objective.take_reference(model, tokenizer, ranks, precision, seed=config.trainer.seed)
-    if checkpoint is not None:
-        check_origin(checkpoint, origin)
+    origin = _origin(run, objective, data.train, precision, checkpoint)
     spread(model, ranks, precision.autocast)
     close_proofs = open_proofs(model, ranks)
     compiled = compile_layers(base) if config.trainer.torch_compile else 0
@@ -315,6 +312,9 @@ def _build(
     until: Any = {"max_steps": config.trainer.max_steps, "epochs": config.trainer.epochs}
     steps = steps_over(data.train, **until, shuffle=config.data.shuffle)
     evaluation = steps_over(data.eval) if data.eval else None
+    origin |= length_of(config.optim.schedule, config.optim.warmup_steps, len(steps))
+    if checkpoint is not None:
+        console.about_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
     console.about_model(log, config.model, config.peft, config.optim, model, precision, ranks.strategy)
     thing = config.objective.traits.unit
     console.about_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
@@ -362,6 +362,18 @@ def _trainer(run: Run, objective: TrainingObjective, arguments: dict[str, Any], 
     together: Any = [*callbacks, *run.trackers]
     with boundary("the trainer cannot be made", "optim"):
         return objective.trainer(run.model, arguments, run.tokenizer, settings=settings, callbacks=together)
+
+
+def _origin(
+    run: Run, objective: TrainingObjective, data: Any, precision: Precision, checkpoint: Path | None
+) -> dict[str, Any]:
+    """What the checkpoints of this run say of it; raises UserError if it does not go on with `checkpoint`, before proofs take time."""
+    origin = origin_of(asdict(run.config), data, run.model, run.tokenizer, run.ranks.world_size)
+    origin["trainer.mixed_precision"] = precision.mixed
+    origin |= objective.take_reference(run.model, run.tokenizer, run.ranks, precision, seed=run.config.trainer.seed)
+    if checkpoint is not None:
+        check_origin(checkpoint, origin)
+    return origin
 
 
 def _choose_kernel(run: Run, data: Any, precision: Precision, checkpoint: Path | None) -> str | None:
@@ -430,30 +442,6 @@ def _tries_largest(trainer: Trainer, ranks: Ranks) -> bool:
     """Whether the largest micro-batch runs before step 1; not by itself where the kernels of compiled layers depend on what is first."""
     wanted = trainer.largest_first
     return wanted if wanted != "auto" else ranks.device.type == "cuda" and not trainer.torch_compile
-
-
-def origin_of(
-    config: RunConfig, data: TokenDataset | PairDataset, model: PreTrainedModel, processes: int
-) -> dict[str, Any]:
-    """The values that a resumed run must share with its checkpoint: they fix the documents of each step, and the weights."""
-    batch, by_tokens = config.batch, config.batch.tokens_per_step is not None
-    trained = sum(elements(p) for p in model.parameters() if p.requires_grad)
-    return {
-        "data.train": f"{len(data):,} documents, {data.lengths.sum():,} tokens (fingerprint {data.fingerprint[:12]})",
-        "data.shuffle": config.data.shuffle,
-        "trainer.seed": config.trainer.seed,
-        "batch.examples_per_step": batch.examples_per_step,
-        "batch.tokens_per_step": batch.tokens_per_step,
-        # with tokens_per_step the rows of an epoch decide which documents make a step
-        "packing.strategy": config.packing.strategy if by_tokens else None,
-        "batch.tokens_per_device": batch.tokens_per_device if by_tokens else None,
-        "model": f"{type(base_model(model)).__name__} with {trained:,} trained weights",
-        # scheduler and optimizer continue with the checkpoint's values: changed ones would be silently ignored
-        **{f"optim.{key.name}": getattr(config.optim, key.name) for key in fields(config.optim)},
-        STRATEGY: config.strategy.name,
-        "trainer.float32_matmul": config.trainer.float32_matmul,
-        PROCESSES: processes,
-    }
 
 
 def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:

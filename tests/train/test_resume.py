@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ import torch
 import yaml
 from here import train_here
 from running import ENVIRONMENT, Run, base_config, packtrain, train
+from safetensors.torch import load_file
 
 from packtrain.config.compose import load_config
 from packtrain.errors import UserError
@@ -144,17 +146,63 @@ def test_another_number_of_processes_goes_on_with_the_same_global_batches(unbrok
     assert run.losses == pytest.approx(expected.losses, rel=1e-5)
 
 
-def test_what_would_change_the_order_of_the_data_is_refused_on_resume(unbroken: tuple[Path, Run]) -> None:
+def test_what_would_change_the_course_is_refused_key_by_key(unbroken: tuple[Path, Run]) -> None:
     folder, _ = unbroken
     train(folder, config_of(folder), "trainer.max_steps=3", name="changed")
     (folder / "changed" / "summary.json").unlink()
     resolved = (folder / "changed" / "config.yaml").read_text()
-    result = packtrain("sft", str(folder / "changed.yaml"), "trainer.seed=1", "data.max_length=30", expect=2)
+    changes = ["trainer.seed=1", "data.max_length=30", "optim.learning_rate=0.5", "model.config.attention_dropout=0.5"]
+    result = packtrain("sft", str(folder / "changed.yaml"), *changes, "trainer.log_every=2", expect=2)
     assert "trainer.seed: the checkpoint step-000003 was made with 0, this run has 1" in result.stderr
     assert "22 documents" in result.stderr and "tokens (fingerprint " in result.stderr
-    result = packtrain("sft", str(folder / "changed.yaml"), "optim.learning_rate=0.5", expect=2)
-    assert "optim.learning_rate" in result.stderr
+    assert "(also changed: data.max_length)" in result.stderr
+    assert "optim.learning_rate: the checkpoint step-000003 was made with 0.001, this run has 0.5" in result.stderr
+    assert "model.config.attention_dropout: " in result.stderr and "log_every" not in result.stderr
+    assert "trainer.resume_despite=[trainer.seed]" in result.stderr
+    result = packtrain("sft", str(folder / "changed.yaml"), "peft=lora", expect=2)
+    assert "peft.kind" in result.stderr and "resume_despite" not in result.stderr
     assert (folder / "changed" / "config.yaml").read_text() == resolved
+
+
+def test_listed_changes_take_effect_and_are_said(unbroken: tuple[Path, Run]) -> None:
+    folder, expected = unbroken
+    train(folder, config_of(folder), "trainer.max_steps=6", name="despite")
+    (folder / "despite" / "summary.json").unlink()
+    changes = ["optim.learning_rate=1e-12", "optim.schedule=linear", "optim.max_grad_norm=0.25", "trainer.log_every=3"]
+    names = "optim.learning_rate, optim.schedule, optim.max_grad_norm, trainer.epochs"
+    said = packtrain("sft", str(folder / "despite.yaml"), *changes, f"trainer.resume_despite=[{names}]").stdout
+    assert "optim.learning_rate 0.001 → 1e-12" in said and "trainer.max_steps of any length → 9 steps" in said
+    assert "since step-000006: " in said and "trainer.log_every 1 → 3" in said
+    run = Run(folder / "despite")
+    assert run.losses[:6] == expected.losses[:6]
+    assert run.steps[-1]["lr"] == pytest.approx(1e-12 * (9 - 8) / 9)
+    before, after = (
+        load_file(run.folder / place / "model.safetensors") for place in ("checkpoints/step-000006", "final")
+    )
+    assert all(torch.allclose(before[name], after[name], atol=1e-9) for name in after), "the old rate was used"
+
+
+@pytest.mark.parametrize(("steps", "code"), [(6, 2), (3, 0)])
+def test_another_length_is_refused_where_the_learning_rate_depends_on_it(
+    unbroken: tuple[Path, Run], steps: int, code: int
+) -> None:
+    folder, _ = unbroken
+    name, schedule = f"length-{steps}", "optim.schedule=cosine"
+    train(folder, config_of(folder), schedule, "trainer.max_steps=3", name=name)
+    (folder / name / "summary.json").unlink()
+    result = packtrain("sft", str(folder / f"{name}.yaml"), schedule, f"trainer.max_steps={steps}", expect=code)
+    if code:
+        assert "trainer.max_steps: the checkpoint step-000003 was made with 3 steps, this run has 6" in result.stderr
+        assert "the learning rate would jump" in result.stderr
+        packtrain(
+            "sft",
+            str(folder / f"{name}.yaml"),
+            schedule,
+            "trainer.max_steps=6",
+            "trainer.resume_despite=[trainer.max_steps]",
+        )
+        rates = [line["lr"] for line in Run(folder / name).steps]
+        assert rates[3:] == pytest.approx([1e-3 * (1 + math.cos(math.pi * step / 6)) / 2 for step in (3, 4, 5)])
 
 
 def test_a_finished_run_is_moved_aside_and_never_overwritten(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Set
 from packtrain.config.keys import Fault, keys, near
 from packtrain.config.rules.answer_keys import answer_rules, kto_rules
 from packtrain.config.rules.dpo_losses import dpo_rules
+from packtrain.config.rules.resume_keys import resume_rules
 from packtrain.config.rules.schedules import schedule_rules
 from packtrain.config.schema import COLUMNS, SHARDED_WEIGHTS, DataSource, RunConfig, Topology, sources
 from packtrain.redact import speaks_of_secrets
@@ -30,6 +31,7 @@ def check(config: RunConfig, given: Set[str]) -> list[Fault]:
         *schedule_rules(config.optim),
         *_rounding(config, given),
         *_trainer(config, given),
+        *resume_rules(config.trainer),
         *_objective(config, given),
         *_adapted(config),
         *_topology(config.topology),

@@ -22,7 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from packtrain.durable import aside, publish, remove, sync
 from packtrain.errors import UserError
 from packtrain.run_folder import RunFolder
-from packtrain.train.checkpoint.origin import ORIGIN, origin_in
+from packtrain.train.checkpoint.origin import ORIGIN, origin_in, same_course
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
@@ -169,7 +169,7 @@ def _sweep(checkpoints: Path) -> None:
 
 def _of_run(checkpoint: Path, origin: dict[str, Any]) -> bool:
     with suppress(OSError, ValueError):
-        return bool(written_into(checkpoint)) and origin_in(checkpoint) == origin
+        return bool(written_into(checkpoint)) and same_course(origin_in(checkpoint), origin)
     return False
 
 

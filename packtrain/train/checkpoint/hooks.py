@@ -26,13 +26,13 @@ from packtrain.model.spread import load_shards, save_shards, shards_of, whole_we
 from packtrain.monitor.heartbeat import waiting
 from packtrain.run_folder import write_json
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
-from packtrain.train.checkpoint.origin import ORIGIN, world_of
+from packtrain.train.checkpoint.origin import ORIGIN, same_format, world_of
 from packtrain.train.checkpoint.reshard import put_into_torch, put_into_zero, put_weights
 from packtrain.train.checkpoint.room import checkpoint_bytes, lack_of_room
 from packtrain.train.checkpoint.saved import saved_in
 from packtrain.train.optim.final_weights import exact_weights, in_format, name_format
 from packtrain.train.optim.lost_updates import optimizer_inside
-from packtrain.train.optim.schedule import go_on, settings_of
+from packtrain.train.optim.resumed import go_on, settings_of
 from packtrain.train.settings import TrainerHooks
 
 
@@ -182,7 +182,7 @@ class CheckpointHooks(TrainerHooks):
         names = {weight: name for name, weight in self.model.named_parameters() if weight.requires_grad}
         saved = saved_in(checkpoint, strategy, self.model, self.order)
         inside = optimizer_inside(self.optimizer)
-        same = strategy == self.settings.strategy
+        same = strategy == self.settings.strategy and same_format(checkpoint, self.settings.origin)
         if same and strategy == "fsdp2":
             load_shards(self.model, inside, checkpoint)
         elif same and strategy == "ddp":
@@ -191,6 +191,7 @@ class CheckpointHooks(TrainerHooks):
         elif same and processes == self.accelerator.num_processes:
             adapters = base_model(self.model) is not self.model
             deepspeed_load_checkpoint(self.model_wrapped, str(checkpoint), load_module_strict=not adapters)
+            cast(Any, self.model_wrapped).optimizer.clip_grad = self.args.max_grad_norm
         elif self.is_deepspeed_enabled:
             put_into_zero(saved, self.model_wrapped.optimizer, names)
         else:

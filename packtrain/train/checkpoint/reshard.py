@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from packtrain.train.checkpoint.saved import Saved
+from packtrain.train.checkpoint.saved import SavedStates
 from packtrain.train.optim.float32_step import MASTER, ROUNDINGS, loses_updates
 
 Names = Mapping[torch.Tensor, str]
@@ -22,14 +22,14 @@ _FLATS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp
 """The float32 weights of ZeRO-3, of ZeRO-1 and ZeRO-2, and of ZeRO-1 over bfloat16 ones."""
 
 
-def put_weights(saved: Saved, names: Names) -> None:
+def put_weights(saved: SavedStates, names: Names) -> None:
     """Copies the weights, each into its format; not under ZeRO-3, whose engine has them."""
     with torch.no_grad():
         for weight, name in names.items():
             weight.copy_(_share(saved.weight(name), weight))
 
 
-def put_into_torch(saved: Saved, optimizer: torch.optim.Optimizer, names: Names) -> None:
+def put_into_torch(saved: SavedStates, optimizer: torch.optim.Optimizer, names: Names) -> None:
     """Fills the states of `optimizer`; weights that it keeps masters of get them."""
     masters = getattr(optimizer, "masters", False)
     whole = optimizer.state_dict()
@@ -41,12 +41,13 @@ def put_into_torch(saved: Saved, optimizer: torch.optim.Optimizer, names: Names)
             continue
         own = {key: _share(value, weight) for key, value in _states(states, optimizer).items()}
         if masters and loses_updates(weight):
+            own = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in own.items()}
             own[MASTER] = _share(_exact(saved, names[weight]), weight)
         whole["state"][number] = own | {key: states[key] for key in (ROUNDINGS,) if key in states}
     optimizer.load_state_dict(whole)
 
 
-def put_into_zero(saved: Saved, zero: Any, names: Names) -> None:
+def put_into_zero(saved: SavedStates, zero: Any, names: Names) -> None:
     """Fills `zero`, the optimizer of DeepSpeed's engine: the float32 weights, the states, and under ZeRO-3 the weights."""
     partitioned = hasattr(zero, _FLATS[0])
     flats = next(getattr(zero, name) for name in _FLATS if hasattr(zero, name))
@@ -104,7 +105,7 @@ def _by_partition(zero: Any, names: Names) -> list[_Place]:
     return places
 
 
-def _exact(saved: Saved, name: str) -> torch.Tensor:
+def _exact(saved: SavedStates, name: str) -> torch.Tensor:
     """The weight in float32: its master, where there is one."""
     master = saved.states(name).get(MASTER)
     return saved.weight(name).float() if master is None else master

@@ -1,6 +1,6 @@
 """What a checkpoint holds of each trained weight, whichever strategy wrote it on however many processes.
 
-A `Saved` gives by name the whole weight and the states of its optimizer (for AdamW `exp_avg`, `exp_avg_sq`, `step`), one weight
+A `SavedStates` gives by name the whole weight and the states of its optimizer (for AdamW `exp_avg`, `exp_avg_sq`, `step`), one weight
 at a time: files are mapped into memory, so that a process holds little more than what it asks for. DeepSpeed has the same in
 its universal checkpoints, for Adam alone and as a second copy on the disk.
 """
@@ -26,7 +26,7 @@ from packtrain.model.spread import read_shards, shards_in
 from packtrain.plan.launcher_settings import STAGES
 
 
-class Saved(Protocol):
+class SavedStates(Protocol):
     """The contents of a checkpoint, by the names of `named_parameters()`; all tensors are whole, and on the CPU."""
 
     def weight(self, name: str) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Saved(Protocol):
         raise NotImplementedError
 
 
-def saved_in(checkpoint: Path, strategy: str, model: nn.Module, order: Sequence[str]) -> Saved:
+def saved_in(checkpoint: Path, strategy: str, model: nn.Module, order: Sequence[str]) -> SavedStates:
     """The contents of `checkpoint`, which a run by `strategy` wrote of this `model`.
 
     `order` are the names of the trained weights as the optimizer numbers them.
