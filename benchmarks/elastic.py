@@ -55,6 +55,7 @@ def config_of(folder: Path, *, verb: str, lora: bool) -> dict[str, Any]:
 
 def differences(run: Run, expected: Run, file: str) -> tuple[float, float]:
     """The largest relative difference of a loss, and of a weight."""
+    assert "resuming from step-000003" in (run.folder / "logs" / "rank-00000.log").read_text()
     if [line["examples"] for line in run.steps] != [line["examples"] for line in expected.steps]:
         return float("inf"), float("inf")
     losses = [abs(one - other) / abs(other) for one, other in zip(run.losses, expected.losses, strict=True)]
@@ -82,8 +83,14 @@ def main() -> None:
         print(f"| from \\ to | {' | '.join(chosen.only)} |\n|---{'|---' * len(chosen.only)}|")
         for one in chosen.only:
             run_of("from", one)
-            for file_of_the_end in ("summary.json", "final", "final-adapters", "checkpoints/step-000006"):
-                gone = folder / "from" / file_of_the_end
+            for name in (
+                "summary.json",
+                "final",
+                "final-adapters",
+                "checkpoints/step-000006",
+                "checkpoints/step-000007",
+            ):
+                gone = folder / "from" / name
                 shutil.rmtree(gone) if gone.is_dir() else gone.unlink(missing_ok=True)
             cells = []
             for other in chosen.only:

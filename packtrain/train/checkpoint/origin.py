@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,11 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], l
     decisive = [name for name in changed if not is_free(name)]
     if refused := [name for name in decisive if name not in allowed or is_fixed(name)]:
         causes = [name for name in changed if name.startswith(("data.", _TOKENIZER)) and name != "data.train"]
-        raise UserError([_refusal(checkpoint, name, written[name], origin[name], causes) for name in refused])
+        problems = [_refusal(checkpoint, name, written[name], origin[name], causes) for name in refused]
+        names = "" if any(map(is_fixed, refused)) else ", ".join(sorted({*refused, *allowed}))
+        despite = f", go on all the same with trainer.resume_despite=[{names}]" if names else ""
+        fix = f"set it back{despite}, or start over with trainer.resume=never"
+        raise UserError([*problems[:-1], replace(problems[-1], fix=fix)])
     said = {name: f"{name} {written[name]} → {origin[name]}" for name in changed}
     return [said[name] for name in decisive], [said[name] for name in changed if is_free(name)]
 
@@ -101,10 +106,7 @@ def _refusal(checkpoint: Path, name: str, before: Any, now: Any, causes: list[st
         what += f" (also changed: {', '.join(causes)})"
     if name == _LENGTH:
         what += ": the learning rate would jump to where a schedule over the new length is by then"
-    fix = "set it back, or start over with trainer.resume=never"
-    if not is_fixed(name):
-        fix = f"set it back, go on all the same with trainer.resume_despite=[{name}], or start over with trainer.resume=never"
-    return Problem(what, where=name, fix=fix)
+    return Problem(what, where=name)
 
 
 def origin_in(checkpoint: Path) -> dict[str, Any]:
