@@ -144,9 +144,8 @@ class Lab:
         schedule = make_schedule(slots, replace(config.packing, mode="packed"), batch, max_steps=_ENDLESS)
         steps = self._with_stand_ins(objective, schedule) if not self.pairs else None
         of_pairs = ScoredSteps if config.objective.traits.scores else PairSteps
-        steps = steps or of_pairs(
-            self.data.train, schedule, "flat", self.pad, self.ranks.rank, self.ranks.world_size, self._logps()
-        )
+        ranks = self.ranks.rank, self.ranks.world_size
+        steps = steps or of_pairs(self.data.train, schedule, "flat", self.pad, *ranks, reference=self._logps())
         settings = LoopSettings(
             steps,
             None,

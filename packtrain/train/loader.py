@@ -73,7 +73,7 @@ class Steps(Dataset):
     pad_token_id: int
     rank: int = 0
     world_size: int = 1
-    left_out: Mapping[int, int] = field(default_factory=dict)
+    left_out: Mapping[int, int] = field(default_factory=dict, kw_only=True)
     """Examples, and from which step on they are left out (train/spikes.py)."""
 
     def __len__(self) -> int:
