@@ -1,0 +1,41 @@
+"""Which keys may differ from those of a checkpoint, and what trainer.resume_despite refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from packtrain.config.rules.resume_keys import is_fixed, is_free, resume_rules
+from packtrain.config.schema import Trainer
+
+FREE = (
+    "data.workers trainer.log_every trainer.output_dir packing.mode batch.tokens_per_device strategy.name model.path torch "
+    "peft.merge trainer.checkpoint_every data.max_length model.attention"
+)
+DECISIVE = (
+    "data.train data.shuffle trainer.seed optim.learning_rate objective.beta batch.examples_per_step model.dtype peft.alpha "
+    "model.config.rope_theta model.weights trainer.max_steps trainer.mixed_precision packing.strategy optim.a_key_of_tomorrow"
+)
+FIXED = "model peft.r peft.kind optim.name objective.kind"
+
+
+def test_keys_are_free_decisive_or_fixed() -> None:
+    assert all(map(is_free, FREE.split()))
+    assert not any(is_free(name) or is_fixed(name) for name in DECISIVE.split())
+    assert all(is_fixed(name) and not is_free(name) for name in FIXED.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "fix"),
+    [
+        ("optim.learnin_rate", "there is no key 'optim.learnin_rate'", "Did you mean optim.learning_rate?"),
+        ("zzz", "there is no key 'zzz'", "Name keys as the refusal does."),
+        ("peft.r", "peft.r cannot change", "Start over with trainer.resume=never."),
+    ],
+)
+def test_what_cannot_be_listed_is_refused(name: str, what: str, fix: str) -> None:
+    (fault,) = resume_rules(Trainer(resume_despite=["optim.beta1", "model.weights", name]))
+    assert fault.what.startswith(what) and fault.fix == fix
+
+
+def test_what_changes_the_course_can_be_listed() -> None:
+    assert not list(resume_rules(Trainer(resume_despite=["trainer.epochs", "data.train", "model.config.rope_theta"])))
