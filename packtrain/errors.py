@@ -93,6 +93,8 @@ def of_system(error: BaseException) -> PacktrainError | None:
         return UserError(
             "there is not enough memory", fix="See what uses it: free -h, ulimit -v, the limit of the job."
         )
+    if isinstance(error, RuntimeError) and "start new thread" in str(error):
+        return UserError("the system gives no thread more", fix="See its limits: ulimit -v, ulimit -u.")
     if isinstance(error, RecursionError):
         return UserError("something is nested without end", fix="Look for a file or value that holds itself.")
     if isinstance(error, UnicodeError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ from filelock import FileLock
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from packtrain.boundary import boundary
 from packtrain.config.schema import Model, Peft
 from packtrain.durable import aside, publish
 from packtrain.errors import UserError
@@ -71,7 +73,7 @@ def precompute(
     `parts` are those of this process: the numbers of examples, and the micro-batch of which `logps` gives theirs, in this order.
     """
     done = place.with_suffix(".npy")
-    found = [np.load(done) if ranks.main and done.exists() else None]
+    found = [_kept(done, shape) if ranks.main else None]
     with waiting("rank 0 to look for the reference"):
         (known,) = broadcast_object_list(found)
     if known is not None:
@@ -83,12 +85,22 @@ def precompute(
     with waiting("all ranks to compute their part of the reference"):
         reduced = cast(torch.Tensor, reduce(values, "sum")).cpu().numpy()
     if ranks.main:
-        done.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(done.with_suffix(".lock")):  # another run may compute the same
-            with aside(done).open("wb") as file:
-                np.save(file, reduced)
-            publish(aside(done), done)
+        fix = "Make room, or set data.cache_dir."
+        with boundary("the reference's log-probabilities cannot be kept", str(done.parent), fix):
+            done.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(done.with_suffix(".lock")):  # another run may compute the same
+                with aside(done).open("wb") as file:
+                    np.save(file, reduced)
+                publish(aside(done), done)
     return reduced
+
+
+def _kept(file: Path, shape: tuple[int, ...]) -> np.ndarray | None:
+    """What an earlier run has kept; None if it kept nothing, or the file is damaged."""
+    with suppress(OSError, ValueError, EOFError):
+        values = np.load(file) if file.is_file() else None
+        return values if values is not None and values.shape == shape else None
+    return None
 
 
 def computer(device: torch.device) -> str:

@@ -11,7 +11,7 @@ import torch
 from packtrain.attention.determinism import NEEDED
 from packtrain.boundary import raised_in, sentence
 from packtrain.config.schema import Batch
-from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError
+from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError, of_system
 from packtrain.model.spread import Ranks
 from packtrain.redact import clean
 from packtrain.run_folder import RunFolder
@@ -38,8 +38,7 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
         fix = f"the process that ended first says why: {folder.logs}/rank-*.log and launcher.log"
         return LostPeers(f"rank {ranks.rank} lost the other processes: {shortly(error)}", fix=fix)
     if isinstance(error, MemoryError):
-        fix = f"give it more (ulimit -v, the job's memory), or train a smaller model; then {_GO_ON}"
-        return UserError(f"this machine has no memory left for rank {ranks.rank}", fix=fix)
+        return of_system(error)
     if out_of_memory(error):
         fix = (
             "set it lower, or trainer.gradient_checkpointing=true, or strategy=fsdp2 or zero3 on several devices: each trains "

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 
 from tests.corpus.case import Case, check
-from tests.corpus.tiny_run import a_socket, changed, cut, gone, instead, link, trains
+from tests.corpus.tiny_run import a_socket, changed, cut, gone, instead, link, put, trains
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:abcd\nsize 123456\n"
 NOT_OBJECTS = {
     "null": "null",
     "a list": "[1]",
-    "a number": "5",
-    "a text": '"x"',
     "half a file": '{"a"',
     "nothing": "",
     "latin-1": '{"a": "é"}'.encode("latin-1"),
@@ -106,6 +104,14 @@ def schedule(kind: str, **options: Any) -> Case:
     return trains(f"schedule, {kind} with {json.dumps(options)}", groups={"optim": keys}, says=("schedule",))
 
 
+def with_reference(name: str, file: str, content: Any) -> Case:
+    """Preference training with other adapters as the reference."""
+    row = {"prompt": "a", "chosen": "b c", "rejected": "d"}
+    files = {"reference": put("adapters"), f"reference/{file}": content, "data.jsonl": json.dumps(row) + "\n"}
+    kind = {"kind": "dpo", "reference": "reference"}
+    return trains(f"reference, {name}", files, verb="dpo", adapters=True, groups={"objective": kind})
+
+
 FOR_EVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}x"
 DOUBLING = "{% set n = namespace(x='abcdefgh') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}"
 WEIGHTS, ADAPTERS = "model/model.safetensors", "adapters/adapter_model.safetensors"
@@ -192,6 +198,10 @@ CASES = [
     trains("adapters that are a FIFO", {ADAPTERS: instead(os.mkfifo)}, adapters=True, says=("FIFO",)),
     trains("adapters gone", {ADAPTERS: gone}, adapters=True),
     trains("adapters of a model", {ADAPTERS: lambda at: at.write_bytes((at.parent.parent / WEIGHTS).read_bytes())}, adapters=True),
+    with_reference("a rank of text", "adapter_config.json", changed(r="four")),
+    with_reference("cut", "adapter_model.safetensors", cut(500)),
+    with_reference("a FIFO", "adapter_model.safetensors", instead(os.mkfifo)),
+    with_reference("config of a list", "adapter_config.json", "[1]"),
     lora("a broken expression", target_modules="("),
     lora("an expression without end", "for more than", target_modules="([a-z_.0-9]+)*!"),
     lora("names of nothing", target_modules=["nothing"]),
