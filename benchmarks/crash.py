@@ -109,8 +109,15 @@ SETUPS = [
     for peft in ("full", "lora")
     for processes, strategy in ((1, "ddp"), (2, "ddp"), (2, "zero2"), (2, "fsdp2"))
 ] + [Setup("kto", "full", 1), Setup("reward", "lora", 1)]
-SHORT = {"sft full 1": 21, "dpo lora 2 ddp": 2}
-"""How many points the short table has, of which setups; of the first one of each row."""
+SHORT = {"sft full 1": 16, "dpo lora 2 ddp": 1}
+"""How many points the short table has, of which setups: one of each row, but those LEFT_OUT."""
+LEFT_OUT = {
+    "checkpoint begins",
+    "checkpoints: create",
+    "checkpoints: resize",
+    "checkpoints: rmdir",
+    "config.yaml, logs and so on",
+}
 
 
 @dataclass(frozen=True)
@@ -322,12 +329,14 @@ def points_in(log: Path, **about: Any) -> list[Point]:
     return found
 
 
-def record(setup: Setup, folder: Path) -> list[Point]:
-    """The undisturbed run in folder/whole, which the others are held against; all points of it and of a resumed one."""
+def record(setup: Setup, folder: Path, *, resumed: bool) -> list[Point]:
+    """The undisturbed run in folder/whole, which the others are held against; all points of it, and of a `resumed` one."""
     whole, again = fresh(folder / "whole", None), fresh(folder / "again", None)
     if any(codes := attempt(setup, whole)):
         raise SystemExit(f"{setup.name} does not train: {codes}\n{said_by(whole)}")
     found = [one for rank in range(setup.processes) for one in points_in(whole / f"points-{rank}.log", rank=rank)]
+    if not resumed:
+        return [one for one in found if re.match(r"at\t|\w+\t(run|cache)", one.what)]
     attempt(setup, again, Point(RESUMED_AT, 1))
     if any(codes := attempt(setup, again, logs="resumed")):
         raise SystemExit(f"{setup.name} does not resume: {codes}\n{said_by(again)}")
@@ -364,7 +373,8 @@ def drawn(points: Sequence[Point], count: int, setup: Setup, seed: int) -> list[
         seen |= {one.kind, one.sort}
     if count == SHORT.get(setup.name):
         of_rows = {row_of(one.kind): one for one in [*rest, *sorts, *kinds]}
-        return [of_rows[row] for row in [*ROWS, *sorted(of_rows.keys() - ROWS)] if row in of_rows][:count]
+        ordered = [*ROWS, *sorted(of_rows.keys() - ROWS.keys())]
+        return [of_rows[row] for row in ordered if row in of_rows.keys() - LEFT_OUT][:count]
     return [*first, *kinds, *sorts, *rest][:count]
 
 
@@ -454,7 +464,7 @@ ROWS = {
     "boundary of a step": "(data|counts|step end)$",
     "forward": "(in a layer, )?forward$",
     "backward": "(in a layer, )?backward$",
-    "optimizer": "(in the optimizer, )?optimizer$",
+    "optimizer": "in the optimizer, |optimizer$",
     "eval": "(in a layer, )?eval$",
     "checkpoint begins": "checkpoint$",
     "token cache": "token cache: ",
@@ -555,7 +565,11 @@ def measured(options: argparse.Namespace, place: Path) -> list[Outcome]:
     if options.short:
         chosen = [one for one in chosen if one.name in SHORT]
     with ThreadPoolExecutor(options.jobs) as pool:
-        found = dict(zip(chosen, pool.map(lambda one: record(one, folder_of(place, one)), chosen), strict=True))
+
+        def recorded(one: Setup) -> list[Point]:
+            return record(one, folder_of(place, one), resumed=not options.short or one == SETUPS[0])
+
+        found = dict(zip(chosen, pool.map(recorded, chosen), strict=True))
         cases = []
         for setup, points in found.items():
             usual = 128 if setup == SETUPS[0] else 17 if setup.processes == 1 else 10
