@@ -30,7 +30,7 @@ from packtrain.redact import CleanStream, clean, learn
 
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
-    from packtrain.launch.sbatch import Job
+    from packtrain.launch.slurm.sbatch import Job
     from packtrain.plan.launch_plan import LaunchPlan
     from packtrain.run_folder import RunFolder
 
@@ -271,7 +271,7 @@ def sbatch(
     """Write a Slurm script for a run or a sweep of runs, or submit it."""
 
     def work() -> int:
-        from packtrain.launch.submit import hand_over
+        from packtrain.launch.slurm.submit import hand_over
 
         job = _job(verb, arguments, sweep)
         return hand_over(job, submit=submit, test=test_only, file=output, as_json=as_json)
@@ -420,8 +420,8 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     from packtrain.config.compose import load_config
     from packtrain.config.schema import TRAITS
     from packtrain.config.sweep import Point, load_points
-    from packtrain.launch.sbatch import Job
-    from packtrain.launch.submit import this_program
+    from packtrain.launch.slurm.sbatch import Job
+    from packtrain.launch.slurm.submit import this_program
     from packtrain.plan.known_model.model_config import check_model
 
     if verb not in TRAITS:

@@ -31,7 +31,7 @@ from packtrain.durable import sync, write_text
 from packtrain.errors import Problem, UserError
 
 DISK_S = 3
-REPLACED_LOGS = ("attempt", "lock", "channel.json", "ranks.json", "diagnosis.txt", "stacks-rank-*")
+REPLACED_LOGS = ("attempt", "lock", "channel.json", "ranks.json", "diagnosis.txt", "restarts.json", "stacks-rank-*")
 """What a run replaces in logs/; to all else there it appends."""
 _STALLED = "stalled disk"
 _Found = TypeVar("_Found")
@@ -95,9 +95,21 @@ class RunFolder:
         """The folder of config.yaml, plan.json, env.json and so on of a run that has not begun to train."""
         return RunFolder(self.logs / "attempt")
 
+    @property
+    def restarted(self) -> Path:
+        """The list of the run's restarts (trainer.restarts), where there were any."""
+        return self.logs / "restarts.json"
+
     def log(self, rank: int) -> Path:
         """Log file of a rank."""
         return self.logs / f"rank-{rank:05d}.log"
+
+    def restarts(self) -> list[dict[str, Any]]:
+        """The restarts so far (launch/restarts.py::Restart), as summary.json has them."""
+        try:
+            return [one for one in json.loads(self.restarted.read_text()) if isinstance(one, dict)]
+        except (OSError, ValueError, TypeError):
+            return []
 
     def status(self) -> str | None:
         """`status` of summary.json; None where no run ended here."""

@@ -416,6 +416,13 @@ class Trainer:
     largest_first: Literal["auto"] | bool = key(
         "auto", "Run the largest micro-batch before step 1, so that a lack of memory shows; auto does on GPUs."
     )
+    restarts: int = key(
+        0,
+        "Most times that a run is started again from its newest checkpoint after a process has died or hung, or a machine was "
+        "lost (docs/resume.md).",
+        minimum=0,
+        maximum=1000,
+    )
     eval_every: int | None = key(None, "Steps between evaluations; none for only before and after training.", minimum=1)
     early_stop_patience: int | None = key(
         None, "Evaluations without a lower eval loss after which training stops; the best weights are kept.", minimum=1
@@ -486,6 +493,11 @@ class Topology:
         "manual: the same command once on every machine, each with its topology.node_rank.",
     )
     nodes: int | None = key(None, "Machines; none for those of the Slurm job, else 1.", minimum=1, maximum=100_000)
+    min_nodes: int | None = key(
+        None,
+        "Fewest machines that a restart (trainer.restarts) makes do with; none waits for all of them, for join_timeout.",
+        minimum=1,
+    )
     gpus_per_node: int | None = key(
         None, "Processes per machine; none for one per visible GPU.", minimum=1, maximum=1024
     )

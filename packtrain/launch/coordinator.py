@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from packtrain.launch.exit_status import MOST_TELLING, Outcome, Verdict, judge
+from packtrain.launch.restarts import Restarts
 from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Refused
 from packtrain.monitor.diagnosis import Diagnosis
 from packtrain.monitor.processes import ProcessState
@@ -74,8 +75,16 @@ class Orders:
 class Coordinator:
     """Machine 0's record of all machines, itself included; `hear` is thread-safe, `look` is called once a second."""
 
-    def __init__(self, names: Mapping[int, str], per_node: int, silence_s: float, watchdog: Watchdog) -> None:
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        per_node: int,
+        silence_s: float,
+        watchdog: Watchdog,
+        restarts: Restarts | None = None,
+    ) -> None:
         self._names, self._per_node, self._silence_s, self._watchdog = dict(names), per_node, silence_s, watchdog
+        self._restarts = restarts
         self._lock = threading.RLock()
         self._silent_s = dict.fromkeys(self._names, 0.0)
         self._looked = time.monotonic()
@@ -138,6 +147,11 @@ class Coordinator:
         with self._lock:
             return listed([name for node, name in self._names.items() if node not in self._outcomes] or ["none"])
 
+    def living(self) -> frozenset[int]:
+        """The machines that are not lost."""
+        with self._lock:
+            return frozenset(self._names) - {node for node, one in self._outcomes.items() if one.lost}
+
     def wait_until_all_informed(self) -> None:
         """Returns when all machines that are not lost have the verdict, or after _INFORM_S."""
         end = time.monotonic() + _INFORM_S
@@ -182,6 +196,9 @@ class Coordinator:
         verdict = judge(self._outcomes, self._names, self._per_node, first=first, diagnosis=lines, waits=waits)
         if verdict.lines and verdict.code in MOST_TELLING:  # for packtrain doctor
             self._watchdog.keep("\n".join(verdict.lines))
+        stopped = self._stop is not None or any(one.signal is not None for one in self._outcomes.values())
+        if self._restarts is not None and not stopped:
+            verdict = self._restarts.decide(verdict, self._end[0] if self._end else "")
         self._verdict = verdict
 
 

@@ -2,18 +2,21 @@
 
 torchrun ends with 1 whatever happened in its workers, so each worker writes its exit code to a folder of this launch (worker.py).
 The launchers of several machines find each other before they start any worker (rendezvous.py), watch their own (supervisor.py),
-report to machine 0 over the control channel (coordinator.py), and end with the same code (exit_status.py).
+report to machine 0 over the control channel (coordinator.py), and end with the same code (exit_status.py), or meet again and
+start anew (restarts.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,10 +28,12 @@ from packtrain.config.schema import RunConfig
 from packtrain.durable import write_text
 from packtrain.errors import PacktrainError, Problem, UserError
 from packtrain.launch.coordinator import Coordinator, Reporter
+from packtrain.launch.exit_status import Verdict
 from packtrain.launch.inputs import inputs
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
+from packtrain.launch.restarts import Restarts
 from packtrain.launch.run_lock import check_free, locked
-from packtrain.launch.srun import run_srun
+from packtrain.launch.slurm.srun import run_srun
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, last_words
 from packtrain.monitor import stacks
@@ -38,13 +43,15 @@ from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.watchdog import Watchdog
 from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.compiler import INSTALL, INSTALL_CXX, lack_of_compiler, lack_of_cxx
-from packtrain.plan.launch_plan import LaunchPlan
+from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.network_settings import short_waits
+from packtrain.plan.surroundings import free_port, look_around
 from packtrain.redact import Redactor, clean
 from packtrain.run_folder import RunFolder, environment, write_json
 
 LAUNCHER_LOG = "launcher.log"
 MOST_SILENCE_S = 30
+LOOPBACK = "127.0.0.1"
 _OF_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "CROSS_SIZE")
 """Variables of torchrun, Open MPI, other MPIs, srun and DeepSpeed's launcher; a process without any of them was started by hand."""
 
@@ -67,17 +74,23 @@ def execute(
     """
     if plan.obstacles and not plan.lacks_gpus_alone:
         raise UserError(list(plan.obstacles))
+    folder = RunFolder.of(config.trainer)
     if plan.role == "srun":
-        return run_srun(plan.srun)
+        begun = time.time()
+        code = run_srun(plan.srun)
+        # srun's code is that of a lost machine, though the run may have gone on without it
+        done = plan.makes_do and folder.status() == "done" and folder.summary.stat().st_mtime > begun
+        return 0 if done else code
     if config.trainer.torch_compile:
         _check_compilers(plan)
-    folder = RunFolder.of(config.trainer)
     with ExitStack() as stack:
-        open_attempt = partial(_open_attempt, plan, config, given, folder, stack, ended)
+        lock = stack.enter_context(ExitStack())
+        open_attempt = partial(_open_attempt, config, given, folder, lock)
         if plan.in_process:
             if _is_first(plan):
                 try:
-                    open_attempt()
+                    open_attempt(plan, config.trainer.resume)
+                    stack.callback(ended, folder)
                 except UserError as refused:
                     if plan.num_processes > 1:
                         os.environ.update(plan.command.env)
@@ -86,10 +99,74 @@ def execute(
             return _train_here(plan, config, folder, train)
         if plan.nodes == 1:  # before its port is found taken; several machines meet first, so that all know
             check_free(folder.root)
-        address, port = plan.accelerate["main_process_ip"], plan.accelerate["main_process_port"]
-        place = Place(address, port, config.topology.join_timeout, config.trainer.output_dir, plan.hosts)
-        group = stack.enter_context(meet(_member(plan, config), place, open_attempt))
-        return _launch_here(plan, config, folder, group)
+        opened: list[RunFolder] = []
+        stack.callback(lambda: [ended(one) for one in opened[:1]])
+
+        def open_launch(plan: LaunchPlan, resume: str) -> None:
+            open_attempt(plan, resume)
+            opened.append(folder)
+
+        return _Launches(plan, config, folder, open_launch).run()
+
+
+class _Launches:
+    """The launches of a run: one, and as many more as it is started again (trainer.restarts), each with the machines that are left."""
+
+    def __init__(
+        self, plan: LaunchPlan, config: RunConfig, folder: RunFolder, opened: Callable[[LaunchPlan, str], None]
+    ) -> None:
+        self._plan, self._config, self._folder, self._open = plan, config, folder, opened
+        self._restarts = Restarts(plan.restarts, folder)
+        self._port = plan.accelerate.get("main_process_port") or free_port()
+        self._me = _member(plan, config)
+
+    def run(self) -> int:
+        """The exit code of the last one."""
+        living: frozenset[int] | None = None
+        for number in itertools.count():
+            verdict, living = self._launch(number, living)
+            if not verdict.restart:
+                return verdict.code
+            if self._plan.node == 0:
+                print(self._restarts.sentence(), file=sys.stderr, flush=True)
+        raise AssertionError
+
+    def _launch(self, number: int, expected: frozenset[int] | None) -> tuple[Verdict, frozenset[int] | None]:
+        """Launch `number`, from 0, with machines of which those `expected` are waited for; its verdict, and who is left after it."""
+        topology, plan = self._config.topology, self._plan
+        place = Place(
+            plan.accelerate.get("main_process_ip", LOOPBACK),
+            self._port,
+            topology.join_timeout,
+            self._config.trainer.output_dir,
+            plan.hosts,
+            expected=expected,
+            least=plan.least_nodes if number else None,
+            restarts=plan.restarts > number,
+        )
+        with meet(self._me, place, self._prepare) as group:
+            machines = sorted(group.names)
+            plan = self._plan_of(*machines)
+            names = {node: group.names[machine] for node, machine in enumerate(machines)}
+            config = replace(self._config, trainer=replace(self._config.trainer, resume=group.told["resume"]))
+            verdict, left = _launch_here(
+                plan, config, self._folder, replace(group, names=names), self._restarts, last=number >= plan.restarts
+            )
+        return verdict, left and frozenset(machines[node] for node in left)
+
+    @cache  # noqa: B019 (lives as long as the process)
+    def _plan_of(self, *machines: int) -> LaunchPlan:
+        """The plan for these machines."""
+        if len(machines) == self._plan.nodes:
+            return self._plan
+        return plan_launch(self._config, look_around(), self._config.objective.kind, left=machines)
+
+    def _prepare(self, names: Mapping[int, str]) -> Mapping[str, Any]:
+        """Opens the run folder for a launch with these machines, on machine 0; returns what it tells the others."""
+        resume = self._restarts.resume(self._config.trainer.resume)
+        self._open(self._plan_of(*names), resume)
+        self._restarts.keep(list(names.values()))
+        return {"resume": resume}
 
 
 def _check_compilers(plan: LaunchPlan) -> None:
@@ -131,31 +208,42 @@ def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: C
         return train()
 
 
-def _launch_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group) -> int:
-    """Runs the workers of this machine; returns the exit code when those of all machines have ended."""
+def _launch_here(
+    plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts, *, last: bool
+) -> tuple[Verdict, frozenset[int] | None]:
+    """Runs the workers of this machine; returns the verdict when those of all machines have ended, and, on machine 0, who is not lost.
+
+    `last`: there is no restart after it.
+    """
     log, limits = _launcher_log(plan, folder), _limits(config)
     silence_s = min(MOST_SILENCE_S, limits.step_s / 2)
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
         own = Path(made)
         main: Coordinator | Client = group.client or stack.enter_context(
-            _controlled(plan, folder, group, limits, silence_s)
+            _controlled(plan, folder, group, limits, silence_s, restarts)
         )
         argv = _with_files_of_its_own(plan, config, folder, own, group.store_port)
         environment = _environment(plan, folder, group, own, limits)
         with Reporter(plan.node, group.names[0], silence_s, main) as reporter:
             supervisor = Supervisor(own, log, plan.ranks, plan.host, reporter)
-            verdict = supervisor.run([sys.executable, *_torchrun(argv, log)], environment)
+            verdict = supervisor.run(
+                argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)], environment
+            )
+            stopped = reporter.report.signal is not None or reporter.orders.stop is not None
+            if reporter.lost and reporter.orders.verdict is None and not (last or stopped):
+                verdict = replace(verdict, restart=True)  # machine 0 is waited for
             if plan.node == 0 or reporter.lost:
                 for line in verdict.lines:
                     print(line, file=sys.stderr, flush=True)
             if isinstance(main, Coordinator):
                 main.wait_until_all_informed()
-    return verdict.code
+                return verdict, main.living()
+    return verdict, None
 
 
 @contextmanager
 def _controlled(
-    plan: LaunchPlan, folder: RunFolder, group: Group, limits: TimeLimits, silence_s: float
+    plan: LaunchPlan, folder: RunFolder, group: Group, limits: TimeLimits, silence_s: float, restarts: Restarts
 ) -> Iterator[Coordinator]:
     """Machine 0's part of the control channel: the watchdog over all ranks, and the record of all machines."""
     assert group.server is not None
@@ -163,10 +251,10 @@ def _controlled(
     ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in sorted(group.names.items())]
     watchdog = Watchdog(ranks, limits, folder.logs)
     watchdog.attach(group.server)
-    machines = Coordinator(group.names, per_node, silence_s, watchdog)
+    machines = Coordinator(group.names, per_node, silence_s, watchdog, restarts)
     group.server.serve("machine", machines.answer)
     try:
-        with published(folder.logs, group.server, plan.accelerate["main_process_ip"]):
+        with published(folder.logs, group.server, plan.accelerate.get("main_process_ip", LOOPBACK)):
             yield machines
     finally:
         watchdog.close()
@@ -187,7 +275,7 @@ def _environment(plan: LaunchPlan, folder: RunFolder, group: Group, own: Path, l
         PARENT: str(os.getpid()),
         ADDRESS: f"{group.address}:{group.port}",
         SECRET: group.secret,
-        **short_waits(plan.accelerate["main_process_ip"]),
+        **short_waits(plan.accelerate.get("main_process_ip", LOOPBACK)),
     }
 
 
@@ -206,22 +294,17 @@ def _launcher_log(plan: LaunchPlan, folder: RunFolder) -> Path:
 
 
 def _open_attempt(
-    plan: LaunchPlan,
-    config: RunConfig,
-    given: str | None,
-    folder: RunFolder,
-    stack: ExitStack,
-    ended: Callable[[RunFolder], object],
+    config: RunConfig, given: str | None, folder: RunFolder, lock: ExitStack, plan: LaunchPlan, resume: str
 ) -> None:
     """Writes config, plan and environment, touching nothing of an earlier run. Raises UserError if it cannot.
 
-    The folder is locked until the `stack` ends; the last with it is a call of `ended`.
+    The folder is locked anew, until `lock` is closed.
     """
+    lock.close()
     check_free(folder.root)
     with _writing():
-        folder.open_attempt(config.trainer.resume, inputs(config, given))
-        stack.enter_context(locked(folder.root))
-        stack.callback(ended, folder)
+        folder.open_attempt(resume, inputs(config, given))
+        lock.enter_context(locked(folder.root))
         lines = [clean(line) for line in config.topology.setup]  # the only place where a config may have secrets
         shown = replace(config, topology=replace(config.topology, setup=lines))
         write_text(folder.attempt.config, to_yaml(shown))
@@ -255,7 +338,8 @@ def _with_files_of_its_own(plan: LaunchPlan, config: RunConfig, folder: RunFolde
         (own / file.name).write_text(text, encoding="utf-8")
     names = {str(file): str(own / file.name) for file in copies}
     argv = [names.get(argument, argument) for argument in plan.command.argv]
-    argv[argv.index("--main_process_port") + 1] = str(port)
+    if plan.num_processes > 1:
+        argv[argv.index("--main_process_port") + 1] = str(port)
     return argv
 
 

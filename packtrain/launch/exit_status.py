@@ -159,10 +159,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The exit code of every launcher, and what machine 0's terminal shows."""
+    """The exit code of every launcher, and what machine 0's terminal shows; `restart`: the machines meet and start again."""
 
     code: int
     lines: Sequence[str] = ()
+    restart: bool = False
 
 
 def judge(

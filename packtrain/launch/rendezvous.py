@@ -9,6 +9,7 @@ gets another port, which the answer contains.
 from __future__ import annotations
 
 import errno
+import hmac
 import os
 import socket
 import sys
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -44,7 +45,8 @@ class Place:
     """Where the machines connect: machine 0 listens on `port`, the others call `address` for up to `timeout_s` seconds.
 
     `job` is the run's folder, by which its launchers recognise each other, `names` are host names by number as far as they are
-    known beforehand; `partial`: start without machines that missed the timeout.
+    known beforehand. Those waited for are the numbers `expected` (all of them), and more until there are `least` (all); when the
+    time is over, `least` are enough. `restarts`: who comes while the run goes on waits as long for it to start again.
     """
 
     address: str
@@ -52,7 +54,9 @@ class Place:
     timeout_s: float
     job: str
     names: tuple[str, ...] = ()
-    partial: bool = False
+    expected: frozenset[int] | None = None
+    least: int | None = None
+    restarts: bool = False
 
     def machine(self, node: int, per_node: int = 0) -> str:
         """A machine in words: "n2 (machine 1, ranks 4 to 7)"."""
@@ -68,7 +72,7 @@ class Place:
 class Group:
     """The machines of a run after the rendezvous: names by number, the channel's place, and the port for torch's store.
 
-    `server` is machine 0's, `client` that of any other.
+    `server` is machine 0's, `client` that of any other. `told` is what machine 0 has prepared for all.
     """
 
     names: Mapping[int, str]
@@ -78,13 +82,18 @@ class Group:
     store_port: int
     server: Server | None = None
     client: Client | None = None
+    told: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prepare = Callable[[Mapping[int, str]], Mapping[str, Any]]
 
 
 @contextmanager
-def meet(me: Member, place: Place, prepare: Callable[[], object] = lambda: None) -> Iterator[Group]:
+def meet(me: Member, place: Place, prepare: Prepare = lambda names: {}) -> Iterator[Group]:
     """Inside the block every machine has joined, they all agree, and machine 0 serves the channel.
 
-    Machine 0 calls `prepare` when all have joined, before they go on; its errors end all machines. Raises CheckFailed, the same
+    Machine 0 calls `prepare` with the names of those that have joined, before they go on: they are told what it returns, and
+    its errors end all machines. Raises CheckFailed, the same
     on every machine, if they disagree or the address or port is wrong; PeerFailed if one is missing after `place.timeout_s`
     seconds. Prints what it waits for on stderr every PROGRESS_S seconds.
     """
@@ -99,24 +108,24 @@ def meet(me: Member, place: Place, prepare: Callable[[], object] = lambda: None)
         server.close()
 
 
-def _gather(me: Member, place: Place, server: Server, prepare: Callable[[], object]) -> Group:
+def _gather(me: Member, place: Place, server: Server, prepare: Prepare) -> Group:
     """The rendezvous on machine 0: waits for the others and answers all of them."""
     joined = _JoinServer(me, place)
-    server.serve("join", joined.join, open=SECRET not in os.environ)
+    server.serve("join", joined.join, open=True)
     store_port = _free_port(place.port + 1)
     try:
         joined.wait()
-        prepare()
+        names = names_of(joined.members())
+        told = prepare(names)
     except PacktrainError as error:
         joined.answer({"stop": error.to_json()})
         raise
     except BaseException:  # a signal
         joined.answer({"left": "its launcher was stopped"})
         raise
-    names = names_of(joined.members())
-    go = {"names": list(names.items()), "secret": server.secret, "store_port": store_port}
+    go = {"names": list(names.items()), "secret": server.secret, "store_port": store_port, "told": told}
     joined.answer({"go": go})
-    return Group(names, "127.0.0.1", place.port, server.secret, store_port, server=server)
+    return Group(names, "127.0.0.1", place.port, server.secret, store_port, server=server, told=told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +145,7 @@ class _JoinServer:
         self._joined: dict[str, _Joined] = {}  # by token: two launchers may have the same number
         self._answer: dict[str, Any] | None = None
         self._waiting = ""
+        self._late: dict[str, float] = {}
         self._error: PacktrainError | None = None
         self._lock = threading.Lock()
         self._news = threading.Event()
@@ -146,6 +156,8 @@ class _JoinServer:
 
     def join(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Answers a launcher: {"wait": text}, {"go": …}, {"stop": problems}, or {"left": why}."""
+        if not hmac.compare_digest(str(body.get("secret", "")).encode(), os.environ.get(SECRET, "").encode()):
+            return {"stop": _not_for_us(self._place, _ANOTHER_RUN).to_json()}
         try:
             member, token = Member.from_json(body.get("member")), str(body["token"])
         except (ValueError, KeyError, TypeError):
@@ -156,9 +168,7 @@ class _JoinServer:
             answer = self._answer
             if token not in self._joined:
                 if answer is not None and "go" in answer:
-                    return {
-                        "stop": _not_for_us(self._place, "a run has already started, with all its machines").to_json()
-                    }
+                    return self._too_late(token)
                 others = self.members()
                 same = next((twice(one, member) for one in others if one.node == member.node), None)
                 self._error = self._error or same or unlike_counts([*others, member])
@@ -166,13 +176,20 @@ class _JoinServer:
         self._news.set()
         return answer or {"wait": self._waiting}
 
+    def _too_late(self, token: str) -> Mapping[str, Any]:
+        """The answer to a launcher that comes while the run goes on."""
+        now = time.monotonic()
+        if self._place.restarts and now - self._late.setdefault(token, now) < self._place.timeout_s:
+            return {"wait": "the run goes on with other machines; this one is waiting for it to start again"}
+        return {"stop": _not_for_us(self._place, "a run has already started, with all its machines").to_json()}
+
     def wait(self) -> None:
         """Returns when all have joined and agree. Raises PacktrainError if they disagree, or one is missing."""
         begun = printed = time.monotonic()
         while self._error is None and (missing := self._missing()):
             now = time.monotonic()
             if now - begun >= self._place.timeout_s:
-                if self._place.partial:
+                if self._me.nodes - len(self._absent()) >= self._least:
                     break
                 raise self._not_here(missing)
             if now - printed >= PROGRESS_S:
@@ -199,7 +216,17 @@ class _JoinServer:
     def _here(self) -> str:
         return listed(list(names_of(self.members()).values()))
 
+    @property
+    def _least(self) -> int:
+        return self._place.least or self._me.nodes
+
     def _missing(self) -> list[int]:
+        """The machines that are waited for."""
+        absent, expected = self._absent(), self._place.expected
+        waited_for = absent if expected is None else [node for node in absent if node in expected]
+        return waited_for or (absent if self._me.nodes - len(absent) < self._least else [])
+
+    def _absent(self) -> list[int]:
         """The machines that have not joined, or have stopped calling."""
         since = time.monotonic() - _ABSENT_S
         with self._lock:
@@ -268,9 +295,10 @@ def _asked(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
         raise _NotYet(unknown.problems[0].what, None if error.errno == socket.EAI_AGAIN else unknown) from error
     except OSError as error:
         raise _NotYet((error.strerror or str(error)).lower(), _means_itself(place)) from error
-    client = Client(address, place.port, secret=os.environ.get(SECRET, ""))
+    client, secret = Client(address, place.port), os.environ.get(SECRET, "")
+    said = {"member": asdict(me), "token": token, "job": place.job, "secret": secret}
     try:
-        answer = client.call("join", {"member": asdict(me), "token": token, "job": place.job}, timeout_s=limit_s)
+        answer = client.call("join", said, timeout_s=limit_s)
     except NoAnswer as error:
         text = "a program listens that does not answer as packtrain does"
         raise _NotYet(text, _not_for_us(place, text)) from error
@@ -291,7 +319,8 @@ def _group_of(answer: Mapping[str, Any], client: Client, place: Place) -> Group 
     go = answer["go"]
     client.secret = go["secret"]
     names = {int(node): str(name) for node, name in go["names"]}
-    return Group(names, client.address, place.port, go["secret"], int(go["store_port"]), client=client)
+    store_port, told = int(go["store_port"]), go.get("told", {})
+    return Group(names, client.address, place.port, go["secret"], store_port, client=client, told=told)
 
 
 def _check_address(me: Member, place: Place) -> None:
@@ -316,7 +345,7 @@ def _check_address(me: Member, place: Place) -> None:
 def _serving(port: int) -> Server:
     """The channel on the run's port. Raises CheckFailed if it is taken, with the process that has it."""
     try:
-        return Server(port, secret=os.environ.get(SECRET) or new_secret())
+        return Server(port, secret=new_secret())
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         what = f"port {port} is taken{holder_of(port)}" if taken else f"port {port} cannot be had: {error.strerror}"

@@ -37,7 +37,7 @@ _TAIL_BYTES = 2**16
 
 
 class Supervisor:
-    """torchrun and its workers, the `ranks` of this machine (`host`).
+    """torchrun and its workers, the `ranks` of this machine (`host`); or the one worker of a run, without torchrun.
 
     Workers write process ids, exit codes and stacks to the folder `exits`; logs/rank-*.log are beside `log`, torchrun's own.
     `reporter` is the connection to machine 0.
@@ -205,7 +205,7 @@ class Supervisor:
             codes = {rank: code for rank, code in codes.items() if code is not None and code <= 128}
         for rank, one in states.items():
             if one.state == "gone" and not one.told and rank not in codes:
-                code = facts_of[rank].get("ended")
+                code = facts_of[rank].get("ended", self._signal_of_torchrun())
                 if text := crash_of(self._exits, one.pid):
                     self._reporter.report.stacks = {**self._reporter.report.stacks, rank: text}
                 states[rank] = replace(one, code=code, oom=memory_kills() > self._memory_kills)
@@ -225,6 +225,11 @@ class Supervisor:
             log=str(self._log),
             followers=sorted(lost),
         )
+
+    def _signal_of_torchrun(self) -> int | None:
+        """The signal that has ended it, as an exit code: where the only worker is in its place, that of the worker."""
+        code = self._torchrun.returncode if self._torchrun else None
+        return code if code is not None and code < 0 and len(self._ranks) == 1 else None
 
     def _tail(self, log: Path) -> list[str]:
         """The last lines that were written to a log since the start."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from packtrain.config.schema import RunConfig, Topology
+from packtrain.config.schema import TRAITS, RunConfig, Topology
 from packtrain.errors import Problem
 from packtrain.plan.batch import BatchPlan, plan_batch
 from packtrain.plan.launcher_settings import WORKER, deepspeed_config, launch_argv, launch_config
@@ -14,6 +14,7 @@ from packtrain.plan.network_settings import NetworkSetting, choose_network
 from packtrain.plan.surroundings import DEFAULT_PORT, Surroundings, visible_gpus
 from packtrain.plan.topology import GPUS_PER_NODE, Processes, Role, choose_processes
 from packtrain.run_folder import RunFolder
+from packtrain.wording import counted
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ALLOCATOR = (
@@ -39,7 +40,8 @@ class LaunchPlan:
 
     `srun` is the command that starts packtrain on every machine of a Slurm job, empty elsewhere; `commands` are
     those that packtrain then runs on each. This machine is number `node`, is called `host` and shows `gpus`; `network` are the
-    network settings of its processes, with reasons. `obstacles` are why the plan cannot be carried out from here.
+    network settings of its processes, with reasons. `obstacles` are why the plan cannot be carried out from here. The run may be
+    started again `restarts` times, with at least `least_nodes` machines.
     """
 
     num_processes: int
@@ -59,11 +61,18 @@ class LaunchPlan:
     obstacles: tuple[Problem, ...]
     reason: str
     gpu_memory: int | None = None
+    restarts: int = 0
+    least_nodes: int = 1
 
     @property
     def in_process(self) -> bool:
         """Whether the calling process itself trains."""
         return self.role == "train"
+
+    @property
+    def makes_do(self) -> bool:
+        """Whether a restart may do with fewer machines, so that Slurm must not end the job when it loses one."""
+        return self.restarts > 0 and self.least_nodes < self.nodes
 
     @property
     def lacks_gpus_alone(self) -> bool:
@@ -96,15 +105,22 @@ class LaunchPlan:
 
 
 def plan_launch(
-    config: RunConfig, surroundings: Surroundings, verb: str = "sft", arguments: Sequence[str] = ()
+    config: RunConfig,
+    surroundings: Surroundings,
+    verb: str = "sft",
+    arguments: Sequence[str] = (),
+    left: Sequence[int] | None = None,
 ) -> LaunchPlan:
-    """The plan of `packtrain verb arguments…`, whose config is `config`.
+    """The plan of `packtrain verb arguments…`, whose config is `config`; with the machines of these numbers alone, if some are `left`.
 
     Raises UserError or CheckFailed if it is impossible, or if two sources contradict each other.
     """
     topology, strategy, folder = config.topology, config.strategy.name, RunFolder.of(config.trainer)
     surroundings = _with_asked_gpus(topology, surroundings)
-    processes = choose_processes(topology, surroundings)
+    processes, restarts = choose_processes(topology, surroundings), config.trainer.restarts if verb in TRAITS else 0
+    lacking = _without_restarts(processes, topology) if restarts else ()
+    least = topology.min_nodes or processes.nodes
+    processes = processes if left is None else processes.of(left)
     port = processes.main_port or (surroundings.free_port if processes.nodes == 1 else DEFAULT_PORT)
     file, gpus = str(folder.deepspeed), surroundings.gpus > 0
     settings = [
@@ -133,17 +149,33 @@ def plan_launch(
         accelerate=settings[processes.node],
         deepspeed=deepspeed_config(strategy, dtype=config.model.dtype, max_grad_norm=config.optim.max_grad_norm),
         batch=plan_batch(config.batch, config.packing.mode, config.objective, config.trainer, processes.total),
-        role=processes.role,
+        role="launch" if restarts and processes.total == 1 and processes.role == "train" else processes.role,
         node=processes.node,
         host=surroundings.host,
         gpus=surroundings.gpus,
         hosts=processes.hosts,
-        srun=_srun(processes, surroundings, verb, arguments) if processes.needs_srun else (),
+        srun=_srun(processes, surroundings, verb, arguments, no_kill=restarts > 0 and least < processes.nodes)
+        if processes.needs_srun
+        else (),
         network=network,
-        obstacles=processes.obstacles,
+        obstacles=(*processes.obstacles, *lacking),
+        restarts=restarts,
+        least_nodes=least,
         reason=processes.reason,
         gpu_memory=surroundings.gpu_memory,
     )
+
+
+def _without_restarts(processes: Processes, topology: Topology) -> list[Problem]:
+    """Why trainer.restarts and topology.min_nodes cannot be had here."""
+    if processes.joins:
+        what = "processes that another launcher has started can be started again by that alone"
+        fix = "Set it to 0 and use the launcher's own (torchrun --max-restarts), or start packtrain without it."
+        return [Problem(what, "trainer.restarts", fix)]
+    if (topology.min_nodes or 1) > processes.nodes:
+        what = f"{topology.min_nodes}, but the run has {counted(processes.nodes, 'machines')}"
+        return [Problem(what, "topology.min_nodes", f"Set it to at most {processes.nodes}.")]
+    return []
 
 
 def _with_asked_gpus(topology: Topology, surroundings: Surroundings) -> Surroundings:
@@ -156,7 +188,9 @@ def _with_asked_gpus(topology: Topology, surroundings: Surroundings) -> Surround
     return replace(surroundings, gpus=gpus, env={**surroundings.env, _VISIBLE: asked})
 
 
-def _srun(processes: Processes, surroundings: Surroundings, verb: str, arguments: Sequence[str]) -> tuple[str, ...]:
+def _srun(
+    processes: Processes, surroundings: Surroundings, verb: str, arguments: Sequence[str], *, no_kill: bool
+) -> tuple[str, ...]:
     """The srun command: one task on each machine, with all cores of the job there, which starts the machine's processes.
 
     A failed task does not make srun kill the others: machine 0 ends them in order.
@@ -165,6 +199,7 @@ def _srun(processes: Processes, surroundings: Surroundings, verb: str, arguments
     if cpus := surroundings.env.get("SLURM_CPUS_ON_NODE"):  # srun does not take this from the job
         flags += ["--cpus-per-task", cpus]
     flags += ["--kill-on-bad-exit=0", "--wait=0"]  # override the cluster's defaults
+    flags += ["--no-kill"] if no_kill else []
     return ("srun", *flags, surroundings.python, "-m", "packtrain", verb, *arguments)
 
 

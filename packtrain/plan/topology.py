@@ -8,9 +8,9 @@ and the plan is shown all the same.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from packtrain.config.schema import Topology
@@ -59,6 +59,12 @@ class Processes:
     def total(self) -> int:
         """Processes of all machines."""
         return self.nodes * self.per_node
+
+    def of(self, machines: Sequence[int]) -> Processes:
+        """The processes of these machines alone, numbered anew in their order."""
+        hosts = tuple(self.hosts[node] for node in machines) if self.hosts else ()
+        reason = f"{_machines(len(machines), self.per_node)}, of {self.nodes} machines"
+        return replace(self, nodes=len(machines), node=machines.index(self.node), hosts=hosts, reason=reason)
 
     @property
     def role(self) -> Role:

@@ -566,4 +566,4 @@ def _answers(run: Run) -> list[str]:
 
 def _write_summary(run: Run, summary: dict) -> None:
     if run.ranks.main:
-        write_json(run.folder.summary, summary)
+        write_json(run.folder.summary, {**summary, "restarts": run.folder.restarts()})

@@ -52,11 +52,21 @@ def launch(overrides: list[str]) -> int:
 
     config = load_config("run.yaml", overrides)
     plan = plan_launch(config, look_around())
-    where = [str(plan.nodes), str(plan.node), str(plan.gpus_per_node), plan.accelerate["main_process_ip"]]
 
     def small(argv: Sequence[str], log: Path) -> list[str]:
-        port = argv[argv.index("--main_process_port") + 1]
-        return ["-m", "tests.cluster.small_launch", "--start", str(log), *where, port, *argv[-2:]]
+        names = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")  # as they are after a restart
+        nodes, node, *where = (argv[argv.index(f"--{name}") + 1] for name in names)
+        return [
+            "-m",
+            "tests.cluster.small_launch",
+            "--start",
+            str(log),
+            nodes,
+            node,
+            str(plan.gpus_per_node),
+            *where,
+            *argv[-2:],
+        ]
 
     execute._torchrun = small
     return execute.execute(plan, config, lambda: 0)

@@ -31,7 +31,7 @@ WARM = (
     "packtrain.launch.execute",
     "packtrain.config.compose",
     "packtrain.plan.view.screen",
-    "packtrain.launch.submit",
+    "packtrain.launch.slurm.submit",
     "deepspeed",  # which accelerate imports in every run, where it is installed
     "transformers.models.llama.modeling_llama",
     "typer._adapters",

@@ -61,7 +61,7 @@ def test_a_run_imports_without_the_garbage_collector_and_nothing_of_what_it_does
     assert facts["collections"] == 0  # a quarter of the time of the imports
     assert facts["frozen"] > 100_000
     other_objective = ["packtrain.train.objectives.dpo", "trl.trainer.dpo_trainer"]
-    other_verbs = ["packtrain.train.verify", "packtrain.diagnose.env", "packtrain.launch.sbatch"]
+    other_verbs = ["packtrain.train.verify", "packtrain.diagnose.env", "packtrain.launch.slurm.sbatch"]
     trackers = ["tensorboard", "torch.utils.tensorboard", "wandb", "mlflow"]
     assert {*facts["modules"]} & {*other_objective, *other_verbs, *trackers} == set()
 

@@ -192,6 +192,16 @@ def _trainer(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         what, fix = "stopping early needs evaluations during training", "Set data.eval and trainer.eval_every."
         lacking = "data.eval" if config.data.eval is None else "trainer.eval_every"
         yield Fault(("trainer.early_stop_patience",), what, fix, because=lacking)
+    if trainer.restarts and trainer.checkpoint_every is None:
+        what = "without checkpoints a run could only be started again from its beginning"
+        yield Fault(("trainer.restarts", "trainer.checkpoint_every"), what, "Set trainer.checkpoint_every.")
+    nodes, least = config.topology.nodes, config.topology.min_nodes
+    if least is not None and not trainer.restarts:
+        what = "it does nothing without trainer.restarts"
+        yield Fault(("topology.min_nodes", "trainer.restarts"), what, "Set trainer.restarts, or take the key away.")
+    elif least is not None and nodes is not None and least > nodes:
+        what = f"{least} machines at least, of {nodes}"
+        yield Fault(("topology.min_nodes", "topology.nodes"), what, f"Set it to at most {nodes}.")
     if trainer.mixed_precision == "bf16" and config.model.dtype == "float16":
         what = "bf16 computation over float16 weights is not supported"
         yield Fault(("trainer.mixed_precision", "model.dtype"), what, "Set model.dtype to float32 or bfloat16.")

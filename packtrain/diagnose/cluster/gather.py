@@ -22,7 +22,7 @@ from packtrain.diagnose.env import age_s, gather
 from packtrain.diagnose.timeouts import Probe, Unanswered, kill_processes
 from packtrain.errors import PeerFailed, UserError
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
-from packtrain.launch.srun import run_srun
+from packtrain.launch.slurm.srun import run_srun
 from packtrain.monitor.channel import Refused, Server
 from packtrain.plan.agreement import Member
 from packtrain.plan.launch_plan import plan_launch
@@ -54,7 +54,7 @@ def show_cluster(load: Callable[[], RunConfig | None], arguments: Sequence[str],
     making = Probe(lambda: own_report(*gather(lambda: config), asdict(config)), REPORT_S)
     limit_s = max(min(GATHER_S, config.topology.join_timeout) - age_s(), _LEAST_S)
     address, port = processes.main_address or "", processes.main_port or DEFAULT_PORT
-    place = Place(address, port, limit_s, _JOB, processes.hosts, partial=True)
+    place = Place(address, port, limit_s, _JOB, processes.hosts, least=1)
     # only the number of machines has to be the same at the rendezvous: the rest is compared later
     nodes = processes.nodes
     me = Member(processes.node, nodes, 1, 0, around.host, own_addresses(), {}, {})

@@ -117,6 +117,7 @@ def script(job: Job, plan: LaunchPlan) -> str:
         "made_by": f"Made by {clean(shlex.join(job.called))}".replace("\n", "\n# "),
         "summary": summary(job, plan),
         "topology": topology,
+        "no_kill": plan.makes_do,
         "job_name": directive(topology.job_name or job.logs.parent.name),
         "asked": list(_asked(topology, plan)),
         "folder": directive(str(job.folder)),

@@ -13,7 +13,7 @@ from pathlib import Path
 from packtrain.config.yaml_files import shown
 from packtrain.errors import UserError
 from packtrain.launch.inputs import inputs
-from packtrain.launch.sbatch import Job, plan_job, script, summary
+from packtrain.launch.slurm.sbatch import Job, plan_job, script, summary
 
 _TIMEOUT_S = 120
 _MADE = "# Made by packtrain sbatch"

@@ -1,0 +1,98 @@
+"""trainer.restarts: whether a run that has failed is started again, and the record of it.
+
+A dead or hung rank, and a lost machine, are restarted from the newest checkpoint; what another attempt would end in again (a
+wrong config, a failed check) is not, nor a run that somebody stopped. The launchers stay: those that live meet anew.
+
+torchrun's elastic agent is not used for it: it restarts whatever the exit code, knows nothing of hung ranks and of checkpoints
+that bring no progress, and keeps the arguments that were made for the machines of the first start.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from packtrain.errors import PeerFailed
+from packtrain.launch.exit_status import BUG, Verdict
+from packtrain.redact import clean
+from packtrain.run_folder import RunFolder, in_time, write_json
+
+RESTARTED = (1, PeerFailed.exit_code)
+"""The exit codes after which a run is started again."""
+FRUITLESS = 2
+"""Restarts in a row without a new checkpoint after which the run is ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """`when` (local time), the `step` of the checkpoint that the run goes on from (0: its beginning), `why` in lines, and the
+    `machines` that go on."""
+
+    when: str
+    step: int
+    why: list[str]
+    machines: list[str]
+
+
+class Restarts:
+    """Machine 0's decision on each failure of a run that may be started `most` times again, and its record in the run folder."""
+
+    def __init__(self, most: int, folder: RunFolder) -> None:
+        self._most, self._folder = most, folder
+        self._steps: list[int] = []  # of the newest checkpoint, at each failure
+        self._why: list[str] = []
+        self._when = ""
+        self._record: list[Mapping[str, Any]] = []
+
+    @property
+    def number(self) -> int:
+        """How many there have been."""
+        return len(self._steps)
+
+    def decide(self, verdict: Verdict, failed: str) -> Verdict:
+        """The verdict, with `restart` set or a line that says why there is none; `failed` is the first failure in words."""
+        if not self._most or verdict.code not in RESTARTED:
+            return verdict
+        step = in_time(lambda: newest_step(self._folder), 0)
+        self._steps.append(step)
+        self._when, told = time.strftime("%Y-%m-%d %H:%M:%S"), [one for one in verdict.lines if one != BUG]
+        self._why = [clean(line) for line in told or [failed]]
+        if self._steps[-FRUITLESS - 1 :] == [step] * (FRUITLESS + 1):
+            left = f"{FRUITLESS} restarts in a row have brought no new checkpoint"
+        elif self.number > self._most:
+            left = f"trainer.restarts={self._most}, and there were as many"
+        else:
+            return replace(verdict, restart=True)
+        return replace(verdict, lines=[*verdict.lines, f"not started again: {left}"])
+
+    def resume(self, asked: str) -> str:
+        """trainer.resume of the next start, where `asked` was that of the first: auto, once this run has a checkpoint."""
+        begun = not self._folder.attempt.root.exists()
+        return "auto" if self.number and begun and newest_step(self._folder) else asked
+
+    def keep(self, machines: list[str]) -> None:
+        """Writes the record for a start with these machines, into the run folder that has been opened for it."""
+        if self.number:
+            step = newest_step(self._folder)
+            self._record = [*self._record, asdict(Restart(self._when, step, self._why, machines))]
+        elif newest_step(self._folder):  # the run goes on, perhaps after a requeue
+            self._record = self._folder.restarts()
+        if self._record:
+            write_json(self._folder.restarted, self._record)
+        else:
+            self._folder.restarted.unlink(missing_ok=True)
+
+    def sentence(self) -> str:
+        """What the terminal says of the restart that is about to be made."""
+        step = self._steps[-1]
+        place = f"the checkpoint of step {step}" if step else "the beginning, for there is no checkpoint"
+        return f"restart {self.number} of {self._most}, from {place}"
+
+
+def newest_step(folder: RunFolder) -> int:
+    """The step of the newest checkpoint, 0 where there is none."""
+    found = [re.fullmatch(r"step-(\d+)", one.name) for one in folder.checkpoints.glob("step-*")]
+    return max((int(one[1]) for one in found if one), default=0)
