@@ -417,11 +417,7 @@ class Trainer:
         "auto", "Run the largest micro-batch before step 1, so that a lack of memory shows; auto does on GPUs."
     )
     restarts: int = key(
-        0,
-        "Most times that a run is started again from its newest checkpoint after a process has died or hung, or a machine was "
-        "lost (docs/resume.md).",
-        minimum=0,
-        maximum=1000,
+        0, "Most times to start again after a dead or hung process, or a lost machine (docs/resume.md).", minimum=0
     )
     eval_every: int | None = key(None, "Steps between evaluations; none for only before and after training.", minimum=1)
     early_stop_patience: int | None = key(
@@ -493,14 +489,8 @@ class Topology:
         "manual: the same command once on every machine, each with its topology.node_rank.",
     )
     nodes: int | None = key(None, "Machines; none for those of the Slurm job, else 1.", minimum=1, maximum=100_000)
-    min_nodes: int | None = key(
-        None,
-        "Fewest machines that a restart (trainer.restarts) makes do with; none waits for all of them, for join_timeout.",
-        minimum=1,
-    )
-    gpus_per_node: int | None = key(
-        None, "Processes per machine; none for one per visible GPU.", minimum=1, maximum=1024
-    )
+    min_nodes: int | None = key(None, "Fewest machines that a restart makes do with; none waits for all.", minimum=1)
+    gpus_per_node: int | None = key(None, "Processes per machine; none for one per GPU.", minimum=1, maximum=1024)
     main_address: str | None = key(None, "Host name or address of the first machine.")
     main_port: int | None = key(
         None,
@@ -546,9 +536,7 @@ class Topology:
         minimum=1,
         maximum=65535,
     )
-    requeue: bool = key(
-        False, "Slurm: put a job that its time limit stopped, or that lost a machine, back into the queue to go on."
-    )
+    requeue: bool = key(False, "Slurm: put a job back into the queue after its time limit, or a lost machine.")
     container: str | None = key(None, "Slurm: image that the run starts in; it has packtrain in its PATH.")
     container_runtime: Literal["pyxis", "apptainer"] = key("pyxis", "Slurm: what starts the image.")
     container_mounts: list[str] = key(

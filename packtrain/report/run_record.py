@@ -45,6 +45,16 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Restarted:
+    """A restart of a run: the step that it goes on from, on which machines, and why, in lines."""
+
+    when: str
+    step: str
+    machines: str
+    why: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
     """A config key; `changed` where it has not its default."""
 
@@ -72,6 +82,7 @@ class RunRecord:
     processes: int = 1
     environment: Mapping[str, Any] = field(default_factory=dict)
     saved: Sequence[Saved] = ()
+    restarts: Sequence[Restarted] = ()
     data: Mapping[str, Any] | None = None
 
     def setting(self, key: str) -> str:
@@ -122,6 +133,7 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         processes=processes if isinstance(processes := plan.get("num_processes"), int) else 1,
         environment=plain(_read_json(source.environment)),
         saved=_saved(folder),
+        restarts=[_restarted(plain(one)) for one in folder.restarts()],
         data=harmless(_read_json(folder.data), redactor.text) or None,  # its `cut_tokens` are no secret
     )
 
@@ -180,6 +192,11 @@ def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _restarted(one: Mapping[str, Any]) -> Restarted:
+    machines, why = (value if isinstance(value := one.get(name), list) else [] for name in ("machines", "why"))
+    return Restarted(str(one.get("when")), str(one.get("step")), ", ".join(map(str, machines)), [*map(str, why)])
 
 
 def _saved(folder: RunFolder) -> list[Saved]:

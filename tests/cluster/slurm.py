@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,18 @@ class Slurm:
             assert time.monotonic() < end, f"{job}\n{tail(Path(job['StdOut']))}"
             time.sleep(1)  # each look costs what a tenth of a second of training does
         return job
+
+    def lose(self, host: int) -> None:
+        """A host whose power is gone: all that runs there is killed, and Slurm has noticed."""
+        for pid in self._hosts.processes(host):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.run("scontrol", "update", f"NodeName=n{host}", "State=DOWN", "Reason=lost")
+
+    def give_back(self, host: int) -> None:
+        """Has a lost host again."""
+        self.start("slurmd", "-D", "-N", f"n{host}", host=host)
+        self.run("scontrol", "update", f"NodeName=n{host}", "State=RESUME", expect=None)
 
 
 def tail(log: Path) -> str:

@@ -10,14 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 import yaml
 
 from tests.cluster.small_launch import ROOT, SMALL, at_work
 from tests.cluster.test_stalls import CONFIG
 from tests.cluster.two_hosts import LONG_S, Running, TwoHosts, both
+from tests.train.running import Run, base_config, train
 
-STEPS = 40
+STEPS = 20
+CHANGES = {"fewer": ["topology.min_nodes=1"]}
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -106,6 +110,29 @@ def test_restarts_that_bring_no_new_checkpoint_end_the_run_with_its_diagnosis(tm
     assert "not started again: 2 restarts in a row have brought no new checkpoint" in stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
+def test_one_process_killed_while_it_trains_comes_to_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+    """From nothing, as a user starts it: with restarts the only process is one of its own."""
+    trainer = {"max_steps": 30, "checkpoint_every": 3, "keep_checkpoints": None}
+    config = base_config(tmp_path, batch={"examples_per_step": 4}, trainer=trainer)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    given = ("-m", "packtrain", "sft", "run.yaml", "trainer.restarts=1", "trainer.output_dir=killed")
+    process = at_work(tmp_path, *given)
+    end = time.monotonic() + LONG_S
+    while not (tmp_path / "killed/checkpoints/step-000003").exists():
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.02)
+    (worker,) = psutil.Process(process.pid).children()
+    worker.kill()
+    _, stderr = process.communicate(timeout=LONG_S)
+    assert process.returncode == 0, stderr
+    whole, killed = train(tmp_path, config), Run(tmp_path / "killed")
+    (one,) = json.loads((tmp_path / "killed/summary.json").read_text())["restarts"]
+    assert "(SIGKILL)" in one["why"][0] and one["step"] >= 3
+    assert killed.losses == whole.losses and len(killed.losses) == 30
+    assert all(torch.equal(weights, killed.weights()[name]) for name, weights in whole.weights().items())
+
+
 @pytest.fixture
 def hosts(made: TwoHosts) -> Iterator[TwoHosts]:
     yield made
@@ -113,9 +140,10 @@ def hosts(made: TwoHosts) -> Iterator[TwoHosts]:
     made.assert_empty()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return prepared(tmp_path, kind="manual", nodes=2, main_address="n1", main_port=29500, join_timeout=60)
+def on_two_hosts(folder: Path, port: int) -> Path:
+    folder.mkdir(exist_ok=True)
+    machines = {"kind": "manual", "nodes": 2, "main_address": "n1", "main_port": port, "join_timeout": 60}
+    return prepared(folder, **machines)
 
 
 def machine(hosts: TwoHosts, folder: Path, number: int, *overrides: str) -> Running:
@@ -123,40 +151,49 @@ def machine(hosts: TwoHosts, folder: Path, number: int, *overrides: str) -> Runn
     return hosts.start(number + 1, *SMALL, *given, cwd=folder, env={"PYTHONPATH": str(ROOT)})
 
 
-def test_a_lost_machine_is_done_without_where_min_nodes_allows_it(hosts: TwoHosts, folder: Path) -> None:
-    first, second = (machine(hosts, folder, number, "topology.min_nodes=1") for number in (0, 1))
-    reached(folder, first)
-    os.kill(second.process.pid, signal.SIGKILL)
-    assert first.wait() == 0, first.text
-    (one,) = restarts(folder)
+def killed(launcher: Running, folder: Path) -> None:
+    reached(folder, launcher)
+    os.kill(launcher.process.pid, signal.SIGKILL)
+
+
+def test_a_lost_machine_is_done_without_or_waited_for(hosts: TwoHosts, tmp_path: Path) -> None:
+    """Three runs at once, most of whose time is waiting: the second machine is lost, with min_nodes and without, and the first."""
+    fewer, second, first = (
+        on_two_hosts(tmp_path / name, 29500 + 10 * at) for at, name in enumerate(("fewer", "second", "first"))
+    )
+    runs = {
+        folder: [machine(hosts, folder, number, *CHANGES.get(folder.name, ())) for number in (0, 1)]
+        for folder in (fewer, second, first)
+    }
+    killed(runs[fewer][1], fewer)
+    killed(runs[second][1], second)
+    runs[second][1] = machine(hosts, second, 1)  # before the first machine has noticed
+    killed(runs[first][0], first)
+    runs[first][0] = machine(hosts, first, 0)
+    assert runs[fewer][0].wait() == 0, runs[fewer][0].text
+    for folder in (second, first):
+        assert both(runs[folder]) == [0, 0], "".join(one.text for one in runs[folder])
+
+    (one,) = restarts(fewer)
     assert one["machines"] == ["n1"] and "n2 was lost" in "".join(one["why"])
-    assert f"training 2 auto from {one['step']}\n" in first.text
-    (begun,) = folder.glob(f"begun-*-{one['step']}")
+    assert f"training 2 auto from {one['step']}\n" in runs[fewer][0].text
+    (begun,) = fewer.glob(f"begun-*-{one['step']}")
     plan = json.loads((begun / "plan.json").read_text())
     assert (plan["nodes"], plan["num_processes"]) == (1, 2)
 
+    (one,) = restarts(second)
+    assert one["machines"] == ["n1", "n2"] and f"training 4 auto from {one['step']}\n" in runs[second][0].text
 
-def test_without_min_nodes_the_lost_machine_is_waited_for(hosts: TwoHosts, folder: Path) -> None:
-    first, second = (machine(hosts, folder, number) for number in (0, 1))
-    reached(folder, first)
-    os.kill(second.process.pid, signal.SIGKILL)
-    again = machine(hosts, folder, 1)  # before the first machine has noticed
-    assert both([first, again]) == [0, 0], first.text + again.text
-    (one,) = restarts(folder)
-    assert one["machines"] == ["n1", "n2"] and f"training 4 auto from {one['step']}\n" in first.text
+    assert "n1 was lost" in runs[first][1].text and "training 4 auto from " in runs[first][0].text
+    assert "from 0" not in runs[first][0].text
 
 
-def test_a_lost_first_machine_is_waited_for_by_the_others(hosts: TwoHosts, folder: Path) -> None:
-    first, second = (machine(hosts, folder, number) for number in (0, 1))
-    reached(folder, first)
-    os.kill(first.process.pid, signal.SIGKILL)
-    again = machine(hosts, folder, 0)
-    assert both([again, second]) == [0, 0], again.text + second.text
-    assert "n1 was lost" in second.text and "training 4 auto from 5" in again.text
-
-
-def test_a_machine_without_a_link_is_lost_and_does_not_train_on_alone(hosts: TwoHosts, folder: Path) -> None:
-    given = ("topology.min_nodes=1", "topology.step_timeout=10", "topology.join_timeout=5")
+@pytest.mark.slow
+def test_a_machine_without_a_link_is_lost_and_does_not_train_on_alone(hosts: TwoHosts, tmp_path: Path) -> None:
+    folder, given = (
+        on_two_hosts(tmp_path, 29500),
+        ("topology.min_nodes=1", "topology.step_timeout=10", "topology.join_timeout=5"),
+    )
     first, second = (machine(hosts, folder, number, *given) for number in (0, 1))
     reached(folder, first)
     hosts.cut()

@@ -234,6 +234,32 @@ def test_two_machines_stopped_before_the_time_limit_come_back_and_end_as_one_und
     assert (plan["num_processes"], plan["nodes"], plan["gpus_per_node"]) == (2, 2, 1)
 
 
+def test_a_job_that_loses_a_machine_goes_on_with_the_other(cluster: Slurm, home: Path, sweep: list[Path]) -> None:
+    machines = {
+        "nodes": 2,
+        "gpus_per_node": 1,
+        "min_nodes": 1,
+        "step_timeout": 20,
+        "setup": ['export PYTHONPATH="$PWD/slow"'],
+    }
+    write(home, "lost.yaml", topology=machines, trainer={"max_steps": STEPS, "checkpoint_every": 2, "restarts": 1})
+    told = submit(cluster, home, "lost.yaml", "trainer.output_dir=runs/lost")
+    number, run, log = told["job_id"], Path(told["output_dir"]), Path(told["log"])
+    cluster.until(number, lambda job: any((run / "checkpoints").glob("step-*")) or job["JobState"] != "RUNNING")
+    (home / "slow" / "sitecustomize.py").write_text("")  # what is started from now on is quick
+    try:
+        cluster.lose(2)
+        done(cluster, number, told["log"])
+    finally:
+        cluster.give_back(2)
+        (home / "slow" / "sitecustomize.py").write_text(SLOW_STEPS)
+    summary = json.loads((run / "summary.json").read_text())
+    (one,) = summary["restarts"]
+    assert one["machines"] == ["n1"] and one["step"] > 0 and "n2 was lost" in one["why"][0], tail(log)
+    assert losses(run) == pytest.approx(losses(sweep[0]), rel=1e-5)
+    assert "restart 1 of 1, from the checkpoint of step" in log.read_text()
+
+
 def test_a_step_with_a_task_for_each_rank_is_ended_with_one_diagnosis_over_all_machines(
     tasks: Running, home: Path
 ) -> None:

@@ -292,6 +292,6 @@ def test_what_a_run_reads_may_lie_beside(tmp_path: Path) -> None:
 
 def test_the_names_in_logs_are_those_that_are_written_there(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    written = {folder.attempt.root.name, LOCK, PUBLISHED, RANKS, DIAGNOSIS}
+    written = {folder.attempt.root.name, folder.restarted.name, LOCK, PUBLISHED, RANKS, DIAGNOSIS}
     assert written == {name for name in REPLACED_LOGS if "*" not in name}
     assert [name for name in REPLACED_LOGS if stacks_of(tmp_path, 3).match(name)]

@@ -339,6 +339,9 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
     assert only(None, *COMPLETE, *spread).where.startswith("command line, optim=adafactor, optim.name")
 
 
+RESTARTED = ["trainer.restarts=1", "trainer.checkpoint_every=5"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
@@ -393,6 +396,9 @@ def test_the_fault_of_a_shipped_choice_is_placed_where_it_was_chosen() -> None:
         (["+topology.environment.WANDB_API_KEY=x"], "topology.environment.WANDB_API_KEY", "by its name it is a secret"),
         (["topology.main_address=n1:29500"], "topology.main_address", "its port is topology.main_port"),
         (["topology=single", "topology.gpus_per_node=2"], "topology.gpus_per_node", "one process cannot use 2"),
+        (["trainer.restarts=1"], "trainer.restarts", "only be started again from its beginning"),
+        (["topology.min_nodes=1"], "topology.min_nodes", "nothing without trainer.restarts"),
+        ([*RESTARTED, "topology.nodes=2", "topology.min_nodes=3"], "topology.min_nodes", "3 machines at least, of 2"),
         (["trainer.eval_every=5"], "trainer.eval_every", "nothing to evaluate on"),
         (["trainer.early_stop_patience=5"], "trainer.early_stop_patience", "needs evaluations"),
         (["trainer.early_stop_patience=5", "data.eval=0.1"], "trainer.early_stop_patience", "during training"),

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from packtrain.config.keys import keys
 from packtrain.config.rules.slurm import gpus_of, seconds_of
 from packtrain.config.sweep import load_points
 from packtrain.config.yaml_files import shipped
-from packtrain.run_folder import RunFolder
+from packtrain.run_folder import RunFolder, write_json
 
 RUN = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32", "trainer.output_dir=runs/x"]
 MACHINES = ["topology.nodes=2", "topology.gpus_per_node=4"]
@@ -95,6 +96,7 @@ def directives(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
 
 
+RESTARTED = ["trainer.restarts=1", "trainer.checkpoint_every=5", "topology.min_nodes=1"]
 # Every Slurm key: what is given, and the line that it becomes.
 GIVEN = [
     (["topology.partition=gpu"], "#SBATCH --partition=gpu"),
@@ -236,6 +238,20 @@ def test_a_job_goes_back_into_the_queue_only_when_it_was_stopped_in_time_and_got
     run(script("topology.requeue=true"), tmp_path / "home", CODE=str(code), **variables)
     asked = tmp_path / "called.scontrol"
     assert (asked.read_text() == "requeue 7\n") if comes_back else not asked.exists()
+
+
+@pytest.mark.parametrize(("status", "code"), [("done", 0), ("stopped", 137), (None, 137)])
+def test_the_code_of_a_lost_machine_is_not_that_of_a_run_that_went_on_without_it(
+    status: str | None, code: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "home/runs/x"
+    RunFolder(folder).open_attempt("auto")
+    if status:
+        write_json(RunFolder(folder).summary, {"status": status})
+        os.utime(RunFolder(folder).summary, (time.time() + 60,) * 2)
+    text = script(*RESTARTED)
+    assert "--no-kill" in directives(text) and "--wait=0 --no-kill" in text and "no-kill" not in script()
+    assert run(text, tmp_path / "home", CODE="137")[0] == code
 
 
 SWEEP = ["optim.learning_rate=1e-5,2e-5", "trainer.seed=range(0,2)", "-m"]
@@ -523,6 +539,7 @@ VARIANTS = [
     [],
     ["topology.requeue=true"],
     [*SWEEP, "topology.requeue=true"],
+    [*SWEEP, *RESTARTED],
     SWEEP,
     ["topology.container=a", "topology.container_mounts=['/a b']"],
     ["topology.container=a", "topology.container_runtime=apptainer", "topology.modules=[a]", "topology.venv=/v"],

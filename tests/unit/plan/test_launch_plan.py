@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,25 @@ def test_the_topology_decides_the_processes(
     assert (made.num_processes, made.nodes, made.gpus_per_node) == (processes, 1, processes)
     assert made.in_process == in_process
     assert made.reason
+
+
+def test_a_run_that_may_be_started_again_is_launched_and_planned_anew_for_the_machines_that_are_left() -> None:
+    four = {"kind": "manual", "nodes": 4, "gpus_per_node": 2, "main_address": "n1", "node_rank": 3, "min_nodes": 2}
+    config = RunConfig(
+        topology=Topology(**four),
+        batch=Batch(examples_per_step=32, examples_per_device=2),
+        trainer=Trainer(output_dir="runs/x", restarts=1, checkpoint_every=5),
+    )
+    around = Surroundings(cpus=16, free_port=4321)
+    whole, fewer = plan_launch(config, around), plan_launch(config, around, left=(0, 3))
+    assert (fewer.nodes, fewer.node, fewer.num_processes, fewer.least_nodes) == (2, 1, 4, 2)
+    assert fewer.batch.examples_per_step == whole.batch.examples_per_step
+    assert whole.makes_do and whole.restarts == 1
+    alone = plan_launch(replace(config, topology=Topology()), around)
+    assert (alone.role, alone.num_processes) == ("launch", 1)
+    assert "verify" not in alone.command.argv and plan_launch(config, around, "verify").restarts == 0
+    joined = plan_launch(replace(config, topology=Topology()), replace(around, env=TORCHRUN))
+    assert [one.where for one in joined.obstacles] == ["trainer.restarts"]
 
 
 def test_a_launch_over_two_machines_is_joined_as_such() -> None:

@@ -1,0 +1,71 @@
+"""Which failures are followed by a restart, and what is kept of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from packtrain.launch.exit_status import BUG, Verdict
+from packtrain.launch.restarts import Restarts, newest_step
+from packtrain.run_folder import RunFolder
+
+KILLED = Verdict(4, ["rank 1 was killed"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.open_attempt("auto")
+    return folder
+
+
+def checkpoint(folder: RunFolder, step: int) -> None:
+    (folder.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+
+
+@pytest.mark.parametrize(("code", "again"), [(0, 0), (1, 1), (2, 0), (3, 0), (4, 1), (130, 0), (143, 0)])
+def test_only_a_failure_that_may_not_come_again_is_followed_by_a_restart(
+    code: int, again: int, folder: RunFolder
+) -> None:
+    assert Restarts(1, folder).decide(Verdict(code), "").restart == bool(again)
+    assert not Restarts(0, folder).decide(Verdict(code), "").restart
+
+
+def test_there_are_as_many_as_asked_for_and_fewer_without_progress(folder: RunFolder) -> None:
+    restarts, stuck = Restarts(3, folder), Restarts(9, folder)
+    for step in (5, 10, 10):
+        checkpoint(folder, step) if newest_step(folder) < step else None
+        assert restarts.decide(KILLED, "").restart
+    checkpoint(folder, 15)
+    last = restarts.decide(KILLED, "")
+    assert not last.restart and last.lines == [
+        *KILLED.lines,
+        "not started again: trainer.restarts=3, and there were as many",
+    ]
+    assert [stuck.decide(KILLED, "").restart for _ in range(3)] == [True, True, False]
+
+
+def test_a_restart_resumes_this_run_and_never_an_earlier_one(folder: RunFolder) -> None:
+    restarts = Restarts(3, folder)
+    checkpoint(folder, 5)  # of an earlier run: this one has not begun
+    restarts.decide(KILLED, "")
+    assert restarts.resume("never") == "never"
+    folder.attempt.root.rmdir()
+    assert restarts.resume("never") == "auto"
+
+
+def test_each_restart_is_kept_also_by_the_launch_that_goes_on(folder: RunFolder) -> None:
+    first = Restarts(2, folder)
+    first.keep(["n1", "n2"])
+    assert folder.restarts() == []
+    checkpoint(folder, 5)
+    first.decide(Verdict(1, [BUG]), "rank 0 on n1 failed")
+    first.keep(["n1"])
+    again = Restarts(2, folder)
+    again.keep(["n1"])
+    again.decide(KILLED, "")
+    again.keep(["n1"])
+    kept = folder.restarts()
+    assert [one["why"] for one in kept] == [["rank 0 on n1 failed"], ["rank 1 was killed"]]
+    assert [(one["step"], one["machines"]) for one in kept] == [(5, ["n1"])] * 2
