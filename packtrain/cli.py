@@ -25,7 +25,7 @@ from typer.core import TyperCommand
 from packtrain import __version__
 from packtrain.errors import PacktrainError, UserError
 from packtrain.fast_imports import fast_imports
-from packtrain.launch.exit_status import exit_code_of
+from packtrain.launch.exit_status import ended_by, exit_code_of
 from packtrain.redact import CleanStream, clean, learn
 
 if TYPE_CHECKING:
@@ -372,10 +372,13 @@ def main() -> None:
         open_all()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a "≥" must not end a help that is read in latin-1
-    _settle_home()
-    learn("\n".join(sys.argv[1:]), names=True)
-    sys.stdout, sys.stderr = CleanStream(sys.stdout), CleanStream(sys.stderr)
-    app()
+    try:
+        _settle_home()
+        learn("\n".join(sys.argv[1:]), names=True)
+        sys.stdout, sys.stderr = CleanStream(sys.stdout), CleanStream(sys.stderr)
+        app()
+    except Exception as error:  # of what is before and around a verb
+        sys.exit(ended_by(error))
 
 
 def _settle_home() -> None:

@@ -37,7 +37,11 @@ def meant_by(staging: Path) -> Path:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a file (UTF-8) that is the old one, or none, until it is this one whole."""
-    aside(path).write_text(text, encoding="utf-8", errors="replace")
+    try:
+        aside(path).write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:  # no room: nothing half stays, and the error names the file
+        aside(path).unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
     publish(aside(path), path)
 
 

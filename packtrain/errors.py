@@ -7,8 +7,10 @@ bugs of packtrain itself.
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -113,6 +115,25 @@ _FIXES = {
     errno.ENAMETOOLONG: "A name has at most 255 bytes, and a path 4,096.",
     errno.ELOOP: "A link leads back to itself: ls -l shows where.",
 }
+
+
+def read_json(path: Path, most: int = 2**24) -> dict[str, Any]:
+    """The JSON object in a file of someone else's. Raises UserError if it is anything else, no regular file, or larger than `most`
+    bytes: a pipe has no end."""
+    fix = "Mend it, or fetch it again."
+    try:
+        if not path.is_file():
+            raise UserError(
+                "there is no regular file" if path.exists() else "there is no such file", where=str(path), fix=fix
+            )
+        if path.stat().st_size > most:
+            raise UserError(f"more than {most:,} bytes", where=str(path), fix=fix)
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"not valid JSON: {error}", where=str(path), fix=fix) from error
+    if not isinstance(content, dict):
+        raise UserError("not a JSON object", where=str(path), fix=fix)
+    return content
 
 
 def of_json(said: Mapping[str, Any]) -> PacktrainError:

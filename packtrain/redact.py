@@ -141,7 +141,8 @@ def _within(text: str, *, names: bool) -> Iterable[str]:
     named = [(found[1], text[found.end() :]) for found in _ASSIGNMENT.finditer(text)] if names else []
     named += [(found[1], found[3]) for found in _OPTION.finditer(text)] if names else []
     for name, rest in named:
-        values = re.split(r"[,;&'\"\[\]{}]+", rest.lstrip("'\"").split(maxsplit=1)[0]) if rest.strip() else []
+        first = next(iter(rest.lstrip("'\" ").split(maxsplit=1)), "")
+        values = re.split(r"[,;&'\"\[\]{}]+", first)
         yield from (value for value in values if speaks_of_secrets(name) and len(value) >= _LEAST)
 
 

@@ -19,8 +19,8 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -234,6 +234,32 @@ class RunFolder:
             if os.path.lexists(entry):
                 entry.rename(moved.logs if entry == self.logs_before else target / entry.name)
         return target
+
+
+@contextmanager
+def reading(root: Path) -> Iterator[None]:
+    """Around what reads the files of a run folder, which anyone may have changed: what packtrain never writes is a UserError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        what = f"a file of the run has what packtrain does not write ({type(error).__name__}: {error})"
+        fix = "See which was changed by hand: ls -lt, in it and in logs/; moved away, it is not read."
+        raise UserError(what, where=str(root), fix=fix) from error
+
+
+def text_of(file: Path) -> str:
+    """The text of a file of a run folder, "" if there is no regular one."""
+    with suppress(OSError):
+        return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    return ""
+
+
+def object_of(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run folder, {} if there is none."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text_of(file))
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _is_in(path: Path, place: Path) -> bool:

@@ -488,7 +488,7 @@ class Topology:
         "auto: join a running launch, else all machines of a Slurm job, else all GPUs of this machine, else one CPU process; "
         "manual: the same command once on every machine, each with its topology.node_rank.",
     )
-    nodes: int | None = key(None, "Machines; none for those of the Slurm job, else 1.", minimum=1, maximum=100_000)
+    nodes: int | None = key(None, "Machines; none for those of the Slurm job, else 1.", minimum=1, maximum=20_000)
     min_nodes: int | None = key(None, "Fewest machines that a restart makes do with; none waits for all.", minimum=1)
     gpus_per_node: int | None = key(None, "Processes per machine; none for one per GPU.", minimum=1, maximum=1024)
     main_address: str | None = key(None, "Host name or address of the first machine.")

@@ -11,7 +11,6 @@ import os
 import platform
 import signal
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from packtrain.monitor.processes import seen
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
 from packtrain.plan.network_settings import LOOPBACK
 from packtrain.redact import Redactor
-from packtrain.run_folder import RunFolder
+from packtrain.run_folder import RunFolder, object_of, reading, text_of
 from packtrain.wording import ranks_in_words
 
 WATCHDOG_ANSWER_S = 20
@@ -64,7 +63,9 @@ class Finding:
 
 def show_run(place: str, *, ask: bool, as_json: bool) -> int:
     """Prints the state of the run in the folder `place`, returns the exit code; `ask`: request stacks of its live ranks."""
-    found = examine(RunFolder(Path(os.path.expanduser(place))), ask=ask)
+    folder = RunFolder(Path(os.path.expanduser(place)))
+    with reading(folder.root):
+        found = examine(folder, ask=ask)
     told = Redactor(os.environ).plain(found.to_json())
     print(json.dumps(told, indent=2) if as_json else "\n".join(told["lines"]))
     return found.exit_code
@@ -82,7 +83,7 @@ def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Find
         raise UserError("no run has begun here yet", where=str(folder.root), fix=fix)
     if over:
         return _of_an_ended_run(folder)
-    if channel := _read_json(folder.logs / PUBLISHED):
+    if channel := object_of(folder.logs / PUBLISHED):
         near = channel["host"] == platform.node() or channel["address"] != LOOPBACK
         client = Client(channel["address"] if near else channel["host"], channel["port"], secret=channel["secret"])
         try:
@@ -149,25 +150,25 @@ def _stacks(folder: RunFolder, states: Sequence[RankState]) -> list[str]:
 
 def _of_an_ended_run(folder: RunFolder) -> Finding:
     """The finding for a run that is over: by its diagnosis, else by its ranks' exit codes, else by its status."""
-    ranks = [RankState.from_json(one) for one in _read_json(folder.logs / RANKS).get("ranks", ())]
+    ranks = [RankState.from_json(one) for one in object_of(folder.logs / RANKS).get("ranks", ())]
     report, attempt = folder.logs / DIAGNOSIS, folder.attempt.config
     if _written(attempt) > _written(folder.logs / RANKS):
         what = f"the last attempt here ({attempt}) was ended before it had started any process"
         return Finding("failed", [what, "  → its terminal, or the log of its job, says why"])
     if report.exists():
-        return Finding("failed", report.read_text(encoding="utf-8").splitlines(), ranks)
+        return Finding("failed", text_of(report).splitlines(), ranks)
     codes = {one.rank: one.process.code for one in ranks if one.process.code is not None}
     if failures := {code for code in codes.values() if 0 < code <= 128}:
         telling = next((code for code in MOST_TELLING if code in failures), min(failures))
         failed = sorted(rank for rank, code in codes.items() if code == telling)
         log = folder.log(failed[0])
         lines = [f"{ranks_in_words(failed)} failed (exit code {telling}); the end of {log}:"]
-        lines += [f"    {line}" for line in tail_of(_text(log).splitlines())]
+        lines += [f"    {line}" for line in tail_of(text_of(log).splitlines())]
         if folder.attempt.root.is_dir():
             lines.append(f"it ended before its first step, its config is {attempt}; all else here is an earlier run's")
         return Finding("failed", lines, ranks)
     if (status := folder.status()) is not None:
-        steps = _read_json(folder.summary).get("steps")
+        steps = object_of(folder.summary).get("steps")
         return Finding(status, [f"this run is {status} after step {steps}"], ranks)
     if codes and min(codes.values()) > 128:
         name = signal.Signals(min(codes.values()) - 128).name
@@ -179,18 +180,3 @@ def _of_an_ended_run(folder: RunFolder) -> Finding:
 def _written(file: Path) -> float:
     """When a file was written, in seconds since 1970; 0 where there is none."""
     return file.stat().st_mtime if file.exists() else 0.0
-
-
-def _text(file: Path) -> str:
-    """The text of a file, "" if there is none."""
-    with suppress(OSError):
-        return file.read_text(errors="replace")
-    return ""
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} where there is none."""
-    with suppress(ValueError):
-        found = json.loads(_text(file))
-        return found if isinstance(found, dict) else {}
-    return {}

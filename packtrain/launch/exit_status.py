@@ -76,7 +76,7 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
             return code
     except (Exception, KeyboardInterrupt) as error:
         if not received:
-            return _ended_by(error, alone)
+            return ended_by(error, alone=alone)
         # whatever the error is: an interrupted import may raise its own
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
@@ -85,7 +85,8 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
         return 128 + received[0]
 
 
-def _ended_by(error: Exception | KeyboardInterrupt, alone: bool) -> int:
+def ended_by(error: Exception | KeyboardInterrupt, *, alone: bool = True) -> int:
+    """The exit code for an error, which is printed: as the user's, or with its traceback as a bug."""
     error = (of_system(error) if alone else None) or error
     if isinstance(error, PacktrainError):
         if error.shown:

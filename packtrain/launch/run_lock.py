@@ -6,18 +6,17 @@ it ends. Machines that share the disk see it if the file system has locks (NFS, 
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from packtrain.errors import UserError
 from packtrain.monitor.channel import PUBLISHED
-from packtrain.run_folder import RunFolder
+from packtrain.run_folder import RunFolder, object_of
 
 LOCK = "lock"
 
@@ -58,9 +57,8 @@ def check_free(folder: Path) -> None:
 
 
 def _goes_on(folder: Path | str) -> UserError:
-    what, host = "a run", ""
-    with suppress(OSError, ValueError, KeyError):
-        host = json.loads(Path(folder, "logs", PUBLISHED).read_text())["host"]
+    what = "a run"
+    host = str(object_of(Path(folder, "logs", PUBLISHED)).get("host", ""))
     if host and host != socket.gethostname():
         what, folder = "a run of another machine", f"{folder} ({host})"
     fix = "Wait for its end, or name another folder."

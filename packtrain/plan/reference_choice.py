@@ -6,14 +6,13 @@ training makes the reference accordingly (model/reference.py, model/adapters.py)
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
 from packtrain.config.schema import SHARDED_WEIGHTS, Model, Objective, Peft, Strategy
-from packtrain.errors import UserError
+from packtrain.errors import UserError, read_json
 
 Kind = Literal["model", "adapters_off", "adapters", "precomputed", "path"]
 _CONFIG = "adapter_config.json"
@@ -34,13 +33,10 @@ class ReferenceChoice:
 def base_of(path: str | None) -> str | None:
     """The base model of the adapters in the folder `path`; None if it is no folder of adapters. Raises UserError if none is named."""
     found = Path(os.path.expanduser(path or "")) / _CONFIG
-    if path is None or not found.is_file():
+    if path is None or not os.path.isfile(found):
         return None
-    try:
-        base = json.loads(found.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"cannot be read: {error}", where=str(found)) from error
-    if not base or not isinstance(base, str):
+    base = read_json(found).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
         raise UserError("the adapters do not say of which model they are", where=f"{found}: base_model_name_or_path")
     return base
 

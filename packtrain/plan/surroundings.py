@@ -42,7 +42,7 @@ _SLURM_PORTS = 15000, 10000  # first, and how many: below Linux's range for outg
 _MIB = 2**20
 _DIGITS_OF_A_JOB = 12
 _SLURM_SETS_IT = "Slurm sets it; outside a job: unset it."
-_MOST_HOSTS = 100_000  # as of topology.nodes
+_MOST_HOSTS = 20_000  # as of topology.nodes
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 

@@ -22,7 +22,7 @@ from packtrain.diagnose.doctor import examine
 from packtrain.errors import UserError
 from packtrain.redact import Redactor
 from packtrain.report.metrics_file import Metrics, read_metrics
-from packtrain.run_folder import RunFolder
+from packtrain.run_folder import RunFolder, object_of, text_of
 from packtrain.wording import visible, whole
 
 FACTS = (
@@ -110,14 +110,14 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
     def plain(value: Any) -> Any:
         return harmless(redactor.plain(value))
 
-    summary = _read_json(folder.summary)
+    summary = object_of(folder.summary)
     status, said = _state(folder, over=over)
     began = folder.config.exists() or not folder.attempt.config.exists()
     later: Sequence[str] = ()
     if began and folder.attempt.root.is_dir() and folder.metrics.exists():
         status, said, later = str(summary.get("status", "failed")), (), said
     source = folder if began else folder.attempt
-    plan = _read_json(source.plan)
+    plan = object_of(source.plan)
     started, facts = _facts(folder.log(0))
     return RunRecord(
         name=plain(folder.root.resolve().name),
@@ -131,10 +131,10 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         summary=plain(summary),
         batch=_mapping(plan.get("batch")),
         processes=processes if isinstance(processes := plan.get("num_processes"), int) else 1,
-        environment=plain(_read_json(source.environment)),
+        environment=plain(object_of(source.environment)),
         saved=_saved(folder),
         restarts=[_restarted(plain(one)) for one in folder.restarts()],
-        data=harmless(_read_json(folder.data), redactor.text) or None,  # its `cut_tokens` are no secret
+        data=harmless(object_of(folder.data), redactor.text) or None,  # its `cut_tokens` are no secret
     )
 
 
@@ -170,6 +170,8 @@ def _facts(log: Path) -> tuple[str, dict[str, str]]:
 
 def _beginning(log: Path) -> bytes:
     """The first lines of the last attempt in a log, which may be long."""
+    if not log.is_file():
+        return b""
     with suppress(OSError, ValueError), log.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as text:
         at = text.rfind(f" {FACTS[0]:<10} ".encode())
         return text[(begin := text.rfind(b"\n", 0, at) + 1) : begin + _FACTS_BYTES] if at >= 0 else b""
@@ -221,14 +223,8 @@ def _size(place: Path) -> int:
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
-    with suppress(OSError, yaml.YAMLError):
-        return _mapping(yaml.safe_load(file.read_text(encoding="utf-8", errors="replace")))
-    return {}
-
-
-def _read_json(file: Path) -> Mapping[str, Any]:
-    with suppress(OSError, ValueError, RecursionError):
-        return _mapping(json.loads(file.read_text(encoding="utf-8", errors="replace")))
+    with suppress(ValueError, RecursionError, yaml.YAMLError):
+        return _mapping(yaml.safe_load(text_of(file)))
     return {}
 
 

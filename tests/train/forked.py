@@ -32,6 +32,8 @@ WARM = (
     "packtrain.config.compose",
     "packtrain.plan.view.screen",
     "packtrain.launch.slurm.submit",
+    "packtrain.report.run_reports",
+    "packtrain.diagnose.doctor",
     "deepspeed",  # which accelerate imports in every run, where it is installed
     "transformers.models.llama.modeling_llama",
     "typer._adapters",

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from packtrain.config.yaml_files import shown
+from packtrain.durable import write_text
 from packtrain.errors import UserError
 from packtrain.launch.inputs import inputs
 from packtrain.launch.slurm.sbatch import Job, plan_job, script, summary
@@ -36,6 +37,8 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
     text = script(job, plan)
     for point in job.points:
         job.run_folder(point).check_ours(inputs(point.config, job.config))
+    if file is not None and file.exists() and not file.is_file():
+        raise UserError("this is no regular file", where=str(file), fix="Without -o the script is printed.")
     if file is not None and file.is_file() and _MADE not in file.read_text(encoding="utf-8", errors="replace"):
         raise UserError("packtrain did not make this file, and would replace it", where=str(file), fix="Name another.")
     if job.topology.cpus_per_node is None and "--exclusive" not in job.topology.sbatch:
@@ -44,22 +47,18 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
     if test:
         print(_sbatch(["--test-only"], text), file=sys.stderr)
         return 0
-    try:
-        job.logs.mkdir(parents=True, exist_ok=True)
-        if file is not None:
-            file.write_text(text, encoding="utf-8")
-        if submit:
-            _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", file, as_json)
-        elif as_json:
-            told = {"job_id": None, "script": str(file) if file else None, "text": text, **_runs(job, "%j")}
-            _print_unchanged(json.dumps(told, indent=2) + "\n")
-        elif file is not None:
-            print(f"{file} is written: sbatch {shlex.quote(str(file))} submits it", file=sys.stderr)
-        else:
-            _print_unchanged(text)
-    except OSError as error:
-        what = f"cannot be written: {error.strerror}"
-        raise UserError(what, where=str(error.filename), fix="Name another place.") from error
+    job.logs.mkdir(parents=True, exist_ok=True)
+    if file is not None:
+        write_text(file.resolve(), text)
+    if submit:
+        _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", file, as_json)
+    elif as_json:
+        told = {"job_id": None, "script": str(file) if file else None, "text": text, **_runs(job, "%j")}
+        _print_unchanged(json.dumps(told, indent=2) + "\n")
+    elif file is not None:
+        print(f"{file} is written: sbatch {shlex.quote(str(file))} submits it", file=sys.stderr)
+    else:
+        _print_unchanged(text)
     return 0
 
 
@@ -73,7 +72,7 @@ def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) ->
     number = _sbatch(["--parsable"], text).partition(";")[0]  # JOB or JOB;CLUSTER
     if file is None:
         file = job.logs / f"slurm-{number}.sbatch"
-        file.write_text(text, encoding="utf-8")
+        write_text(file, text)
     state = _state(number)
     log = shown(job.log(f"{number}_*" if job.is_sweep else number))
     if as_json:

@@ -19,7 +19,7 @@ from typing import Any
 from huggingface_hub import constants
 
 from packtrain.config.schema import Model, Peft
-from packtrain.errors import UserError
+from packtrain.errors import UserError, read_json
 from packtrain.plan.reference_choice import base_of
 from packtrain.run_limits import limited
 
@@ -169,6 +169,8 @@ def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
     shapes: dict[str, tuple[int, ...]] = {}
     width = 4
     for file in files:
+        if not (folder / file).is_file():
+            raise UserError("there are no weights, or they are no regular file", where=str(folder / file))
         try:
             with open(folder / file, "rb") as stream:
                 size = int.from_bytes(stream.read(8), "little")
@@ -185,16 +187,7 @@ def _read(path: Path) -> dict[str, Any]:
     """The JSON object in a file, {} where there is none. Raises UserError for anything else."""
     if not os.path.lexists(path):
         return {}
-    fix = "Mend it, or fetch the model again."
-    if not path.is_file():
-        raise UserError("this is no regular file", where=str(path), fix=fix)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"not valid JSON: {error}", where=str(path), fix=fix) from error
-    if not isinstance(content, dict):
-        raise UserError("not a JSON object", where=str(path), fix=fix)
-    return content
+    return read_json(path)
 
 
 def _from_sizes(sizes: Mapping[str, Any]) -> Shapes:

@@ -31,6 +31,7 @@ from packtrain.wording import counted, visible
 _NAME = 11
 _WIDEST, _NARROWEST = 100, 40
 _MOST_SOURCES = 3
+_MOST_COMMANDS = 100
 _BY_COMMAND = ("topology.nodes", "topology.kind", "topology.node_rank")
 """Obstacles that the command to paste removes."""
 
@@ -201,7 +202,9 @@ def _commands(launch: LaunchPlan) -> str:
 
     if len(launch.commands) == 1:
         return one_line(launch.command)
-    return "\n".join(f"machine {one.node}: {one_line(one)}" for one in launch.commands)
+    lines = [f"machine {one.node}: {one_line(one)}" for one in launch.commands[:_MOST_COMMANDS]]
+    alike = len(launch.commands) - len(lines)
+    return "\n".join([*lines, *([f"… and of {alike:,} more, each with its number"] if alike else [])])
 
 
 def _wrapped(name: str, text: str, width: int, style: str = "") -> Iterator[tuple[str, Text]]:

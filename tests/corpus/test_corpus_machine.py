@@ -1,0 +1,298 @@
+"""Surroundings in which nothing is as it should be: variables, the user, the terminal, the folder, files that are no files."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import resource
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.corpus.case import Case, Make, check
+
+RUN = ("model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32", "trainer.output_dir=run")
+PLAN = ("plan", *RUN)
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_NODEID": "0"}
+STEP = {**JOB, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+NO_NUMBERS = {
+    "a superscript": "2²",
+    "5,000 digits": "1" * 5000,
+    "a sign": "-1",
+    "text": "two",
+    "Arabic digits": "٣",
+    "1_0": "1_0",
+}
+NUMBERS = {
+    **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"), LAUNCHED),
+    "SLURM_NODEID": JOB,
+    "SLURM_GPUS_ON_NODE": JOB,
+    "SLURM_STEP_ID": STEP,
+    "SLURM_STEP_TASKS_PER_NODE": STEP,
+    "OMPI_COMM_WORLD_SIZE": {"OMPI_COMM_WORLD_RANK": "0"},
+    "PMI_SIZE": {"PMI_RANK": "0"},
+    "PET_NODE_RANK": {"PET_NNODES": "2"},
+    "PET_MASTER_PORT": {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
+}
+HOSTS = {
+    "a comma": ",",
+    "backwards": "n[5-1]",
+    "99,999,999": "n[1-99999999]",
+    "a product": "n[1-999]x[1-999]",
+    "an open bracket": "n[1-3",
+    "a closed bracket": "n1]",
+    "no range": "n[]",
+    "text in a range": "n[a-b]",
+    "superscripts": "n[²-³]",
+    "5,000 digits": f"n[{'1' * 5000}]",
+}
+HARMLESS = {
+    "TERM": ("nonsense", "", "dumb"),
+    "COLUMNS": ("0", "-5", "many", "9" * 30, "1"),
+    "LINES": ("0", "x"),
+    "LANG": ("C", "nonsense", "de_DE.ISO-8859-1"),
+    "LC_ALL": ("C", "POSIX", "tlh"),
+    "PYTHONIOENCODING": ("ascii", "latin-1"),
+    "NO_COLOR": ("1",),
+    "FORCE_COLOR": ("1", "x"),
+    "CUDA_VISIBLE_DEVICES": ("²", "-1", ",", "9" * 5000, "GPU-x", "0,0"),
+    "HOME": ("", "/none", "/dev/null", "relative"),
+    "PATH": ("", "/none"),
+    "TMPDIR": ("/none", ""),
+    "PACKTRAIN_CACHE": ("/dev/null/x", "~nobody-here/x"),
+    "HF_HOME": ("/none", "/dev/null"),
+    "DS_ACCELERATOR": ("nonsense",),
+    "TORCH_LOGS": ("nonsense",),
+    "OMP_NUM_THREADS": ("many", "-1"),
+    "SLURM_CPUS_ON_NODE": ("²",),
+    "SLURM_JOB_ID": ("²", "x", "1" * 5000),
+    "PYTHONWARNINGS": ("nonsense",),
+    "HYDRA_FULL_ERROR": ("1",),
+    "COMP_WORDS": ("packtrain plan",),
+}
+
+
+def leave_the_folder() -> None:
+    """The current folder is deleted."""
+    os.mkdir("gone")
+    os.chdir("gone")
+    os.rmdir("../gone")
+
+
+def be_nobody() -> None:
+    """A user of whom nothing is known, without HOME, as in a container under a foreign number."""
+    os.environ.pop("HOME")
+    pwd.getpwuid = nobody  # type: ignore[assignment]
+
+
+def nobody(number: int) -> None:
+    raise KeyError(f"getpwuid(): uid not found: {number}")
+
+
+def close_stdin() -> None:
+    os.close(0)
+
+
+def little_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (2**24, 2**24))
+
+
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+
+
+def small_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+
+
+def a_socket(at: Path) -> None:
+    here = os.getcwd()
+    os.chdir(at.parent)  # a path of a socket is short
+    socket.socket(socket.AF_UNIX).bind(at.name)
+    os.chdir(here)
+
+
+def sparse(at: Path) -> None:
+    with at.open("wb") as file:
+        file.truncate(2**30)
+
+
+KINDS: dict[str, Make] = {
+    "a FIFO": lambda at: os.mkfifo(at),
+    "a socket": a_socket,
+    "a folder": lambda at: at.mkdir(),
+    "/dev/zero": lambda at: at.symlink_to("/dev/zero"),
+    "/dev/stdin": lambda at: at.symlink_to("/dev/stdin"),
+    "a link to itself": lambda at: at.symlink_to(at.name),
+    "a link to nothing": lambda at: at.symlink_to("nothing"),
+    "1 GB": sparse,
+}
+AS_CONFIG = {f"a config that is {kind}": (("plan", "c.yaml"), "c.yaml", make) for kind, make in KINDS.items()}
+PLACES = {
+    "model.path": "m",
+    "model.tokenizer": "m",
+    "data.chat_template": "t.jinja",
+    "trainer.resume": "r",
+    "data.cache_dir": "c",
+    "trainer.output_dir": "run",
+}
+OF_FILES = {
+    "config.json of the model": ("m/config.json", f"model.path={'m'}"),
+    "adapter_config.json": ("m/adapter_config.json", "model.path=m"),
+    "the weights": ("m/model.safetensors", "model.path=m"),
+    "the index of the weights": ("m/model.safetensors.index.json", "model.path=m"),
+}
+CONTENTS: dict[str, str | bytes] = {
+    "empty": "",
+    "a list": "[]",
+    "null": "null",
+    "a number": "7",
+    "no JSON": "{",
+    "not UTF-8": b"\xff\xfe{}",
+    "deep": "[" * 10**5,
+    "of wrong values": '{"model_type": [1], "hidden_size": "x", "weight_map": [3], "base_model_name_or_path": {"a": 1}}',
+}
+NAMES = {
+    "blanks": " ",
+    "a line break": "a\nb",
+    "an escape": "a\x1b[31mb",
+    "no UTF-8": "a\udcffb",
+    "255 bytes": "x" * 250 + ".yaml",
+    "256 bytes": "x" * 251 + ".yaml",
+    "5,000 bytes": "x/" * 2500,
+    "a NUL's sign": "%00",
+    "a dash": "-",
+    "two dashes": "--",
+    "dots": "../../../../../../..",
+    "a home of nobody": "~nobody-here/x",
+    "brackets": "[x]{y}*?",
+    "equals": "=",
+    "a key without a value": "a.b=",
+    "a tilde": "~",
+    "a plus": "+",
+    "an at": "@",
+    "a dollar": "${x}",
+    "an open brace": "a=${",
+    "an open quote": "a='",
+    "a backslash": "a=\\",
+    "a group": "peft",
+    "10,000 letters": "a=" + "x" * 10_000,
+    "10,000 brackets": "a=" + "[" * 10_000,
+    "nested functions": "a=" + "int(" * 500 + "1" + ")" * 500,
+}
+
+
+def named_value(key: str, path: str) -> tuple[str, ...]:
+    return (*(one for one in PLAN if not one.startswith(f"{key}=")), f"{key}={path}")
+
+
+CASES = [
+    *(
+        Case(name=f"{name} is {what}", arguments=PLAN, env={**others, name: value}, says=(name,))
+        for name, others in NUMBERS.items()
+        for what, value in NO_NUMBERS.items()
+        if not (name == "SLURM_STEP_TASKS_PER_NODE" and what == "")
+    ),
+    *(
+        Case(
+            name=f"hosts: {what}",
+            arguments=PLAN,
+            env={**JOB, "SLURM_JOB_NODELIST": hosts},
+            says=("SLURM_JOB_NODELIST",),
+        )
+        for what, hosts in HOSTS.items()
+    ),
+    *(
+        Case(name=f"{name}={value[:12]!r} plans all the same", arguments=PLAN, env={name: value}, expect=(0,))
+        for name, values in HARMLESS.items()
+        for value in values
+    ),
+    *(
+        Case(name=name, arguments=(*arguments, *RUN), files={file: make}, says=("c.yaml",))
+        for name, (arguments, file, make) in AS_CONFIG.items()
+    ),
+    *(
+        Case(name=f"{key} is {kind}", arguments=named_value(key, path), files={path: make}, expect=(0, 2))
+        for key, path in PLACES.items()
+        for kind, make in KINDS.items()
+    ),
+    *(
+        Case(name=f"{what} is {kind}", arguments=named_value("model.path", "m"), files={path: make}, expect=(0, 2))
+        for what, (path, _) in OF_FILES.items()
+        for kind, make in {**KINDS, **CONTENTS}.items()
+    ),
+    *(
+        Case(name=f"an argument: {what}", arguments=("plan", name, *RUN), expect=(0, 2) if name == "--" else (2,))
+        for what, name in NAMES.items()
+    ),
+    *(
+        Case(
+            name=f"a run folder: {what}",
+            arguments=(*PLAN[:-1], f"trainer.output_dir='{name}'"),
+            expect=(0, 2),
+        )
+        for what, name in NAMES.items()
+        if "'" not in name
+    ),
+    Case(name="no current folder", arguments=PLAN, begin=leave_the_folder, says=("the current folder is gone",)),
+    Case(name="nobody, nowhere", arguments=PLAN, begin=be_nobody, expect=(0,)),
+    Case(name="no stdin", arguments=PLAN, begin=close_stdin, expect=(0,)),
+    Case(name="sixteen open files", arguments=PLAN, begin=few_files, expect=(0, 2)),
+    Case(name="no memory", arguments=PLAN, begin=little_memory, expect=(0, 2)),
+    Case(
+        name="no file may grow",
+        arguments=("sbatch", "sft", *RUN, "-o", "job.sh", "topology.nodes=1", "topology.gpus_per_node=1"),
+        begin=small_files,
+        writes=("job.sh", "run", "run/*"),
+        says=("ulimit -f",),
+    ),
+    Case(
+        name="a sweep of 100,000 runs",
+        arguments=("sbatch", "sft", *RUN, "-m", "optim.learning_rate=range(1,100001)"),
+        says=("1,000",),
+    ),
+    Case(
+        name="a sweep of 10^15 runs",
+        arguments=("sbatch", "sft", *RUN, "-m", "optim.beta1=range(0,1000000000000000)"),
+        says=("1,000",),
+    ),
+    Case(
+        name="a sweep of five keys",
+        arguments=(
+            "sbatch",
+            "sft",
+            *RUN,
+            "-m",
+            *(f"optim.{key}=range(1,20)" for key in ("beta1", "beta2", "epsilon", "warmup_steps", "weight_decay")),
+        ),
+        says=("1,000",),
+    ),
+    Case(
+        name="20,000 machines of 1,024 GPUs",
+        arguments=(*PLAN, "topology=manual", "topology.nodes=20000", "topology.gpus_per_node=1024"),
+        expect=(0, 2),
+        limit_s=4,
+    ),
+    Case(
+        name="20,000 machines, every command",
+        arguments=(
+            *PLAN,
+            "topology=manual",
+            "topology.nodes=20000",
+            "topology.gpus_per_node=8",
+            "batch.examples_per_step=800000",
+            "--full",
+        ),
+        expect=(0, 2),
+        limit_s=10,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_case(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
+    shutil.rmtree(tmp_path, ignore_errors=True)

@@ -1,0 +1,114 @@
+"""Run folders whose files hold anything: doctor and report say what they can, and what they cannot read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.corpus.case import Case, Make, check
+
+WHOLE: Mapping[str, str | bytes | Make] = {
+    "run/.packtrain": "",
+    "run/config.yaml": "model: {path: owner/model}\ndata: {train: owner/data}\nbatch: {examples_per_step: 32}\n",
+    "run/plan.json": '{"num_processes": 1, "batch": {"summary": "a step"}}',
+    "run/env.json": '{"python": "3.11", "versions": {"torch": "2.13"}}',
+    "run/summary.json": '{"status": "done", "steps": 3, "train_loss": 2.5}',
+    "run/metrics.jsonl": '{"step": 1, "loss": 2.0, "lr": 1e-5}\n{"step": 2, "loss": 1.5, "lr": 1e-5}\n',
+    "run/data.json": '{"documents": 10}',
+    "run/logs/ranks.json": '{"ranks": []}',
+    "run/logs/rank-00000.log": "a line\n",
+}
+FILES = (*(one for one in WHOLE if one != "run/.packtrain"), "run/logs/channel.json", "run/logs/diagnosis.txt")
+JSON = {
+    "null": "null",
+    "a list": "[1, [2]]",
+    "a number": "-7e300",
+    "a text": '"x"',
+    "half": '{"status": "do',
+    "empty": "",
+    "deep": "[" * 10**5,
+    "NaN": '{"status": NaN, "steps": Infinity, "ranks": [NaN], "step": NaN, "loss": NaN}\n',
+    "values of other types": '{"status": [1], "steps": {"a": 1}, "ranks": {"a": 1}, "host": 3, "address": null, "port": "x", '
+    '"secret": 1, "pid": "y", "num_processes": -1, "batch": [], "versions": 3, "step": "x", "loss": "high", "lr": []}\n',
+    "huge numbers": '{"status": "done", "steps": 1'
+    + "0" * 4000
+    + ', "step": 1e999, "loss": 1e999, "port": 99999999, "pid": 1'
+    + "0" * 30
+    + "}\n",
+    "5,000 digits": '{"steps": ' + "1" * 5000 + "}\n",
+    "ranks of wrong values": '{"ranks": [1, {"rank": "x"}, {"rank": -1, "host": [], "process": {"code": "z"}}, null]}',
+    "a channel of nobody": '{"host": "nowhere.invalid", "address": "192.0.2.1", "port": 1, "secret": "s", "pid": 1, "packtrain": "0"}',
+    "UTF-16": '{"status": "done"}'.encode("utf-16"),
+    "bytes": bytes(range(256)),
+    "NULs": "\0" * 1000,
+    "a doubled key": '{"status": "done", "status": "failed", "step": 1, "step": 2, "loss": 1}\n',
+    "escapes": '{"status": "\\u001b[31m<script>alert(1)</script>", "step": 1, "loss": 1}\n',
+    "half a surrogate": '{"status": "\\ud800", "step": 1, "loss": 1, "text": "\\ud800"}\n',
+}
+KINDS: dict[str, Make] = {
+    "a FIFO": lambda at: os.mkfifo(at),
+    "a folder": lambda at: at.mkdir(),
+    "/dev/zero": lambda at: at.symlink_to("/dev/zero"),
+    "a link to itself": lambda at: at.symlink_to(at.name),
+}
+WRITES = ("run/report.html", "run/data.json", "home/*", "report.html")
+
+
+def cases() -> Iterator[Case]:
+    for number, file in enumerate(FILES):
+        for at, (what, content) in enumerate({**JSON, **KINDS}.items()):
+            verb = ("doctor", "report")[(number + at) % 2]
+            how = ("--json",) if verb == "doctor" and at % 4 < 2 else ()
+            name = f"{verb}: {file.removeprefix('run/')} is {what}"
+            yield Case(
+                name=name,
+                arguments=(verb, "run", *how),
+                files={**WHOLE, file: content},
+                expect=(0, 2, 4),
+                writes=WRITES,
+            )
+
+
+RUNS: dict[str, Mapping[str, str | bytes | Make]] = {
+    "that is a file": {"run": "x"},
+    "that is a FIFO": {"run": lambda at: os.mkfifo(at)},
+    "that is a link to itself": {"run": lambda at: at.symlink_to("run")},
+    "that is not there": {},
+    "that is empty": {"run": lambda at: at.mkdir()},
+    "of someone else": {"run/notes.txt": "mine"},
+    "with a mark alone": {"run/.packtrain": ""},
+    "with logs alone": {"run/logs/x.log": ""},
+    "whose logs are a file": {"run/.packtrain": "", "run/logs": "x"},
+    "whose page is a folder": {**WHOLE, "run/report.html/x": ""},
+    "whose page is a FIFO": {**WHOLE, "run/report.html": lambda at: os.mkfifo(at)},
+    "whose checkpoints are a file": {**WHOLE, "run/checkpoints": "x"},
+    "whose checkpoints have odd names": {**WHOLE, "run/checkpoints/step-x": "", "run/checkpoints/step-²/a": ""},
+    "whose final is a file": {**WHOLE, "run/final": "x"},
+}
+CASES = [
+    *cases(),
+    *(
+        Case(
+            name=f"{' '.join(verb)}: a run {what}",
+            arguments=(*verb, "run"),
+            files=files,
+            expect=(0, 2, 4),
+            writes=WRITES,
+        )
+        for what, files in RUNS.items()
+        for verb in (("doctor",), ("doctor", "--stacks", "--json"), ("report",), ("report", "--watch"))
+    ),
+    *(
+        Case(name=f"{verb} of {what!r:.20}", arguments=(verb, what), expect=(2,))
+        for what in ("~nobody-here/x", "x" * 5000, "a\0b"[:1] * 300, "/dev/null", "/dev/zero", "", "\udcff")
+        for verb in ("doctor", "report")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_case(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
