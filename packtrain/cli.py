@@ -27,6 +27,7 @@ from packtrain.errors import PacktrainError, UserError
 from packtrain.fast_imports import fast_imports
 from packtrain.launch.exit_status import ended_by, exit_code_of
 from packtrain.redact import CleanStream, clean, learn
+from packtrain.wording import whole
 
 if TYPE_CHECKING:
     from packtrain.config.schema import RunConfig
@@ -373,7 +374,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a "≥" must not end a help that is read in latin-1
     try:
-        _settle_home()
+        _settle_environment()
         learn("\n".join(sys.argv[1:]), names=True)
         sys.stdout, sys.stderr = CleanStream(sys.stdout), CleanStream(sys.stderr)
         app()
@@ -381,8 +382,12 @@ def main() -> None:
         sys.exit(ended_by(error))
 
 
-def _settle_home() -> None:
-    """Gives a user of whom nothing is known (a container under a foreign number) a home and a name: many libraries need them."""
+def _settle_environment() -> None:
+    """Gives a user of whom nothing is known (a container under a foreign number) a home and a name, which many libraries need, and
+    takes away sizes of the terminal that are none."""
+    for name in ("COLUMNS", "LINES"):
+        if whole(os.environ.get(name, "0")) is None:
+            del os.environ[name]
     if os.path.expanduser("~") == "~":
         os.environ["HOME"] = tempfile.gettempdir()
     try:

@@ -51,8 +51,8 @@ HOSTS = {
 }
 HARMLESS = {
     "TERM": ("nonsense", "", "dumb"),
-    "COLUMNS": ("0", "-5", "many", "9" * 30, "1"),
-    "LINES": ("0", "x"),
+    "COLUMNS": ("²", "0", "-5", "many", "9" * 30, "1"),
+    "LINES": ("0", "x", "²"),
     "LANG": ("C", "nonsense", "de_DE.ISO-8859-1"),
     "LC_ALL": ("C", "POSIX", "tlh"),
     "PYTHONIOENCODING": ("ascii", "latin-1"),
