@@ -90,6 +90,7 @@ def execute(
             if _is_first(plan):
                 try:
                     open_attempt(plan, config.trainer.resume)
+                    Restarts(0, folder).keep([])  # drops the record of launches that did not begin to train
                     stack.callback(ended, folder)
                 except UserError as refused:
                     if plan.num_processes > 1:
