@@ -52,7 +52,7 @@ def gradient_difference(model_folder: str, tokens: Path) -> float:
     from transformers import AutoModelForCausalLM
     from trl.trainer.utils import add_fused_lm_head
 
-    from packtrain.config.schema import Objective
+    from packtrain.config.objective import Objective
     from packtrain.data.dataset import Document
     from packtrain.model.forward import patch_forward
     from packtrain.packing.collate import collate_flat

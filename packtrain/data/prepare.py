@@ -34,7 +34,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from packtrain.config.schema import TRAITS, Data, DataSource, Format, ObjectiveKind, Split, sources
+from packtrain.config.fields import ObjectiveKind
+from packtrain.config.objective import TRAITS
+from packtrain.config.schema import Data, DataSource, Format, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset, Tokenised, UnpairedDataset, hold_out, mixed
 from packtrain.data.formats.columns import detect_format
 from packtrain.data.sources.chunks import BadRow, Chunk

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.config.schema import TRAITS, Data, DataSource, ObjectiveKind, Split, sources
+from packtrain.config.fields import ObjectiveKind
+from packtrain.config.objective import TRAITS
+from packtrain.config.schema import Data, DataSource, Split, sources
 from packtrain.data.dataset import PairDataset, TokenDataset, UnpairedDataset
 from packtrain.data.prepare import PreparedData
 from packtrain.data.sources.locate import Source, locate

@@ -32,7 +32,7 @@ from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from packtrain.attention.backends import attend_by
-from packtrain.config.schema import Objective, TokenLoss
+from packtrain.config.objective import Objective, TokenLoss
 from packtrain.errors import CheckFailed
 from packtrain.model.bf16_head import computes_in_bf16, multiply_in_bf16, nll_sum
 from packtrain.model.precision import compute_in

@@ -6,8 +6,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from packtrain.config.objective import Objective
 from packtrain.config.rules.combinations import nearest_multiples
-from packtrain.config.schema import Batch, Objective, Trainer
+from packtrain.config.schema import Batch, Trainer
 from packtrain.errors import UserError
 from packtrain.wording import counted
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from packtrain.config.schema import TRAITS, RunConfig, Topology
+from packtrain.config.objective import TRAITS
+from packtrain.config.schema import RunConfig, Topology
 from packtrain.errors import Problem
 from packtrain.plan.batch import BatchPlan, plan_batch
 from packtrain.plan.launcher_settings import WORKER, deepspeed_config, launch_argv, launch_config

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from packtrain.config.schema import SHARDED_WEIGHTS, Model, Objective, Peft, Strategy
+from packtrain.config.objective import Objective
+from packtrain.config.schema import SHARDED_WEIGHTS, Model, Peft, Strategy
 from packtrain.errors import UserError, read_json
 
 Kind = Literal["model", "adapters_off", "adapters", "precomputed", "path"]

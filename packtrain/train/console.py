@@ -21,7 +21,8 @@ from rich.markup import escape, render
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from packtrain.config.schema import Batch, Model, Objective, Optim, Packing, Peft
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Batch, Model, Optim, Packing, Peft
 from packtrain.data.prepare import PreparedData
 from packtrain.data.row_counts import DataReport
 from packtrain.model.load import base_model

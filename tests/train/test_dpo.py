@@ -14,8 +14,9 @@ import torch
 from tiny_dpo import LAYOUTS, PAIRS, TOKENIZER, another, arguments, gradient, in_parts, ours, policy, steps_of
 from trl import DPOTrainer
 
+from packtrain.config.objective import SORTING_LOSSES, LossType, Objective
 from packtrain.config.rules.combinations import check
-from packtrain.config.schema import SORTING_LOSSES, Batch, LossType, Model, Objective, Packing, Peft, RunConfig
+from packtrain.config.schema import Batch, Model, Packing, Peft, RunConfig
 from packtrain.errors import UserError
 from packtrain.model.adapters import add_adapters
 from packtrain.model.load import base_model

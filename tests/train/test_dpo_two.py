@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny_dpo import LAYOUTS, ours, policy, steps_of
 
-from packtrain.config.schema import SORTING_LOSSES, LossType
+from packtrain.config.objective import SORTING_LOSSES, LossType
 from packtrain.packing.collate import PairRows
 from packtrain.train.objectives.dpo_trainer import FIGURES
 from tests.train import forked

@@ -16,7 +16,8 @@ from here import ALONE, train_here
 from running import LLAMA, WORDS, Run, write_jsonl
 from transformers import PreTrainedModel
 
-from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Packing, Peft, RunConfig, Trainer
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Batch, Data, Model, Optim, Packing, Peft, RunConfig, Trainer
 from packtrain.data.prepare import prepare_pairs
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError

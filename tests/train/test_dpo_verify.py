@@ -14,7 +14,8 @@ from running import LLAMA
 from test_dpo_user import LN2, against
 
 from packtrain.attention import segmented
-from packtrain.config.schema import Objective, Packing, Peft, RunConfig, Trainer
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Packing, Peft, RunConfig, Trainer
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
 from packtrain.train.run import verify_in

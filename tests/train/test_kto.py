@@ -15,7 +15,7 @@ from tiny_kto import ANSWERS, LABELS, LAYOUTS, Answers, arguments, ours, rows, s
 from trl import KTOTrainer
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-from packtrain.config.schema import UnpairedLoss
+from packtrain.config.objective import UnpairedLoss
 from packtrain.train.loader import UnpairedSteps
 from packtrain.train.objectives.kto_trainer import _COLUMNS, MARGINS, UNITS
 from packtrain.train.settings import unread_data

@@ -18,7 +18,8 @@ from transformers import MptConfig, MptForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
-from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Packing, Peft, RunConfig, Trainer
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Batch, Data, Model, Optim, Packing, Peft, RunConfig, Trainer
 from packtrain.data.sources.offline import OFFLINE_ADVICE
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, UserError

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from packtrain.config.keys import Fault
-from packtrain.config.schema import LossType, Objective
+from packtrain.config.objective import LossType, Objective
 from packtrain.wording import counted
 
 

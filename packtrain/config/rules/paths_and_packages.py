@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 
 from packtrain.config.keys import Fault, near
-from packtrain.config.schema import REFERENCES, Data, Model, Objective, Optim, Tracking, Trainer, sources
+from packtrain.config.objective import REFERENCES, Objective
+from packtrain.config.schema import Data, Model, Optim, Tracking, Trainer, sources
 
 BUILT_IN = "quickstart"
 DATA_SUFFIXES = (

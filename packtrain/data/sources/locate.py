@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
+from packtrain.config.fields import ObjectiveKind
 from packtrain.config.rules.paths_and_packages import DATA_SUFFIXES, is_local, nearest
-from packtrain.config.schema import DataSource, ObjectiveKind, Split, SplitText
+from packtrain.config.schema import DataSource, Split, SplitText
 from packtrain.data.sources import quickstart
 from packtrain.data.sources.chunks import CHUNK_ROWS, Chunk, ParsedChunk, RawRow, TableChunk
 from packtrain.data.sources.files import READABLE, kind_of, read_file, suffix_of, texts

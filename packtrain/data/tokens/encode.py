@@ -33,7 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from packtrain.config.schema import Data, Format, ObjectiveKind
+from packtrain.config.fields import ObjectiveKind
+from packtrain.config.schema import Data, Format
 from packtrain.data.formats.columns import Row, content_of, number_of
 from packtrain.data.formats.conversations import (
     Conversation,

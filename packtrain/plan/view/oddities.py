@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from packtrain.config.schema import Batch, Data, Model, Objective, Optim, Peft, Trainer
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Batch, Data, Model, Optim, Peft, Trainer
 from packtrain.plan.data_size import DataSize
 from packtrain.plan.known_model.model_config import positions_of_config
 from packtrain.plan.launch_plan import LaunchPlan

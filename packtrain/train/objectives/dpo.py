@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig
 
-from packtrain.config.schema import Batch, Model, Objective, Packing, Peft
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Batch, Model, Packing, Peft
 from packtrain.data.dataset import PairDataset
 from packtrain.data.prepare import prepare_pairs
 from packtrain.errors import UserError

@@ -16,7 +16,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer as trl_dpo
 
-from packtrain.config.schema import Objective
+from packtrain.config.objective import Objective
 from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model

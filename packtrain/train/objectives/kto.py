@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import KTOConfig
 
-from packtrain.config.schema import Batch, Model, Objective, Packing, Peft
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Batch, Model, Packing, Peft
 from packtrain.data.dataset import UnpairedDataset
 from packtrain.data.prepare import prepare_unpaired
 from packtrain.data.row_counts import LabelFigures

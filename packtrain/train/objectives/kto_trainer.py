@@ -21,7 +21,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import kto_trainer as trl_kto
 from trl.trainer.utils import use_adapter
 
-from packtrain.config.schema import Objective
+from packtrain.config.objective import Objective
 from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model

@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from packtrain.config.schema import Model, Objective, Peft
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Model, Peft
 from packtrain.errors import UserError
 from packtrain.model.adapters import add_reference
 from packtrain.model.load import base_model, weights_hash

@@ -13,7 +13,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import RewardConfig
 
 from packtrain.attention.backends import attention_of
-from packtrain.config.schema import Batch, Objective, Packing
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Batch, Packing
 from packtrain.data.dataset import PairDataset
 from packtrain.data.prepare import prepare_with_margins
 from packtrain.errors import CheckFailed

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
 
-from packtrain.config.schema import Objective
+from packtrain.config.objective import Objective
 from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting

@@ -16,7 +16,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
 from packtrain.attention.backends import PER_DOCUMENT
-from packtrain.config.schema import Objective, Packing
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Packing
 from packtrain.data.dataset import Document, TokenDataset
 from packtrain.data.prepare import prepare
 from packtrain.model.forward import Head, choose_head, patch_forward

@@ -26,7 +26,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import PER_DOCUMENT
-from packtrain.config.schema import Model, Objective, Optim, Packing, Peft, Trainer
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Model, Optim, Packing, Peft, Trainer
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, Disagreement
 from packtrain.model.compiled import compile_layers

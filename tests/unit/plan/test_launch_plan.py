@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from packtrain.config.schema import Batch, Objective, Packing, RunConfig, Topology, Trainer
+from packtrain.config.objective import Objective
+from packtrain.config.schema import Batch, Packing, RunConfig, Topology, Trainer
 from packtrain.errors import UserError
 from packtrain.plan.batch import plan_batch
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
