@@ -79,7 +79,7 @@ class Restarts:
             step = newest_step(self._folder)
             self._record = [*self._record, asdict(Restart(self._when, step, self._why, machines))]
         elif newest_step(self._folder):  # the run goes on, perhaps after a requeue
-            self._record = self._folder.restarts()
+            self._record = [*self._folder.restarts()]
         if self._record:
             write_json(self._folder.restarted, self._record)
         else:

@@ -193,7 +193,7 @@ class CheckpointHooks(TrainerHooks):
             deepspeed_load_checkpoint(self.model_wrapped, str(checkpoint), load_module_strict=not adapters)
             cast(Any, self.model_wrapped).optimizer.clip_grad = self.args.max_grad_norm
         elif self.is_deepspeed_enabled:
-            put_into_zero(saved, self.model_wrapped.optimizer, names)
+            put_into_zero(saved, cast(Any, self.model_wrapped).optimizer, names)
         else:
             put_weights(saved, names)
             put_into_torch(saved, inside, names)

@@ -7,7 +7,7 @@ given a state dict; DeepSpeed's engine is given what it would have saved itself 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -82,7 +82,9 @@ _Place = tuple[torch.Tensor, int, int, int, int]
 
 def _by_fragment(zero: Any, names: Names) -> list[_Place]:
     """Of ZeRO-1 and ZeRO-2, which cut a group as a whole."""
-    mapped = [(weight, weight._hp_mapping) for weight in names if getattr(weight, "_hp_mapping", None) is not None]
+    mapped = [
+        (weight, cast(Any, weight)._hp_mapping) for weight in names if getattr(weight, "_hp_mapping", None) is not None
+    ]
     return [
         (
             weight,
@@ -101,7 +103,7 @@ def _by_partition(zero: Any, names: Names) -> list[_Place]:
     for weight in names:
         group, at, size = zero.grad_position[zero.get_param_id(weight)]
         start = torch.distributed.get_rank() * size
-        places.append((weight, group, at, start, max(0, min(size, weight.ds_numel - start))))
+        places.append((weight, group, at, start, max(0, min(size, cast(Any, weight).ds_numel - start))))
     return places
 
 

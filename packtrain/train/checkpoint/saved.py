@@ -84,7 +84,7 @@ class _Plain:
         else:
             files, named = sorted(self._folder.glob("*.safetensors")), {}
         opened = [safe_open(file, "pt") for file in files]
-        return {named.get(key, key): (file, key) for file in opened for key in file.keys()}  # noqa: SIM118
+        return {named.get(key) or key: (file, key) for file in opened for key in file.keys()}  # noqa: SIM118
 
     @cached_property
     def _converted(self) -> dict[str, torch.Tensor]:
@@ -142,7 +142,8 @@ class _Zero:
 
     def _state(self, rank: int, group: int) -> dict[str, Any]:
         kept = self._ranks[rank]
-        return kept.get("optimizer_state_dict", kept.get("base_optimizer_state"))["state"].get(group, {})
+        part = kept["optimizer_state_dict" if "optimizer_state_dict" in kept else "base_optimizer_state"]
+        return part["state"].get(group, {})
 
     def _whole(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         pieces = [
