@@ -31,9 +31,8 @@ from packtrain.train.sync.checks import BACKGROUND
 
 _SHARE = 0.8
 """Of the machine's free memory that copies may fill."""
-_LONGEST = timedelta(
-    days=1
-)  # the watchdog sees the step that waits for a write, so this group needs no limit of its own
+_LONGEST = timedelta(days=1)
+"""The watchdog sees the step that waits for a write, so the group of the threads needs no limit of its own."""
 _NO_ROOM = "the memory of this machine has no room for a copy of weights and optimizer: steps wait for checkpoints"
 
 
@@ -110,7 +109,8 @@ class CheckpointWriter:
         If one fails, `staging` is removed.
         """
         if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=_LONGEST, group_desc=BACKGROUND)
+            with waiting("the other ranks to begin a checkpoint"):
+                self._group = dist.new_group(backend="gloo", timeout=_LONGEST, group_desc=BACKGROUND)
         jobs, self._jobs = self._jobs, []
         self._thread = Thread(target=self._write, args=(step, staging, jobs, seal), name="checkpoint", daemon=True)
         self._thread.start()
