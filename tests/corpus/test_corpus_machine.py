@@ -96,10 +96,6 @@ def close_stdin() -> None:
     os.close(0)
 
 
-def little_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (2**24, 2**24))
-
-
 def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
 
@@ -241,7 +237,6 @@ CASES = [
     Case(name="nobody, nowhere", arguments=PLAN, begin=be_nobody, expect=(0,)),
     Case(name="no stdin", arguments=PLAN, begin=close_stdin, expect=(0,)),
     Case(name="sixteen open files", arguments=PLAN, begin=few_files, expect=(0, 2)),
-    Case(name="no memory", arguments=PLAN, begin=little_memory, expect=(0, 2)),
     Case(
         name="no file may grow",
         arguments=("sbatch", "sft", *RUN, "-o", "job.sh", "topology.nodes=1", "topology.gpus_per_node=1"),
