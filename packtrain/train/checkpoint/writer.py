@@ -33,6 +33,7 @@ _SHARE = 0.8
 """Of the machine's free memory that copies may fill."""
 _LONGEST = timedelta(days=1)
 """The watchdog sees the step that waits for a write, so the group of the threads needs no limit of its own."""
+_Jobs = list[Callable[[], object]]
 _NO_ROOM = "the memory of this machine has no room for a copy of weights and optimizer: steps wait for checkpoints"
 
 
@@ -61,7 +62,8 @@ class CheckpointWriter:
 
     def __init__(self, say: Callable[[str], None], newest: int | None = None) -> None:
         self.outcome = WriteOutcome(newest=newest)
-        self._say, self._jobs = say, list[Callable[[], object]]()
+        self._say, self._jobs = say, _Jobs()
+        self._early: Exception | None = None
         self._stager: DefaultStager | None = None
         self._room = True
         self._group: Any = None
@@ -101,7 +103,7 @@ class CheckpointWriter:
         try:
             work()
         except Exception as error:
-            self._jobs.insert(0, _raising(error))
+            self._early = self._early or error
 
     def begin(self, step: int, staging: Path, seal: Callable[[], object] | None) -> None:
         """Starts to write what was collected as the checkpoint of `step`; `seal`, of rank 0, is done when all have written.
@@ -111,8 +113,10 @@ class CheckpointWriter:
         if self._group is None and dist.is_initialized():
             with waiting("the other ranks to begin a checkpoint"):
                 self._group = dist.new_group(backend="gloo", timeout=_LONGEST, group_desc=BACKGROUND)
-        jobs, self._jobs = self._jobs, []
-        self._thread = Thread(target=self._write, args=(step, staging, jobs, seal), name="checkpoint", daemon=True)
+        early = [_raising(self._early)] if self._early else []
+        parts = early, self._jobs, [seal] if seal else []
+        self._jobs, self._early = [], None
+        self._thread = Thread(target=self._write, args=(step, staging, *parts), name="checkpoint", daemon=True)
         self._thread.start()
         if not self._room:
             self.wait()
@@ -154,16 +158,16 @@ class CheckpointWriter:
             self.tell()
         self._stager = None  # frees the copies
 
-    def _write(
-        self, step: int, staging: Path, jobs: list[Callable[[], object]], seal: Callable[[], object] | None
-    ) -> None:
+    def _write(self, step: int, staging: Path, early: _Jobs, jobs: _Jobs, seal: _Jobs) -> None:
         """The thread: this rank's part, then the others', then the seal; every rank comes to know the outcome."""
         try:
-            why = self._first_fault(jobs)
-            self._said.put("the other ranks to write their parts of the checkpoint")
-            why = self._of_all(why)
+            why = self._of_all(self._first_fault(early))  # all ranks or none: jobs of FSDP2 wait for those of the others
             if not why:
-                why = self._of_all(self._first_fault([seal] if seal else []))
+                why = self._first_fault(jobs)
+                self._said.put("the other ranks to write their parts of the checkpoint")
+                why = self._of_all(why)
+            if not why:
+                why = self._of_all(self._first_fault(seal))
         except Exception as error:  # the others are lost: training ends for the same reason
             why = shortly(error)
         if why:
@@ -173,7 +177,7 @@ class CheckpointWriter:
             self.outcome.written, self.outcome.newest = self.outcome.written + 1, step
         self._said.put(None)
 
-    def _first_fault(self, jobs: list[Callable[[], object]]) -> str:
+    def _first_fault(self, jobs: _Jobs) -> str:
         """What is wrong with the first of `jobs` that fails, "" if none does."""
         try:
             for job in jobs:
