@@ -269,7 +269,7 @@ def _losses(summary: Summary, figures: dict[str, Any]) -> list[str]:
         )
     if figures["eval_loss"] is not None:
         said.append(f"held-out loss {figures['first_eval_loss']:.4f} → {figures['eval_loss']:.4f}")
-        if summary.early and figures["best_step"] is not None:
+        if summary.early and summary.trainer.state.best_metric is not None:
             said.append(f"the weights are those of step {figures['best_step']}, with the lowest held-out loss")
     state = summary.trainer.state
     for accuracy, margin in _RANKED:

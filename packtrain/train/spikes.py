@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 
+from packtrain.durable import write_text
 from packtrain.errors import CheckFailed
 from packtrain.model.spread import most_of_all
 from packtrain.monitor.heartbeat import waiting
@@ -78,10 +79,10 @@ class Usual:
 
 
 class GoBack(Exception):
-    """Ends the loop over steps, for a rollback to the checkpoint of `step`."""
+    """Ends the loop over steps, for a rollback to `checkpoint`, of `step`."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, checkpoint: Path) -> None:
+        self.step, self.checkpoint = step, checkpoint
 
 
 class SpikeHooks(LargestRowHooks):
@@ -95,6 +96,7 @@ class SpikeHooks(LargestRowHooks):
         self.decided: dict[int, dict[str, Any]] = {}
         self._given_up, self._norm = 0, None
         self._fault, self._guarded = "", False
+        self._begun: Path | None = None
 
     def read_spikes(self, checkpoint: str | Path | None) -> None:
         """Takes up what is usual from the checkpoint that the run goes on from, and what was decided after it, on all ranks."""
@@ -103,10 +105,10 @@ class SpikeHooks(LargestRowHooks):
             _guard(cast(Any, self.model_wrapped).optimizer, self._judged_by_engine)
         if self.spikes is None or not self.spikes.watches:
             return
+        self._begun = None if checkpoint is None else Path(checkpoint)
         found: list[Any] = [[]]
-        if checkpoint is not None and self.accelerator.is_main_process:
-            with suppress(OSError, ValueError):
-                found = [[json.loads(line) for line in self.spikes.file.read_text().splitlines()]]
+        if self._begun is not None and self.accelerator.is_main_process:
+            found = [_taken_up(self.spikes.file, self._begun)]
         with waiting("rank 0 to read spikes.jsonl"):
             lines = cast(list, broadcast_object_list(found))[0]
         self.decided = {one["step"]: one for one in lines if one["action"] != "stop"}
@@ -165,6 +167,7 @@ class SpikeHooks(LargestRowHooks):
         """What follows the spike of this step; returns the loss to be logged in its place: the last one before it."""
         assert self.spikes is not None
         rules, step, newest = self.spikes, self.state.global_step + 1, None
+        back: Path | None = None
         fault, self._fault = self._fault, ""
         self._given_up += 1
         if hasattr(self, "noted") and not math.isfinite(self._figures[0]):
@@ -172,9 +175,8 @@ class SpikeHooks(LargestRowHooks):
         if fault != "decided before":
             action = rules.action
             if action == "rollback":
-                self.writer.wait()
-                newest = self.writer.outcome.newest
-                action = "rollback" if newest is not None else "skip"
+                newest, back = self._newest()
+                action = "rollback" if back else "skip"
             line = {"step": step, "action": action, "from": newest, "why": fault}
             line |= dict(zip(("loss", "grad_norm"), map(_number, self._figures), strict=True))
             self._note(line, self._losses_of_documents(model, step - 1))
@@ -186,11 +188,23 @@ class SpikeHooks(LargestRowHooks):
             if action == "rollback":
                 then = f"the run goes back to the checkpoint of step {newest} and leaves these documents out"
             self.settings.say(f"step {step}: {fault}; {then}. spikes.jsonl has its documents")
-            if newest is not None:
+            if newest is not None and back is not None:
                 self._leave_out()
-                raise GoBack(newest)
+                raise GoBack(newest, back)
         usual = self.usual.last()[0]
         return torch.full((), usual, device=self.args.device)
+
+    def _newest(self) -> tuple[int | None, Path | None]:
+        """Step and folder of the checkpoint to go back to, as rank 0 finds it; None if there is none, or someone has removed it."""
+        self.writer.wait()
+        step, found = self.writer.outcome.newest, None
+        if step is not None and self.accelerator.is_main_process:
+            begun = self._begun if step == self.settings.first_step else None  # maybe in another run folder
+            kept = (folder_of(self.settings.checkpoints, step), begun)
+            found = next((one for one in kept if one is not None and one.is_dir()), None)
+        with waiting("rank 0 to find the checkpoint"):
+            found = cast(list, broadcast_object_list([found]))[0]
+        return (None, None) if found is None else (step, found)
 
     def refuse_nan(self, loss: float) -> None:
         """As ever, of a loss that is logged; the documents of its step are noted, but their losses are lost with the weights."""
@@ -224,12 +238,11 @@ class SpikeHooks(LargestRowHooks):
             try:
                 return super()._run_epoch(**given)
             except GoBack as back:
-                step = back.step
-            given |= self._gone_back(step, given["model"])
+                step, folder = back.step, back.checkpoint
+            given |= self._gone_back(step, folder, given["model"])
 
-    def _gone_back(self, step: int, model: torch.nn.Module) -> dict[str, Any]:
+    def _gone_back(self, step: int, folder: Path, model: torch.nn.Module) -> dict[str, Any]:
         """Puts everything back to the checkpoint of `step`; returns what the loop over steps is to go on with."""
-        folder = folder_of(self.settings.checkpoints, step)
         self.clock.enter("checkpoint", step=step)
         self.step_figures.take_last()
         self.step_figures.close(step)
@@ -303,6 +316,26 @@ class SpikeHooks(LargestRowHooks):
                 os.fsync(file.fileno())
         except OSError as error:
             self.settings.say(f"{self.spikes.file.name} cannot be written: {error}")
+
+
+def _taken_up(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
+    """The lines of spikes.jsonl that the run goes on with, of the run folder of `checkpoint` if its own has none.
+
+    `file` has them whole afterwards: a kill may have left half of the last one.
+    """
+    text, lines = "", list[dict[str, Any]]()
+    for one in (checkpoint.parent.parent / file.name, file):
+        with suppress(OSError, ValueError):
+            text = one.read_text()
+    for line in text.splitlines():
+        with suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict) and found.keys() >= {"step", "action", "from"}:
+                lines.append(found)
+    if lines:
+        with suppress(OSError):  # what is decided holds
+            write_text(file, "".join(f"{json.dumps(line)}\n" for line in lines))
+    return lines
 
 
 def _number(value: float | None) -> float | str | None:

@@ -179,3 +179,12 @@ def test_what_is_no_fault_of_a_disk_is_raised() -> None:
         one.at_once(lambda: Path("/nowhere/a").write_text(""))
         one.begin(2, Path("/nowhere"), seal=None)
     assert one.outcome.failed[1][0] == 2 and "No such file" in told[-1] and "there is none yet" in told[-1]
+
+
+def test_no_rank_begins_its_part_where_another_one_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CheckpointWriter, "_of_all", lambda self, why: why or "rank 1 has no room")
+    one, written = CheckpointWriter(lambda _: None), list[int]()
+    one.later(lambda: written.append(1))
+    with one:
+        one.begin(1, Path("/nowhere"), seal=None)
+    assert not written and one.outcome.failed == [(1, "rank 1 has no room")]

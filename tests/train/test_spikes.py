@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -146,10 +147,29 @@ def test_killed_after_a_rollback_a_run_ends_the_same(tmp_path: Path) -> None:
         )
     packtrain("sft", str(paths["whole"]), begin=with_a_spike)
     assert packtrain("sft", str(paths["killed"]), begin=with_a_spike_and_an_end, expect=None).returncode == -9
+    with (tmp_path / "killed" / "spikes.jsonl").open("a") as file:
+        file.write('{"step": 7, "act')  # and in the middle of another line
     packtrain("sft", str(paths["killed"]), begin=with_a_spike)
     whole, killed = Run(tmp_path / "whole"), Run(tmp_path / "killed")
     assert killed.losses == whole.losses and len(spikes(killed)) == 1
     assert all(torch.equal(one, whole.weights()[name]) for name, one in killed.weights().items())
+
+
+def test_a_run_that_goes_on_in_another_folder_goes_back_to_the_checkpoint_there(tmp_path: Path) -> None:
+    """And takes what was decided along."""
+    start = Run(tmp_path / "run")
+    packtrain("sft", path := written(tmp_path, on_spike="rollback"))
+    others = [f"trainer.resume={start.folder}/checkpoints/step-000004", "trainer.checkpoint_every=4"]
+    packtrain("sft", path, *others, f"trainer.output_dir={tmp_path / 'b'}", begin=with_a_spike)
+    (line,) = spikes(Run(tmp_path / "b"))
+    assert (line["step"], line["action"], line["from"]) == (SPIKE, "rollback", 4)
+    others[0] = others[0].replace(str(start.folder), str(tmp_path / "c"))
+    (tmp_path / "c" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(start.folder / "checkpoints" / "step-000004", tmp_path / "c" / "checkpoints" / "step-000004")
+    shutil.copy(tmp_path / "b" / "spikes.jsonl", tmp_path / "c")
+    packtrain("sft", path, *others, f"trainer.output_dir={tmp_path / 'd'}")
+    assert spikes(Run(tmp_path / "d")) == [line]
+    assert Run(tmp_path / "d").losses == Run(tmp_path / "b").losses
 
 
 @pytest.mark.parametrize("verb", ["dpo", "kto", "reward"])

@@ -209,7 +209,13 @@ class CheckpointHooks(TrainerHooks):
         """Puts the weights of the evaluation with the lowest loss back into the model."""
         best = self.state.best_global_step
         folder = folder_of(self.settings.checkpoints, best or 0)
-        if best == self.state.global_step or not folder.is_dir():  # the best step was in another run folder
+        if best == self.state.global_step:
+            return
+        if not folder.is_dir():  # not written for want of room, or in another run folder
+            self.settings.say(
+                f"{folder} is not there: final/ has the weights of the last step, not those of the best one"
+            )
+            self.state.best_metric = self.state.best_global_step = None
             return
         self.state.best_model_checkpoint = str(folder)
         self._restore_states(folder)  # masters too, which final/ may be made of

@@ -161,7 +161,9 @@ class CheckpointWriter:
     def _write(self, step: int, staging: Path, early: _Jobs, jobs: _Jobs, seal: _Jobs) -> None:
         """The thread: this rank's part, then the others', then the seal; every rank comes to know the outcome."""
         try:
-            why = self._of_all(self._first_fault(early))  # all ranks or none: jobs of FSDP2 wait for those of the others
+            why = self._of_all(
+                self._first_fault(early)
+            )  # all ranks or none: jobs of FSDP2 wait for those of the others
             if not why:
                 why = self._first_fault(jobs)
                 self._said.put("the other ranks to write their parts of the checkpoint")
