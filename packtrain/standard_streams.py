@@ -56,10 +56,14 @@ class _Lasting(io.FileIO):
 
 def _lasting(stream: Any, number: int) -> Any:
     """A stream in place of `stream` that writes to its descriptor and does not fail; what is no such stream stays as it is."""
-    if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
-        return stream
-    with suppress(OSError, ValueError):
-        stream.flush()
+    with suppress(OSError, ValueError):  # a stream of a test or a notebook has no descriptor
+        if isinstance(stream, io.TextIOWrapper) and stream.fileno() == number:
+            stream.flush()
+            return _to_descriptor(stream, number)
+    return stream
+
+
+def _to_descriptor(stream: io.TextIOWrapper, number: int) -> io.TextIOWrapper:
     raw = _Lasting(number, "w", closefd=False)
     by_lines = raw.isatty() or number == 2
     return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=by_lines)

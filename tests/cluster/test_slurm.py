@@ -216,7 +216,7 @@ def test_two_machines_stopped_before_the_time_limit_come_back_and_end_as_one_und
     # near enough for the signal when Slurm looks next, which it does every 30 s, and not past for two minutes
     limit = hours * 60 + minutes + -(-(seconds + 120) // 60)
     cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={limit}")
-    cluster.until(number, lambda job: any((run / "checkpoints").glob("step-*")) or job["JobState"] != "RUNNING")
+    cluster.until(number, lambda job: any((run / "checkpoints").glob("step-*")) or job["JobState"] not in WAITS)
     # or it would be near its limit when it comes back
     longer = ("scontrol", "update", f"JobId={number}", "TimeLimit=30")
     cluster.run(*longer, expect=None)  # refused where it is at its end already
@@ -232,6 +232,9 @@ def test_two_machines_stopped_before_the_time_limit_come_back_and_end_as_one_und
     assert all((mine[name] - theirs[name]).abs().max() < 1e-5 for name in theirs)
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["num_processes"], plan["nodes"], plan["gpus_per_node"]) == (2, 2, 1)
+
+
+WAITS = ("PENDING", "CONFIGURING", "RUNNING")
 
 
 def test_a_job_that_loses_a_machine_goes_on_with_the_other(cluster: Slurm, home: Path, sweep: list[Path]) -> None:

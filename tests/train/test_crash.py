@@ -18,4 +18,4 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "crash.py"
 def test_whoever_is_killed_anywhere_comes_to_the_same_end() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--short"], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr[-5000:]
-    assert "| as it resumes, killed again | 1 |" in done.stdout and "17 came to the same end" in done.stdout
+    assert "| as it resumes, killed again | 1 |" in done.stdout and "11 came to the same end" in done.stdout

@@ -199,7 +199,7 @@ def test_an_attention_that_leaks_stops_the_run_before_step_1_with_exit_3(tmp_pat
         ("model.path=no/such-model", "cannot load"),
         ("model.config.vocab_size=17", "tokens, the model embeds 17"),
         ("model.config.max_position_embeddings=50", "made for 50 positions"),
-        ("+model.config.hiden_size=64", "did you mean hidden_size"),
+        ("+model.config.hiden_size=64", "Did you mean hidden_size"),
         ("peft.target_modules=[lm_head]", "adapters on the output head"),
         ("peft.target_modules=[nonsense]", "peft.target_modules"),
         ("model.attention=flash", "flash attention is not available"),

@@ -18,6 +18,7 @@ from transformers import MptConfig, MptForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention import segmented
+from packtrain.boundary import sentence
 from packtrain.config.objective import Objective
 from packtrain.config.schema import Batch, Data, Model, Optim, Packing, Peft, RunConfig, Trainer
 from packtrain.data.sources.offline import OFFLINE_ADVICE
@@ -274,7 +275,7 @@ def test_what_cannot_be_loaded_says_which_package_or_setting_is_missing() -> Non
     missing = ImportError(
         "Timm requires the timm library. You can install it with pip:\n`pip install timm`. Then restart."
     )
-    assert "pip install timm" in loading.first_line(missing)
+    assert "pip install timm" in sentence(missing)
     assert loading._advice(OSError("no file"), Model(path="m"), online=False) == OFFLINE_ADVICE
 
 
