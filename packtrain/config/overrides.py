@@ -51,7 +51,7 @@ def parse(texts: list[str], beside: Path | None) -> tuple[list[Argument], list[P
             continue
         try:
             parsed = parser.parse_override(text)
-        except (HydraException, RecursionError) as error:
+        except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of more than 4,300 digits
             key, _, value = text.partition("=")
             quoted = value.replace("'", "\\'")
             what, fix = str(error).split("\n")[0], f"Quote the value, for the shell too: \"{key}='{quoted}'\"."

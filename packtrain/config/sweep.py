@@ -76,7 +76,7 @@ def _values(text: str) -> list[str] | None:
     """`key=value` for each value that an override sweeps over; None where it has one value, or cannot be read at all."""
     try:
         parsed = OverridesParser.create().parse_override(text)
-    except (HydraException, RecursionError):
+    except (HydraException, RecursionError, ValueError):
         return None  # load_config says what is wrong with it, together with everything else
     if not parsed.is_sweep_override():
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from packtrain.data.tokens.pretrained import fix_of, hub, loaded_patiently, loca
 from packtrain.errors import Problem, UserError
 from packtrain.model.adapters import add_adapters, continue_adapters
 from packtrain.model.score_head import HEAD, check_score_head, is_reward_model, new_score, with_one_score
+from packtrain.plan.known_model.model_config import OF_ROTARY_MODELS
 from packtrain.plan.reference_choice import base_of
 from packtrain.proof.isolation import positions_of
 
@@ -230,13 +232,14 @@ def _random_config(config: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrai
         raise UserError(f"transformers knows no model type {model_type!r}", where="model.config.model_type")
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     defaults = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **special}
-    _check_names(overrides, CONFIG_MAPPING[model_type]())
+    plain = CONFIG_MAPPING[model_type]()
+    _check_names(overrides, plain, OF_ROTARY_MODELS if hasattr(plain, "rope_parameters") else ())
     return CONFIG_MAPPING[model_type](**{**defaults, **overrides})
 
 
-def _check_names(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Refuses keys that `config` does not have: transformers would keep them and use none of them."""
-    known = {*config.to_dict(), *config.attribute_map}
+def _check_names(overrides: dict[str, Any], config: PreTrainedConfig, taken: Iterable[str] = ()) -> None:
+    """Refuses keys that `config` does not have and that are not `taken` beside: transformers would keep them and use none of them."""
+    known = {*config.to_dict(), *config.attribute_map, *taken}
     unknown = [name for name in overrides if name not in known]
     if unknown:
         near = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
@@ -245,11 +248,15 @@ def _check_names(overrides: dict[str, Any], config: PreTrainedConfig) -> None:
                 Problem(
                     f"{type(config).__name__} has no {name!r}",
                     where=f"model.config.{name}",
-                    fix=f"did you mean {near[name][0]}?" if near[name] else "take it away",
+                    fix=f"did you mean {near[name][0]}?" if near[name] else _instead_of(name),
                 )
                 for name in unknown
             ]
         )
+
+
+def _instead_of(name: str) -> str:
+    return "write it into model.config.rope_parameters" if name in OF_ROTARY_MODELS else "take it away"
 
 
 def _advice(error: BaseException, config: Model, *, online: bool, scores: bool = False) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.corpus.case import Case, check
-from tests.corpus.tiny_run import a_socket, changed, cut, gone, instead, link, put, trains
+from tests.corpus.tiny_run import LLAMA, a_socket, changed, cut, gone, instead, link, put, trains
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:abcd\nsize 123456\n"
 NOT_OBJECTS = {
@@ -216,6 +216,14 @@ CASES = [
     schedule("polynomial", power="x"),
     schedule("cosine_with_restarts", num_cycles="x"),
     schedule("inverse_sqrt", timescale="x"),
+    trains(
+        "not hostile: keys of a new model that are no fields of its type",
+        groups={"model": {"path": None, "init": "random", "tokenizer": "quickstart", "config": {
+            **LLAMA, "model_type": "qwen3_moe", "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1,
+            "moe_intermediate_size": 8, "head_dim": 4, "rope_theta": 5e5,
+        }}},
+        expect=(0,),
+    ),
 ]  # fmt: skip
 
 

@@ -29,6 +29,8 @@ _ID = re.compile(r"\w*token_id")
 _LAYERS = ("num_hidden_layers", "n_layer")
 _NEVER_STORED = ("lm_head", "score")  # a head that shares the embeddings' weight, or a new one
 _OF_EVERY_CONFIG = ("_name_or_path", "output_attentions")
+OF_ROTARY_MODELS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
+"""What the config of a model with rope_parameters takes, though it is no field of its own: most go into rope_parameters."""
 
 
 def check_model(model: Model, peft: Peft, *, scores: bool = False) -> None:
@@ -129,7 +131,10 @@ def defaults_of(model_type: str) -> Mapping[str, Any]:
         if found is None and "PreTrainedConfig" not in bases:
             return {}
     common = _classes("configuration_utils.py").get("PreTrainedConfig")
-    return {**_keys_of_class(common), **merged, **dict.fromkeys(_OF_EVERY_CONFIG)} if merged and common else {}
+    if not merged or common is None:
+        return {}
+    beside = (*_OF_EVERY_CONFIG, *(OF_ROTARY_MODELS if "rope_parameters" in merged else ()))
+    return {**dict.fromkeys(beside), **_keys_of_class(common), **merged}
 
 
 @cache
@@ -147,7 +152,7 @@ def _keys_of_class(made: ast.ClassDef) -> dict[str, Any]:
         target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
         name, value = ast.unparse(target), _literal(node.value)
         if name == "attribute_map" and isinstance(value, dict):
-            found |= dict.fromkeys(value)
+            found |= dict.fromkeys([*value, *value.values()])  # either name of a pair is taken
         elif name == "model_type" or isinstance(node, ast.AnnAssign):
             found[name] = value
     return found
