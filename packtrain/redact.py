@@ -15,9 +15,10 @@ from typing import Any
 
 HIDDEN = "***"
 _LEAST = 6  # letters of a value that is looked for everywhere; shorter ones would hit innocent text
-_TOKEN = re.compile(
-    r"\bhf_[A-Za-z0-9]{8,}|\bsk-[\w\-]{16,}|\bgh[opsur]_\w{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w\-]{16,}|\bxox[abeprs]-[\w\-]{10,}"
-    r"|\bA[KS]IA[0-9A-Z]{12,}|\bAIza[\w\-]{30,}|\beyJ[\w\-]{8,}\.[\w\-.]+|\bpypi-[\w\-]{16,}|\bnpm_\w{16,}"
+_TOKEN = re.compile(  # as strict as their makers are: hf_datasets and sk-en.jsonl are names of files
+    r"\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{16,}|\bsk-(?:[A-Za-z0-9]{20,}|(?:ant|lf|or|proj|svcacct)-[\w\-]{16,})"
+    r"|\bgh[opsur]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}|\bglpat-[\w\-]{16,}|\bxox[abeprs]-[\w\-]{10,}"
+    r"|\bA[KS]IA[0-9A-Z]{12,}|\bAIza[\w\-]{30,}|\beyJ[\w\-]{8,}\.[\w\-.]+|\bpypi-Ag[\w\-]{16,}|\bnpm_[A-Za-z0-9]{30,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:(?!-----END).)*(?:-----END [A-Z ]*-----)?",
     re.DOTALL,
 )
@@ -38,7 +39,9 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _INNOCENT_NAME = re.compile(
-    r"tokeni[sz]|tokens?_(?:per|type|id)|^tokens$|(?:max|min|num|new|sample|trained)_(?:\w*_)?tokens$"
+    r"tokeni[sz]|tokens?_(?:per|type|id|index)|^tokens$|per_token"
+    r"|(?:max|min|num|new|sample|trained|total|loss|real|cut|padding|prompt|suppress)_(?:\w*_)?tokens$"
+    r"|key_(?:value|head|dim|bias)|key_heads"
     r"|\b(?:bos|eos|pad|unk|sep|cls|mask|image|audio|video|start|end)_token$",
     re.IGNORECASE,
 )
@@ -58,6 +61,12 @@ def learn(text: str, *, names: bool = False) -> None:
 def is_certain(text: str) -> bool:
     """Whether a text holds a secret, beyond doubt."""
     return Redactor(os.environ).certain(text) != text
+
+
+def variable_of(text: str) -> str:
+    """The variable of the environment, secret by its name, whose value is in a text; "" if there is none."""
+    secret = ((name, _secrets(name, value)) for name, value in os.environ.items() if speaks_of_secrets(name))
+    return next((name for name, values in secret if any(one in text for one in values)), "")
 
 
 def clean(text: str) -> str:

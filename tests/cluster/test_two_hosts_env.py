@@ -59,9 +59,9 @@ def slowed(hosts: TwoHosts) -> None:
 def test_what_differs_and_a_slow_pair_are_named_without_any_secret(hosts: TwoHosts, folder: Path) -> None:
     slowed(hosts)
     (folder / "other.jsonl").write_text((folder / "data.jsonl").read_text() * 2)
-    given = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_pl4ntedpl4nted", "PYTHONPATH": ""}
+    given = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "hf_pl4ntedpl4nted42", "PYTHONPATH": ""}
     second = env(hosts, 2, folder, f"data.train={folder / 'other.jsonl'}", **given)
-    first = env(hosts, 1, folder, "--json", HF_TOKEN="hf_0ther0ther0ther", PYTHONPATH="")
+    first = env(hosts, 1, folder, "--json", HF_TOKEN="hf_0ther0ther0ther42", PYTHONPATH="")
     assert both([first, second]) == [3, 3], first.text
     found = json.loads(first.output.read_text())
     assert list(found["nodes"]) == ["n1", "n2"] and found["missing"] == []

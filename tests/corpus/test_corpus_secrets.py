@@ -109,6 +109,12 @@ CASES = [
         for variable in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")
     ),
     Case(
+        name="a variable of a secret name with a value of every day",
+        arguments=("plan", *given(**{"trainer.output_dir": "runs/training-1"})),
+        env={"POSTGRES_PASSWORD": "training"},
+        says=("the value of $POSTGRES_PASSWORD is in it", "trainer.output_dir"),
+    ),
+    Case(
         name="in topology.setup: plan",
         arguments=("plan", "c.yaml", *given(), "--full"),
         files={"c.yaml": SETUP},

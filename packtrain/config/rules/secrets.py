@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from packtrain.config.keys import Fault
-from packtrain.redact import is_certain, learn, speaks_of_secrets
+from packtrain.redact import is_certain, learn, speaks_of_secrets, variable_of
 
 _ASSIGNED = re.compile(r"\b(\w+)=(?![\"']?\$)[\"']?[^\s\"']")
 _SAID = re.compile(
@@ -43,7 +43,11 @@ def _found(path: str, text: str) -> Iterator[Fault]:
     bare = _BARE_KEY.fullmatch(text) and path != "model.revision"
     if is_certain(text) or bare or (code and _SAID.search(text)) or (named and text and speaks_of_secrets(named[1])):
         what = f"it has a secret (a password or token), which would be written into {'the script' if code else 'files'}"
-        yield Fault((path,), what, _EXPORT.format(", and name the variable: $NAME" if code else ""))
+        fix = _EXPORT.format(", and name the variable: $NAME" if code else "")
+        if variable := variable_of(text):
+            what = f"the value of ${variable} is in it: by its name a secret, which would be written into files"
+            fix = f"Where it is none, unset {variable}, or give the variable another name."
+        yield Fault((path,), what, fix)
     for variable in _ASSIGNED.findall(text) if code else ():
         if speaks_of_secrets(variable):
             what = f"by its name {variable} is a secret, which would be written into the script"

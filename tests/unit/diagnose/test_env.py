@@ -16,7 +16,7 @@ from packtrain.diagnose import devices, software
 from packtrain.diagnose.facts import Torch
 
 CONFIG = "model: {path: owner/model}\ndata: {train: owner/data}\nbatch: {examples_per_step: 32}\n"
-SECRETS = ("pl4nted-token", "pl4nted-pw", "hf_pl4ntedpl4nted", "pl4nted-jwt", "pl4nted-key")
+SECRETS = ("pl4nted-token", "pl4nted-pw", "hf_pl4ntedpl4nted42", "pl4nted-jwt", "pl4nted-key")
 NO_TORCH = "raise ImportError('libcudart.so.13: cannot open shared object file')\n"
 TORCH = """
 import types

@@ -46,6 +46,9 @@ def test_what_looks_secret_is_hidden_wherever_it_stands(text: str) -> None:
     "text",
     [
         "tokenizers: 0.23.3",
+        "data.train=/data/hf_datasets/a.jsonl trainer.output_dir=hf_transformers_run1",
+        "sk-en-parallel-corpus-v2-cleaned.jsonl, pypi-descriptions-cleaned-v3.jsonl, npm_package_readmes_2024",
+        "num_key_value_heads=8, linear_num_key_heads: 4, total_tokens=5, image_token_index: 3",
         "batch.tokens_per_step=4096, max_new_tokens: 64",
         "Platform: Linux-6.8.0-x86_64-with-glibc2.39",
         "TRL version: 1.16.0+0123456",

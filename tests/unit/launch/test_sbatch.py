@@ -355,8 +355,8 @@ def test_what_cannot_work_is_refused_with_its_key(given: list[str], where: str, 
         "topology.sbatch=['--export=ALL,AWS_SECRET_ACCESS_KEY=abc']",
         "+topology.environment.HF_TOKEN=hf_abc",
         "topology.container='docker://me:abc@example.org/x'",
-        "tracking.run_name=hf_abcabcabcabcabcabcabcabc",
-        "+topology.environment.MINE=hf_abcabcabcabcabcabcabcabc",
+        "tracking.run_name=hf_AbcAbcAbcAbcAbcAbcAbcAbc",
+        "+topology.environment.MINE=hf_AbcAbcAbcAbcAbcAbcAbcAbc",
     ],
 )
 def test_a_secret_is_never_written_into_a_script(given: str) -> None:

@@ -42,7 +42,7 @@ def test_of_several_attempts_the_facts_are_those_of_the_last(tmp_path: Path) -> 
 
 def test_a_failed_run_has_the_words_of_its_diagnosis(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run", status=None)
-    (folder.logs / "diagnosis.txt").write_text("rank 1 on n0 is stopped\n  HF_TOKEN=hf_abcdefghijklmnop\n")
+    (folder.logs / "diagnosis.txt").write_text("rank 1 on n0 is stopped\n  HF_TOKEN=hf_AbCdEfGhIjKlMnOp\n")
     run = read_run(folder)
     assert run.status == "failed" and run.said == ["rank 1 on n0 is stopped", "  HF_TOKEN=***"]
 
@@ -116,7 +116,7 @@ def test_secrets_do_not_get_into_a_record(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_counts_of_tokens_in_the_description_of_data_are_no_secrets(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run")
-    folder.data.write_text(json.dumps({"cut_tokens": 7, "shown": [{"text": "my hf_abcdefghijklmnop"}]}))
+    folder.data.write_text(json.dumps({"cut_tokens": 7, "shown": [{"text": "my hf_AbCdEfGhIjKlMnOp"}]}))
     assert read_run(folder).data == {"cut_tokens": 7, "shown": [{"text": "my ***"}]}
 
 
