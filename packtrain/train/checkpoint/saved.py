@@ -22,7 +22,7 @@ from transformers.trainer import OPTIMIZER_NAME
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from packtrain.model.load import base_model
-from packtrain.model.spread import read_shards, shards_in
+from packtrain.model.spread import loading_whole, read_shards, shards_in
 from packtrain.plan.launcher_settings import STAGES
 
 
@@ -90,7 +90,8 @@ class _Plain:
     def _converted(self) -> dict[str, torch.Tensor]:
         """All weights, of a model that transformers saves in another form than it computes with (experts) or ties."""
         base = base_model(self._model)
-        loaded = type(base).from_pretrained(self._folder, dtype=base.dtype)
+        with loading_whole():
+            loaded = type(base).from_pretrained(self._folder, dtype=base.dtype)
         return {name: weight.detach() for name, weight in loaded.named_parameters(remove_duplicate=False)}
 
 
