@@ -110,16 +110,18 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         """As the base class, after the last proof; makes sure that the strategy is what the config says."""
         self.close_proofs()
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        prepared, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
         check_active(self.settings.strategy, self.model_wrapped, self.model)
         if resume_from_checkpoint is not None:
             self.restore(Path(resume_from_checkpoint))
         self.lost.watch(self.optimizer)
         self.read_spikes(resume_from_checkpoint)
+        if self.steps.left_out:  # known from here on
+            loader = self.get_train_dataloader()
         if self.settings.largest_first and self.settings.first_step < len(self.steps):
             self.clock.enter("proof")
-            self.try_largest(prepared[0])
-        return prepared
+            self.try_largest(prepared)
+        return prepared, loader
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As the base class; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does so."""

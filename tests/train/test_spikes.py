@@ -139,7 +139,7 @@ def test_rolled_back_a_run_leaves_the_documents_out(
 
 
 def test_killed_after_a_rollback_a_run_ends_the_same(tmp_path: Path) -> None:
-    config = base_config(tmp_path, trainer={**EVERY_2, "on_spike": "rollback", "checkpoint_every": 4})
+    config = base_config(tmp_path, trainer={**EVERY_2, "on_spike": "rollback", "checkpoint_every": 4, "max_steps": 12})
     paths = {name: tmp_path / f"{name}.yaml" for name in ("whole", "killed")}
     for name, path in paths.items():
         path.write_text(
