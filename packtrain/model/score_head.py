@@ -28,7 +28,10 @@ _CLASSIFIER = "ForSequenceClassification"
 
 def is_reward_model(config: PreTrainedConfig) -> bool:
     """Whether the saved model has a classification head of its own."""
-    return any(_CLASSIFIER in name for name in config.architectures or ())
+    named = (
+        config.architectures if isinstance(config.architectures, list) else ()
+    )  # transformers takes whatever the file says
+    return any(_CLASSIFIER in str(name) for name in named)
 
 
 def with_one_score(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -224,7 +224,11 @@ def _size(place: Path) -> int:
 
 def _read_config(file: Path) -> Mapping[str, Any]:
     with suppress(ValueError, RecursionError, yaml.YAMLError):
-        return _mapping(yaml.safe_load(text_of(file)))
+        text = text_of(file)
+        if not any(
+            isinstance(one, yaml.AliasEvent) for one in yaml.parse(text, yaml.SafeLoader)
+        ):  # few may stand for gigabytes
+            return _mapping(yaml.safe_load(text))
     return {}
 
 

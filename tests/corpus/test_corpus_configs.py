@@ -231,9 +231,7 @@ CASES = [
         for name, (text, said) in forms.items()
     ),
     *(
-        Case(
-            name=f"a number of 5,000 digits: {verb[0]}", arguments=(*verb, "c.yaml", f"{key}={'9' * 5000}"), says=(key,)
-        )
+        Case(name=f"a number of 5,000 digits: {verb[0]}", arguments=(*verb, f"{key}={'9' * 5000}"), says=(key,))
         for verb, key in ((("plan",), "~topology.gpu_memory"), (("sbatch", "sft", "-m"), "trainer.seed"))
     ),
 ]

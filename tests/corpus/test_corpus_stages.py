@@ -120,6 +120,8 @@ CASES = [
     with_config("another kind of model", model_type="bert"),
     with_config("an unheard of kind", model_type="unheard"),
     with_config("a kind in a list", model_type=["llama"]),
+    trains("config.json, architectures that are a number", {"model/config.json": changed(architectures=5)}, expect=(0,)),
+    with_config("a hundred thousand layers", num_hidden_layers=100_000),
     with_config("a size of text", hidden_size="big"),
     with_config("an endless size", hidden_size=10**9),
     with_config("no heads", num_attention_heads=0),

@@ -63,6 +63,11 @@ def _values(model: Model) -> Iterator[Problem]:
         ids = value if isinstance(value, list) else [value]
         if _ID.fullmatch(name) and any(one is not None and type(one) is not int for one in ids):
             yield Problem(f"found {shortened(value)}", where, "Allowed: the number of a token, or null.")
+    for name, value in known_sizes(model).items():
+        if name in _LAYERS and name not in model.config and isinstance(value, int) and value > MOST_LAYERS:
+            yield Problem(
+                f"{name} is {shortened(value)}", f"model.path, {model.path}/config.json", "Mend it, or get it anew."
+            )
 
 
 def _names(model: Model) -> Iterator[Problem]:
