@@ -19,6 +19,7 @@ from typing import Any
 
 from packtrain.errors import PacktrainError, of_system
 from packtrain.redact import Redactor, clean
+from packtrain.standard_streams import outlive_terminal
 from packtrain.wording import visible
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -74,6 +75,10 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
             code = work()
             sys.stdout.flush()
             return code
+    except SystemExit as left:
+        if isinstance(left.__context__, BrokenPipeError):  # rich ends the process so, with 1
+            return 128 + signal.SIGPIPE
+        raise
     except (Exception, KeyboardInterrupt) as error:
         if not received:
             return ended_by(error, alone=alone)
@@ -87,6 +92,8 @@ def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
 
 def ended_by(error: Exception | KeyboardInterrupt, *, alone: bool = True) -> int:
     """The exit code for an error, which is printed: as the user's, or with its traceback as a bug."""
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+        outlive_terminal()  # it may be the terminal itself that cannot be written to
     error = (of_system(error) if alone else None) or error
     if isinstance(error, PacktrainError):
         if error.shown:

@@ -230,6 +230,8 @@ def process_of(
 
     Raises UserError if the launcher set only some of the variables needed.
     """
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # each process reads them, launched or not
+        int_of(env, name, 0)
     if all(env.get(name) for name in TORCH):
         return "RANK, WORLD_SIZE and MASTER_ADDR are set", {}
     task = allocation is not None and allocation.place == "task"

@@ -232,7 +232,10 @@ CASES = [
     ),
     *(
         Case(name=f"a number of 5,000 digits: {verb[0]}", arguments=(*verb, f"{key}={'9' * 5000}"), says=(key,))
-        for verb, key in ((("plan",), "~topology.gpu_memory"), (("sbatch", "sft", "-m"), "trainer.seed"))
+        for verb, key in (
+            (("plan",), "~topology.gpu_memory"),
+            (("sbatch", "sft", "-m", "optim.beta1=0.8,0.9"), "trainer.seed"),
+        )
     ),
 ]
 

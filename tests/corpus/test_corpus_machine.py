@@ -7,6 +7,7 @@ import pwd
 import resource
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,14 @@ def few_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
 
 
+def no_reader() -> None:
+    """stdout is a pipe whose reader has left, as after `| head -1`."""
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.close(reader)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+
+
 def small_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
 
@@ -186,6 +195,11 @@ def named_value(key: str, path: str) -> tuple[str, ...]:
 
 
 CASES = [
+    *(
+        Case(name=f"no reader: {one[0]}", arguments=(*one, *RUN), begin=no_reader, expect=(141,))
+        for one in (("plan",), ("plan", "--json"))
+    ),
+    Case(name="RANK alone, a text", arguments=PLAN, env={"RANK": "x"}, says=("RANK",)),
     *(
         Case(name=f"{name} is {what}", arguments=PLAN, env={**others, name: value}, says=(name,))
         for name, others in NUMBERS.items()
