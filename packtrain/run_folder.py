@@ -19,6 +19,7 @@ import shlex
 import shutil
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -242,8 +243,11 @@ def reading(root: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        what = f"a file of the run has what packtrain does not write ({type(error).__name__}: {error})"
-        fix = "See which was changed by hand: ls -lt, in it and in logs/; moved away, it is not read."
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        said = f"{type(error).__name__}: {error}, {Path(at.filename).name}:{at.lineno}"
+        what = f"a file of the run has what packtrain does not write ({said})"
+        fix = "See which was changed by hand: ls -lt, in it and in logs/; moved away, it is not read. "
+        fix += "If none was, it is a bug of packtrain: please report this line."
         raise UserError(what, where=str(root), fix=fix) from error
 
 
