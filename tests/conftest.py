@@ -24,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tiny models gain nothing from a second thread, which costs a third more: it spins while it waits.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.addinivalue_line("markers", 'slow: takes more than a few seconds; left out by -m "not slow"')
+    config.addinivalue_line("markers", "exhaustive: more of what others sample; only run by -m exhaustive")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -237,6 +237,7 @@ def test_two_machines_stopped_before_the_time_limit_come_back_and_end_as_one_und
 WAITS = ("PENDING", "CONFIGURING", "RUNNING")
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_loses_a_machine_goes_on_with_the_other(cluster: Slurm, home: Path, sweep: list[Path]) -> None:
     machines = {
         "nodes": 2,

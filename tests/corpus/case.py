@@ -6,6 +6,7 @@ terminal nor in a file. A case is the command itself, forked from a process that
 hang, end without a word, or use up its limits.
 
 A new case is a `Case` in the list of a file test_corpus_*.py. To see one alone: pytest tests/corpus -k 'part of its name'.
+Of large families a sample is run; all of them: pytest tests/corpus -m 'exhaustive or not exhaustive'.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.train import forked
 
@@ -73,6 +77,12 @@ class Outcome:
 
 
 Begun = Callable[..., BaseProcess]
+
+
+def sampled(cases: Sequence[Case], one_in: int = 1) -> list[Any]:
+    """The cases for parametrize; of generated ones `one_in` so many is always run, the others are marked exhaustive."""
+    rest = pytest.mark.exhaustive
+    return [pytest.param(one, id=one.name, marks=rest if at % one_in else ()) for at, one in enumerate(cases)]
 
 
 def check(case: Case, folder: Path) -> None:
