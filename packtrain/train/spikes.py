@@ -39,6 +39,8 @@ STATE = "spikes.json"
 """In a checkpoint: the figures that are usual by then."""
 _WINDOW, _FEWEST = 64, 8
 """Steps whose median is usual, and how many of them it takes to tell a jump."""
+IN_A_ROW = 10
+"""Steps with spikes, one after the other, that end the run whatever `trainer.on_spike` says: the weights are ruined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,8 @@ class SpikeHooks(LargestRowHooks):
         if hasattr(self, "noted") and not math.isfinite(self._figures[0]):
             cast(Any, self).noted = cast(Any, self).new_figures()  # no number either
         if fault != "decided before":
-            action = rules.action
+            hopeless = all(step - back in self.decided for back in range(1, IN_A_ROW))
+            action = "stop" if hopeless else rules.action
             if action == "rollback":
                 newest, back = self._newest()
                 action = "rollback" if back else "skip"
@@ -182,6 +185,8 @@ class SpikeHooks(LargestRowHooks):
             self._note(line, self._losses_of_documents(model, step - 1))
             if action == "stop":
                 fix = "lower it, or set trainer.on_spike=skip; the checkpoints before this step are kept"
+                fault += f", the {IN_A_ROW}th step in a row that is given up," if hopeless else ""
+                fix = "lower it, and go on from a checkpoint before these steps" if hopeless else fix
                 raise CheckFailed(f"{fault} at step {step} (spikes.jsonl)", where="optim.learning_rate", fix=fix)
             self.decided[step] = line
             then = f"its update is not made{' (there is no checkpoint yet)' if action != rules.action else ''}"

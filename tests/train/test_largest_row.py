@@ -39,7 +39,7 @@ def config_of(folder: Path, **trainer: Any) -> dict[str, Any]:
         ("ddp", 1, "sft"),
         ("ddp", 2, "dpo"),
         ("fsdp2", 2, "sft"),
-        pytest.param("zero2", 2, "sft", marks=NEEDS_DEEPSPEED),
+        pytest.param("zero2", 2, "sft", marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
         pytest.param("zero3", 2, "sft", marks=NEEDS_DEEPSPEED),
     ],
 )

@@ -20,7 +20,7 @@ from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
 from packtrain.train.loop import StepTrainer
 from packtrain.train.metrics import MetricsFile
-from packtrain.train.spikes import Usual
+from packtrain.train.spikes import IN_A_ROW, Usual
 from tests.train import forked
 
 SPIKE = 5
@@ -29,13 +29,13 @@ EVERY_2: dict[str, Any] = {"max_steps": 8, "checkpoint_every": 2, "keep_checkpoi
 NEEDS_DEEPSPEED = pytest.mark.skipif("deepspeed" not in forked.WARM, reason="needs deepspeed")
 
 
-def broken_at(step: int, times: float = math.nan) -> Any:
-    """A training_step whose loss and gradients are multiplied in `step`, each time it comes."""
+def broken_at(step: int, times: float = math.nan, last: int = 0) -> Any:
+    """A training_step whose loss and gradients are multiplied in `step`, or from there to the `last`, each time it comes."""
     backward = StepTrainer.training_step
 
     def training_step(self: Any, model: Any, inputs: Any, counts: Any = None) -> Any:
         own = self.loss_of
-        if self.state.global_step + 1 == step:
+        if step <= self.state.global_step + 1 <= max(step, last):
             self.loss_of = lambda *given: own(*given) * times if torch.is_grad_enabled() else own(*given)
         try:
             return backward(self, model, inputs, counts)
@@ -48,6 +48,12 @@ def broken_at(step: int, times: float = math.nan) -> Any:
 def with_a_spike(*given: Any) -> None:
     """The command, in which step 5 is broken."""
     StepTrainer.training_step = broken_at(SPIKE)
+    forked.run(*given)
+
+
+def with_spikes(*given: Any) -> None:
+    """The command, in which every step from 5 on is broken."""
+    StepTrainer.training_step = broken_at(SPIKE, last=100)
     forked.run(*given)
 
 
@@ -103,6 +109,12 @@ def test_killed_after_a_skipped_step_a_run_ends_the_same(skipped: Run, tmp_path:
     again = Run(tmp_path / "run")
     assert again.losses == skipped.losses and len(spikes(again)) == 1
     assert all(torch.equal(one, skipped.weights()[name]) for name, one in again.weights().items())
+
+
+def test_spikes_without_end_end_the_run(tmp_path: Path) -> None:
+    done = packtrain("sft", written(tmp_path, on_spike="skip", max_steps=30), begin=with_spikes, expect=3)
+    assert f"the {IN_A_ROW}th step in a row that is given up" in done.stderr
+    assert [line["step"] for line in spikes(Run(tmp_path / "run"))] == list(range(SPIKE, SPIKE + IN_A_ROW))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=NEEDS_DEEPSPEED), "fsdp2"])
