@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from packtrain.boundary import sentence
+from packtrain.boundary import is_ours, sentence
 from packtrain.data.formats.conversations import Conversation
 from packtrain.data.formats.messages import THOUGHTS
 from packtrain.data.sources.chunks import BadRow
@@ -362,6 +362,8 @@ class ChatEncoder:
         except UserError:
             raise
         except Exception as error:  # a template is a program and may raise anything
+            if is_ours(error):
+                raise
             what = f"the chat template refuses the conversation: {sentence(error)}"
             raise BadRow("chat template refuses", what, "messages") from error
         return Rendered(texts[0], cast("list[list[Span]]", spans)[0] if marked else [])
