@@ -47,11 +47,12 @@ SLOW_STEPS = """
 import pathlib, time
 opened = pathlib.Path.open
 def open_slowly(self, *arguments, **options):
-    if self.name == "metrics.jsonl" and arguments[:1] == ("a",):
+    if self.name == "metrics.jsonl" and arguments[:1] == ("ab",):
         time.sleep(3)
     return opened(self, *arguments, **options)
 pathlib.Path.open = open_slowly
 """
+WAITS = ("PENDING", "CONFIGURING", "RUNNING")
 SLOW_AT_FIRST = 'if [ -z "$SLURM_RESTART_COUNT" ]; then export PYTHONPATH="$PWD/slow"; fi'
 
 
@@ -234,9 +235,6 @@ def test_two_machines_stopped_before_the_time_limit_come_back_and_end_as_one_und
     assert (plan["num_processes"], plan["nodes"], plan["gpus_per_node"]) == (2, 2, 1)
 
 
-WAITS = ("PENDING", "CONFIGURING", "RUNNING")
-
-
 @pytest.mark.exhaustive
 def test_a_job_that_loses_a_machine_goes_on_with_the_other(cluster: Slurm, home: Path, sweep: list[Path]) -> None:
     machines = {
@@ -249,7 +247,7 @@ def test_a_job_that_loses_a_machine_goes_on_with_the_other(cluster: Slurm, home:
     write(home, "lost.yaml", topology=machines, trainer={"max_steps": STEPS, "checkpoint_every": 2, "restarts": 1})
     told = submit(cluster, home, "lost.yaml", "trainer.output_dir=runs/lost")
     number, run, log = told["job_id"], Path(told["output_dir"]), Path(told["log"])
-    cluster.until(number, lambda job: any((run / "checkpoints").glob("step-*")) or job["JobState"] != "RUNNING")
+    cluster.until(number, lambda job: any((run / "checkpoints").glob("step-*")) or job["JobState"] not in WAITS)
     (home / "slow" / "sitecustomize.py").write_text("")  # what is started from now on is quick
     try:
         cluster.lose(2)
