@@ -98,6 +98,7 @@ def test_the_states_of_the_optimizer_are_what_makes_it_the_same(
     assert (loss < 1e-5) == kept, loss
 
 
+@pytest.mark.exhaustive
 def test_adapters_of_preferences_go_on_from_world_to_world(folder: Path) -> None:
     write_jsonl(folder / "pairs.jsonl", preferences(12, 0))
     config = config_of(folder, peft={"kind": "lora"}, batch={"examples_per_step": 5, "tokens_per_device": 190})
@@ -109,6 +110,7 @@ def test_adapters_of_preferences_go_on_from_world_to_world(folder: Path) -> None
     assert loss < 1e-5 and weight < 1e-4
 
 
+@pytest.mark.exhaustive
 def test_float32_masters_of_bfloat16_weights_go_along(folder: Path) -> None:
     config = config_of(folder)
     config["model"]["dtype"] = "bfloat16"

@@ -40,7 +40,7 @@ def config_of(folder: Path, **trainer: Any) -> dict[str, Any]:
         ("ddp", 2, "dpo"),
         ("fsdp2", 2, "sft"),
         pytest.param("zero2", 2, "sft", marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
-        pytest.param("zero3", 2, "sft", marks=NEEDS_DEEPSPEED),
+        pytest.param("zero3", 2, "sft", marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
     ],
 )
 def test_it_changes_no_bit_of_the_training(tmp_path: Path, strategy: str, processes: int, verb: str) -> None:

@@ -100,6 +100,7 @@ def arguments_of(command: str) -> list[str]:
     return words[[Path(word).name for word in words].index("packtrain") + 1 :]
 
 
+@pytest.mark.exhaustive
 def test_the_dpo_quickstart_ranks_held_out_pairs_well_above_chance(tmp_path: Path) -> None:
     # two fifths of its steps, evaluated at the two ends: what it learns last is to rank nearly all of them right
     given = ["trainer.max_steps=200", "trainer.eval_every=200", "trainer.samples=[]"]

@@ -117,7 +117,10 @@ def test_spikes_without_end_end_the_run(tmp_path: Path) -> None:
     assert [line["step"] for line in spikes(Run(tmp_path / "run"))] == list(range(SPIKE, SPIKE + IN_A_ROW))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=NEEDS_DEEPSPEED), "fsdp2"])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param("ddp", marks=pytest.mark.exhaustive), pytest.param("zero2", marks=NEEDS_DEEPSPEED), "fsdp2"],
+)
 def test_two_processes_skip_the_same_step(skipped: Run, tmp_path: Path, strategy: str) -> None:
     config = base_config(tmp_path, trainer={**EVERY_2, "on_spike": "skip"})
     run = train(tmp_path, config, f"strategy={strategy}", processes=2, begin=with_a_spike)
@@ -130,7 +133,8 @@ def test_two_processes_skip_the_same_step(skipped: Run, tmp_path: Path, strategy
 
 
 @pytest.mark.parametrize(
-    ("strategy", "processes"), [("ddp", 1), ("fsdp2", 2), pytest.param("zero2", 2, marks=NEEDS_DEEPSPEED)]
+    ("strategy", "processes"),
+    [("ddp", 1), ("fsdp2", 2), pytest.param("zero2", 2, marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive])],
 )
 def test_rolled_back_a_run_leaves_the_documents_out(
     skipped: Run, tmp_path: Path, strategy: str, processes: int
@@ -184,7 +188,9 @@ def test_a_run_that_goes_on_in_another_folder_goes_back_to_the_checkpoint_there(
     assert Run(tmp_path / "d").losses == Run(tmp_path / "b").losses
 
 
-@pytest.mark.parametrize("verb", ["dpo", "kto", "reward"])
+@pytest.mark.parametrize(
+    "verb", [*(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("kto", "reward")), "dpo"]
+)
 def test_other_objectives_go_back_as_well(tmp_path: Path, verb: str) -> None:
     config = base_config(
         tmp_path, trainer={**EVERY_2, "on_spike": "rollback", "max_steps": 6}, data={"train": "quickstart"}

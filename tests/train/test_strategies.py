@@ -34,8 +34,11 @@ NEEDS_COMPILER = pytest.mark.skipif(
     not (shutil.which("c++") and importlib.util.find_spec("ninja")),
     reason="DeepSpeed's optimizer on the host needs both",
 )
-ZERO1, ZERO2, ZERO3 = (pytest.param(name, marks=NEEDS_DEEPSPEED) for name in ("zero1", "zero2", "zero3"))
-OFFLOAD = pytest.param("zero3_offload", marks=[NEEDS_DEEPSPEED, NEEDS_COMPILER])
+ZERO2, ZERO3 = (pytest.param(name, marks=NEEDS_DEEPSPEED) for name in ("zero2", "zero3"))
+ZERO1 = pytest.param(
+    "zero1", marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]
+)  # tests/train/test_elastic.py has one, too
+OFFLOAD = pytest.param("zero3_offload", marks=[NEEDS_DEEPSPEED, NEEDS_COMPILER, pytest.mark.exhaustive])
 MODEL = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # weights that ZeRO-3 does not keep whole
 MODEL_ARGUMENTS = {name: value for name, value in MODEL.items() if name != "model_type"} | {"vocab_size": 50}
 STEPS, CHECKPOINT = 5, 3  # of 7, 7, 7, 1 and 7 documents: in step 4 one process has none
