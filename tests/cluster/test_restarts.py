@@ -117,6 +117,7 @@ def test_restarts_that_bring_no_new_checkpoint_end_the_run_with_its_diagnosis(tm
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_process_killed_while_it_trains_comes_to_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
     """From nothing, as a user starts it: with restarts the only process is one of its own."""
     trainer = {"max_steps": 30, "checkpoint_every": 3, "keep_checkpoints": None}
@@ -170,6 +171,7 @@ def killed(launcher: Running, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_lost_machine_is_done_without_or_waited_for(hosts: TwoHosts, tmp_path: Path) -> None:
     """Four runs at once, most of whose time is waiting: the second machine is lost, with min_nodes and without, and the first."""
     names = ("fewer", "second", "first", "link")

@@ -142,6 +142,7 @@ def test_a_killed_run_goes_on_bitwise_the_same(runs: dict[str, Run], folder: Pat
         assert torch.equal(tensor, weights[weight]), weight
 
 
+@pytest.mark.exhaustive
 def test_another_number_of_processes_goes_on_with_the_shards_of_fsdp2(
     runs: dict[str, Run], folder: Path, alone: Run
 ) -> None:
