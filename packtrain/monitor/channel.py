@@ -24,6 +24,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from packtrain.run_folder import in_time
+
 SECRET = "PACKTRAIN_SECRET"
 """Environment variable with the run's secret, if a launcher or a batch script gives one to all machines."""
 ADDRESS = "PACKTRAIN_CHANNEL"
@@ -196,5 +198,4 @@ def published(logs: Path, server: Server, address: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):
-            file.unlink()
+        in_time(file.unlink, None)

@@ -225,7 +225,8 @@ def _not_waiting(states: Sequence[RankState]) -> Diagnosis | None:
         words = f"{_verb(culprits, 'has', 'have')} sent no heartbeat for {first.heard_s:.0f} s, in {first.place}"
         return _named("stuck", culprits, words, states)
     place = "not at the first line of packtrain" if first.heard_s is None else f"in {first.place}"
-    words = f"{_verb(culprits, 'is', 'are')} behind: for {first.still_s:.0f} s {place}, no progress"
+    behind = f"{_verb(culprits, 'is', 'are')} behind" if len(states) > 1 else "stands still"
+    words = f"{behind}: for {first.still_s:.0f} s {place}, no progress"
     return _named(_OF_PHASE.get(first.phase, "stuck"), culprits, words, states)
 
 

@@ -3,7 +3,7 @@
 Rank 0 serves the control channel from threads of its own and runs the watchdog; the others get its port through torch's store
 and send their heartbeats to it. A rank ends itself with exit code 4 if rank 0 orders it, if rank 0 is gone or silent for too
 long, and if the launcher that started it is gone. Rank 0 kills processes that are left on its own machine. In a run of one
-process the channel only serves packtrain doctor; the watchdog never ends it.
+process the channel serves packtrain doctor, and the watchdog ends it only where a disk has stopped.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import astuple
 from pathlib import Path
 from typing import NoReturn
 
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed
 from packtrain.monitor.channel import Client, NoAnswer, Server, new_secret, published
-from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat
+from packtrain.monitor.heartbeat import Phase, TimeLimits, own_heartbeat
 from packtrain.monitor.processes import ProcessState, memory_kills, seen
 from packtrain.monitor.watchdog import LOOK_S, Watchdog
 
@@ -74,6 +75,13 @@ def beat_to_rank_0(share: Callable[[str], str]) -> None:
         _watched_rank.connect(share)
 
 
+class _OfOneProcess(TimeLimits):
+    """Nobody waits for its steps, however long they take: it is only ended where it writes."""
+
+    def deadline_s(self, phase: Phase) -> float:
+        return super().deadline_s(phase) if phase in ("checkpoint", "final") else math.inf
+
+
 class _WatchedRank:
     """The monitoring threads of one rank; rank 0 has the watchdog, too."""
 
@@ -97,7 +105,8 @@ class _WatchedRank:
 
     def _serve(self, address: str) -> Server:
         server = Server(secret=new_secret(), host=address if self._ranks == 1 else "")
-        self._watchdog = Watchdog([("", range(self._ranks))], self._limits, self._logs)
+        limits = _OfOneProcess(*astuple(self._limits)) if self._ranks == 1 else self._limits
+        self._watchdog = Watchdog([("", range(self._ranks))], limits, self._logs)
         self._watchdog.attach(server)
         self._serving.callback(server.close)
         self._serving.enter_context(published(self._logs, server, address))
@@ -156,7 +165,9 @@ class _WatchedRank:
                 self._watchdog.end = lines[0]
                 with suppress(OSError):
                     print("\n".join(lines), file=sys.stderr, flush=True)
-                time.sleep(_DELIVERY_S)  # then ranks of this machine that still run are killed
+                time.sleep(
+                    _DELIVERY_S if self._ranks > 1 else 0
+                )  # then ranks of this machine that still run are killed
                 for one in self._watchdog.states():
                     if one.pid not in (0, os.getpid()) and one.host == socket.gethostname():
                         _kill(one.pid)
@@ -167,7 +178,7 @@ class _WatchedRank:
         """Why all ranks have to be ended, in lines; () while they need not."""
         self._asked = watchdog.hear(self._heartbeat.message(asked=self._asked))["ask"]
         if self._ranks == 1:
-            return ()
+            return found.lines if (found := watchdog.look()) else ()
         oom = memory_kills() > self._memory_kills
         here = [one for one in watchdog.states() if one.pid and one.host == socket.gethostname() and not one.gone]
         watchdog.processes(0, {one.rank: ProcessState(one.pid, seen(one.pid), oom=oom) for one in here})

@@ -11,6 +11,7 @@ import faulthandler
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -26,6 +27,7 @@ import psutil
 FOLDER = "PACKTRAIN_STACKS"
 """Environment variable of a rank: the folder that stacks are written into, one per launch and machine."""
 DUMP_S = 1.0
+_WAITS, _WRITES = (re.compile(rf'checkpoint/writer.py", line \d+ in {name}$') for name in ("_heard", "_write"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +93,19 @@ def crash_of(folder: Path, pid: int) -> str:
 
 
 def main_stack(text: str) -> tuple[str, ...]:
-    """The main thread's calls in a dump of faulthandler, innermost first; faulthandler writes the main thread last."""
-    calls: list[str] = []
+    """The main thread's calls in a dump of faulthandler, innermost first; where it waits for the thread of a checkpoint, that one's.
+
+    faulthandler writes the main thread last.
+    """
+    threads: list[list[str]] = [[]]
     for line in text.splitlines():
         if line.endswith("(most recent call first):"):
-            calls = []
+            threads.append([])
         elif line.startswith('  File "'):
-            calls.append(line.strip())
-    return tuple(calls)
+            threads[-1].append(line.strip())
+    *others, main = threads
+    writes = [one for one in others if any(_WRITES.search(call) for call in one)]
+    return tuple(writes[0] if writes and any(_WAITS.search(call) for call in main) else main)
 
 
 def own_collectives() -> dict[str, Any]:

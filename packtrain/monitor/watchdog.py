@@ -217,7 +217,8 @@ class Watchdog:
         if still_s >= limit_s and self._have_answered(live):
             return self._conclude(diagnose(self.states()))
         # no notice while all ranks compute, as in a slow first step: nobody waits for anybody
-        if still_s >= notice_s and self._have_answered(live) and any(one.waits_for_others for one in live):
+        waits = found.cause == "storage" or any(one.waits_for_others for one in live)
+        if still_s >= notice_s and self._have_answered(live) and waits:
             mark = (found.ranks, *(one.progress for one in culprits))
             if mark != self._noticed:
                 print(f"{found.what}; the run is ended for it at {limit_s:.0f} s", file=sys.stderr, flush=True)

@@ -201,6 +201,7 @@ class SpikeHooks(LargestRowHooks):
 
     def _newest(self) -> tuple[int | None, Path | None]:
         """Step and folder of the checkpoint to go back to, as rank 0 finds it; None if there is none, or someone has removed it."""
+        self.clock.enter("checkpoint")
         self.writer.wait()
         step, found = self.writer.outcome.newest, None
         if step is not None and self.accelerator.is_main_process:

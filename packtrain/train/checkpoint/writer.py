@@ -7,13 +7,16 @@ disk that is full or fails costs the checkpoint, never the run.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
 from typing import Any
@@ -31,6 +34,8 @@ from packtrain.train.sync.checks import BACKGROUND
 
 _SHARE = 0.8
 """Of the machine's free memory that copies may fill."""
+_PATIENCE_S = 15.0
+"""A step waits for a write so long before the user is told; then twice as long, and so on."""
 _LONGEST = timedelta(days=1)
 """The watchdog sees the step that waits for a write, so the group of the threads needs no limit of its own."""
 _Jobs = list[Callable[[], object]]
@@ -69,6 +74,7 @@ class CheckpointWriter:
         self._group: Any = None
         self._thread: Thread | None = None
         self._said: SimpleQueue[str | None] = SimpleQueue()
+        self._folder, self._since = Path(), 0.0
         self._error: Exception | None = None
         self._told = 0
 
@@ -115,6 +121,7 @@ class CheckpointWriter:
                 self._group = dist.new_group(backend="gloo", timeout=_LONGEST, group_desc=BACKGROUND)
         early = [_raising(self._early)] if self._early else []
         parts = early, self._jobs, [seal] if seal else []
+        self._folder, self._since = staging, time.time()
         self._jobs, self._early = [], None
         self._thread = Thread(target=self._write, args=(step, staging, *parts), name="checkpoint", daemon=True)
         self._thread.start()
@@ -129,15 +136,27 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Returns when the write that was begun last, if any, is complete or has failed; raises what is no fault of a disk."""
         if self._thread is not None:
-            what = self._said.get()
-            while what is not None:  # told to the watchdog: who writes and who waits for others
-                with waiting(what):
-                    what = self._said.get()
+            others = self._heard()
+            while others is not None:  # told to the watchdog: who writes and who waits for others
+                with waiting(others) if others else nullcontext():
+                    others = self._heard()
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _heard(self) -> str | None:
+        """What the thread says next; until then the user is told, more and more seldom, what is waited for."""
+        for more in itertools.count():
+            with suppress(Empty):
+                return self._said.get(timeout=_PATIENCE_S * 2**more)
+            seconds = time.time() - self._since
+            began = datetime.fromtimestamp(self._since)
+            self._say(
+                f"waiting for the checkpoint in {self._folder}, which has been written since {began:%H:%M:%S}, for {seconds:.0f} s"
+            )
+        return None
 
     def tell(self) -> None:
         """Warns of checkpoints that have failed since the last call."""
@@ -166,9 +185,10 @@ class CheckpointWriter:
             )  # all ranks or none: jobs of FSDP2 wait for those of the others
             if not why:
                 why = self._first_fault(jobs)
-                self._said.put("the other ranks to write their parts of the checkpoint")
+                self._waits_for("the other ranks to write their parts of the checkpoint")
                 why = self._of_all(why)
             if not why:
+                self._waits_for("" if seal else "rank 0 to complete the checkpoint")
                 why = self._of_all(self._first_fault(seal))
         except Exception as error:  # the others are lost: training ends for the same reason
             why = shortly(error)
@@ -188,6 +208,10 @@ class CheckpointWriter:
             self._error = None if is_of_storage(error) else error
             return shortly(error)
         return ""
+
+    def _waits_for(self, others: str) -> None:
+        if self._group is not None:
+            self._said.put(others)
 
     def _of_all(self, why: str) -> str:
         """The first rank's `why` that is not empty."""

@@ -58,9 +58,10 @@ import ctypes, sys
 from packtrain.monitor import stacks
 stacks.listen()
 print("listens", flush=True)
+libc = ctypes.PyDLL(None)
 def holds_the_lock():
     while True:  # a signal ends each
-        ctypes.PyDLL(None).sleep(600)
+        libc.sleep(600)
 def crashes():
     ctypes.string_at(0)
 globals()[sys.argv[1]]()
