@@ -34,6 +34,14 @@ def counted(number: float, things: str) -> str:
     return f"{number:,} {one if number == 1 else things}"
 
 
+def size(number: float) -> str:
+    """Bytes in the unit that fits: "512 bytes", "3.2 MiB", "64 GiB"."""
+    units = ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1024 and units[1:]:
+        number, units = number / 1024, units[1:]
+    return f"{number:,.{0 if number >= 100 else 1}f}".removesuffix(".0") + f" {units[0]}"
+
+
 def whole(text: str) -> int | None:
     """A whole number ≥ 0 in plain digits; None for all else, such as "²" and "1_0", which Python's own tests or int() take."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else None

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from packtrain import wording
 from packtrain.errors import Problem
 from packtrain.plan.memory import Memory
 from packtrain.plan.network_settings import HostNetwork, NetworkSetting
@@ -165,7 +166,4 @@ def judged(name: str, status: Status, found: str, fix: str) -> Check:
 
 def size(number: int | None) -> str:
     """Bytes in words."""
-    if number is None:
-        return "not known"
-    unit, name = (GIB, "GiB") if number >= GIB else (MIB, "MiB") if number >= MIB or not number else (1024, "KiB")
-    return f"{number / unit:{'.1f' if GIB <= number < 100 * GIB else '.0f'}} {name}"
+    return "not known" if number is None else wording.size(number)

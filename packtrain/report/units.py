@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from packtrain import wording
+
 
 def number(value: float | None) -> str:
     """Four digits that tell: 7.58, 0.1720, 15,568, 3.0e-05; "–" for none."""
@@ -47,8 +49,4 @@ def size(count: float | None) -> str:
     """Bytes as 3.2 MiB."""
     if count is None or not math.isfinite(count):
         return "–"
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:,.1f} TiB"
+    return wording.size(count)

@@ -19,12 +19,12 @@ from packtrain.config.schema import Batch
 from packtrain.errors import UserError
 from packtrain.model.precision import weights_cast_once
 from packtrain.model.spread import Ranks
-from packtrain.plan.memory import GIB, Memory, optimizer_bytes
+from packtrain.plan.memory import Memory, optimizer_bytes
 from packtrain.train.library_errors import out_of_memory, shortly
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.optim.lost_updates import local, optimizer_inside
 from packtrain.train.settings import TrainerHooks
-from packtrain.wording import counted
+from packtrain.wording import counted, size
 
 _LOOKED_AT = 16
 """Steps with the longest documents, and as many with the most tokens: the fullest micro-batch is sought in these."""
@@ -189,8 +189,8 @@ def told(
         when = "before step 1, where the largest micro-batch of the first pass is tried"
     of = f"{counted(len(numbers), 'documents')} in {batch.slots:,} token slots ({', '.join(named)}{more})"
     total = torch.cuda.get_device_properties(ranks.device).total_memory if ranks.device.type == "cuda" else None
-    used = f". {_gib(place.held)} GiB were in use before it, {_gib(_peak(ranks.device))} at the peak" if total else ""
-    used += f", of {_gib(total)}" if total else ""
+    used = f". {size(place.held)} were in use before it, {size(_peak(ranks.device))} at the peak" if total else ""
+    used += f", of {size(total)}" if total else ""
     expected = planned(total)
     of_plan = "" if isinstance(expected, str) else f". Planned were {expected.sentence().partition(': ')[0]}"
     key, fix = _what_to_set(limits, place, total, ranks)
@@ -228,7 +228,3 @@ def _allocated(device: torch.device) -> int:
 
 def _peak(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _gib(size: int | None) -> str:
-    return f"{(size or 0) / GIB:.1f}"

@@ -152,7 +152,7 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """1. The step's micro-batches, as the base class loads them, and their counts."""
         self.clock.enter("data", step=self.state.global_step + 1)
-        self.writer.tell()
+        self.writer.tell(". Training goes on")
         return super().get_batch_samples(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list[list[MicroBatch]], device: torch.device) -> torch.Tensor:

@@ -32,6 +32,7 @@ from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, Steps, step_loader
 from packtrain.train.optim.lost_updates import MOST
 from packtrain.train.settings import TrainerHooks
+from packtrain.wording import counted
 
 _COMPARED_STEPS = 8
 """Steps of the evaluation set that are enough to compare two sets of weights on."""
@@ -240,7 +241,8 @@ class MetricsFile(TrainerCallback):
         if not state.is_world_process_zero or not self._path.exists():
             return
         text = self._path.read_text()
-        lines = text.splitlines() if state.global_step else []
+        lines = [*text.splitlines(), *self._unwritten.splitlines()] if state.global_step else []
+        self._unwritten = ""
         evaluated = any("eval_loss" in one for one in state.log_history if one["step"] == state.global_step)
         lines = [line for line in lines if _place_of(line) <= (state.global_step, evaluated)]
         if (kept := "".join(f"{line}\n" for line in lines)) != text:
@@ -256,21 +258,33 @@ class MetricsFile(TrainerCallback):
         line["seconds"] = round(time.perf_counter() - self._since, 3)
         self._append(json.dumps(line) + "\n")
 
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Tries again to write what waits for room: a checkpoint may follow."""
+        if self._unwritten:
+            self._append("")
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """For the last time."""
+        self.on_step_end()
+        if self._unwritten:
+            self._say(f"{self._path.name} lacks the last {counted(self._unwritten.count(chr(10)), 'lines')}")
+
     def _append(self, line: str) -> None:
         """Adds the line, or keeps it for later where the disk is full: never half of it."""
-        lines, self._unwritten = self._unwritten + line, ""
+        lines, self._unwritten, before = self._unwritten + line, "", None
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
+                before = file.tell()
                 if file.write(lines.encode()) < len(lines.encode()):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if lines == line:
-                self._say(f"{self._path.name} waits for room: {error}. Training goes on")
+                self._say(f"{self._path.name} waits for room: {error}")
             self._unwritten = lines
-            with suppress(OSError):
-                kept = self._path.read_bytes().rpartition(b"\n")
-                os.truncate(self._path, len(kept[0] + kept[1]))
+            if before is not None:
+                with suppress(OSError):
+                    os.truncate(self._path, before)
 
 
 def _place_of(line: str) -> tuple[float, bool]:

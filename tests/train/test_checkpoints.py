@@ -122,7 +122,7 @@ def test_a_full_disk_is_seen_before_a_checkpoint_is_begun_and_the_last_good_one_
     run = train_here(config_in(tmp_path, keep_checkpoints=1), tmp_path / "run")
     assert run.summary["status"] == "done" and checkpoints(run) == ["step-000006"]
     (failed,) = run.summary["checkpoints"]["failed"]
-    assert failed["step"] == 4 and "0.00 GB left" in failed["why"]
+    assert failed["step"] == 4 and "the disk has 1,000 bytes left" in failed["why"]
     log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
     assert "no room for 2 checkpoints of" in log
     assert "the checkpoint of step 4 was not written" in log and "the newest is that of step 2. Training goes on" in log
@@ -138,10 +138,17 @@ def test_metrics_wait_for_room_without_half_lines(tmp_path: Path) -> None:
         file._append("2234567\n")
         file._append("3234567\n")
         assert (tmp_path / "metrics.jsonl").read_text() == "1234567\n"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+        file._append("4234567\n")  # two of three have room
+        assert (tmp_path / "metrics.jsonl").read_text() == "1234567\n"
+        file.on_train_end()
+        assert said.pop() == "metrics.jsonl lacks the last 3 lines"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    file._append("4234567\n")
-    assert (tmp_path / "metrics.jsonl").read_text().split() == ["1234567", "2234567", "3234567", "4234567"]
+    file.on_step_end()
+    file._append("5234567\n")
+    expected = [f"{first}234567" for first in range(1, 6)]
+    assert (tmp_path / "metrics.jsonl").read_text().split() == expected
     assert len(said) == 1 and "metrics.jsonl waits for room" in said[0]
 
 

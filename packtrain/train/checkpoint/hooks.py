@@ -27,12 +27,11 @@ from packtrain.monitor.heartbeat import waiting
 from packtrain.run_folder import write_json
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
 from packtrain.train.checkpoint.origin import ORIGIN, same_format, world_of
-from packtrain.train.checkpoint.reshard import put_into_torch, put_into_zero, put_weights
+from packtrain.train.checkpoint.reshard import go_on, put_into_torch, put_into_zero, put_weights, settings_of
 from packtrain.train.checkpoint.room import checkpoint_bytes, lack_of_room
 from packtrain.train.checkpoint.saved import saved_in
 from packtrain.train.optim.final_weights import exact_weights, in_format, name_format
 from packtrain.train.optim.lost_updates import optimizer_inside
-from packtrain.train.optim.resumed import go_on, settings_of
 from packtrain.train.settings import TrainerHooks
 
 

@@ -1,7 +1,8 @@
 """Puts what any checkpoint holds (saved.py) into the model and the optimizer of this run, whatever strategy spreads them.
 
 Each process takes its share of one whole weight after the other. torch's optimizers, those over FSDP2's weights among them, are
-given a state dict; DeepSpeed's engine is given what it would have saved itself as this process of this many.
+given a state dict; DeepSpeed's engine is given what it would have saved itself as this process of this many. The optimizer's
+settings and its learning rate are this run's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from packtrain.train.checkpoint.saved import SavedStates
 from packtrain.train.optim.float32_step import MASTER, ROUNDINGS, loses_updates
@@ -74,6 +76,23 @@ def put_into_zero(saved: SavedStates, zero: Any, names: Names) -> None:
         zero.checkpoint_event_epilogue()
     else:
         put_weights(saved, names)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of each group of a new optimizer: learning rate, weight decay and all else but its weights."""
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "step")}
+        for group in optimizer.param_groups
+    ]
+
+
+def go_on(optimizer: torch.optim.Optimizer, schedule: LambdaLR, settings: list[dict[str, Any]], steps: int) -> None:
+    """Puts `settings` in place of what a checkpoint has brought, and a new `schedule` where it is after `steps`."""
+    bases = [own["initial_lr"] for own in settings]
+    rates = [base * share(steps) for base, share in zip(bases, schedule.lr_lambdas, strict=True)]
+    for group, own, rate in zip(optimizer.param_groups, settings, rates, strict=True):
+        group.update(own, lr=rate)
+    schedule.base_lrs, schedule.last_epoch, schedule._step_count, schedule._last_lr = bases, steps, steps + 1, rates
 
 
 _Place = tuple[torch.Tensor, int, int, int, int]

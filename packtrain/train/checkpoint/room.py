@@ -12,6 +12,7 @@ from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.plan.memory import optimizer_bytes
 from packtrain.train.checkpoint.folder import listed, written_into
+from packtrain.wording import size
 
 _BESIDE = 2**20  # config, states of chance and of the run
 
@@ -26,7 +27,7 @@ def checkpoint_bytes(model: nn.Module, optim: Optim, strategy: str, checkpoints:
     """Bytes of a checkpoint: of the newest one that is there, else by the sizes of the weights."""
     for newest in reversed(listed(checkpoints).values()):
         if files := written_into(newest):
-            return sum(size for size, _ in files.values())
+            return sum(number for number, _ in files.values())
     trained = [one for one in model.parameters() if one.requires_grad]
     states = optimizer_bytes(optim, strategy, sum(map(elements, trained)), trained[0].itemsize if trained else 0)
     return weights_bytes(model) + states + _BESIDE
@@ -37,7 +38,7 @@ def lack_of_room(folder: Path, needed: int) -> str:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    return f"it takes {_gb(needed)}, and the disk has {_gb(free)} left" if free < needed else ""
+    return f"it takes {size(needed)}, and the disk has {size(free)} left" if free < needed else ""
 
 
 def remark_before_training(
@@ -50,9 +51,5 @@ def remark_before_training(
     lack = lack_of_room(checkpoints, final + max(most - there, min(most, 1)) * each)
     if not lack:
         return ""
-    parts = [f"{most} checkpoints of {_gb(each)}"] if most else []
-    return f"no room for {' and '.join([*parts, f'final/ of {_gb(final)}'])}: {lack} (trainer.output_dir, keep_checkpoints)"
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:,.2f} GB"
+    parts = [f"{most} checkpoints of {size(each)}"] if most else []
+    return f"no room for {' and '.join([*parts, f'final/ of {size(final)}'])}: {lack} (trainer.output_dir, keep_checkpoints)"

@@ -158,13 +158,13 @@ class CheckpointWriter:
             )
         return None
 
-    def tell(self) -> None:
-        """Warns of checkpoints that have failed since the last call."""
+    def tell(self, then: str = "") -> None:
+        """Warns of checkpoints that have failed since the last call, and says what follows `then`."""
         failed = self.outcome.failed
         for step, why in failed[self._told :]:
             newest = self.outcome.newest
             kept = "there is none yet" if newest is None else f"the newest is that of step {newest}"
-            self._say(f"the checkpoint of step {step} was not written: {why}; {kept}. Training goes on")
+            self._say(f"the checkpoint of step {step} was not written: {why}; {kept}{then}")
         self._told = len(failed)
 
     def __enter__(self) -> CheckpointWriter:

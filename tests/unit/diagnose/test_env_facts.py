@@ -126,7 +126,7 @@ def test_packages_that_do_not_fit_are_found_by_what_packtrain_says_of_itself(mon
 
 
 def test_a_limit_of_some_kilobytes_is_not_told_as_none_at_all() -> None:
-    assert [size(number) for number in (0, 65536, 8 * 2**20, 2**31)] == ["0 MiB", "64 KiB", "8 MiB", "2.0 GiB"]
+    assert [size(number) for number in (0, 65536, 8 * 2**20, 2**31)] == ["0 bytes", "64 KiB", "8 MiB", "2 GiB"]
 
 
 def test_what_torch_could_not_finish_saying_counts_as_far_as_it_came() -> None:
