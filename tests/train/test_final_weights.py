@@ -126,7 +126,12 @@ def test_want_of_memory_for_the_cost_of_rounding_ends_no_run(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    "strategy", ["fsdp2", pytest.param("zero2", marks=NEEDS_DEEPSPEED), pytest.param("zero3", marks=NEEDS_DEEPSPEED)]
+    "strategy",
+    [
+        "fsdp2",
+        pytest.param("zero2", marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
+        pytest.param("zero3", marks=NEEDS_DEEPSPEED),
+    ],
 )
 def test_strategies_tell_what_rounding_costs(tmp_path: Path, strategy: str) -> None:
     given: Any = {"data": {"eval": 0.2}}

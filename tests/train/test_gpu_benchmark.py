@@ -18,6 +18,7 @@ import pytest
 from benchmarks import gpu
 
 
+@pytest.mark.exhaustive
 def test_every_part_runs_with_tiny_models_and_the_section_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ import yaml
 from answer_runs import AnswerRuns, message, said_at_start
 from here import ALONE
 from running import Run, packtrain, train, write_jsonl
-from test_strategies import MODEL, ZERO2, ZERO3
+from test_strategies import ALSO_ZERO2, MODEL, ZERO3
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import KTOConfig, KTOTrainer
 
@@ -203,7 +203,7 @@ def spread_over(folder: Path) -> dict[str, Any]:
     return config | {"model": {"init": "random", "config": MODEL, "tokenizer": "quickstart"}}
 
 
-@pytest.mark.parametrize("name", [ZERO2, ZERO3, "fsdp2"])
+@pytest.mark.parametrize("name", [ALSO_ZERO2, ZERO3, "fsdp2"])
 def test_strategies_train_as_one_process_also_where_one_has_no_answer(folder: Path, alone: Run, name: str) -> None:
     """Step 4 has two answers, on three processes."""
     found = train(folder, spread_over(folder), SMALL, f"strategy={name}", name=name, command="kto", processes=3)
