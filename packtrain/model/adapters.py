@@ -45,16 +45,21 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool 
 
 
 def _check_names(model: PreTrainedModel, peft: Peft) -> None:
-    """Raises UserError for a name of modules_to_save that no module ends in: PEFT would train none, without a word.
+    """Raises UserError for a name that no module has: PEFT would go on with the others, without a word.
 
     And for a pattern of target_modules that computes without end.
     """
-    names = [name for name, _ in model.named_modules()]
-    if isinstance(peft.target_modules, str):
-        sum(is_adapted(name, peft.target_modules) for name in names)
-    if absent := [one for one in peft.modules_to_save if not any(name.endswith(one) for name in names)]:
-        what = f"{type(model).__name__} has no module {absent[0]!r}, so nothing would be trained in full"
-        raise UserError(what, where="peft.modules_to_save", fix=_names(model))
+    names, targets = [name for name, _ in model.named_modules()], peft.target_modules
+    if isinstance(targets, str):
+        sum(is_adapted(name, targets) for name in names)
+    listed = targets if isinstance(targets, list) else []
+    absent = [("target_modules", one) for one in listed if not any(is_adapted(name, [one]) for name in names)]
+    absent += [
+        ("modules_to_save", one) for one in peft.modules_to_save if not any(name.endswith(one) for name in names)
+    ]
+    if absent:
+        kind, fix = type(model).__name__, _names(model)
+        raise UserError([Problem(f"{kind} has no module {one!r}", where=f"peft.{key}", fix=fix) for key, one in absent])
 
 
 def _names(model: PreTrainedModel) -> str:

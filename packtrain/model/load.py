@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable
 from dataclasses import replace
@@ -28,10 +27,10 @@ from packtrain.boundary import boundary
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.model_folder import check_model_folder
 from packtrain.data.tokens.pretrained import fix_of, hub, loaded_patiently, location
-from packtrain.errors import Problem, UserError
+from packtrain.errors import UserError
 from packtrain.model.adapters import add_adapters, continue_adapters
 from packtrain.model.score_head import HEAD, check_score_head, is_reward_model, new_score, with_one_score
-from packtrain.plan.known_model.model_config import OF_ROTARY_MODELS
+from packtrain.plan.known_model.model_config import OF_ROTARY_MODELS, unknown_keys
 from packtrain.plan.reference_choice import base_of
 from packtrain.proof.isolation import positions_of
 
@@ -238,25 +237,10 @@ def _random_config(config: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrai
 
 
 def _check_names(overrides: dict[str, Any], config: PreTrainedConfig, taken: Iterable[str] = ()) -> None:
-    """Refuses keys that `config` does not have and that are not `taken` beside: transformers would keep them and use none of them."""
+    """Raises UserError for keys that `config` does not have and that are not `taken` beside."""
     known = {*config.to_dict(), *config.attribute_map, *taken}
-    unknown = [name for name in overrides if name not in known]
-    if unknown:
-        near = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
-        raise UserError(
-            [
-                Problem(
-                    f"{type(config).__name__} has no {name!r}",
-                    where=f"model.config.{name}",
-                    fix=f"did you mean {near[name][0]}?" if near[name] else _instead_of(name),
-                )
-                for name in unknown
-            ]
-        )
-
-
-def _instead_of(name: str) -> str:
-    return "write it into model.config.rope_parameters" if name in OF_ROTARY_MODELS else "take it away"
+    if problems := [*unknown_keys(overrides, known, config.model_type)]:
+        raise UserError(problems)
 
 
 def _advice(error: BaseException, config: Model, *, online: bool, scores: bool = False) -> str:

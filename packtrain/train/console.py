@@ -166,6 +166,10 @@ def about_steps(
     each = counted(batch.examples_per_step, thing) if batch.examples_per_step else f"{batch.tokens_per_step:,} tokens"
     evaluated = "" if evaluation is None else f", {counted(len(evaluation), 'evaluation steps')}"
     log.fact("steps", f"{total:,}, each of {each}, on {counted(ranks.world_size, 'processes')}{evaluated}")
+    if batch.examples_per_step and batch.examples_per_step > len(data.train):
+        log.warn(
+            f"a step of {batch.examples_per_step:,} is more than all {counted(len(data.train), thing)} of an epoch"
+        )
 
 
 def attention(log: Log, model: PreTrainedModel, decision: AttentionChoice | None) -> None:

@@ -207,6 +207,7 @@ CASES = [
     lora("a broken expression", target_modules="("),
     lora("an expression without end", "for more than", target_modules="([a-z_.0-9]+)*!"),
     lora("names of nothing", target_modules=["nothing"]),
+    lora("one name of nothing", "q_porj", target_modules=["q_porj", "v_proj"]),
     lora("norms", target_modules=["norm"]),
     lora("nothing saved in full", "modules_to_save", modules_to_save=["nothing"]),
     schedule("cosine_with_min_lr", min_lr_rate=5),

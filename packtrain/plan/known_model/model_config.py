@@ -1,24 +1,19 @@
 """What is wrong with a model before it is loaded, as far as its config tells: no torch, no hub.
 
-The keys of a model's config and their defaults are read from the source of transformers' class, which takes milliseconds where
-importing it takes seconds; the values from config.json in the model's folder or in the hub's cache. Where neither is there,
-loading the model tells.
+Keys, defaults and names of layers are those of the installed transformers (transformers_source.py), values those of config.json in
+the model's folder or in the hub's cache. What neither has is found when the model is loaded.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import re
-from collections.abc import Iterator, Mapping
-from functools import cache
-from pathlib import Path
-from typing import Any
+from collections.abc import Collection, Iterator
 
 from packtrain.config.keys import near
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import Problem, UserError
-from packtrain.plan.known_model.shapes import LLAMA_KIN, MOST_LAYERS, is_adapted, known_sizes, weights_of
+from packtrain.plan.known_model.shapes import LLAMA_KIN, MOST_LAYERS, is_adapted, known_sizes, stored_config, weights_of
+from packtrain.plan.known_model.transformers_source import defaults_of, is_trained, layer_names, model_types
 from packtrain.wording import shortened
 
 _SIZE = re.compile(
@@ -27,41 +22,58 @@ _SIZE = re.compile(
 )
 _ID = re.compile(r"\w*token_id")
 _LAYERS = ("num_hidden_layers", "n_layer")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
 _NEVER_STORED = ("lm_head", "score")  # a head that shares the embeddings' weight, or a new one
-_OF_EVERY_CONFIG = ("_name_or_path", "output_attentions")
 OF_ROTARY_MODELS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
-"""What the config of a model with rope_parameters takes, though it is no field of its own: most go into rope_parameters."""
+"""What a new config with rope_parameters takes, though it is no field of its own: most go into rope_parameters."""
 
 
 def check_model(model: Model, peft: Peft, *, scores: bool = False) -> None:
     """Raises UserError with what is wrong with model.config and with the names of layers in `peft`, as far as it is known here."""
-    problems = [*_values(model), *_names(model), *_layers(model, peft, scores=scores)]
+    problems = [*_values(model), *_keys(model, scores=scores), *_layers(model, peft, scores=scores)]
     if problems:
         raise UserError(problems)
 
 
+def unknown_keys(found: Collection[str], known: Collection[str], kind: str) -> Iterator[Problem]:
+    """A problem for each key of model.config that the config of this `kind` does not have: transformers would keep it, and use it
+    for nothing."""
+    for name in (one for one in found if one not in known):
+        meant = near(name, known, 1)
+        holder = "rope_parameters" if name in OF_ROTARY_MODELS else "text_config" if "text_config" in known else ""
+        instead = f"Write it into model.config.{holder}." if holder else "Take it away."
+        fix = f"Did you mean {meant[0]}?" if meant else instead
+        yield Problem(f"the config of a {kind} model has no {name!r}", f"model.config.{name}", fix)
+
+
+def checked_when_loaded(model: Model, peft: Peft, *, scores: bool = False) -> bool:
+    """Whether `peft` names layers, and they are not known before the model is loaded."""
+    if peft.kind != "lora" or _layers_of(model, scores=scores):
+        return False
+    if isinstance(peft.target_modules, str) and peft.target_modules != "all-linear":
+        return True  # a pattern for whole names
+    named = peft.modules_to_save or isinstance(peft.target_modules, list)
+    return bool(named) and not _names_of(model, scores=scores)
+
+
 def positions_of_config(model: Model) -> int | None:
     """The most positions that the model is made for; None where that is not known here."""
-    found = config_of(model)
-    value = next((found[name] for name in ("max_position_embeddings", "n_positions") if name in found), None)
-    return value if type(value) is int else None
-
-
-def config_of(model: Model) -> dict[str, Any]:
-    """The values of the model's config that are known here: model.config, config.json, and transformers' defaults."""
     sizes = known_sizes(model)
-    return {**defaults_of(str(sizes.get("model_type", ""))), **sizes}
+    said = (found.get(name) for found in (sizes, defaults_of(str(sizes.get("model_type", "")))) for name in _POSITIONS)
+    return next((value for value in said if type(value) is int), None)
 
 
 def _values(model: Model) -> Iterator[Problem]:
     for name, value in model.config.items():
         where = f"model.config.{name}"
-        if _SIZE.fullmatch(name) and value is not None and (type(value) is not int or value < 1):
+        several = (
+            value if isinstance(value, list) else [value]
+        )  # a width of each layer, an id of each token that ends a text
+        if _SIZE.fullmatch(name) and any(one is not None and (type(one) is not int or one < 1) for one in several):
             yield Problem(f"found {shortened(value)}", where, "Allowed: whole number ≥ 1.")
-        elif name in _LAYERS and value is not None and value > MOST_LAYERS:
+        elif name in _LAYERS and type(value) is int and value > MOST_LAYERS:
             yield Problem(f"found {shortened(value)}", where, f"Allowed: at most {MOST_LAYERS:,}.")
-        ids = value if isinstance(value, list) else [value]
-        if _ID.fullmatch(name) and any(one is not None and type(one) is not int for one in ids):
+        if _ID.fullmatch(name) and any(one is not None and type(one) is not int for one in several):
             yield Problem(f"found {shortened(value)}", where, "Allowed: the number of a token, or null.")
     for name, value in known_sizes(model).items():
         if name in _LAYERS and name not in model.config and isinstance(value, int) and value > MOST_LAYERS:
@@ -70,116 +82,72 @@ def _values(model: Model) -> Iterator[Problem]:
             )
 
 
-def _names(model: Model) -> Iterator[Problem]:
-    """Keys that the model's config does not have: transformers would keep them and use none of them."""
-    if model.path and model.path.endswith(".gguf"):
-        return
-    sizes = known_sizes(model)
+def _keys(model: Model, *, scores: bool) -> Iterator[Problem]:
+    """A model type that cannot be trained, or keys of model.config that a config of the type does not have."""
+    sizes, types = known_sizes(model), model_types()
     kind = sizes.get("model_type")
-    if kind is None:
+    if kind is None or (model.path and model.path.endswith(".gguf")):
         return
-    if not isinstance(kind, str) or (kind not in model_types() and not model.trust_remote_code):
-        meant = near(str(kind), model_types(), 1)
+    if model.trust_remote_code and ("auto_map" in sizes or kind not in types):
+        return
+    if not isinstance(kind, str) or kind not in types:
+        meant = near(str(kind), types, 1)
         fix = f"Did you mean {meant[0]}?" if meant else "docs/architectures.md lists what trains."
         yield Problem(f"transformers knows no model type {shortened(kind)}", "model.config.model_type", fix)
-        return
-    own = defaults_of(kind)
-    known = {*own, *(name for name in sizes if name not in model.config)}
-    for name in model.config if own else ():
-        if name not in known and name != "model_type":
-            meant = near(name, known, 1)
-            fix = f"Did you mean {meant[0]}?" if meant else "Take it away."
-            yield Problem(f"the config of a {kind} model has no {name!r}", f"model.config.{name}", fix)
+    elif not is_trained(kind, scores=scores):
+        what, fix = f"{kind} is no causal language model", "Take one: docs/architectures.md lists what trains."
+        if scores:
+            what, fix = f"transformers has no classifier of {kind}", "Take a model that it has one of: docs/reward.md."
+        yield Problem(what, "model.config.model_type" if "model_type" in model.config else "model.path", fix)
+    elif own := defaults_of(kind):
+        beside = set(stored_config(model))
+        if "rope_parameters" in own:  # which takes up these keys of a file
+            beside = {*OF_ROTARY_MODELS} if model.path is None else beside - {*OF_ROTARY_MODELS}
+        yield from unknown_keys(model.config, {*own, *beside, "model_type"}, kind)
 
 
 def _layers(model: Model, peft: Peft, *, scores: bool) -> Iterator[Problem]:
-    """Names in `peft` that match no layer of a model whose layers are called in its files as they are when it is loaded."""
-    if peft.kind != "lora" or known_sizes(model).get("model_type") not in LLAMA_KIN:
+    """Names in `peft` that match no layer of the model; where its layers are not known here, no layer of any model of its type."""
+    if peft.kind != "lora":
         return
-    try:
-        shapes = weights_of(model, scores=scores).shapes
-    except UserError:
-        return
-    layers = {*(re.sub(r"\.(weight|bias)$", "", name) for name in shapes), *_NEVER_STORED}
-    leaves = sorted({name.rpartition(".")[2] for name in layers})
-    targets = peft.target_modules
+    layers, targets = _layers_of(model, scores=scores), peft.target_modules
+    names = {part for layer in layers for part in layer.split(".")} or _names_of(model, scores=scores)
     wanted = {f"peft.modules_to_save[{at}]": one for at, one in enumerate(peft.modules_to_save)}
     wanted |= {f"peft.target_modules[{at}]": one for at, one in enumerate(targets if isinstance(targets, list) else ())}
-    for where, name in wanted.items():
-        if not any(f".{name}." in f".{layer}." for layer in layers):
-            meant = near(name, leaves, 1)
-            fix = f"Did you mean {meant[0]}?" if meant else f"Layers are {', '.join(leaves)}."
+    for where, name in wanted.items() if names else ():
+        start = (
+            "." if "target_modules" in where else ""
+        )  # peft takes modules_to_save for the ends of names, whole or not
+        parts = [name] if layers else [part for part in name.split(".") if not part.isdigit()]
+        if not all(any(f"{start}{part}." in f".{one}." for one in layers or names) for part in parts):
+            meant = near(name, names, 1)
+            advice = (
+                f"Layers are {', '.join(sorted(names))}."
+                if layers
+                else "Take it away: transformers' print(model) has the names."
+            )
+            fix = f"Did you mean {meant[0]}?" if meant else advice
             yield Problem(f"no layer of the model has the name {shortened(name)}", where, fix)
-    if isinstance(targets, str) and not any(is_adapted(layer, targets) for layer in layers):
+    if layers and isinstance(targets, str) and not any(is_adapted(layer, targets) for layer in layers):
         fix = f"A text is a pattern for whole names, such as {min(layers, key=len)}; of names write a list."
         yield Problem(f"no layer of the model matches {shortened(targets)}", "peft.target_modules", fix)
 
 
-@cache
-def model_types() -> tuple[str, ...]:
-    """The model types that transformers knows."""
-    text = "".join(_source(f"models/auto/{file}") for file in ("auto_mappings.py", "configuration_auto.py"))
-    return tuple(dict.fromkeys(re.findall(r'"([\w.-]+)"\s*[,:]\s*"\w+Config"', text)))
-
-
-@cache
-def defaults_of(model_type: str) -> Mapping[str, Any]:
-    """Every key of a model type's config with its default (None where that is computed); {} where the class is not found."""
-    folder = model_type.replace("-", "_").replace(".", "_")
-    classes = _classes(f"models/{folder}/configuration_{folder}.py") if re.fullmatch(r"\w+", folder) else {}
-    found = next((one for one in classes.values() if _keys_of_class(one).get("model_type") == model_type), None)
-    merged: dict[str, Any] = {}
-    while found is not None:
-        merged = {**_keys_of_class(found), **merged}
-        bases = [ast.unparse(base) for base in found.bases]
-        found = next((classes[base] for base in bases if base in classes), None)
-        if found is None and "PreTrainedConfig" not in bases:
-            return {}
-    common = _classes("configuration_utils.py").get("PreTrainedConfig")
-    if not merged or common is None:
-        return {}
-    beside = (*_OF_EVERY_CONFIG, *(OF_ROTARY_MODELS if "rope_parameters" in merged else ()))
-    return {**dict.fromkeys(beside), **_keys_of_class(common), **merged}
-
-
-@cache
-def _keys_of_class(made: ast.ClassDef) -> dict[str, Any]:
-    """The keys that a class declares, the other names that it has for them, and those that its methods make or take."""
-    found: dict[str, Any] = {}
-    for node in ast.walk(made):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
-            found[node.attr] = None
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("kwargs.") and node.args:
-            found[str(_literal(node.args[0]))] = None
-    for node in made.body:
-        if not isinstance(node, (ast.AnnAssign, ast.Assign)):
-            continue
-        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-        name, value = ast.unparse(target), _literal(node.value)
-        if name == "attribute_map" and isinstance(value, dict):
-            found |= dict.fromkeys([*value, *value.values()])  # either name of a pair is taken
-        elif name == "model_type" or isinstance(node, ast.AnnAssign):
-            found[name] = value
-    return found
-
-
-def _literal(node: ast.expr | None) -> Any:
+def _layers_of(model: Model, *, scores: bool) -> set[str]:
+    """The layers of a model whose files call them as they are called when it is loaded, or whose sizes are known; else none."""
+    if known_sizes(model).get("model_type") not in LLAMA_KIN:
+        return set()
     try:
-        return None if node is None else ast.literal_eval(node)
-    except ValueError:
-        return None
+        return {
+            *(re.sub(r"\.(weight|bias)$", "", name) for name in weights_of(model, scores=scores).shapes),
+            *_NEVER_STORED,
+        }
+    except UserError:
+        return set()
 
 
-@cache
-def _classes(path: str) -> dict[str, ast.ClassDef]:
-    return {node.name: node for node in ast.parse(_source(path)).body if isinstance(node, ast.ClassDef)}
-
-
-def _source(path: str) -> str:
-    """The text of a file of transformers, "" if there is none; the package is not imported."""
-    found = importlib.util.find_spec("transformers")
-    for place in (found.submodule_search_locations or ()) if found else ():
-        file = Path(place, path)
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-    return ""
+def _names_of(model: Model, *, scores: bool) -> Collection[str]:
+    """The names that layers of the model's type may have; none where its own code is run, or they are not found."""
+    sizes = known_sizes(model)
+    own_code = model.trust_remote_code and "auto_map" in sizes
+    return () if own_code else layer_names(str(sizes.get("model_type")), scores=scores)

@@ -90,10 +90,14 @@ def _weights_of(model: Model) -> Weights:
 
 
 def known_sizes(model: Model) -> dict[str, Any]:
-    """The values of the model's own config that are known: those of its config.json, where that is on this machine, and those of
-    model.config. Raises UserError for a file that is no config."""
+    """The values of the model's own config that are known: those of its config.json and those of model.config."""
+    return {**stored_config(model), **model.config}
+
+
+def stored_config(model: Model) -> dict[str, Any]:
+    """The config.json of the model, {} if it is not on this machine. Raises UserError for a file that is no config."""
     folder = _folder(replace(model, path=_base(model)))
-    return {**(_read(folder / "config.json") if folder else {}), **model.config}
+    return _read(folder / "config.json") if folder else {}
 
 
 def _base(model: Model) -> str | None:

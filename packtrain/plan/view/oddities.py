@@ -60,7 +60,7 @@ def of_estimate(
 
 
 def of_training(
-    model: Model, data: Data, optim: Optim, trainer: Trainer, peft: Peft, steps: int | None, *, deepspeed: bool
+    model: Model, optim: Optim, trainer: Trainer, peft: Peft, steps: int | None, *, deepspeed: bool
 ) -> Iterator[str]:
     """What is odd about the length of the run and its optimizer."""
     if steps is not None:
@@ -80,8 +80,17 @@ def of_training(
     plain = optim.rounding == "nearest" and optim.master_weights is False and model.dtype == "bfloat16"
     if plain and peft.kind == "none" and not deepspeed:
         yield "bfloat16 weights without masters lose most updates in rounding (optim.master_weights=auto)"
+
+
+def of_lengths(model: Model, data: Data, size: DataSize | None) -> Iterator[str]:
+    """Documents that are longer than what the model is made for, or may be."""
     positions = positions_of_config(model)
-    if positions is not None and data.max_length and data.max_length > positions:
+    if positions is not None and size is not None and size.longest > positions:
+        yield (
+            f"the longest document has {size.longest:,} tokens, the model is made for {positions:,} positions: the run will "
+            f"refuse it; set data.max_length={positions}"
+        )
+    elif positions is not None and data.max_length and data.max_length > positions:
         yield f"data.max_length={data.max_length:,} is more than the model's {positions:,} positions"
 
 

@@ -20,11 +20,12 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.schema import Data, RunConfig, sources
 from packtrain.plan import mixed_precision
 from packtrain.plan.data_size import DataSize, recall
+from packtrain.plan.known_model.model_config import checked_when_loaded
 from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.memory import Memory, estimate
 from packtrain.plan.view.memory_bar import memory_bars, memory_head
-from packtrain.plan.view.oddities import of_batch, of_estimate, of_machine, of_training, steps_of
+from packtrain.plan.view.oddities import of_batch, of_estimate, of_lengths, of_machine, of_training, steps_of
 from packtrain.run_folder import RunFolder
 from packtrain.wording import counted, visible
 
@@ -97,14 +98,9 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int, *, plain: bool) -
         *of_batch(config.batch, launch, size, config.packing.mode),
         *of_estimate(config.objective, config.batch, size, each, steps),
         *of_training(
-            config.model,
-            config.data,
-            config.optim,
-            config.trainer,
-            config.peft,
-            steps,
-            deepspeed=config.strategy.name in STAGES,
+            config.model, config.optim, config.trainer, config.peft, steps, deepspeed=config.strategy.name in STAGES
         ),
+        *of_lengths(config.model, config.data, size),
         *of_machine(launch),
     ]
     for number, one in enumerate(odd):
@@ -114,10 +110,12 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int, *, plain: bool) -
 def _model(config: RunConfig, memory: Memory | str) -> str:
     model, name = config.model, config.model.path or f"a new {config.model.config.get('model_type', 'model')}"
     name += ", new weights" if model.path and model.init == "random" else ""
+    unseen = checked_when_loaded(model, config.peft, scores=config.objective.traits.scores)
+    unseen = "; names of layers are checked when the model is loaded" if unseen else ""
     if isinstance(memory, str):
-        return f"{name}{', LoRA' if config.peft.kind == 'lora' else ''}"
+        return f"{name}{', LoRA' if config.peft.kind == 'lora' else ''}{unseen}"
     trained = "all trained" if memory.trained == memory.parameters else f"{_many(memory.trained)} trained (LoRA)"
-    return f"{name}, {_many(memory.parameters)} parameters, {trained}"
+    return f"{name}, {_many(memory.parameters)} parameters, {trained}{unseen}"
 
 
 def _data(data: Data, size: DataSize | None, unit: str) -> str:

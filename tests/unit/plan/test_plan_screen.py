@@ -118,3 +118,36 @@ def test_steps_and_tokens_of_an_epoch_come_from_the_cache(tmp_path: Path, monkey
         assert single not in " ".join(" ".join(planned(tmp_path, *kto, fine)).split())
     os.utime(file, (time.time() + 9, time.time() + 9))  # another content, for all that is known
     assert any("is known once" in line for line in planned(tmp_path, *arguments))
+
+
+def test_documents_beyond_the_positions_and_names_that_are_seen_later_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    monkeypatch.setenv("PACKTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    config = {"model_type": "gpt2", "n_positions": 512}
+    model = Model(path=None, init="random", tokenizer="m", config=config)
+    new = [
+        "model.init=random",
+        "model.path=null",
+        "model.tokenizer=m",
+        "model.config={model_type: gpt2, n_positions: 512}",
+    ]
+    arguments = [
+        *new,
+        "data.train=chats.jsonl",
+        "batch.examples_per_step=1000",
+        "peft=lora",
+        "peft.target_modules=.*c_attn",
+    ]
+
+    def shown(*more: str) -> str:
+        return " ".join(" ".join(planned(tmp_path, *arguments, *more)).split())
+
+    assert "data.max_length=1,024 is more than the model's 512 positions" in shown("data.max_length=1024")
+    assert "names of layers are checked when the model is loaded" in shown()
+    assert "names of layers are checked" not in shown("peft.target_modules=[c_attn]")
+    remember(DataSize(105, 42_000, 900), model, Data(train="chats.jsonl"), "sft", 0)
+    assert "the longest document has 900 tokens, the model is made for 512 positions: the run will refuse it" in shown()
+    assert "a step of 1,000 is more than all 105 documents of an epoch" in shown()
