@@ -61,6 +61,13 @@ def test_a_checkpoint_without_a_manifest_is_named_set_aside_and_never_removed(tm
     assert [path.name for path in sorted(checkpoints.glob("step-*"))] == ["step-000001", "step-000003"]
 
 
+def test_a_checkpoint_into_which_someone_has_put_a_file_stays(tmp_path: Path) -> None:
+    checkpoints = checkpoints_in(tmp_path, 2, 4, 6, 8)
+    (folder_of(checkpoints, 4) / "scores.json").write_text("mine")
+    prune(checkpoints, 1, None, ORIGIN)
+    assert [path.name for path in sorted(checkpoints.glob("step-*"))] == ["step-000004", "step-000008"]
+
+
 def test_a_kill_between_two_files_of_an_old_checkpoint_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

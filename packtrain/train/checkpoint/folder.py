@@ -152,7 +152,7 @@ def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]
 def prune(checkpoints: Path, keep: int | None, best: Path | None, origin: dict[str, Any]) -> None:
     """Removes all but the newest `keep` checkpoints of this run and the best one, and the remains of interrupted writes.
 
-    Those with another `origin` (see `check_origin`) were put there by someone.
+    Those with another `origin` (see `check_origin`) were put there by someone, as was a file that no manifest lists: these stay.
     """
     _sweep(checkpoints)
     if keep is None:
@@ -169,7 +169,9 @@ def _sweep(checkpoints: Path) -> None:
 
 def _of_run(checkpoint: Path, origin: dict[str, Any]) -> bool:
     with suppress(OSError, ValueError):
-        return bool(written_into(checkpoint)) and same_course(origin_in(checkpoint), origin)
+        files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if not path.is_dir()}
+        written = written_into(checkpoint)
+        return bool(written) and files <= {MANIFEST, *written} and same_course(origin_in(checkpoint), origin)
     return False
 
 
