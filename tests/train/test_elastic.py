@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from answer_runs import preferences
+from forked import run as command
 from here import train_here
 from running import LLAMA, Run, base_config, train, write_jsonl
 from safetensors.torch import load_file
@@ -41,11 +45,14 @@ def through(folder: Path, config: dict[str, Any], *worlds: World, name: str, com
     return run
 
 
-def differences(run: Run, expected: Run, file: str = "final/model.safetensors") -> tuple[float, float]:
-    """The largest relative difference of a loss, and of a weight of `file`."""
-    assert [line["examples"] for line in run.steps] == [line["examples"] for line in expected.steps]
-    losses = [abs(one - other) / abs(other) for one, other in zip(run.losses, expected.losses, strict=True)]
-    ours, theirs = (load_file(one.folder / file) for one in (run, expected))
+def differences(
+    run: Run, expected: Run, file: str = "final/model.safetensors", expected_file: str = ""
+) -> tuple[float, float]:
+    """The largest relative difference of a loss, and of a weight of `file`; `run` may be the shorter one."""
+    steps = expected.steps[: len(run.steps)]
+    assert [line["examples"] for line in run.steps] == [line["examples"] for line in steps]
+    losses = [abs(one["loss"] - other["loss"]) / abs(other["loss"]) for one, other in zip(run.steps, steps, strict=True)]
+    ours, theirs = load_file(run.folder / file), load_file(expected.folder / (expected_file or file))
     assert ours.keys() == theirs.keys()
     weights = [float((ours[name] - one).norm() / one.norm()) for name, one in theirs.items()]
     return max(losses), max(weights)
@@ -83,6 +90,84 @@ def test_a_run_goes_on_from_world_to_world(unbroken: Run, broken: Run) -> None:
     assert [line["lr"] for line in broken.steps] == [line["lr"] for line in unbroken.steps]
     said = (broken.folder / "logs" / "rank-00000.log").read_text()
     assert said.count("resuming from step-0000") == len(WORLDS) - 1
+
+
+def table() -> dict[tuple[str, str], str]:
+    """What docs/resume.md's table says of each pair of strategies, before and after."""
+    lines = (Path(__file__).parents[2] / "docs/resume.md").read_text().partition("| from ")[2].partition("\n\n")[0]
+    head, _, *rows = (line.split("|") for line in lines.splitlines())
+    names = re.compile(r"`(\w+)`").findall
+    return {
+        (one, other): text
+        for row in rows
+        for column, text in list(zip(head, row[1:]))[1:]
+        for one in names(row[1])
+        for other in names(column)
+    }
+
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+CELLS = [(one, other, 2) for one in STRATEGIES for other in STRATEGIES] + [(one, one, 3) for one in STRATEGIES]
+"""From, to, and on how many processes; before they were 2."""
+OTHERWISE = {
+    "ddp": ("packing=padding", "batch.examples_per_device=2"),
+    "zero1": ("packing=padding_free", "batch.examples_per_device=1"),
+    "zero2": ("batch.tokens_per_device=400",),
+    "zero3": ("packing=padding",),
+    "fsdp2": ("batch.tokens_per_device=300",),
+}
+
+
+def without_names(*arguments: Any) -> None:
+    """The command where weights can be read by the files of their strategy alone."""
+    hooks.put_into_torch = hooks.put_into_zero = None  # type: ignore[assignment]
+    command(*arguments)
+
+
+@pytest.fixture(scope="module")
+def begun(folder: Path) -> Callable[[str], Path]:
+    """A run by a strategy that has been interrupted within its first pass over the data."""
+
+    @cache
+    def begin(strategy: str) -> Path:
+        given = (f"strategy={strategy}", "trainer.max_steps=3", "trainer.checkpoint_every=3")
+        run = train(folder, config_of(folder), *given, name=f"from-{strategy}", processes=2)
+        shutil.rmtree(run.folder / "final")
+        (run.folder / "summary.json").unlink()
+        return run.folder
+
+    return begin
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("one", "other", "processes"), CELLS)
+def test_each_cell_of_the_table(
+    folder: Path,
+    unbroken: Run,
+    begun: Callable[[str], Path],
+    record_property: Callable[[str, object], None],
+    one: str,
+    other: str,
+    processes: int,
+) -> None:
+    name = f"{one}-{other}-{processes}"
+    shutil.copytree(begun(one), folder / name)
+    given = (f"strategy={other}", *OTHERWISE[other], "trainer.max_steps=6", "trainer.checkpoint_every=3")
+    own = "any number" in table()[one, other] or (one == other and processes == 2)
+    begin = without_names if own else None
+    run = train(folder, config_of(folder), *given, name=name, processes=processes, begin=begin)
+    assert "resuming from step-000003" in (run.folder / "logs" / "rank-00000.log").read_text()
+    loss, weight = differences(run, unbroken, expected_file="checkpoints/step-000006/model.safetensors")
+    record_property("differences", f"{loss:.1e} {weight:.1e}")
+    assert loss < 1e-5 and weight < 1e-4
+    shutil.rmtree(run.folder)
+
+
+def test_the_table_of_the_documentation_has_the_cells_that_are_tested() -> None:
+    said = table()
+    assert said.keys() == {(one, other) for one, other, _ in CELLS}
+    own = {cell for cell, text in said.items() if "its own files" in text}
+    assert own == {(one, other) for one, other in said if one.rstrip("123") == other.rstrip("123")}
 
 
 @pytest.mark.parametrize("kept", [True, False])
