@@ -8,7 +8,6 @@ start anew (restarts.py).
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -32,7 +31,7 @@ from packtrain.launch.exit_status import Verdict
 from packtrain.launch.inputs import inputs
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
 from packtrain.launch.restarts import Restarts
-from packtrain.launch.run_lock import check_free, locked
+from packtrain.launch.run_lock import RunLock, address_of_run, check_free, is_locked
 from packtrain.launch.slurm.srun import run_srun
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, last_words
@@ -84,7 +83,7 @@ def execute(
     if config.trainer.torch_compile:
         _check_compilers(plan)
     with ExitStack() as stack:
-        lock = stack.enter_context(ExitStack())
+        lock = stack.enter_context(RunLock())
         open_attempt = partial(_open_attempt, config, given, folder, lock)
         if plan.in_process:
             if _is_first(plan):
@@ -107,67 +106,95 @@ def execute(
             open_attempt(plan, resume)
             opened.append(folder)
 
-        return _Launches(plan, config, folder, open_launch).run()
+        return _Launches(plan, config, folder, lock, open_launch).run()
 
 
 class _Launches:
-    """The launches of a run: one, and as many more as it is started again (trainer.restarts), each with the machines that are left."""
+    """The launches of a run: one, and as many more as it is started again (trainer.restarts), each with the machines that are left.
+
+    Machine 0 has the control channel. If it is lost, and those left are enough (topology.min_nodes), the next one takes its place,
+    once the lock on the run folder is free: where a link alone is cut, the first machine still has it. A machine that comes
+    back finds the channel by the run folder, whoever has it.
+    """
 
     def __init__(
-        self, plan: LaunchPlan, config: RunConfig, folder: RunFolder, opened: Callable[[LaunchPlan, str], None]
+        self,
+        plan: LaunchPlan,
+        config: RunConfig,
+        folder: RunFolder,
+        lock: RunLock,
+        opened: Callable[[LaunchPlan, str], None],
     ) -> None:
-        self._plan, self._config, self._folder, self._open = plan, config, folder, opened
+        self._plan, self._config, self._folder, self._lock, self._open = plan, config, folder, lock, opened
         self._restarts = Restarts(plan.restarts, folder)
         self._port = plan.accelerate.get("main_process_port") or free_port()
-        self._me = _member(plan, config)
+        self._me, self._launches = _member(plan, config), 0
+        there = address_of_run(folder.root) if plan.makes_do else ""
+        self._main, self._address = (None, there) if there else (0, plan.accelerate.get("main_process_ip", LOOPBACK))
 
     def run(self) -> int:
         """The exit code of the last one."""
-        living: frozenset[int] | None = None
-        for number in itertools.count():
-            verdict, living = self._launch(number, living)
-            if not verdict.restart:
-                return verdict.code
-            if self._plan.node == 0:
+        verdict, living = self._launch(None)
+        while verdict.restart:
+            self._launches += 1
+            if self._me.node == self._main:
                 print(self._restarts.sentence(), file=sys.stderr, flush=True)
-        raise AssertionError
+            verdict, living = self._launch(living)
+        return verdict.code
 
-    def _launch(self, number: int, expected: frozenset[int] | None) -> tuple[Verdict, frozenset[int] | None]:
-        """Launch `number`, from 0, with machines of which those `expected` are waited for; its verdict, and who is left after it."""
+    def _launch(self, expected: frozenset[int] | None) -> tuple[Verdict, frozenset[int] | None]:
+        """A launch with machines of which those `expected` are waited for; its verdict, and who is left after it."""
         topology, plan = self._config.topology, self._plan
         place = Place(
-            plan.accelerate.get("main_process_ip", LOOPBACK),
+            self._address,
             self._port,
             topology.join_timeout,
             self._config.trainer.output_dir,
             plan.hosts,
             expected=expected,
-            least=plan.least_nodes if number else None,
-            restarts=plan.restarts > number,
+            least=plan.least_nodes if self._launches else None,
+            restarts=self._restarts.left > 0,
+            main=self._main,
         )
         with meet(self._me, place, self._prepare) as group:
-            machines = sorted(group.names)
-            plan = self._plan_of(*machines)
-            names = {node: group.names[machine] for node, machine in enumerate(machines)}
-            config = replace(self._config, trainer=replace(self._config.trainer, resume=group.told["resume"]))
-            verdict, left = _launch_here(
-                plan, config, self._folder, replace(group, names=names), self._restarts, last=number >= plan.restarts
+            machines = list(group.names)
+            self._main, plan = machines[0], self._plan_of(*machines)
+            if plan.node:
+                self._restarts.follow(group.told["steps"])
+            seen = plan.node and is_locked(self._folder.root)  # else locks here are not those of the first machine
+            names, addresses = (
+                {node: values[machine] for node, machine in enumerate(machines)}
+                for values in (group.names, group.addresses)
             )
-        return verdict, left and frozenset(machines[node] for node in left)
+            config = replace(self._config, trainer=replace(self._config.trainer, resume=group.told["resume"]))
+
+            def late() -> dict[int, str]:
+                return {machine: name for machine, name in group.late().items() if machine not in machines}
+
+            numbered = replace(group, names=names, addresses=addresses, late=late)
+            verdict, left = _launch_here(plan, config, self._folder, numbered, self._restarts)
+            living = left and frozenset(machines[node] for node in left) | frozenset(group.late())
+        if seen and living and len(living) >= plan.least_nodes:  # the main machine is lost
+            self._main, self._address = machines[1], addresses[1]
+        return verdict, living
 
     @cache  # noqa: B019 (lives as long as the process)
     def _plan_of(self, *machines: int) -> LaunchPlan:
         """The plan for these machines."""
-        if len(machines) == self._plan.nodes:
+        if machines == tuple(range(self._plan.nodes)):
             return self._plan
-        return plan_launch(self._config, look_around(), self._config.objective.kind, left=machines)
+        config = replace(self._config, topology=replace(self._config.topology, main_address=self._address))
+        return plan_launch(config, look_around(), config.objective.kind, left=machines)
 
     def _prepare(self, names: Mapping[int, str]) -> Mapping[str, Any]:
-        """Opens the run folder for a launch with these machines, on machine 0; returns what it tells the others."""
+        """Opens the run folder for a launch with these machines, on the main one; returns what it tells the others."""
+        if self._launches and not self._lock.held:  # it takes another one's place, who may be waiting for others
+            self._lock.wait(self._folder.root, self._config.topology.join_timeout + 2 * _silence_s(self._config))
+            self._restarts.check_unchanged()
         resume = self._restarts.resume(self._config.trainer.resume)
         self._open(self._plan_of(*names), resume)
         self._restarts.keep(list(names.values()))
-        return {"resume": resume}
+        return {"resume": resume, "steps": self._restarts.steps}
 
 
 def _check_compilers(plan: LaunchPlan) -> None:
@@ -198,6 +225,11 @@ def _limits(config: RunConfig) -> TimeLimits:
     return TimeLimits(topology.step_timeout, topology.checkpoint_timeout, topology.join_timeout)
 
 
+def _silence_s(config: RunConfig) -> float:
+    """Seconds without a word after which a machine is lost."""
+    return min(MOST_SILENCE_S, config.topology.step_timeout / 2)
+
+
 def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: Callable[[], int]) -> int:
     """The run in this process."""
     os.environ.update(plan.command.env)
@@ -210,14 +242,11 @@ def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: C
 
 
 def _launch_here(
-    plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts, *, last: bool
+    plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts
 ) -> tuple[Verdict, frozenset[int] | None]:
-    """Runs the workers of this machine; returns the verdict when those of all machines have ended, and, on machine 0, who is not lost.
-
-    `last`: there is no restart after it.
-    """
-    log, limits = _launcher_log(plan, folder), _limits(config)
-    silence_s = min(MOST_SILENCE_S, limits.step_s / 2)
+    """Runs the workers of this machine; returns the verdict when those of all machines have ended, and who is not lost: on machine
+    0, and where that is lost."""
+    log, limits, silence_s = _launcher_log(plan, folder), _limits(config), _silence_s(config)
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
         own = Path(made)
         main: Coordinator | Client = group.client or stack.enter_context(
@@ -230,16 +259,18 @@ def _launch_here(
             verdict = supervisor.run(
                 argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)], environment
             )
-            stopped = reporter.report.signal is not None or reporter.orders.stop is not None
-            if reporter.lost and reporter.orders.verdict is None and not (last or stopped):
-                verdict = replace(verdict, restart=True)  # machine 0 is waited for
+            lost = reporter.lost and reporter.orders.verdict is None
+            if reporter.report.signal is not None:  # it may have come after the verdict
+                verdict = replace(verdict, restart=False)
+            elif lost and reporter.orders.stop is None:
+                verdict = restarts.decide(verdict, reporter.lost)
             if plan.node == 0 or reporter.lost:
                 for line in verdict.lines:
                     print(line, file=sys.stderr, flush=True)
             if isinstance(main, Coordinator):
                 main.wait_until_all_informed()
                 return verdict, main.living()
-    return verdict, None
+    return verdict, frozenset(group.names) - {0} if lost else None
 
 
 @contextmanager
@@ -252,10 +283,10 @@ def _controlled(
     ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in sorted(group.names.items())]
     watchdog = Watchdog(ranks, limits, folder.logs)
     watchdog.attach(group.server)
-    machines = Coordinator(group.names, per_node, silence_s, watchdog, restarts)
+    machines = Coordinator(group.names, per_node, silence_s, watchdog, restarts, lambda: list(group.late().values()))
     group.server.serve("machine", machines.answer)
     try:
-        with published(folder.logs, group.server, plan.accelerate.get("main_process_ip", LOOPBACK)):
+        with published(folder.logs, group.server, group.addresses[0]):
             yield machines
     finally:
         watchdog.close()
@@ -295,17 +326,22 @@ def _launcher_log(plan: LaunchPlan, folder: RunFolder) -> Path:
 
 
 def _open_attempt(
-    config: RunConfig, given: str | None, folder: RunFolder, lock: ExitStack, plan: LaunchPlan, resume: str
+    config: RunConfig,
+    given: str | None,
+    folder: RunFolder,
+    lock: RunLock,
+    plan: LaunchPlan,
+    resume: str,
 ) -> None:
     """Writes config, plan and environment, touching nothing of an earlier run. Raises UserError if it cannot.
 
     The folder is locked anew, until `lock` is closed.
     """
-    lock.close()
-    check_free(folder.root)
+    if not lock.held:
+        check_free(folder.root)
     with _writing():
         folder.open_attempt(resume, inputs(config, given))
-        lock.enter_context(locked(folder.root))
+        lock.take(folder.root)
         lines = [clean(line) for line in config.topology.setup]  # the only place where a config may have secrets
         shown = replace(config, topology=replace(config.topology, setup=lines))
         write_text(folder.attempt.config, to_yaml(shown))

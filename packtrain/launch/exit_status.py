@@ -209,7 +209,7 @@ def judge(
         return Verdict(4, [*diagnosis, *run.lost(waits), *run.last_lines()])
     if lost := run.lost(waits):
         return Verdict(4, [*lost, *run.named(1)])
-    if len(codes) == total and not any(codes.values()):
+    if list(codes.values()) == [0] * total:
         return Verdict(0)
     received = next((one.signal for one in outcomes.values() if one.signal is not None), None)
     if received is not None:

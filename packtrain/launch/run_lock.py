@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from packtrain.errors import UserError
+from packtrain.errors import PeerFailed, UserError
 from packtrain.monitor.channel import PUBLISHED
 from packtrain.run_folder import RunFolder, object_of
 
 LOCK = "lock"
+_LOOK_S = 1
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Inside the block a run is going on in `folder`, whose logs/ exists. Raises UserError if one is already."""
+def locked(folder: Path, wait_s: float = 0) -> Iterator[None]:
+    """Inside the block a run is going on in `folder`, whose logs/ exists. Raises UserError if one is already, after `wait_s`."""
     lock = FileLock(folder / "logs" / LOCK, mode=0o666)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=wait_s)
     except Timeout as error:
         raise _goes_on(folder) from error
     except (OSError, NotImplementedError):  # a folder that is only read, or a file system without locks
@@ -48,6 +50,34 @@ def is_locked(folder: Path) -> bool:
             return False
     except UserError:
         return True
+
+
+class RunLock(ExitStack):
+    """The lock of a run, until its end; taken anew at each of its launches, for logs/ may be another folder then."""
+
+    held = False
+
+    def wait(self, folder: Path, limit_s: float) -> None:
+        """Returns when no other launcher has the lock. Raises PeerFailed if one still has after `limit_s`."""
+        end = time.monotonic() + limit_s
+        while is_locked(folder):
+            if time.monotonic() > end:
+                raise PeerFailed(
+                    f"{_goes_on(folder).problems[0].what}: it was lost from here, but goes on",
+                    where="trainer.output_dir",
+                )
+            time.sleep(_LOOK_S)
+
+    def take(self, folder: Path) -> None:
+        """Locks `folder`, whose logs/ exists. Raises UserError if another run has."""
+        self.close()
+        self.enter_context(locked(folder, _LOOK_S))  # `is_locked` of another process has it for a moment
+        self.held = True
+
+
+def address_of_run(folder: Path) -> str:
+    """The address of the control channel of the run that is going on in `folder`; "" if there is none."""
+    return str(object_of(folder / "logs" / PUBLISHED).get("address", "")) if is_locked(folder) else ""
 
 
 def check_free(folder: Path) -> None:

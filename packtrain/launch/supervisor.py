@@ -100,7 +100,7 @@ class Supervisor:
         when the workers have ended for an earlier one, and only the other machines are waited for."""
         if self._torchrun_ended and self._received is not None:
             raise Stopped
-        if self._received is None:
+        if self._reporter.report.signal is None:  # though machine 0 may have ordered a stop before
             self._reporter.tell(signal=number)
         self._pass_on(number)
 

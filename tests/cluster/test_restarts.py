@@ -54,10 +54,11 @@ def work():
         print("training", world, config["trainer"]["resume"], "from", begun, flush=True)
     for step in range(begun + 1, config["trainer"]["max_steps"] + 1):
         group.heartbeat.enter("backward", step=step)
-        if group.all_reduce(float(bool(stop))):
-            return 128 + signal.SIGTERM
-        if rank == 0 and step % 5 == 0 and "FRUITLESS" not in os.environ:
+        stopped = group.all_reduce(float(bool(stop)))
+        if rank == 0 and (step % 5 == 0 or stopped) and "FRUITLESS" not in os.environ:
             (folder.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+        if stopped:
+            return 128 + signal.SIGTERM
         if rank == 1 and "FRUITLESS" in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.1)
@@ -172,6 +173,37 @@ def killed(launcher: Running, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
+def test_the_next_machine_takes_the_place_of_the_first_which_may_come_back(hosts: TwoHosts, tmp_path: Path) -> None:
+    """Both machines are lost and come back in turn: killed launchers, of which no process is left."""
+    folder = on_two_hosts(tmp_path, 29500)
+    given = ("topology.min_nodes=1", "topology.gpus_per_node=2", "trainer.max_steps=3000", "trainer.restarts=3")
+    first, second = (machine(hosts, folder, number, *given) for number in (0, 1))
+    killed(first, folder)
+    second.until("training 2 auto from ")
+    first = machine(hosts, folder, 0, *given)
+    second.until("training 4 auto from ")
+    killed(second, folder)
+    first.until("training 2 auto from ")
+    second = machine(hosts, folder, 1, *given)
+    first.until("training 4 auto from ")
+    second.process.send_signal(signal.SIGTERM)
+    assert both([first, second]) == [143, 143], first.text + second.text
+    told = restarts(folder)
+    assert [one["machines"] for one in told] == [["n2"], ["n2", "n1"], ["n1"], ["n1", "n2"]]
+    lost, back = "{} was lost: its launcher ended", "{} had come back"
+    assert [one["why"][0] for one in told] == [
+        lost.format("n1"),
+        back.format("n1"),
+        lost.format("n2"),
+        back.format("n2"),
+    ]
+    steps = [one["step"] for one in told]
+    assert 5 <= steps[0] < steps[1] <= steps[2] < steps[3]  # a machine that comes back costs no step
+    assert "restart 2 of 3" in first.text and "restart 1 of 3" not in first.text
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_lost_machine_is_done_without_or_waited_for(hosts: TwoHosts, tmp_path: Path) -> None:
     """Four runs at once, most of whose time is waiting: the second machine is lost, with min_nodes and without, and the first."""
     names = ("fewer", "second", "first", "link")
@@ -208,4 +240,5 @@ def test_a_lost_machine_is_done_without_or_waited_for(hosts: TwoHosts, tmp_path:
     runs[link][0].until("training 2 auto")
     runs[link][0].process.send_signal(signal.SIGTERM)
     assert both(runs[link]) == [143, 4], "".join(one.text for one in runs[link])
-    assert [one["machines"] for one in restarts(link)] == [["n1"]] and "could not be reached" in runs[link][1].text
+    assert [one["machines"] for one in restarts(link)] == [["n1"]]
+    assert "the run went on without this machine, and has ended" in runs[link][1].text

@@ -80,9 +80,10 @@ def together(place: Place, *members: Member) -> list[Any]:
 def join(place: Place, me: Member, token: str = "visitor", job: str = "job") -> dict[str, Any]:
     """What machine 0 answers to one call, as soon as it serves."""
     until = time.monotonic() + LONG_S
+    said = {"member": asdict(me), "token": token, "job": job, "address": "127.0.0.1"}
     while True:
         try:
-            return Client("127.0.0.1", place.port).call("join", {"member": asdict(me), "token": token, "job": job})
+            return Client("127.0.0.1", place.port).call("join", said)
         except OSError:
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -253,7 +254,7 @@ def test_who_has_not_the_secret_that_all_were_given_cannot_join(place: Place, mo
     launchers = Launchers()
     launchers.start(member(0), place)
     time.sleep(1)
-    said = {"member": asdict(member(1)), "token": "t", "job": place.job, "secret": "guessed"}
+    said = {"member": asdict(member(1)), "token": "t", "job": place.job, "secret": "guessed", "address": ""}
     assert "another run" in str(Client("127.0.0.1", place.port).call("join", said)["stop"])
     launchers.start(member(1), place)
     first, second = (one.secret for one in launchers.join())
