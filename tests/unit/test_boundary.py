@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -71,3 +74,24 @@ def test_programs_of_the_user_have_little_time_and_memory() -> None:
             pass
     with pytest.raises(UserError, match="this text takes more than 1 GiB"), limited("this text", "here", ""):
         "a" * (1 << 34)
+
+
+def test_other_busy_threads_take_nothing_of_that_time() -> None:
+    text, done = bytes(1 << 22), threading.Event()
+
+    def be_busy() -> None:
+        while not done.is_set():
+            hashlib.sha256(text)  # lets the others compute meanwhile
+
+    threads = [threading.Thread(target=be_busy, daemon=True) for _ in range(4)]
+    for one in threads:
+        one.start()
+    try:
+        with limited("this loop", "here", "", seconds=0.3):
+            until = time.thread_time() + 0.2
+            while time.thread_time() < until:
+                pass
+    finally:
+        done.set()
+        for one in threads:
+            one.join()
