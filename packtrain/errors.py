@@ -6,7 +6,6 @@ bugs of packtrain itself.
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -75,46 +74,6 @@ class PeerFailed(PacktrainError):
 
 class LostPeers(PeerFailed):
     """The others are gone in the middle of an operation: mostly what is seen here of a failure that is told elsewhere."""
-
-
-def of_system(error: BaseException) -> PacktrainError | None:
-    """What the user can mend of an error that the system, or a text of the user's, caused: a path that cannot be, no right, no
-    room, no memory, bytes that are no text, nesting without end; None for what may be a bug of ours.
-
-    It is for what no stage expected, and named with a key of the config: the sentence is the system's own.
-    """
-    if isinstance(error, BrokenPipeError):
-        return None
-    if isinstance(error, (ConnectionError, TimeoutError)):
-        return PeerFailed(f"the other side does not answer: {error}", fix="Look whether it is up, and try again.")
-    if isinstance(error, OSError):
-        names = [str(one) for one in (error.filename, error.filename2) if one is not None]
-        fix = _FIXES.get(error.errno or 0, "Look at the path, and at what is there.")
-        return UserError(error.strerror or str(error) or type(error).__name__, where=" → ".join(names), fix=fix)
-    if isinstance(error, MemoryError):
-        return UserError(
-            "there is not enough memory", fix="See what uses it: free -h, ulimit -v, the limit of the job."
-        )
-    if isinstance(error, RuntimeError) and "start new thread" in str(error):
-        return UserError("the system gives no thread more", fix="See its limits: ulimit -v, ulimit -u.")
-    if isinstance(error, RecursionError):
-        return UserError("something is nested without end", fix="Look for a file or value that holds itself.")
-    if isinstance(error, UnicodeError):
-        return UserError(f"not UTF-8 text: {error}", fix="Save it as UTF-8, or name it in ASCII.")
-    return None
-
-
-_FIXES = {
-    errno.ENOSPC: "Make room there, or name another place.",
-    errno.EDQUOT: "Your quota is used up: make room, or name another place.",
-    errno.EFBIG: "There is a limit on the size of files: ulimit -f.",
-    errno.EMFILE: "There is a limit on open files: ulimit -n.",
-    errno.EACCES: "You may not: name another place, or see its rights (ls -ld).",
-    errno.EPERM: "You may not: name another place, or see its rights (ls -ld).",
-    errno.EROFS: "It can only be read: name another place.",
-    errno.ENAMETOOLONG: "A name has at most 255 bytes, and a path 4,096.",
-    errno.ELOOP: "A link leads back to itself: ls -l shows where.",
-}
 
 
 def read_json(path: Path, most: int = 2**24) -> dict[str, Any]:

@@ -19,13 +19,13 @@ import shlex
 import shutil
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from packtrain.config.schema import Trainer
 from packtrain.durable import sync, write_text
@@ -107,17 +107,13 @@ class RunFolder:
 
     def restarts(self) -> list[dict[str, Any]]:
         """The restarts so far (launch/restarts.py::Restart), as summary.json has them."""
-        try:
-            return [one for one in json.loads(self.restarted.read_text()) if isinstance(one, dict)]
-        except (OSError, ValueError, TypeError):
-            return []
+        found = _json_of(self.restarted)
+        return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
     def status(self) -> str | None:
         """`status` of summary.json; None where no run ended here."""
-        try:  # of a regular file: a FIFO would be waited for
-            return json.loads(self.summary.read_text())["status"] if self.summary.is_file() else None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
+        found = object_of(self.summary).get("status")
+        return found if isinstance(found, str) else None
 
     def check_ours(self, inputs: Iterable[tuple[str, str]] = ()) -> None:
         """Raises UserError if a run would replace or move what packtrain did not make, or what it reads itself.
@@ -237,18 +233,39 @@ class RunFolder:
         return target
 
 
+def as_type(value: Any, kind: Any) -> Any:
+    """What came as JSON as a value of `kind`: a dataclass, tuple[X, ...], Literal, union, or one of JSON's own types.
+
+    Raises ValueError for anything else.
+    """
+    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+        types = get_type_hints(kind)
+        with suppress(KeyError, TypeError):  # fields that it does not have, or lacks
+            return kind(**{name: as_type(one, types[name]) for name, one in value.items()})
+    elif get_origin(kind) in (Union, UnionType):
+        for one in get_args(kind):
+            with suppress(ValueError):
+                return as_type(value, one)
+    elif get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(as_type(one, get_args(kind)[0]) for one in value)
+    elif get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+    elif kind in (bool, str, int, NoneType) and type(value) is kind:
+        return value
+    elif kind is float and type(value) in (int, float):
+        return float(value)
+    raise ValueError(f"{value!r:.80} is no {getattr(kind, '__name__', kind)}")
+
+
 @contextmanager
-def reading(root: Path) -> Iterator[None]:
-    """Around what reads the files of a run folder, which anyone may have changed: what packtrain never writes is a UserError."""
+def reading(file: Path) -> Iterator[None]:
+    """Around `as_type` of what a file of a run folder has, which anyone may have changed: ValueError becomes a UserError."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {error}, {Path(at.filename).name}:{at.lineno}"
-        what = f"a file of the run has what packtrain does not write ({said})"
-        fix = "See which was changed by hand: ls -lt, in it and in logs/; moved away, it is not read. "
-        fix += "If none was, it is a bug of packtrain: please report this line."
-        raise UserError(what, where=str(root), fix=fix) from error
+    except ValueError as error:
+        fix = "It was changed, or is of another version of packtrain; moved away, it is not read."
+        raise UserError(f"this is not what packtrain writes: {error}", where=str(file), fix=fix) from error
 
 
 def text_of(file: Path) -> str:
@@ -260,10 +277,14 @@ def text_of(file: Path) -> str:
 
 def object_of(file: Path) -> dict[str, Any]:
     """The JSON object in a file of a run folder, {} if there is none."""
+    found = _json_of(file)
+    return found if isinstance(found, dict) else {}
+
+
+def _json_of(file: Path) -> Any:
     with suppress(ValueError, RecursionError):
-        found = json.loads(text_of(file))
-        return found if isinstance(found, dict) else {}
-    return {}
+        return json.loads(text_of(file))
+    return None
 
 
 def _is_in(path: Path, place: Path) -> bool:

@@ -18,18 +18,19 @@ from typing import Any
 from packtrain.errors import PeerFailed, UserError
 from packtrain.launch.exit_status import MOST_TELLING, tail_of
 from packtrain.launch.run_lock import is_locked
-from packtrain.monitor.channel import PUBLISHED, Client
+from packtrain.monitor.channel import PUBLISHED, Channel, Client
 from packtrain.monitor.diagnosis import FRAMES_SHOWN, RankState
 from packtrain.monitor.processes import seen
 from packtrain.monitor.watchdog import DIAGNOSIS, RANKS, stacks_of
 from packtrain.plan.network_settings import LOOPBACK
 from packtrain.redact import Redactor
-from packtrain.run_folder import RunFolder, object_of, reading, text_of
+from packtrain.run_folder import RunFolder, as_type, object_of, reading, text_of
 from packtrain.wording import ranks_in_words
 
 WATCHDOG_ANSWER_S = 20
 """Seconds to wait for the watchdog, which may have to ask the ranks for stacks first."""
 _SILENT_S = 10
+_SIGNALS = {128 + one: one.name for one in signal.Signals}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,7 @@ class Finding:
 def show_run(place: str, *, ask: bool, as_json: bool) -> int:
     """Prints the state of the run in the folder `place`, returns the exit code; `ask`: request stacks of its live ranks."""
     folder = RunFolder(Path(os.path.expanduser(place)))
-    with reading(folder.root):
-        found = examine(folder, ask=ask)
+    found = examine(folder, ask=ask)
     told = Redactor(os.environ).plain(found.to_json())
     print(json.dumps(told, indent=2) if as_json else "\n".join(told["lines"]))
     return found.exit_code
@@ -83,9 +83,11 @@ def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Find
         raise UserError("no run has begun here yet", where=str(folder.root), fix=fix)
     if over:
         return _of_an_ended_run(folder)
-    if channel := object_of(folder.logs / PUBLISHED):
-        near = channel["host"] == platform.node() or channel["address"] != LOOPBACK
-        client = Client(channel["address"] if near else channel["host"], channel["port"], secret=channel["secret"])
+    if about := object_of(folder.logs / PUBLISHED):
+        with reading(folder.logs / PUBLISHED):
+            channel = as_type(about, Channel)
+        near = channel.host == platform.node() or channel.address != LOOPBACK
+        client = Client(channel.address if near else channel.host, channel.port, secret=channel.secret)
         try:
             return _of_a_live_run(folder, client.call("ranks", {"stacks": ask}, timeout_s=WATCHDOG_ANSWER_S), ask=ask)
         except OSError as error:
@@ -95,7 +97,7 @@ def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Find
 
 def _of_a_live_run(folder: RunFolder, said: Mapping[str, Any], *, ask: bool) -> Finding:
     """The finding from the watchdog's answer."""
-    ranks = [RankState.from_json(one) for one in said["ranks"]]
+    ranks = as_type(said["ranks"], tuple[RankState, ...])
     silent = [one for one in said["machines"] if (one["heard_s"] or 0) > _SILENT_S]
     lines = [*map(_line, ranks), *(_stacks(folder, ranks) if ask else [])]
     lines += [
@@ -108,9 +110,9 @@ def _of_a_live_run(folder: RunFolder, said: Mapping[str, Any], *, ask: bool) -> 
     return Finding("stalled" if found else "running", lines, ranks, found, silent)
 
 
-def _of_a_silent_run(folder: RunFolder, channel: Mapping[str, Any], error: OSError) -> Finding:
+def _of_a_silent_run(folder: RunFolder, channel: Channel, error: OSError) -> Finding:
     """The finding for a channel that does not answer."""
-    host, pid = channel["host"], channel["pid"]
+    host, pid = channel.host, channel.pid
     if host != platform.node():
         what = f"{host} (process {pid}), which watches this run, does not answer: {error}"
         return Finding("stalled", [what, f"  → look whether {host} is up, and start packtrain doctor there"])
@@ -150,7 +152,8 @@ def _stacks(folder: RunFolder, states: Sequence[RankState]) -> list[str]:
 
 def _of_an_ended_run(folder: RunFolder) -> Finding:
     """The finding for a run that is over: by its diagnosis, else by its ranks' exit codes, else by its status."""
-    ranks = [RankState.from_json(one) for one in object_of(folder.logs / RANKS).get("ranks", ())]
+    with reading(folder.logs / RANKS):
+        ranks: Sequence[RankState] = as_type(object_of(folder.logs / RANKS).get("ranks", []), tuple[RankState, ...])
     report, attempt = folder.logs / DIAGNOSIS, folder.attempt.config
     if _written(attempt) > _written(folder.logs / RANKS):
         what = f"the last attempt here ({attempt}) was ended before it had started any process"
@@ -170,8 +173,7 @@ def _of_an_ended_run(folder: RunFolder) -> Finding:
     if (status := folder.status()) is not None:
         steps = object_of(folder.summary).get("steps")
         return Finding(status, [f"this run is {status} after step {steps}"], ranks)
-    if codes and min(codes.values()) > 128:
-        name = signal.Signals(min(codes.values()) - 128).name
+    if name := _SIGNALS.get(min(codes.values(), default=0)):
         return Finding("stopped", [f"this run was stopped by {name} before its first step"], ranks)
     what = "this run has ended without results, and none of its processes said why"
     return Finding("failed", [what, f"  → see {folder.logs}/"], ranks)

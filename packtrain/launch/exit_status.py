@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from packtrain.errors import PacktrainError, of_system
+from packtrain.boundary import TRACEBACK, of_system
+from packtrain.errors import PacktrainError
 from packtrain.redact import Redactor, clean
 from packtrain.standard_streams import outlive_terminal
 from packtrain.wording import visible
@@ -94,28 +95,36 @@ def ended_by(error: Exception | KeyboardInterrupt, *, alone: bool = True) -> int
     """The exit code for an error, which is printed: as the user's, or with its traceback as a bug."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         outlive_terminal()  # it may be the terminal itself that cannot be written to
-    error = (of_system(error) if alone else None) or error
-    if isinstance(error, PacktrainError):
-        if error.shown:
-            number = len(error.problems)
-            print(f"error: {number} problems" if number > 1 else "error:", file=sys.stderr)
-            for problem in error.problems:
-                shown = replace(
-                    problem, where=clean(problem.where)
-                )  # arguments and paths; values are quoted without secrets
-                print(
-                    f"  {visible(Redactor(os.environ).certain(str(shown)), whitespace=True)}", file=sys.stderr
-                )  # it may quote data
-        return error.exit_code
+    known = error if isinstance(error, PacktrainError) else of_system(error) if alone else None
+    if known is not None:
+        if known.shown:
+            if os.environ.get(TRACEBACK):
+                _print_traceback(error)
+            _print_problems(known)
+        return known.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     if isinstance(error, BrokenPipeError):  # the reader of our output has left (`packtrain plan … | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    print(clean("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+    _print_traceback(error)
     if alone:
         print(BUG, file=sys.stderr)
     return 1
+
+
+def _print_traceback(error: BaseException) -> None:
+    print(clean("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+
+
+def _print_problems(error: PacktrainError) -> None:
+    number = len(error.problems)
+    print(f"error: {number} problems" if number > 1 else "error:", file=sys.stderr)
+    for problem in error.problems:  # `where` has arguments and paths; values are quoted without secrets
+        shown = str(replace(problem, where=clean(problem.where)))
+        print(
+            f"  {visible(Redactor(os.environ).certain(shown), whitespace=True)}", file=sys.stderr
+        )  # it may quote data
 
 
 def tail_of(log: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -184,16 +185,27 @@ class Client:
         return answer
 
 
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """What logs/channel.json says: where the server of a run answers, its secret, and the process that has it."""
+
+    address: str
+    port: int
+    secret: str
+    host: str
+    pid: int
+
+
 @contextmanager
 def published(logs: Path, server: Server, address: str) -> Iterator[None]:
     """Inside the block logs/channel.json, readable by the user only, has the address of `server`, for packtrain doctor."""
     file = logs / PUBLISHED
-    about = {"address": address, "port": server.port, "secret": server.secret, "host": socket.gethostname()}
+    about = Channel(address, server.port, server.secret, socket.gethostname(), os.getpid())
     with suppress(OSError):
         aside = file.with_name(f".{PUBLISHED}")
         aside.unlink(missing_ok=True)
         aside.touch(0o600, exist_ok=False)
-        aside.write_text(json.dumps({**about, "pid": os.getpid()}))
+        aside.write_text(json.dumps(asdict(about)))
         os.replace(aside, file)
     try:
         yield

@@ -138,14 +138,6 @@ class RankState:
         """Phase, step and micro-batch in words."""
         return place_of(self.phase, self.step, self.micro)
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> RankState:
-        """The state whose `asdict` came as JSON. Raises TypeError or KeyError for anything else."""
-        known = {**values, "process": ProcessState(**values["process"]), "stack": tuple(values["stack"])}
-        for name in ("pending", "finished"):
-            known[name] = values[name] and Collective(**values[name])
-        return cls(**known)
-
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:

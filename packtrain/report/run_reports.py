@@ -15,7 +15,7 @@ from packtrain.plan.data_size import recall
 from packtrain.report.comparison import told_apart
 from packtrain.report.page import page, write_page
 from packtrain.report.run_record import RunRecord, harmless, read_run
-from packtrain.run_folder import RunFolder, reading, write_json
+from packtrain.run_folder import RunFolder, write_json
 
 COMPARED = "report.html"
 """Where several runs are reported by default, in this folder; one run has its report in its own."""
@@ -24,7 +24,7 @@ COMPARED = "report.html"
 def report_runs(places: Sequence[str], output: Path | None) -> int:
     """Writes the report of the runs in these folders, says where it is, returns the exit code. Raises UserError where it cannot be."""
     folders = [RunFolder(one) for one in dict.fromkeys(Path(os.path.expanduser(place)) for place in places)]
-    records = [_record_of(folder) for folder in folders]
+    records = [_with_data(read_run(folder), folder) for folder in folders]
     if len(records) > 1:
         names = told_apart([folder.root for folder in folders])
         records = [replace(one, name=name) for one, name in zip(records, names, strict=True)]
@@ -33,9 +33,7 @@ def report_runs(places: Sequence[str], output: Path | None) -> int:
         raise UserError(
             f"this is a {'folder' if file.is_dir() else 'pipe'}", where=str(file), fix="Name a file with -o."
         )
-    with reading(folders[0].root):
-        text = page(records)
-    write_page(file, text)
+    write_page(file, text := page(records))
     print(f"{harmless(shown(file))} ({len(text.encode()) / 1e6:.1f} MB)")
     for one in records:
         if one.metrics.skipped:
@@ -44,11 +42,6 @@ def report_runs(places: Sequence[str], output: Path | None) -> int:
                 file=sys.stderr,
             )
     return 0
-
-
-def _record_of(folder: RunFolder) -> RunRecord:
-    with reading(folder.root):
-        return _with_data(read_run(folder), folder)
 
 
 def _with_data(run: RunRecord, folder: RunFolder) -> RunRecord:

@@ -9,9 +9,9 @@ import traceback
 import torch
 
 from packtrain.attention.determinism import NEEDED
-from packtrain.boundary import raised_in, sentence
+from packtrain.boundary import of_system, raised_in, sentence
 from packtrain.config.schema import Batch
-from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError, of_system
+from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError
 from packtrain.model.spread import Ranks
 from packtrain.redact import clean
 from packtrain.run_folder import RunFolder

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import packtrain
-from packtrain.boundary import boundary, staying
+from packtrain.boundary import TRACEBACK, boundary, of_system, staying
 from packtrain.errors import CheckFailed, UserError
+from packtrain.launch.exit_status import BUG, exit_code_of
 from packtrain.run_limits import limited
 
 OURS, THEIRS = str(Path(packtrain.__file__)), "/site-packages/library/loading.py"
@@ -49,6 +50,53 @@ def test_whatever_others_do_is_told_in_a_sentence_with_a_fix(code: str, said: st
         raised_by(OURS, code)
     assert error.value.problems[0].fix == "Mend it."
     assert error.value.__cause__ is not None
+
+
+DISK_FULL = "raise OSError(28, 'No space left on device', 'a')"
+NOT_THERE, DEEP, NO_TEXT = "open('/nowhere/a')", "f = lambda: f(); f()", "b'\\xff'.decode()"
+
+
+@pytest.mark.parametrize(
+    "code", [NOT_THERE, "import os; os.makedirs('/dev/null/a/b')", DEEP, NO_TEXT, "'é'.encode('ascii')"]
+)
+def test_of_what_no_stage_expected_our_own_failure_is_a_bug_and_that_of_a_library_is_not(
+    code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TRACEBACK, raising=False)
+    assert exit_code_of(lambda: raised_by(OURS, code)) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said and said.endswith(f"{BUG}\n")
+    assert exit_code_of(lambda: raised_by(THEIRS, code)) == 2
+    assert "Traceback" not in (said := capsys.readouterr().err) and TRACEBACK in said
+    monkeypatch.setenv(TRACEBACK, "1")
+    assert exit_code_of(lambda: raised_by(THEIRS, code)) == 2
+    assert capsys.readouterr().err.startswith("Traceback")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (DISK_FULL, "a: No space left on device"),
+        ("open('/proc/self/mem', 'w').write('a' * 9999)", "Input/output error"),
+        ("raise OSError(122, 'Disk quota exceeded', b'a', None, 'b')", "quota is used up"),
+        ("open('x' * 300)", "File name too long"),
+        ("open('\\ud800')", "not UTF-8 text"),
+        ("import numpy.no_such_part", "the package numpy cannot be used"),
+        ("raise MemoryError", "there is not enough memory"),
+    ],
+)
+def test_what_the_machine_refuses_is_the_users_whoever_asks(code: str, said: str) -> None:
+    for file in (OURS, THEIRS):
+        with pytest.raises(Exception) as error:
+            raised_by(file, code)
+        found = of_system(error.value)
+        assert isinstance(found, UserError) and said in str(found)
+
+
+def test_an_import_of_our_own_that_is_wrong_is_a_bug() -> None:
+    with pytest.raises(ImportError) as error:
+        raised_by(OURS, "from packtrain.errors import no_such_name")
+    assert of_system(error.value) is None
 
 
 def test_what_is_for_the_user_already_and_ctrl_c_pass() -> None:

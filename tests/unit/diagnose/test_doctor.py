@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from packtrain.config.schema import RunConfig, Topology, Trainer
+from packtrain.diagnose import doctor
 from packtrain.diagnose.doctor import Finding, examine, show_run
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch import worker
@@ -220,6 +221,30 @@ def test_a_run_that_was_stopped_before_its_first_step_has_not_failed(tmp_path: P
     found = examine(leave(tmp_path, codes=(130, 143)))
     assert (found.status, found.exit_code) == ("stopped", 0)
     assert list(found.lines) == ["this run was stopped by SIGINT before its first step"]
+
+
+@pytest.mark.parametrize(
+    ("file", "broken", "said"),
+    [
+        ("ranks.json", '{"ranks": [{"rank": "x", "host": "n0"}]}', "'x' is no int"),
+        ("ranks.json", '{"ranks": [{"host": "n0"}]}', "is no RankState"),
+        ("ranks.json", '{"ranks": [{"rank": 1, "host": "n0", "process": {"state": "lost"}}]}', "'lost' is no"),
+        ("ranks.json", '{"ranks": {"a": 1}}', "is no tuple"),
+        ("channel.json", '{"host": "n0"}', "is no Channel"),
+    ],
+)
+def test_a_file_of_the_run_of_another_shape_is_named(file: str, broken: str, said: str, tmp_path: Path) -> None:
+    (leave(tmp_path, codes=(0,)).logs / file).write_text(broken)
+    with pytest.raises(UserError, match=said) as error:
+        examine(RunFolder(tmp_path))
+    assert error.value.problems[0].where.endswith(file)
+
+
+def test_a_bug_of_the_diagnosis_is_not_blamed_on_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave(tmp_path, codes=(1,))
+    monkeypatch.setattr(doctor, "ranks_in_words", lambda ranks: {}["a bug"])
+    with pytest.raises(KeyError, match="a bug"):
+        show_run(str(tmp_path), ask=False, as_json=False)
 
 
 def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from packtrain.monitor.diagnosis import CAUSES, Cause, Diagnosis, RankState, dia
 from packtrain.monitor.heartbeat import LONG, PHASES, Phase, TimeLimits, place_of, progress_of
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.stacks import Collective, last_collectives, main_stack
+from packtrain.run_folder import as_type
 from packtrain.wording import ranks_in_words
 
 
@@ -182,7 +183,7 @@ def test_docs_hangs_md_has_every_cause_in_the_words_that_are_printed() -> None:
 def test_states_travel_as_json() -> None:
     state = rank(1, "data", stack=('File "a.py", line 3 in read',), finished=Collective("gloo:barrier", 4))
     for one in (state, waits(2, "backward"), RankState(3, "n0")):
-        assert RankState.from_json(json.loads(json.dumps(asdict(one)))) == one
+        assert as_type(json.loads(json.dumps(asdict(one))), RankState) == one
 
 
 def test_the_main_thread_is_the_last_of_a_dump() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from command_line import packtrain
 
-from packtrain.report import headline
+from packtrain.report import headline, run_reports
 from packtrain.report.comparison import answers, differences, told_apart
 from packtrain.report.figures import POINTS_OF_A_CURVE, drawn, figures_of
 from packtrain.report.headline import rank_times, tiles
@@ -238,6 +238,13 @@ def test_the_command_refuses_what_is_no_run_and_spares_files_of_others(tmp_path:
         done = packtrain("report", *given, folder=tmp_path)
         assert done.returncode == 2 and said in done.stderr, given
     assert (tmp_path / "notes.html").read_text() == "mine"
+
+
+def test_a_bug_of_the_page_is_not_blamed_on_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_run(tmp_path / "a")
+    monkeypatch.setattr(run_reports, "page", lambda records: {}["a bug"])
+    with pytest.raises(KeyError, match="a bug"):
+        run_reports.report_runs([str(tmp_path / "a")], None)
 
 
 def test_a_report_goes_through_links_and_pipes_and_does_not_take_their_place(tmp_path: Path) -> None:
