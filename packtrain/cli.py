@@ -27,6 +27,7 @@ from packtrain.errors import PacktrainError, UserError
 from packtrain.fast_imports import fast_imports
 from packtrain.launch.exit_status import ended_by, exit_code_of
 from packtrain.redact import CleanStream, clean, learn
+from packtrain.standard_streams import open_all, outlive_terminal, wait_for_readers
 from packtrain.wording import whole
 
 if TYPE_CHECKING:
@@ -334,7 +335,6 @@ def _run(verb: str, arguments: list[str] | None, dry_run: bool) -> int:
         print_plan(run, launch, verb, arguments or [])
         return 0
     from packtrain.launch.execute import execute
-    from packtrain.standard_streams import outlive_terminal
 
     outlive_terminal()
     given, limit_s = split_arguments(arguments)[0], run.topology.join_timeout
@@ -368,9 +368,8 @@ def _train(verb: str, config: RunConfig) -> int:
 def main() -> None:
     """The console command `packtrain`."""
     if sys.stdout is None or sys.stderr is None:  # closed (>&-)
-        from packtrain.standard_streams import open_all
-
         open_all()
+    wait_for_readers()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a "≥" must not end a help that is read in latin-1
     try:

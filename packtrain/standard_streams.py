@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import sys
 from contextlib import suppress
 from typing import Any
@@ -27,6 +28,13 @@ def outlive_terminal() -> None:
             setattr(sys, name, _lasting(stream, number))
 
 
+def wait_for_readers() -> None:
+    """Has this process wait for whoever reads its output, also where another one has had that pipe not waited for (O_NONBLOCK)."""
+    for number in _OUTPUTS.values():
+        with suppress(OSError):
+            os.set_blocking(number, True)
+
+
 def open_all() -> None:
     """Opens /dev/null for each standard stream that is closed: else the next file takes its number, and all that is printed."""
     for number in range(3):
@@ -40,18 +48,18 @@ def open_all() -> None:
 
 
 class _Lasting(io.FileIO):
-    """A descriptor that becomes /dev/null when writing to it fails."""
+    """A descriptor that becomes /dev/null when writing to it fails, and is waited for while its reader is slow."""
 
-    def write(self, data: object, /) -> int:
+    def write(self, data: Any, /) -> int:
         try:
-            return super().write(data)  # pyright: ignore[reportArgumentType]
-        except BlockingIOError:
-            raise
+            while (written := super().write(data)) is None:  # full, and not to be waited for (O_NONBLOCK)
+                select.select([], [self], [])
+            return written
         except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            return super().write(data)  # pyright: ignore[reportArgumentType]
+            return super().write(data)
 
 
 def _lasting(stream: Any, number: int) -> Any:

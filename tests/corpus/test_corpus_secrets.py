@@ -32,6 +32,8 @@ RUN = {
     "trainer.output_dir": "run",
 }
 PLACES = ("model.path", "data.train", "data.cache_dir", "trainer.output_dir", "tracking.run_name", "model.config.name")
+MAY_BE_A_COMMIT = ("trainer.output_dir", "data.cache_dir", "tracking.run_name", "topology.job_name")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 JOB = ("topology.nodes=1", "topology.gpus_per_node=1", "topology.cpus_per_node=1")
 
 
@@ -43,6 +45,8 @@ def of_the_config() -> Iterator[Case]:
     """Each secret at each place, in a file and on the command line: refused without being repeated."""
     for what, secret in SECRETS.items():
         for at, place in enumerate(PLACES):
+            if what == "a key of wandb" and place in MAY_BE_A_COMMIT:
+                continue
             group, _, name = place.partition(".")
             text = f"{group}:\n  {name.partition('.')[0]}: " + (
                 f"{{name: '{secret}'}}\n" if name.count(".") else f"'{secret}'\n"
@@ -95,6 +99,21 @@ CASES = [
     *(
         Case(name=f"in arguments: {name}", arguments=arguments, secrets=("hunter2",))
         for name, arguments in ARGUMENTS.items()
+    ),
+    *(
+        Case(
+            name=f"not hostile: {place} called by a commit",
+            arguments=("plan", *given(**{place: f"'{COMMIT}'"})),
+            expect=(0,),
+            writes=(COMMIT,),
+        )
+        for place in MAY_BE_A_COMMIT
+    ),
+    Case(
+        name="not hostile: data in a folder called by a commit",
+        arguments=("plan", *given(**{"data.train": f"'{COMMIT}'"})),
+        files={f"{COMMIT}/a.jsonl": '{"text": "a b c"}\n'},
+        expect=(0,),
     ),
     *(
         Case(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from string import Template
@@ -38,6 +40,24 @@ def unread(*numbers: int) -> None:
         os.dup2(writer, number)
     for name, number in (("stdout", 1), ("stderr", 2)):  # as Python does where it starts
         setattr(sys, name, os.fdopen(number, "w", closefd=False))
+
+
+def slowly_read() -> None:
+    """stdout is a small pipe that is not waited for (O_NONBLOCK), as ssh and node leave theirs; its reader is slow."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.set_blocking(writer, False)
+    if (command := os.fork()) == 0:
+        os.dup2(writer, 1)
+        os.close(reader)
+        os.close(writer)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        return
+    os.close(writer)
+    while read := os.read(reader, 999):
+        os.write(1, read)
+        time.sleep(0.01)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(command, 0)[1]))
 
 
 STREAMS = [
@@ -193,7 +213,17 @@ SETTINGS = {
 SAVING = [
     trains("greedy answers with a temperature", SETTINGS, "trainer.checkpoint_every=1", expect=(0,), says=("do_sample",)),
 ]  # fmt: skip
-CASES = [*TRACKERS, *FOLDERS, *LIMITS, *SAVING]
+SLOW = [
+    Case(
+        name="a slow reader of help",
+        arguments=("sft", "-h"),
+        begin=slowly_read,
+        expect=(0,),
+        says=("takes a random half",),
+    ),
+    trains("a slow reader of a run", begin=slowly_read, expect=(0,), says=("ready",)),
+]
+CASES = [*TRACKERS, *FOLDERS, *LIMITS, *SAVING, *SLOW]
 
 
 @pytest.mark.parametrize("case", sampled(CASES, one_in=2))

@@ -7,6 +7,7 @@ user's own program: they stay, and are told of.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,8 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 _BARE_KEY = re.compile(r"[0-9a-f]{40}")
+_NAMES = ("model.revision", "trainer.output_dir", "data.cache_dir", "tracking.run_name", "topology.job_name")
+"""What may be called by the hash of a commit."""
 _SETUP, _CODE, _MAPPING = "topology.setup[", "topology.sbatch[", re.compile(r"model\.config\.(?:.*\.)?(\w+)")
 _EXPORT = "Export it in the shell that submits{}."
 
@@ -40,7 +43,7 @@ def notes(setup: list[str]) -> Iterator[str]:
 
 def _found(path: str, text: str) -> Iterator[Fault]:
     code, named = path.startswith(_CODE), _MAPPING.fullmatch(path)
-    bare = _BARE_KEY.fullmatch(text) and path != "model.revision"
+    bare = _BARE_KEY.fullmatch(text) and path not in _NAMES and not os.path.exists(text)
     if is_certain(text) or bare or (code and _SAID.search(text)) or (named and text and speaks_of_secrets(named[1])):
         what = f"it has a secret (a password or token), which would be written into {'the script' if code else 'files'}"
         fix = _EXPORT.format(", and name the variable: $NAME" if code else "")

@@ -1,0 +1,327 @@
+"""Verbs that do not train: inspect, verify, bench, env, report and doctor with hostile options, data, code and surroundings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.corpus.case import Case, check, sampled
+from tests.corpus.test_corpus_data import CONTENTS, LABELS, PAIRS, ROWS_OF, data
+from tests.corpus.test_corpus_machine import be_nobody, few_files, leave_the_folder
+from tests.corpus.test_corpus_run_folders import WHOLE
+from tests.corpus.test_corpus_surroundings import closed, full, unread
+from tests.corpus.tiny_run import Make, a_socket, changed, gone, instead, link, trains
+
+MADE = ("page.html", "__pycache__*")
+NUMBERS = {
+    "none": "",
+    "-1": "-1",
+    "zero": "0",
+    "text": "x",
+    "²": "²",
+    "10^30": "1" + "0" * 30,
+    "5,000 digits": "9" * 5000,
+}
+SOURCES = {
+    "nothing": "",
+    "a colon": ":",
+    "no line": "data.jsonl:",
+    "line zero": "data.jsonl:0",
+    "a negative line": "data.jsonl:-3",
+    "a superscript": "data.jsonl:²",
+    "5,000 digits": "data.jsonl:" + "9" * 5000,
+    "far beyond": "data.jsonl:99999999",
+    "another file": "c.yaml:1",
+    "a file that is nowhere": "nowhere.jsonl:1",
+    "/dev/zero": "/dev/zero:1",
+    "5,000 letters": "x" * 5000 + ":1",
+    "not UTF-8": "\udcff:1",
+    "an escape": "\x1b[31m:1",
+}
+PAGES: dict[str, tuple[str, Make | str]] = {
+    "a folder": ("page", lambda at: at.mkdir()),
+    "a file of the user's": ("c.yaml", lambda at: None),
+    "a link to itself": ("page", link("page")),
+    "a socket": ("page", a_socket),
+    "/dev/full": ("page", link("/dev/full")),
+    "a name of 256 bytes": ("x" * 256, lambda at: None),
+    "in a file": ("c.yaml/page", lambda at: None),
+    "in no folder": ("none/page", lambda at: None),
+    "its data": ("data.jsonl", lambda at: None),
+}  # fmt: skip
+
+
+def inspect(name: str, *options: str, files: dict[str, Any] | None = None, **more: Any) -> Case:
+    return trains(name, files, *options, verb="inspect", **more)
+
+
+def of_inspect() -> Iterator[Case]:
+    for option in ("--rows", "--step"):
+        for name, number in NUMBERS.items():
+            yield inspect(f"{option} {name}", option, number, expect=(0, 2))
+    yield from (inspect(f"--source {name}", "--source", one, says=("--source",)) for name, one in SOURCES.items())
+    yield inspect("--source and --step", "--source", "data.jsonl:1", "--step", "1", says=("--source",))
+    for name, (page, make) in PAGES.items():
+        made = {} if page.partition("/")[0] in ("c.yaml", "data.jsonl", "none") or len(page) > 9 else {page: make}
+        yield inspect(f"--html is {name}", "--html", page, files=made, says=("--html",))
+    for name, content in CONTENTS.items():
+        yield data(name, "data.jsonl", content, verb="inspect", expect=(0, 2))
+    for name, row in ROWS_OF.items():
+        yield data(f"rows, {name}", "data.jsonl", [row] * 4, "--json", verb="inspect", expect=(0, 2))
+    for kind, rows in (("dpo", PAIRS), ("reward", PAIRS)):
+        for name, row in rows.items():
+            groups = {"objective": {"kind": kind}}
+            yield data(f"{kind}, {name}", "data.jsonl", [row] * 4, verb="inspect", groups=groups, expect=(0, 2))
+    for name, label in LABELS.items():
+        rows, groups = [{"prompt": "a", "completion": "b", "label": label}] * 4, {"objective": {"kind": "kto"}}
+        yield data(f"kto, {name}", "data.jsonl", rows, verb="inspect", groups=groups)
+    texts = {
+        "escapes": "\x1b[31m\x07\x1b]0;title\x07",
+        "markup": "<script>alert(1)</script>[red]{{ 7 }}",
+        "marks": "\u202e\u0000é",
+    }
+    for name, text in texts.items():
+        for option in ((), ("--json",), ("--html", "page.html"), ("--rows", "3")):
+            rows = [{"text": text * 5}] * 4
+            yield data(
+                f"texts of {name} {option[:1]}", "data.jsonl", rows, *option, verb="inspect", expect=(0,), writes=MADE
+            )
+    for how, numbers in ((closed, (1,)), (full, (1,)), (full, (1, 2)), (unread, (1,)), (closed, (0, 1, 2))):
+        begin = partial(how, *numbers)
+        yield inspect(f"{how.__name__} {numbers}", "--json", begin=begin, expect=(0, 2, 141))
+
+
+CODE = {
+    "no Python": "def f(",
+    "that raises": "raise ValueError('mine')",
+    "that exits": "import sys; sys.exit(0)",
+    "that ends the process": "import os; os._exit(0)",
+    "that kills itself": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "without f": "g = 1",
+    "whose f is a number": "f = 5",
+    "whose f is a class that needs more": "class f:\n    def __init__(self, much): pass",
+    "whose f raises": "def f(rows): raise KeyError('mine')",
+    "whose f exits": "def f(rows): import sys; sys.exit(0)",
+    "whose f ends the process": "def f(rows): import os; os._exit(0)",
+    "whose f gives nothing": "def f(rows): pass",
+    "whose f gives a number": "def f(rows): return 5",
+    "whose f gives a list": "def f(rows): return [rows]",
+    "whose f gives texts": "def f(rows): return {'input_ids': 'abc'}",
+    "whose f gives an empty row": "import torch\ndef f(rows): return {'input_ids': torch.zeros(1, 0, dtype=int)}",
+    "whose f gives one dimension": "import torch\ndef f(rows): return {'input_ids': torch.zeros(9, dtype=int)}",
+    "whose f gives ids of nobody": "import torch\ndef f(rows): return {'input_ids': torch.full((1, 9), 10**9)}",
+    "whose f gives no numbers": "import torch\ndef f(rows): return {'input_ids': torch.full((1, 9), float('nan'))}",
+    "whose f yields": "def f(rows): yield 1",
+    "whose f is asynchronous": "async def f(rows): return {}",
+    "whose f takes nothing": "def f(): return f",
+    "not UTF-8": b"f = '\xff'",
+    "of NULs": "\0" * 99,
+    "nested": "f = " + "(" * 5000,
+}
+SPECS = {
+    "nothing": "",
+    "a colon": ":",
+    "no name": "mine.py:",
+    "no place": ":f",
+    "a module that is nowhere": "nowhere:f",
+    "a file that is nowhere": "nowhere.py:f",
+    "a folder": "model:f",
+    "an exit of Python's own": "sys:exit",
+    "a module of Python's own": "os:path",
+    "dots": "..:..",
+    "a dotted name of nothing": "os:path.x.y",
+    "5,000 letters": "x" * 5000 + ":f",
+    "not UTF-8": "\udcff:f",
+    "/dev/zero": "/dev/zero:f",
+}
+
+
+def verify(name: str, *options: str, files: dict[str, Any] | None = None, **more: Any) -> Case:
+    return trains(name, files, *options, verb="verify", writes=MADE, **more)
+
+
+def of_verify() -> Iterator[Case]:
+    for name, code in CODE.items():
+        files = {"mine.py": code}
+        yield verify(f"a file {name}", "--collator", "mine.py:f", files=files, says=("--collator",), expect=(2, 3))
+    yield verify("a file that is a FIFO", "--collator", "mine.py:f", files={"mine.py": os.mkfifo}, says=("--collator",))
+    yield from (verify(f"--collator {name}", "--collator", one, says=("--collator",)) for name, one in SPECS.items())
+    collator = ("--collator", "trl.trainer.sft_trainer:DataCollatorForLanguageModeling")
+    for name in ("", "nope", "²", "\x1b[31m", "x" * 5000):
+        yield verify(f"--attention {name:.9}", *collator, "--attention", name, expect=(2, 3))
+    yield verify("--attach alone", "--attach", says=("--attach",))
+    yield verify("--attention alone", "--attention", "eager", says=("--attention",))
+    broken = {
+        "weights cut": {"model/model.safetensors": lambda at: os.truncate(at, 100)},
+        "weights that are a FIFO": {"model/model.safetensors": instead(os.mkfifo)},
+        "no weights": {"model/model.safetensors": gone},
+        "a config of a list": {"model/config.json": "[1]"},
+        "no layers": {"model/config.json": changed(num_hidden_layers=0)},
+        "an endless size": {"model/config.json": changed(hidden_size=10**9)},
+        "a tokenizer of nothing": {"model/tokenizer.json": ""},
+        "a template that loops": {"model/chat_template.jinja": "{% for a in range(9) %}{{ b.c.d }}{% endfor %}"},
+        "no room for a folder": {},
+    }
+    for verb in ("verify", "bench"):
+        for name, files in broken.items():
+            more: dict[str, Any] = {"env": {"TMPDIR": "/none"}} if not files else {}
+            expect = (0, 2) if "template" in name or not files else (2,)
+            if verb == "verify" or expect == (2,):
+                yield trains(f"{name}", files, verb=verb, expect=expect, **more)
+
+
+def of_bench() -> Iterator[Case]:
+    for name, number in {**NUMBERS, "no number": "nan", "for ever": "inf", "beyond": "1e999", "a second": "1"}.items():
+        yield trains(f"--seconds {name}", {}, "--seconds", number, verb="bench", says=("--seconds",))
+    for name in ("nothing", "noise", "nested 100000 deep", "a lone surrogate", "HTML"):
+        yield data(f"{name}", "data.jsonl", CONTENTS[name], verb="bench")
+    yield trains("data that is gone", {"data.jsonl": gone}, verb="bench", says=("data.train",))
+    yield trains("no current folder", {}, verb="bench", begin=leave_the_folder, says=("current folder",))
+
+
+TORCHES = {
+    "that is not there": "raise ModuleNotFoundError('No module named torch')",
+    "that exits": "import sys; sys.exit(0)",
+    "that ends the process": "import os; os._exit(0)",
+    "that crashes": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+    "that never ends": "import time; time.sleep(600)",
+    "that prints": "print('x' * 10**6); raise ImportError('libcudart.so: cannot open \\x1b[31m')",
+    "without version": "",
+}
+CONFIGS: dict[str, Make | str | bytes] = {
+    "a FIFO": os.mkfifo,
+    "a folder": lambda at: at.mkdir(),
+    "/dev/zero": link("/dev/zero"),
+    "a list": "[1]",
+    "UTF-16": "optim: {}\n".encode("utf-16"),
+    "deep": "[" * 10**5,
+    "keys that nobody knows": "optimiser: {lr: 1}\n",
+}
+VERBS = ("env", "inspect", "verify", "bench")
+PLACES = {
+    "trainer.output_dir": "/dev/null/x",
+    "data.cache_dir": "c.yaml/x",
+    "topology.main_address": "\x1b[31m",
+    "strategy": "nope",
+}
+
+
+def of_env() -> Iterator[Case]:
+    for verb in VERBS:
+        for name, content in CONFIGS.items():
+            says = ("c.yaml",)
+            yield Case(
+                name=f"{verb}: a config that is {name}",
+                arguments=(verb, "c.yaml"),
+                files={"c.yaml": content},
+                says=says,
+            )
+        yield Case(name=f"{verb}: options of nobody", arguments=(verb, "--nope=1", "--", "-x"))
+    for name, code in TORCHES.items():
+        env, files = {"PYTHONPATH": "mine"}, {"mine/torch.py": code}
+        yield Case(name=f"env: a torch {name}", arguments=("env", "--json"), files=files, env=env, expect=(0, 3))
+    for variable, value in {
+        "PATH": "", "HOME": "/dev/null", "TMPDIR": "/none", "HF_HOME": "\udcff", "PACKTRAIN_CACHE": "~nobody-here/x", "LANG": "C",
+        "CUDA_VISIBLE_DEVICES": "²", "SLURM_JOB_NODELIST": "n[1-99999999]", "RANK": "x", "COLUMNS": "1", "PYTHONIOENCODING": "ascii",
+    }.items():  # fmt: skip
+        yield Case(name=f"env: {variable}={value}", arguments=("env",), env={variable: value}, expect=(0, 2, 3))
+    secrets = {"WANDB_API_KEY": "hunter2hunter2", "HTTP_PROXY": "http://joe:hunter2/hunter2@host:1"}
+    for option in ((), ("--json",)):
+        yield Case(
+            name=f"env: secrets {option}", arguments=("env", *option), env=secrets, secrets=("hunter2",), expect=(0, 3)
+        )
+    for begin in (
+        few_files,
+        be_nobody,
+        leave_the_folder,
+        partial(full, 1),
+        partial(unread, 1),
+        partial(closed, 0, 1, 2),
+    ):
+        yield Case(name=f"env: {begin}"[:40], arguments=("env", "--json"), begin=begin, expect=(0, 2, 3, 141))
+    for key, value in PLACES.items():
+        yield trains(f"{key} of nonsense", {}, f"{key}={json.dumps(value)}", verb="env", expect=(0, 2, 3))
+    for nodes, address in ((2, "nowhere.invalid"), (20_000, "127.0.0.1"), (2, "-x"), (2, "192.0.2.1")):
+        cluster = (
+            f"topology={{kind: manual, nodes: {nodes}, main_address: {address}, node_rank: 1, join_timeout: 2}}",
+            "--cluster",
+        )
+        yield trains(f"{nodes} machines at {address}", {}, *cluster, verb="env", expect=(2, 4))
+
+
+OUTPUTS: dict[str, tuple[str, Make]] = {
+    "a FIFO": ("page", os.mkfifo),
+    "a socket": ("page", a_socket),
+    "a link to itself": ("page", link("page")),
+    "/dev/full": ("page", link("/dev/full")),
+    "a folder": ("page", lambda at: at.mkdir()),
+    "a file of the user's": ("page", lambda at: at.write_text("mine")),
+}
+
+
+def of_reports() -> Iterator[Case]:
+    for name, (page, make) in OUTPUTS.items():
+        files = {**WHOLE, page: make}
+        yield Case(name=f"report: -o is {name}", arguments=("report", "run", "-o", page), files=files, says=("page",))
+    for page in ("x" * 256, "none/page", "run", "", "\udcff", "run/config.yaml"):
+        yield Case(
+            name=f"report: -o {page!r:.20}",
+            arguments=("report", "run", "-o", page),
+            files=WHOLE,
+            writes=("\udcff", "home/*", "run/data.json"),
+            expect=(0, 2),
+        )
+    many = ["run"] * 500
+    yield Case(
+        name="report: a run 500 times",
+        arguments=("report", *many),
+        files=WHOLE,
+        expect=(0,),
+        writes=("run/report.html", "home/*", "run/data.json"),
+    )
+    yield Case(
+        name="report: two runs to watch",
+        arguments=("report", "run", "other", "--watch"),
+        files=WHOLE,
+        says=("--watch",),
+    )
+    yield Case(name="report: one of two is none", arguments=("report", "run", "other"), files=WHOLE, says=("other",))
+    for verb in ("report", "doctor"):
+        yield Case(name=f"{verb}: nothing", arguments=(verb,))
+        yield Case(
+            name=f"{verb}: no current folder",
+            arguments=(verb, "run"),
+            files=WHOLE,
+            begin=leave_the_folder,
+            says=("current folder",),
+        )
+        yield Case(
+            name=f"{verb}: no reader",
+            arguments=(verb, "run"),
+            files=WHOLE,
+            begin=partial(unread, 1),
+            expect=(0, 141),
+            writes=("run/report.html", "home/*", "run/data.json"),
+        )
+        yield Case(
+            name=f"{verb}: no room to print",
+            arguments=(verb, "run"),
+            files=WHOLE,
+            begin=partial(full, 1),
+            expect=(2,),
+            writes=("run/report.html", "home/*", "run/data.json"),
+        )
+
+
+CASES = [*of_inspect(), *of_verify(), *of_bench(), *of_env(), *of_reports()]
+
+
+@pytest.mark.parametrize("case", sampled(CASES, one_in=8))
+def test_case(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
