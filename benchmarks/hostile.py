@@ -1,10 +1,14 @@
 """Commands on configs, arguments and variables that hypothesis makes up: none may end in a traceback, hang, lose a file or tell a secret.
 
     python benchmarks/hostile.py [--cases 2000] [--seed 0]
+    python benchmarks/hostile.py --times 20
 
 Each case is held to what tests/corpus/case.py asks of every case. Files, arguments and variables are drawn from the keys of the
 schema with values of every kind, from text made of YAML's own pieces, and from Hydra's grammar; a planted secret is in most. The
 same seed makes the same cases. Ends with the counts, by exit code, and with 1 if any case broke.
+
+With --times it measures how long the user waits for an error: so many cases of the corpus at the config, at data and at the model,
+each as `packtrain sft …` in a process made from nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +18,9 @@ import gc
 import importlib
 import multiprocessing
 import os
+import resource
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +37,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/train")]
 from packtrain.config.keys import choices, keys  # noqa: E402
 from packtrain.config.schema import groups  # noqa: E402
 from packtrain.config.yaml_files import options  # noqa: E402
-from tests.corpus.case import Case, carry_out, explained, faults  # noqa: E402
+from tests.corpus import test_corpus_configs, test_corpus_data, test_corpus_stages  # noqa: E402
+from tests.corpus.case import Case, carry_out, environment_of, explained, faults, placed  # noqa: E402
 
 WARM = ("packtrain.cli", "packtrain.plan.view.screen", "packtrain.launch.slurm.submit", "packtrain.config.sweep")
 SECRET = "hunter2hunter2"
@@ -267,12 +275,45 @@ def run(number: int, start: int, *, show: int = 5) -> tuple[Counter[str], list[s
     return ends, broken
 
 
+def times(number: int) -> int:
+    """Prints a table of how long errors take, in seconds of the clock and of computing; returns 1 if one did not end with 2."""
+    stages = {"config": test_corpus_configs.CASES, "data": test_corpus_data.CASES, "model": test_corpus_stages.CASES}
+    print(
+        "| error at | cases | median s | worst s | computing: median s | worst s | the slowest |\n|---|---|---|---|---|---|---|"
+    )
+    odd = 0
+    for stage, cases in stages.items():
+        refused = [one for one in cases if one.expect == (2,)]
+        found = [(*_waited(one), one.name) for one in refused[:: max(len(refused) // number, 1)][:number]]
+        odd += sum(code != 2 for _, _, code, _ in found)
+        wall, computing = ([one[at] for one in found] for at in (0, 1))
+        figures = (f"{one:.2f}" for many in (wall, computing) for one in (statistics.median(many), max(many)))
+        print(f"| {stage} | {len(found)} | {' | '.join(figures)} | {max(found)[3]} |", flush=True)
+    return int(bool(odd))
+
+
+def _waited(case: Case) -> tuple[float, float, int]:
+    """Seconds of the clock and of computing that a case takes as a process of its own, and its exit code."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        work = placed(case, Path(folder))
+        arguments = ("sft", *case.arguments[1:])
+        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+        command = [sys.executable, "-m", "packtrain", *arguments]
+        environment = {**environment_of(case, work), "PYTHONPATH": str(ROOT)}
+        code = subprocess.run(command, cwd=work, env=environment, capture_output=True).returncode
+        wall, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, code
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--times", type=int, default=0, metavar="N", help="measure N errors at each stage instead")
     asked = parser.parse_args()
+    if asked.times:
+        return times(asked.times)
     began = time.monotonic()
     ends, broken = run(asked.cases, asked.seed)
     print(*broken, sep="\n\n")

@@ -35,6 +35,14 @@ def meant_by(staging: Path) -> Path:
     return staging.with_name(name[1:-8]) if name.startswith(".") and name.endswith(".partial") else staging
 
 
+def followed(path: Path) -> Path:
+    """Where a path leads, so that what is renamed to it leaves links as they are. Raises OSError for one that leads back to itself."""
+    found = Path(os.path.realpath(path))
+    if found.is_symlink():
+        found.stat()
+    return found
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a file (UTF-8) that is the old one, or none, until it is this one whole."""
     try:

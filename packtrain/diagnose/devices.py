@@ -109,10 +109,11 @@ def _say_torch() -> None:
 
     try:
         import torch
+
+        say(version=torch.__version__, cuda=torch.version.cuda)
     except BaseException as error:  # a broken library may even exit
         say(error=f"torch cannot be imported: {type(error).__name__}: {first_line(str(error))}")
         return
-    say(version=torch.__version__, cuda=torch.version.cuda)
     with suppress(Exception):  # builds without NCCL fail in several ways
         from torch.cuda import nccl
 

@@ -76,7 +76,9 @@ def ask_python(module: str, *arguments: str, limit_s: float, env: Mapping[str, s
         finally:
             _kill(process)
         if code:
-            raise Unanswered(first_line(_text(errors)) or f"ends with exit code {code}", _text(output))
+            said = _text(errors).rpartition("Traceback (most recent call last):")
+            what = first_line(said[0] or said[2].strip().rpartition("\n")[2])
+            raise Unanswered(what or f"ends with exit code {code}", _text(output))
         return _text(output)
 
 

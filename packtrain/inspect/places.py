@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from pathlib import Path
 
 from packtrain.data.sources.chunks import Chunk, LineChunk, ParsedChunk, RawRow
 from packtrain.data.sources.locate import Source
@@ -68,7 +67,7 @@ def _is(origin: str, file: str) -> bool:
     return (
         origin == file
         or origin.endswith(f"/{file}")
-        or Path(origin).resolve() == Path(os.path.expanduser(file)).resolve()
+        or os.path.realpath(origin) == os.path.realpath(os.path.expanduser(file))
     )
 
 

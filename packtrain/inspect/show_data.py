@@ -85,7 +85,7 @@ def _examples(found: Inspection, wanted: Wanted, step: dict[str, Any] | None) ->
 
 def _is_something_else(file: Path) -> bool:
     """Whether the file holds anything but a page: a config or data whose name was given by mistake."""
-    if not file.is_file():
+    if not os.path.isfile(file):  # False for a name that cannot be, too
         return False
     try:
         with file.open("rb") as old:

@@ -118,7 +118,13 @@ def weights_hash(model: torch.nn.Module, *, trained: bool = True) -> str:
 
 
 def check_trainable(model: PreTrainedModel) -> None:
-    """Raises UserError if float16 weights would be trained: updates underflow or overflow, and the loss becomes NaN."""
+    """Raises UserError if quantised weights would be trained, or float16 ones: updates underflow or overflow, the loss becomes NaN."""
+    if getattr(model, "is_quantized", False) and base_model(model) is model:
+        raise UserError(
+            "the weights of this model are quantised, and cannot be trained",
+            where="model.path",
+            fix="take the model that they were made of, or train adapters (peft=lora)",
+        )
     if any(weight.requires_grad and weight.dtype == torch.float16 for weight in model.parameters()):
         raise UserError(
             "the weights of this model are float16, which cannot be trained",
@@ -251,4 +257,6 @@ def _advice(error: BaseException, config: Model, *, online: bool, scores: bool =
         return "see the keys of model.config; not every type is a causal language model (docs/architectures.md)"
     if "Unrecognized configuration class" in str(error):
         return "take a causal language model: docs/architectures.md lists what trains"
+    if "quantiz" in str(error):
+        return "its weights are quantised, as its config.json says: take the model that they were made of"
     return fix_of(online)

@@ -54,7 +54,7 @@ def reference_of(model: Model, peft: Peft, objective: Objective, strategy: Strat
         kind = cast(Kind, wanted)
     else:
         bases = [base_of(adapters), base_of(model.path) or model.path]
-        same = None not in bases and len({Path(os.path.expanduser(base or "")).resolve() for base in bases}) == 1
+        same = None not in bases and len({os.path.realpath(os.path.expanduser(base or "")) for base in bases}) == 1
         beside = lora and same and strategy.name not in SHARDED_WEIGHTS  # adapters cannot be added to sharded weights
         kind = "adapters" if beside else "model" if wanted == "auto" else "path"
     if kind == "adapters":

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, TemplateError
 from markupsafe import Markup
 
 from packtrain import __version__
-from packtrain.durable import write_text
+from packtrain.durable import followed, write_text
 from packtrain.errors import UserError
 from packtrain.inspect.html import DATA_CSS, data_section
 from packtrain.report import headline, units
@@ -102,7 +102,7 @@ def write_page(file: Path, text: str) -> None:
         if file.exists() and not file.is_file():  # renaming would put a file in the place of /dev/null, or of a pipe
             file.write_text(text, encoding="utf-8", errors="replace")
             return
-        file = file.resolve()  # a link stays, such as /dev/stdout
+        file = followed(file)  # a link stays, such as /dev/stdout
         with file.open("rb") if file.exists() else open(os.devnull, "rb") as old:
             head = old.read(_HEAD_BYTES)
         if head and GENERATOR.encode() not in head:

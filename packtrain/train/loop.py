@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback
 
 from packtrain.boundary import boundary
+from packtrain.config.rules.paths_and_packages import without_package
 from packtrain.model.load import base_model
 from packtrain.model.precision import weights_cast_once
 from packtrain.model.spread import check_active
@@ -125,7 +127,9 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As the base class; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does so."""
-        with boundary(f"the optimizer {self.settings.optim.name} cannot be made", "optim.name"):
+        name = self.settings.optim.name
+        making = partial(boundary, f"the optimizer {name} cannot be made", "optim.name", without_package(name))
+        with making():
             chosen, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
         optim, coarse = self.settings.optim, any(map(loses_updates, self.model.parameters()))
         coarse = coarse and not self.is_deepspeed_enabled
@@ -138,7 +142,7 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
         if coarse and optim.steps_in_float32:
             how: Any = {"masters": optim.keeps_masters, "rounding": optim.rounding, "seed": self.args.seed}
             self.optimizer_cls_and_kwargs = stepping_in_float32(chosen, **how), arguments
-        with boundary(f"the optimizer {self.settings.optim.name} cannot be made", "optim.name"):
+        with making():
             optimizer = super().create_optimizer(model)
         names = {weight: name for name, weight in self.model.named_parameters()}
         self.order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]

@@ -94,12 +94,9 @@ def check(case: Case, folder: Path) -> None:
 
 def carry_out(case: Case, folder: Path, begun: Begun = forked.begun) -> Outcome:
     """What became of a case; `begun` begins a process that calls a function with arguments."""
-    work, output = folder / "work", [folder / "stdout", folder / "stderr"]
-    (work / "home").mkdir(parents=True)
-    for path, content in case.files.items():
-        _make(work / path, content)
+    work, output = placed(case, folder), [folder / "stdout", folder / "stderr"]
     before, began = tree(work), time.monotonic()
-    process = begun(_begin, case.arguments, _environment(case, work), work, output, case.begin, case.limit_s)
+    process = begun(_begin, case.arguments, environment_of(case, work), work, output, case.begin, case.limit_s)
     process.join(_HUNG_S)
     code = process.exitcode
     if code is None:
@@ -110,6 +107,15 @@ def carry_out(case: Case, folder: Path, begun: Begun = forked.begun) -> Outcome:
     after = tree(work)
     leaked = tuple(_leaks(case.secrets, written, work, before, after))
     return Outcome(code, *said, time.monotonic() - began, before, after, leaked)
+
+
+def placed(case: Case, folder: Path) -> Path:
+    """The folder in which the files of a case are, made in an empty one."""
+    work = folder / "work"
+    (work / "home").mkdir(parents=True)
+    for path, content in case.files.items():
+        _make(work / path, content)
+    return work
 
 
 def faults(case: Case, outcome: Outcome) -> list[str]:
@@ -170,7 +176,7 @@ def _make(path: Path, content: str | bytes | Make) -> None:
         path.write_bytes(content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content)
 
 
-def _environment(case: Case, work: Path) -> dict[str, str]:
+def environment_of(case: Case, work: Path) -> dict[str, str]:
     """Variables that lead nowhere else: of the test's own are only those that Python and torch need."""
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")}
     home = {"HOME": str(work / "home"), "TMPDIR": str(work / "home"), "XDG_CACHE_HOME": str(work / "home/.cache")}

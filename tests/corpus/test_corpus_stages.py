@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,12 @@ import pytest
 
 from tests.corpus.case import Case, check, sampled
 from tests.corpus.tiny_run import LLAMA, a_socket, changed, cut, gone, instead, link, put, trains
+
+
+def from_here() -> None:
+    """Packages of the current folder count."""
+    sys.path.insert(0, os.getcwd())
+
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:abcd\nsize 123456\n"
 NOT_OBJECTS = {
@@ -151,6 +158,8 @@ CASES = [
     trains("a template file that is a FIFO", {"t.jinja": os.mkfifo}, "data.chat_template=t.jinja", says=("FIFO",)),
     trains("a template file that is /dev/zero", {"t.jinja": link("/dev/zero")}, "data.chat_template=t.jinja"),
     trains("a template file in latin-1", {"t.jinja": b"caf\xe9"}, "data.chat_template=t.jinja"),
+    trains("weights that are quantised", {"model/config.json": changed(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})}, says=("that they were made of",)),
+    trains("an optimizer whose package does not work", {"bitsandbytes.py": "raise ImportError('libcudart is not there')"}, "optim.name=adamw_8bit", begin=from_here, says=("is there, but does not work",), writes=("__pycache__*",)),
     trains("weights of nothing", {WEIGHTS: b""}),
     trains("weights that are a pointer of LFS", {WEIGHTS: LFS}, says=("git lfs pull",)),
     trains("weights of HTML", {WEIGHTS: "<html>not found</html>"}),

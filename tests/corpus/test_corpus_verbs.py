@@ -13,12 +13,13 @@ import pytest
 
 from tests.corpus.case import Case, check, sampled
 from tests.corpus.test_corpus_data import CONTENTS, LABELS, PAIRS, ROWS_OF, data
-from tests.corpus.test_corpus_machine import be_nobody, few_files, leave_the_folder
+from tests.corpus.test_corpus_machine import RUN, be_nobody, few_files, leave_the_folder
 from tests.corpus.test_corpus_run_folders import WHOLE
+from tests.corpus.test_corpus_secrets import JOB
 from tests.corpus.test_corpus_surroundings import closed, full, unread
 from tests.corpus.tiny_run import Make, a_socket, changed, gone, instead, link, trains
 
-MADE = ("page.html", "__pycache__*")
+MADE = ("page.html", "__pycache__*", "mine/__pycache__*")
 NUMBERS = {
     "none": "",
     "-1": "-1",
@@ -40,6 +41,8 @@ SOURCES = {
     "another file": "c.yaml:1",
     "a file that is nowhere": "nowhere.jsonl:1",
     "/dev/zero": "/dev/zero:1",
+    "a home of nobody": "~nobody-here/x:1",
+    "a loop of links": "loop:1",
     "5,000 letters": "x" * 5000 + ":1",
     "not UTF-8": "\udcff:1",
     "an escape": "\x1b[31m:1",
@@ -57,6 +60,9 @@ PAGES: dict[str, tuple[str, Make | str]] = {
 }  # fmt: skip
 
 
+LOOPS = {name: link(name) for name in ("loop", "loop.py")}
+
+
 def inspect(name: str, *options: str, files: dict[str, Any] | None = None, **more: Any) -> Case:
     return trains(name, files, *options, verb="inspect", **more)
 
@@ -65,7 +71,9 @@ def of_inspect() -> Iterator[Case]:
     for option in ("--rows", "--step"):
         for name, number in NUMBERS.items():
             yield inspect(f"{option} {name}", option, number, expect=(0, 2))
-    yield from (inspect(f"--source {name}", "--source", one, says=("--source",)) for name, one in SOURCES.items())
+    yield from (
+        inspect(f"--source {name}", "--source", one, files=LOOPS, says=("--source",)) for name, one in SOURCES.items()
+    )
     yield inspect("--source and --step", "--source", "data.jsonl:1", "--step", "1", says=("--source",))
     for name, (page, make) in PAGES.items():
         made = {} if page.partition("/")[0] in ("c.yaml", "data.jsonl", "none") or len(page) > 9 else {page: make}
@@ -139,6 +147,8 @@ SPECS = {
     "5,000 letters": "x" * 5000 + ":f",
     "not UTF-8": "\udcff:f",
     "/dev/zero": "/dev/zero:f",
+    "a home of nobody": "~nobody-here/x.py:f",
+    "a loop of links": "loop.py:f",
 }
 
 
@@ -151,7 +161,10 @@ def of_verify() -> Iterator[Case]:
         files = {"mine.py": code}
         yield verify(f"a file {name}", "--collator", "mine.py:f", files=files, says=("--collator",), expect=(2, 3))
     yield verify("a file that is a FIFO", "--collator", "mine.py:f", files={"mine.py": os.mkfifo}, says=("--collator",))
-    yield from (verify(f"--collator {name}", "--collator", one, says=("--collator",)) for name, one in SPECS.items())
+    yield from (
+        verify(f"--collator {name}", "--collator", one, files=LOOPS, says=("--collator",))
+        for name, one in SPECS.items()
+    )
     collator = ("--collator", "trl.trainer.sft_trainer:DataCollatorForLanguageModeling")
     for name in ("", "nope", "²", "\x1b[31m", "x" * 5000):
         yield verify(f"--attention {name:.9}", *collator, "--attention", name, expect=(2, 3))
@@ -225,7 +238,9 @@ def of_env() -> Iterator[Case]:
         yield Case(name=f"{verb}: options of nobody", arguments=(verb, "--nope=1", "--", "-x"))
     for name, code in TORCHES.items():
         env, files = {"PYTHONPATH": "mine"}, {"mine/torch.py": code}
-        yield Case(name=f"env: a torch {name}", arguments=("env", "--json"), files=files, env=env, expect=(0, 3))
+        yield Case(
+            name=f"env: a torch {name}", arguments=("env", "--json"), files=files, env=env, expect=(0, 3), writes=MADE
+        )
     for variable, value in {
         "PATH": "", "HOME": "/dev/null", "TMPDIR": "/none", "HF_HOME": "\udcff", "PACKTRAIN_CACHE": "~nobody-here/x", "LANG": "C",
         "CUDA_VISIBLE_DEVICES": "²", "SLURM_JOB_NODELIST": "n[1-99999999]", "RANK": "x", "COLUMNS": "1", "PYTHONIOENCODING": "ascii",
@@ -236,15 +251,9 @@ def of_env() -> Iterator[Case]:
         yield Case(
             name=f"env: secrets {option}", arguments=("env", *option), env=secrets, secrets=("hunter2",), expect=(0, 3)
         )
-    for begin in (
-        few_files,
-        be_nobody,
-        leave_the_folder,
-        partial(full, 1),
-        partial(unread, 1),
-        partial(closed, 0, 1, 2),
-    ):
-        yield Case(name=f"env: {begin}"[:40], arguments=("env", "--json"), begin=begin, expect=(0, 2, 3, 141))
+    for how in (few_files, be_nobody, leave_the_folder, *(partial(one, 1) for one in (full, unread, closed))):
+        name = f"env: {getattr(how, 'func', how).__name__}"
+        yield Case(name=name, arguments=("env", "--json"), begin=how, expect=(0, 2, 3, 141))
     for key, value in PLACES.items():
         yield trains(f"{key} of nonsense", {}, f"{key}={json.dumps(value)}", verb="env", expect=(0, 2, 3))
     for nodes, address in ((2, "nowhere.invalid"), (20_000, "127.0.0.1"), (2, "-x"), (2, "192.0.2.1")):
@@ -268,7 +277,10 @@ OUTPUTS: dict[str, tuple[str, Make]] = {
 def of_reports() -> Iterator[Case]:
     for name, (page, make) in OUTPUTS.items():
         files = {**WHOLE, page: make}
-        yield Case(name=f"report: -o is {name}", arguments=("report", "run", "-o", page), files=files, says=("page",))
+        for command in (("report", "run"), ("sbatch", "sft", *RUN, *JOB)):
+            yield Case(
+                name=f"{command[0]}: -o is {name}", arguments=(*command, "-o", page), files=files, says=("page",)
+            )
     for page in ("x" * 256, "none/page", "run", "", "\udcff", "run/config.yaml"):
         yield Case(
             name=f"report: -o {page!r:.20}",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from tiny_models import FAMILIES, tiny_model
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
@@ -221,3 +222,11 @@ def test_float16_weights_are_not_trained_whatever_asked_for_them() -> None:
     with pytest.raises(UserError, match="float16"):
         check_trainable(model)
     check_trainable(model.requires_grad_(False))
+
+
+def test_quantised_weights_are_not_trained_but_adapters_on_them_are() -> None:
+    model: Any = tiny_model("llama")
+    model.is_quantized = True
+    with pytest.raises(UserError, match="quantised"):
+        check_trainable(model)
+    check_trainable(cast(Any, get_peft_model(model, LoraConfig(target_modules=["q_proj"]))))

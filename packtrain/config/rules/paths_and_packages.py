@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 from packtrain.config.keys import Fault, near
@@ -64,6 +65,19 @@ def _packages(optim: Optim, tracking: Tracking) -> Iterator[Fault]:
         yield Fault(("tracking.report_to",), "a tracker is named twice", "Name each once.")
     for tracker in dict.fromkeys(tracking.report_to):
         yield from _not_installed("tracking.report_to", tracker, tracker, f"'packtrain[{tracker}]'")
+
+
+def without_package(optimizer: str) -> str:
+    """What to do where the package of an optimizer is installed and does not work; "" for one that needs none."""
+    package = _OPTIMIZER_PACKAGES.get(optimizer)
+    if package is None:
+        return ""
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        version = "of no version"
+    works = f"{package} ({version}) is there, but does not work here: see python -c 'import {package}'."
+    return f"{works} optim=adamw needs no package."
 
 
 def _not_installed(key: str, wanted: str, package: str, install: str) -> Iterator[Fault]:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from packtrain.config.yaml_files import shown
-from packtrain.durable import write_text
+from packtrain.durable import followed, write_text
 from packtrain.errors import UserError
 from packtrain.launch.inputs import inputs
 from packtrain.launch.slurm.sbatch import Job, plan_job, script, summary
@@ -49,7 +49,7 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
         return 0
     job.logs.mkdir(parents=True, exist_ok=True)
     if file is not None:
-        write_text(file.resolve(), text)
+        write_text(followed(file), text)
     if submit:
         _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", file, as_json)
     elif as_json:

@@ -210,7 +210,7 @@ def collate(foreign: Foreign, collator: Callable[..., Any], documents: list[np.n
     batch: dict[str, Any] = dict(made)
     rows = batch["input_ids"].cpu().numpy()
     if rows.ndim != 2:
-        raise UserError(f"input_ids are [rows, tokens], not {list(rows.shape)}", where=foreign.shown)
+        raise UserError(f"{foreign.shown} returns input_ids {list(rows.shape)}, not [rows, tokens]", where="--collator")
     return Collated(batch, tuple(_place_of(one, rows, number, foreign) for number, one in enumerate(documents, 1)))
 
 

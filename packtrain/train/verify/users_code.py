@@ -95,7 +95,7 @@ def load_foreign(spec: str) -> Foreign:
 
 def _module_of(place: str, spec: str) -> Any:
     of_file = place.endswith(".py")
-    path = Path(place).expanduser().resolve()
+    path = Path(os.path.realpath(os.path.expanduser(place)))
     if of_file and not path.is_file():
         raise UserError(f"there is no file {place}", where=OPTION, fix="Name a file, or a module without .py.")
     folder = str(path.parent if of_file else Path.cwd())
