@@ -148,6 +148,22 @@ FORMS = {
     "a model type of a number": ("model:\n  config: {model_type: 7}\n", "model_type"),
     "10 million layers": ("model:\n  config: {model_type: llama, num_hidden_layers: 10000000}\n", "num_hidden_layers"),
     "a key that llama does not have": ("model:\n  config: {model_type: llama, hidden_sise: 8}\n", "hidden_size"),
+    "a key that gemma3_text does not have": (
+        "model:\n  config: {model_type: gemma3_text, hidden_sise: 8}\n",
+        "hidden_size",
+    ),
+    "a layer that gemma2 does not have": (
+        "model:\n  config: {model_type: gemma2}\npeft: {kind: lora, target_modules: [q_porj]}\n",
+        "Did you mean q_proj",
+    ),
+    "a model type that is no causal language model": (
+        "model:\n  config: {model_type: t5}\n",
+        "no causal language model",
+    ),
+    "a key of no model's config in resume_despite": (
+        "model:\n  config: {model_type: llama}\ntrainer: {resume_despite: [model.config.rope_teta]}\n",
+        "Did you mean rope_theta",
+    ),
     "a model type that nobody has": ("model:\n  config: {model_type: lama}\n", "llama"),
     "min_lr_rate 5": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr_rate: 5}}\n", "min_lr_rate"),
     "min_lr above the peak": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr: 1}}\n", "min_lr"),

@@ -7,7 +7,7 @@ the model's folder or in the hub's cache. What neither has is found when the mod
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from packtrain.config.keys import near
 from packtrain.config.schema import Model, Peft
@@ -28,14 +28,17 @@ OF_ROTARY_MODELS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_t
 """What a new config with rope_parameters takes, though it is no field of its own: most go into rope_parameters."""
 
 
-def check_model(model: Model, peft: Peft, *, scores: bool = False) -> None:
-    """Raises UserError with what is wrong with model.config and with the names of layers in `peft`, as far as it is known here."""
-    problems = [*_values(model), *_keys(model, scores=scores), *_layers(model, peft, scores=scores)]
+def check_model(model: Model, peft: Peft, despite: Sequence[str] = (), *, scores: bool = False) -> None:
+    """Raises UserError with what is wrong with model.config and with the names of layers in `peft`, as far as it is known here.
+
+    `despite` is trainer.resume_despite, which may name keys of model.config.
+    """
+    problems = [*_values(model), *_keys(model, despite, scores=scores), *_layers(model, peft, scores=scores)]
     if problems:
         raise UserError(problems)
 
 
-def unknown_keys(found: Collection[str], known: Collection[str], kind: str) -> Iterator[Problem]:
+def unknown_keys(found: Collection[str], known: Collection[str], kind: str, where: str = "") -> Iterator[Problem]:
     """A problem for each key of model.config that the config of this `kind` does not have: transformers would keep it, and use it
     for nothing."""
     for name in (one for one in found if one not in known):
@@ -43,7 +46,7 @@ def unknown_keys(found: Collection[str], known: Collection[str], kind: str) -> I
         holder = "rope_parameters" if name in OF_ROTARY_MODELS else "text_config" if "text_config" in known else ""
         instead = f"Write it into model.config.{holder}." if holder else "Take it away."
         fix = f"Did you mean {meant[0]}?" if meant else instead
-        yield Problem(f"the config of a {kind} model has no {name!r}", f"model.config.{name}", fix)
+        yield Problem(f"the config of a {kind} model has no {name!r}", where or f"model.config.{name}", fix)
 
 
 def checked_when_loaded(model: Model, peft: Peft, *, scores: bool = False) -> bool:
@@ -82,7 +85,7 @@ def _values(model: Model) -> Iterator[Problem]:
             )
 
 
-def _keys(model: Model, *, scores: bool) -> Iterator[Problem]:
+def _keys(model: Model, despite: Sequence[str], *, scores: bool) -> Iterator[Problem]:
     """A model type that cannot be trained, or keys of model.config that a config of the type does not have."""
     sizes, types = known_sizes(model), model_types()
     kind = sizes.get("model_type")
@@ -103,7 +106,10 @@ def _keys(model: Model, *, scores: bool) -> Iterator[Problem]:
         beside = set(stored_config(model))
         if "rope_parameters" in own:  # which takes up these keys of a file
             beside = {*OF_ROTARY_MODELS} if model.path is None else beside - {*OF_ROTARY_MODELS}
-        yield from unknown_keys(model.config, {*own, *beside, "model_type"}, kind)
+        known = {*own, *beside, "model_type"}
+        yield from unknown_keys(model.config, known, kind)
+        named = [one.split(".")[2] for one in despite if one.startswith("model.config.")]
+        yield from unknown_keys(named, known, kind, "trainer.resume_despite")
 
 
 def _layers(model: Model, peft: Peft, *, scores: bool) -> Iterator[Problem]:
