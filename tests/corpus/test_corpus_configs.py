@@ -162,7 +162,7 @@ FORMS = {
     ),
     "a key of no model's config in resume_despite": (
         "model:\n  config: {model_type: llama}\ntrainer: {resume_despite: [model.config.rope_teta]}\n",
-        "Did you mean rope_theta",
+        "rope_teta",
     ),
     "a model type that nobody has": ("model:\n  config: {model_type: lama}\n", "llama"),
     "min_lr_rate 5": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr_rate: 5}}\n", "min_lr_rate"),
