@@ -188,6 +188,8 @@ def _refused(value: Any, key: Key) -> Fault:
         fix += f" Write [{value}]."
     elif meant:
         fix += f" Did you mean {meant[0]}?"
+    elif isinstance(value, str) and list[str] in members(key.type):
+        fix += f" Write [{value}]."
     elif str(value).lower() == "none" and type(None) in members(key.type):
         fix += " Write null for none."
     elif str in members(key.type) and isinstance(value, (bool, int, float)):

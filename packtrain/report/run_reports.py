@@ -68,5 +68,6 @@ def report_at_end(folder: RunFolder) -> None:
     try:
         write_page(folder.report, page([read_run(folder, over=True)]))
     except Exception as error:
-        said = str(error).splitlines()
-        print(harmless(f"no report.html: {type(error).__name__}: {said[0] if said else ''}"), file=sys.stderr)
+        said = (str(error).splitlines() or [""])[0]
+        said = said if isinstance(error, PacktrainError) else f"{type(error).__name__}: {said}"
+        print(harmless(f"no report.html: {said}"), file=sys.stderr)

@@ -7,6 +7,7 @@ objective is a class with the members of `TrainingObjective`, a trainer, and a l
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -183,7 +184,9 @@ def _train_from(checkpoint: Path | None, run: Run, trainer: StepTrainer, summary
         _write_summary(run, summary.to_json("stopped"))
         newest = trainer.writer.outcome.newest
         place = "there" if newest == step else f"step {newest}" if newest else "the start, for there is no checkpoint"
-        run.log.say(f"stopped by signal {run.stop.agreed} after step {step}; the same command goes on from {place}")
+        run.log.say(
+            f"stopped by {signal.Signals(run.stop.agreed).name} after step {step}; the same command goes on from {place}"
+        )
         return 128 + run.stop.agreed
     _finish(run, trainer, summary)
     return 0

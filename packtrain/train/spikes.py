@@ -184,9 +184,10 @@ class SpikeHooks(LargestRowHooks):
             line |= dict(zip(("loss", "grad_norm"), map(_number, self._figures), strict=True))
             self._note(line, self._losses_of_documents(model, step - 1))
             if action == "stop":
-                fix = "lower it, or set trainer.on_spike=skip; the checkpoints before this step are kept"
+                lower = "lower it, or raise trainer.spike_factor" if rules.factor else "lower it"
+                fix = f"{lower}, or set trainer.on_spike=skip; the checkpoints before this step are kept"
                 fault += f", the {IN_A_ROW}th step in a row that is given up," if hopeless else ""
-                fix = "lower it, and go on from a checkpoint before these steps" if hopeless else fix
+                fix = f"{lower}, and go on from a checkpoint before these steps" if hopeless else fix
                 raise CheckFailed(f"{fault} at step {step} (spikes.jsonl)", where="optim.learning_rate", fix=fix)
             self.decided[step] = line
             then = f"its update is not made{' (there is no checkpoint yet)' if action != rules.action else ''}"

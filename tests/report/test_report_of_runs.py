@@ -57,4 +57,4 @@ def test_a_report_that_cannot_be_written_is_told_in_one_line_and_the_run_is_done
     path.write_text(json.dumps(config))
     done = packtrain("sft", str(path))
     told = [line for line in done.stderr.splitlines() if "report" in line]
-    assert len(told) == 1 and told[0].startswith("no report.html:") and "Traceback" not in done.stderr
+    assert len(told) == 1 and told[0].startswith("no report.html: /") and "Traceback" not in done.stderr

@@ -33,7 +33,8 @@ def check(
     return [
         *_data(data),
         *_models({"model.path": model.path, "model.tokenizer": model.tokenizer}, objective.reference),
-        *_folders(folders, trainer.resume),
+        *_folders(folders),
+        *resume_folder(trainer.resume),
         *_packages(optim, tracking),
     ]
 
@@ -114,10 +115,22 @@ def _models(paths: dict[str, str | None], reference: str) -> Iterator[Fault]:
         yield Fault(("objective.reference",), f"there is no reference {reference!r}", hint)
 
 
-def _folders(folders: dict[str, str], resume: str) -> Iterator[Fault]:
-    if resume not in ("auto", "never") and not os.path.isdir(os.path.expanduser(resume)):
-        fix = f"Allowed: auto, never, or a folder. {nearest(resume)}"
-        yield Fault(("trainer.resume",), f"there is no checkpoint folder {resume}", fix)
+def resume_folder(resume: str) -> Iterator[Fault]:
+    """What trainer.resume names that is not there, or is no checkpoint."""
+    folder, words = os.path.expanduser(resume), ("auto", "never")
+    if resume not in words and not os.path.isdir(folder):
+        meant = near(resume, words, 1)
+        fix = f"Did you mean {meant[0]}?" if meant else f"Allowed: auto, never, or a folder. {nearest(resume)}"
+        yield Fault(("trainer.resume",), f"there is no checkpoint folder {resume or repr(resume)}", fix)
+    elif resume not in words and not os.path.lexists(os.path.join(folder, "manifest.json")):
+        inside = [found for of in ("", "checkpoints/") for found in glob.glob(f"{glob.escape(folder)}/{of}step-*")]
+        fix = (
+            f"Name one in it, such as {max(inside)}." if inside else "Allowed: auto, never, or RUN/checkpoints/step-N."
+        )
+        yield Fault(("trainer.resume",), f"{resume} is no checkpoint: it has no manifest.json", fix)
+
+
+def _folders(folders: dict[str, str]) -> Iterator[Fault]:
     for key, folder in folders.items():
         if _there(folder) and not os.path.isdir(os.path.expanduser(folder)):
             yield Fault((key,), f"{folder} is a file", "Name a folder, or one that is not there yet.")

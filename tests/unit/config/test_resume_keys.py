@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from packtrain.config.rules.paths_and_packages import resume_folder
 from packtrain.config.rules.resume_keys import is_fixed, is_free, resume_rules
 from packtrain.config.schema import Trainer
 
@@ -28,6 +31,7 @@ def test_keys_are_free_decisive_or_fixed() -> None:
     ("name", "what", "fix"),
     [
         ("optim.learnin_rate", "there is no key 'optim.learnin_rate'", "Did you mean optim.learning_rate?"),
+        ("optim.lr", "there is no key 'optim.lr'", "Did you mean optim.learning_rate?"),
         ("zzz", "there is no key 'zzz'", "Name keys as the refusal does."),
         ("peft.r", "peft.r cannot change", "Start over with trainer.resume=never."),
     ],
@@ -35,6 +39,17 @@ def test_keys_are_free_decisive_or_fixed() -> None:
 def test_what_cannot_be_listed_is_refused(name: str, what: str, fix: str) -> None:
     (fault,) = resume_rules(Trainer(resume_despite=["optim.beta1", "model.weights", name]))
     assert fault.what.startswith(what) and fault.fix == fix
+
+
+def test_a_run_folder_in_place_of_a_checkpoint_names_one_in_it(tmp_path: Path) -> None:
+    for step in (100, 200):
+        (tmp_path / f"checkpoints/step-{step:06d}").mkdir(parents=True)
+    newest = str(tmp_path / "checkpoints/step-000200")
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        (fault,) = resume_folder(str(folder))
+        assert fault.keys == ("trainer.resume",) and newest in fault.fix
+    Path(newest, "manifest.json").touch()
+    assert not list(resume_folder(newest))
 
 
 def test_what_changes_the_course_can_be_listed() -> None:
