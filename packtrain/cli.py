@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -454,12 +455,15 @@ def _note(line: str) -> None:
 
 
 def _note_if_refused(run: RunConfig, arguments: list[str] | None) -> None:
-    """Says what is wrong with the run folder, where training would end on it; a plan needs none."""
+    """Says what is wrong with the run folder, or with keys that its checkpoint has otherwise; a plan needs none."""
     from packtrain.launch.inputs import inputs
+    from packtrain.plan.origin import check_config
     from packtrain.run_folder import RunFolder
 
     try:
-        RunFolder.of(run.trainer).check_ours(inputs(run, split_arguments(arguments)[0]))
+        folder = RunFolder.of(run.trainer)
+        folder.check_ours(inputs(run, split_arguments(arguments)[0]))
+        check_config(asdict(run), folder, run.trainer.resume)
     except UserError as refused:
         for problem in refused.problems:
             _note(f"note: a run would be refused: {problem.where}: {problem.what}")

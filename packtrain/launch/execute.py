@@ -44,6 +44,7 @@ from packtrain.plan.agreement import Member, shared_values, shared_versions
 from packtrain.plan.compiler import INSTALL, INSTALL_CXX, lack_of_compiler, lack_of_cxx
 from packtrain.plan.launch_plan import LaunchPlan, plan_launch
 from packtrain.plan.network_settings import short_waits
+from packtrain.plan.origin import check_config
 from packtrain.plan.surroundings import free_port, look_around
 from packtrain.redact import Redactor, clean
 from packtrain.run_folder import RunFolder, environment, write_json
@@ -339,6 +340,7 @@ def _open_attempt(
     """
     if not lock.held:
         check_free(folder.root)
+    check_config(asdict(config), folder, resume)
     with _writing():
         folder.open_attempt(resume, inputs(config, given))
         lock.take(folder.root)

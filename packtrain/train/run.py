@@ -51,13 +51,13 @@ from packtrain.packing.schedule import make_schedule
 from packtrain.plan.agreement import shared_values
 from packtrain.plan.data_size import remember
 from packtrain.plan.memory import estimate
+from packtrain.plan.origin import check_length, check_origin, length_of, origin_in
 from packtrain.plan.reference_choice import reference_of
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, results
-from packtrain.train.checkpoint.folder import find_resume, set_aside, step_of
-from packtrain.train.checkpoint.origin import check_origin, length_of, origin_in, origin_of
+from packtrain.train.checkpoint.folder import find_resume, origin_of, set_aside, step_of
 from packtrain.train.checkpoint.room import remark_before_training
 from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.largest_row import RowLimits, told
@@ -317,6 +317,7 @@ def _build(
     evaluation = steps_over(data.eval) if data.eval else None
     origin |= length_of(config.optim.schedule, config.optim.warmup_steps, len(steps))
     if checkpoint is not None:
+        check_length(checkpoint, step_of(checkpoint), len(steps))
         console.about_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
     console.about_model(log, config.model, config.peft, config.optim, model, precision, ranks.strategy)
     thing = config.objective.traits.unit

@@ -13,7 +13,7 @@ from running import base_config, train
 from packtrain.attention import flash
 from packtrain.attention.kernels import selection
 from packtrain.attention.kernels.varlen import _by_signature
-from packtrain.train.checkpoint.origin import origin_in
+from packtrain.plan.origin import origin_in
 from tests.stand_in_kernels import flash_attention_2, flash_attention_3
 from tests.train import forked
 

@@ -18,9 +18,9 @@ from tiny_models import tiny_model
 from packtrain.model import precision
 from packtrain.model.precision import bf16_speed, decide_precision, multiply_in
 from packtrain.model.spread import Ranks
+from packtrain.plan.origin import origin_in
 from packtrain.proof import isolation
 from packtrain.train import run as run_module
-from packtrain.train.checkpoint.origin import origin_in
 from tests.train import forked
 
 LOSS = 2e-3

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from packtrain.config.compose import load_config
 from packtrain.errors import UserError
-from packtrain.train.checkpoint.origin import check_origin
+from packtrain.plan.origin import check_length, check_origin
 from packtrain.train.settings import StopRequest
 from tests.train import forked
 
@@ -154,12 +154,19 @@ def test_what_would_change_the_course_is_refused_key_by_key(unbroken: tuple[Path
     changes = ["trainer.seed=1", "data.max_length=30", "optim.learning_rate=0.5", "model.config.attention_dropout=0.5"]
     result = packtrain("sft", str(folder / "changed.yaml"), *changes, "trainer.log_every=2", expect=2)
     assert "trainer.seed: the checkpoint step-000003 was made with 0, this run has 1" in result.stderr
+    assert "optim.learning_rate: the checkpoint step-000003 was made with 0.001, this run has 0.5" in result.stderr
+    names = "optim.learning_rate,trainer.seed"  # keys alone, told at once
+    assert result.stderr.count(f"go on all the same with 'trainer.resume_despite=[{names}]'") == 1
+    assert "fingerprint" not in result.stderr and "log_every" not in result.stderr
+    plan = packtrain("plan", str(folder / "changed.yaml"), *changes)
+    assert "a run would be refused: optim.learning_rate: the checkpoint step-000003 was made with 0.001" in plan.stderr
+    changes += ["data.eval=null", f"trainer.resume_despite=[{names}]"]
+    result = packtrain("sft", str(folder / "changed.yaml"), *changes, "trainer.log_every=2", expect=2)
     assert "22 documents" in result.stderr and "tokens (fingerprint " in result.stderr
     assert "(also changed: data.max_length)" in result.stderr
-    assert "optim.learning_rate: the checkpoint step-000003 was made with 0.001, this run has 0.5" in result.stderr
     assert "model.config.attention_dropout: " in result.stderr and "log_every" not in result.stderr
-    names = "data.train, model.config.attention_dropout, optim.learning_rate, trainer.seed"
-    assert result.stderr.count(f"go on all the same with trainer.resume_despite=[{names}]") == 1
+    names = "data.train,model.config.attention_dropout,optim.learning_rate,trainer.seed"
+    assert result.stderr.count(f"go on all the same with 'trainer.resume_despite=[{names}]'") == 1
     result = packtrain("sft", str(folder / "changed.yaml"), "peft=lora", expect=2)
     assert "peft.kind" in result.stderr and "resume_despite" not in result.stderr
     assert (folder / "changed" / "config.yaml").read_text() == resolved
@@ -225,6 +232,12 @@ def test_a_checkpoint_of_an_earlier_version_is_told(tmp_path: Path) -> None:
     (tmp_path / "origin.json").write_text(json.dumps({"trainer.seed": 0}))
     with pytest.raises(UserError, match="does not record this: an earlier packtrain"):
         check_origin(tmp_path, {"trainer.seed": 0, "optim.rounding": "nearest"})
+
+
+def test_a_run_that_would_end_before_its_checkpoint_is_refused(tmp_path: Path) -> None:
+    check_length(tmp_path / "step-000003", 3, 3)
+    with pytest.raises(UserError, match="step-000003 is of step 3, and this run would end after 2"):
+        check_length(tmp_path / "step-000003", 3, 2)
 
 
 def test_three_processes_that_are_killed_go_on_bitwise_where_that_is_asked_for(tmp_path: Path) -> None:

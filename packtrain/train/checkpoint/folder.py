@@ -17,15 +17,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 
+from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.durable import aside, publish, remove, sync
 from packtrain.errors import UserError
-from packtrain.run_folder import RunFolder
-from packtrain.train.checkpoint.origin import ORIGIN, origin_in, same_course
+from packtrain.model.load import base_model, weights_hash
+from packtrain.model.spread import elements
+from packtrain.plan.agreement import digest_of, shared_versions
+from packtrain.plan.origin import MANIFEST, ORIGIN, PROCESSES, SHAPE, TOKENIZER, facts_of, origin_in, same_course
+from packtrain.run_folder import RunFolder, environment
 
-MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
+_UNSAID = re.compile(r"_.*|transformers_version|architectures|dtype|use_cache")
+"""Settings of a model that say nothing of what it computes."""
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -181,3 +187,28 @@ def _hash(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def origin_of(
+    config: dict[str, Any], data: TokenDataset | PairDataset, model: PreTrainedModel, tokenizer: Any, processes: int
+) -> dict[str, Any]:
+    """The facts of a run by `config`, as plain containers: its keys, secrets as digests, and what became of some of them."""
+    base, weights = base_model(model), sum(elements(one) for one in model.parameters() if one.requires_grad)
+    shape = {name: value for name, value in base.config.to_dict().items() if not _UNSAID.fullmatch(name)}
+    adapted = base is not model
+    return {
+        **facts_of(config),
+        **shared_versions(environment()),
+        **{f"{SHAPE}{name}": json.dumps(value, default=str) for name, value in shape.items()},
+        "data.train": f"{len(data):,} documents, {data.lengths.sum():,} tokens (fingerprint {data.fingerprint[:12]})",
+        "model": f"{type(base).__name__} with {weights:,} trained weights",
+        "model.dtype": str(base.dtype).removeprefix("torch."),
+        "model.weights": f"frozen ones with hash {weights_hash(model, trained=False)[:12]}" if adapted else None,
+        TOKENIZER: digest_of(f"{len(tokenizer)} {_text_of(tokenizer)} {tokenizer.chat_template}"),
+        PROCESSES: processes,
+    }
+
+
+def _text_of(tokenizer: Any) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return str(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()

@@ -24,9 +24,9 @@ from packtrain.model.load import base_model
 from packtrain.model.save import weights_at_least
 from packtrain.model.spread import load_shards, save_shards, shards_of, whole_weights
 from packtrain.monitor.heartbeat import waiting
+from packtrain.plan.origin import ORIGIN, same_format, world_of
 from packtrain.run_folder import write_json
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
-from packtrain.train.checkpoint.origin import ORIGIN, same_format, world_of
 from packtrain.train.checkpoint.reshard import go_on, put_into_torch, put_into_zero, put_weights, settings_of
 from packtrain.train.checkpoint.room import checkpoint_bytes, lack_of_room
 from packtrain.train.checkpoint.saved import saved_in

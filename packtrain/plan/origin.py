@@ -1,76 +1,56 @@
-"""What a resumed run must share with the run that wrote its checkpoint, and what has changed since then.
+"""What a resumed run must share with the run that wrote its checkpoint, and what has changed since then. Pure; no torch.
 
-Both record their facts: config keys, and what became of them (documents, weights, versions). config/rules/resume_keys.py has which of
-them may differ.
+Both record their facts: config keys, and what became of them (documents, weights, versions: train/checkpoint/folder.py).
+config/rules/resume_keys.py has which of them may differ.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
+import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from packtrain.config.rules.resume_keys import KEPT, is_fixed, is_free
-from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.errors import Problem, UserError
-from packtrain.model.load import base_model, weights_hash
-from packtrain.model.spread import elements
-from packtrain.plan.agreement import digest_of, shared_values, shared_versions
-from packtrain.run_folder import environment
+from packtrain.plan.agreement import shared_values
+from packtrain.run_folder import RunFolder, object_of, text_of
 
-ORIGIN = "origin.json"
+ORIGIN, MANIFEST = "origin.json", "manifest.json"
 STRATEGY, PROCESSES = "strategy.name", "the number of processes"
-_LENGTH, _TOKENIZER, _DESPITE = "trainer.max_steps", "the tokenizer", "trainer.resume_despite"
-_SHAPE = "model.config."
+SHAPE, TOKENIZER = "model.config.", "the tokenizer"
+_LENGTH, _STEPS, _DESPITE = "trainer.max_steps", "the number of steps", "trainer.resume_despite"
 _ELSEWHERE = ("trainer.output_dir", "trainer.resume", _DESPITE, "trainer.epochs", _LENGTH, "data.eval")
 """Keys with names of files and folders, and those that say how to go on."""
-_UNSAID = re.compile(r"_.*|transformers_version|architectures|dtype|use_cache")
-"""Settings of a model that say nothing of what it computes."""
+_AT_ONCE = re.compile(r"(optim|batch|peft)\..*|objective\.(?!reference).*|data\.shuffle|trainer\.seed")
+"""Keys whose fact is their value in the config."""
 
 
-def origin_of(
-    config: dict[str, Any], data: TokenDataset | PairDataset, model: PreTrainedModel, tokenizer: Any, processes: int
-) -> dict[str, Any]:
-    """The facts of a run by `config`, as plain containers: its keys, secrets as digests, and what became of some of them."""
+def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a run that its `config` (as plain containers) tells: its keys, secrets as digests."""
     texts = shared_values({group: keys for group, keys in config.items() if group in KEPT})
     facts: dict[str, Any] = {name: text.strip('"') for name, text in texts.items() if name not in _ELSEWHERE}
-    facts |= shared_versions(environment())
-    batch = config["batch"]
+    batch, held_out = config["batch"], config["data"]["eval"]
     if batch["tokens_per_step"] is not None:  # the rows of an epoch decide which documents make a step
         facts["batch.tokens_per_step"] += f" in rows of {batch['tokens_per_device']}"
     else:
         facts["packing.strategy"] = None
-    base, weights = base_model(model), sum(elements(one) for one in model.parameters() if one.requires_grad)
-    shape = {name: value for name, value in base.config.to_dict().items() if not _UNSAID.fullmatch(name)}
-    facts |= {f"{_SHAPE}{name}": json.dumps(value, default=str) for name, value in shape.items()}
-    adapted = base is not model
-    facts |= {
-        "data.train": f"{len(data):,} documents, {data.lengths.sum():,} tokens (fingerprint {data.fingerprint[:12]})",
-        "model": f"{type(base).__name__} with {weights:,} trained weights",
-        "model.dtype": str(base.dtype).removeprefix("torch."),
-        "model.weights": f"frozen ones with hash {weights_hash(model, trained=False)[:12]}" if adapted else None,
-        "optim.name": config["optim"]["name"].removesuffix("_fused"),  # the same steps
-        _TOKENIZER: digest_of(f"{len(tokenizer)} {_text_of(tokenizer)} {tokenizer.chat_template}"),
-        PROCESSES: processes,
-        _DESPITE: sorted(config["trainer"]["resume_despite"]),
-    }
+    facts["data.eval"] = "other files" if isinstance(held_out, str) else held_out
+    facts["optim.name"] = config["optim"]["name"].removesuffix("_fused")  # the same steps
+    facts[_DESPITE] = sorted(config["trainer"]["resume_despite"])
     return facts
-
-
-def _text_of(tokenizer: Any) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return str(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
 
 
 def length_of(schedule: str, warmup: float, steps: int) -> dict[str, Any]:
     """The facts of a run of so many `steps`, which are decisive if the learning rate depends on how many there will be."""
     endless = schedule in ("constant", "constant_with_warmup", "inverse_sqrt") and (warmup >= 1 or not warmup)
     endless = endless or schedule == "constant"
-    return {_LENGTH: "of any length" if endless else f"{steps} steps", "the number of steps": steps}
+    return {_LENGTH: "of any length" if endless else f"{steps} steps", _STEPS: steps}
 
 
 def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -79,7 +59,7 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], l
     Raises UserError for decisive ones that it does not list: the run would not continue its steps.
     """
     written, allowed = origin_in(checkpoint), _allowed(origin)
-    optional = (_SHAPE, _DESPITE)
+    optional = (SHAPE, _DESPITE)
     absent = [name for name in origin if name not in written and not is_free(name) and not name.startswith(optional)]
     if absent:
         what = (
@@ -90,14 +70,47 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], l
     changed = [name for name in origin if name in written and written[name] != origin[name] and name != _DESPITE]
     decisive = [name for name in changed if not is_free(name)]
     if refused := [name for name in decisive if name not in allowed or is_fixed(name)]:
-        causes = [name for name in changed if name.startswith(("data.", _TOKENIZER)) and name != "data.train"]
+        causes = [name for name in changed if name.startswith(("data.", TOKENIZER)) and name != "data.train"]
         problems = [_refusal(checkpoint, name, written[name], origin[name], causes) for name in refused]
-        names = "" if any(map(is_fixed, refused)) else ", ".join(sorted({*refused, *allowed}))
-        despite = f", go on all the same with trainer.resume_despite=[{names}]" if names else ""
+        names = "" if any(map(is_fixed, refused)) else ",".join(sorted({*refused, *allowed}))
+        despite = f", go on all the same with {shlex.quote(f'{_DESPITE}=[{names}]')}" if names else ""
         fix = f"set it back{despite}, or start over with trainer.resume=never"
         raise UserError([*problems[:-1], replace(problems[-1], fix=fix)])
     said = {name: f"{name} {written[name]} → {origin[name]}" for name in changed}
     return [said[name] for name in decisive], [said[name] for name in changed if is_free(name)]
+
+
+def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> None:
+    """Raises UserError as `check_origin` does, for keys of the `config` alone (as plain containers), before anything is loaded.
+
+    That is by the newest checkpoint; of one that is damaged nothing is known, and the run looks for another.
+    """
+    named = resume not in ("auto", "never")
+    if not named and (resume == "never" or folder.gives_way("auto")):
+        return
+    found = [Path(os.path.expanduser(resume))] if named else folder.checkpoints.glob("step-*")
+    newest = max(found, key=lambda one: (len(one.name), one.name), default=None)
+    written = whole_origin(newest) if newest else {}
+    facts = {name: value for name, value in facts_of(config).items() if name in written}
+    at_once = {name: value for name, value in facts.items() if _AT_ONCE.fullmatch(name) or name == _DESPITE}
+    if newest and at_once:
+        check_origin(newest, at_once)
+
+
+def whole_origin(checkpoint: Path) -> dict[str, Any]:
+    """The origin of a checkpoint, {} if it is not as it was written."""
+    listed = object_of(checkpoint / MANIFEST).get(ORIGIN)
+    text = text_of(checkpoint / ORIGIN)
+    whole = isinstance(listed, dict) and listed.get("blake2b") == hashlib.blake2b(text.encode()).hexdigest()
+    return object_of(checkpoint / ORIGIN) if whole else {}
+
+
+def check_length(checkpoint: Path, done: int, steps: int) -> None:
+    """Raises UserError for a run of fewer `steps` than were `done` when the checkpoint was written."""
+    if steps < done:
+        what = f"the checkpoint {checkpoint.name} is of step {done:,}, and this run would end after {steps:,}"
+        fix = "train for more steps, or name an earlier checkpoint with trainer.resume=FOLDER"
+        raise UserError(what, where="trainer.max_steps, trainer.epochs", fix=fix)
 
 
 def _refusal(checkpoint: Path, name: str, before: Any, now: Any, causes: list[str]) -> Problem:
