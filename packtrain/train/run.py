@@ -57,7 +57,7 @@ from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train import console, results
-from packtrain.train.checkpoint.folder import find_resume, origin_of, set_aside, step_of
+from packtrain.train.checkpoint.folder import best_of, find_resume, origin_of, prune, set_aside, step_of
 from packtrain.train.checkpoint.room import remark_before_training
 from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.largest_row import RowLimits, told
@@ -235,7 +235,7 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
         log.warn(remark)
     log.fact("ready", f"{begins} after {time.perf_counter() - started:.1f} s")
     _wait_for_all(run, "ready")
-    _begin_run_folder(run, checkpoint)
+    _begin_run_folder(run, checkpoint, trainer.settings.origin)
     _wait_for_all(run, "run folder")
     return data, trainer, decision, checkpoint
 
@@ -493,7 +493,7 @@ def _wait_for_all(run: Run, stage: str) -> None:
         run.peers.settle(stage, {}, lambda _: [], timeout_s=preparing_s(run.config.topology.checkpoint_timeout))
 
 
-def _begin_run_folder(run: Run, checkpoint: Path | None) -> None:
+def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any]) -> None:
     """Takes over the run folder, as every process is ready to train: what would be wrong from now on is moved away."""
     if not run.ranks.main:
         return
@@ -508,6 +508,9 @@ def _begin_run_folder(run: Run, checkpoint: Path | None) -> None:
         of_an_earlier_run.unlink(missing_ok=True)
     for remark in set_aside(folder.checkpoints, step_of(checkpoint) if checkpoint else 0):
         run.log.warn(remark)
+    if checkpoint:  # a kill may have come between the newest checkpoint and the removal of the oldest
+        with suppress(OSError):
+            prune(folder.checkpoints, run.config.trainer.keep_checkpoints, best_of(checkpoint), origin)
 
 
 def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:

@@ -128,6 +128,13 @@ def test_a_full_disk_is_seen_before_a_checkpoint_is_begun_and_the_last_good_one_
     assert "the checkpoint of step 4 was not written" in log and "the newest is that of step 2. Training goes on" in log
 
 
+def test_what_a_killed_run_had_no_time_to_remove_is_removed_as_it_goes_on(tmp_path: Path) -> None:
+    run = train_here(config_in(tmp_path), tmp_path / "run")
+    assert checkpoints(run) == ["step-000002", "step-000004", "step-000006"]
+    (tmp_path / "run" / "summary.json").unlink()  # as if it had been killed just before its end
+    assert checkpoints(train_here(config_in(tmp_path, keep_checkpoints=1), tmp_path / "run")) == ["step-000006"]
+
+
 def test_metrics_wait_for_room_without_half_lines(tmp_path: Path) -> None:
     said: list[str] = []
     file = MetricsFile(tmp_path / "metrics.jsonl", said.append)

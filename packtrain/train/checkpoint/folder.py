@@ -49,6 +49,11 @@ def step_of(checkpoint: Path) -> int:
     return int(json.loads((checkpoint / TRAINER_STATE_NAME).read_text())["global_step"])
 
 
+def best_of(checkpoint: Path) -> int | None:
+    """The step whose evaluation was the best by then, where that is watched."""
+    return json.loads((checkpoint / TRAINER_STATE_NAME).read_text()).get("best_global_step")
+
+
 def tidy(folder: Path) -> None:
     """Removes files that libraries add beside the weights, and gives all files the permissions of the umask.
 
@@ -155,8 +160,8 @@ def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]
     return None, remarks
 
 
-def prune(checkpoints: Path, keep: int | None, best: Path | None, origin: dict[str, Any]) -> None:
-    """Removes all but the newest `keep` checkpoints of this run and the best one, and the remains of interrupted writes.
+def prune(checkpoints: Path, keep: int | None, best: int | None, origin: dict[str, Any]) -> None:
+    """Removes all but the newest `keep` checkpoints of this run and that of the step `best`, and the remains of interrupted writes.
 
     Those with another `origin` (see `check_origin`) were put there by someone, as was a file that no manifest lists: these stay.
     """
@@ -164,7 +169,7 @@ def prune(checkpoints: Path, keep: int | None, best: Path | None, origin: dict[s
     if keep is None:
         return
     for old in [one for one in listed(checkpoints).values() if _of_run(one, origin)][:-keep]:
-        if best is None or old.resolve() != best.resolve():
+        if best is None or old != folder_of(checkpoints, best):
             remove(old)
 
 

@@ -92,7 +92,7 @@ class CheckpointHooks(TrainerHooks):
         folder, keep = self.settings.checkpoints, self.settings.keep_checkpoints
         complete(staging_of(folder, step), folder_of(folder, step))
         with suppress(OSError):  # the next one tries again
-            prune(folder, keep, folder_of(folder, best) if best else None, self.settings.origin)
+            prune(folder, keep, best, self.settings.origin)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that from_pretrained loads; called by all processes, written by the main one."""
