@@ -75,17 +75,21 @@ class Steps(Dataset):
     world_size: int = 1
     left_out: Mapping[int, int] = field(default_factory=dict, kw_only=True)
     """Examples, and from which step on they are left out (train/spikes.py)."""
+    given_up: frozenset[int] = frozenset()
+    """Steps that train on nothing."""
 
     def __len__(self) -> int:
         return self.schedule.total_steps
 
     def __getitem__(self, step: int) -> list[MicroBatch]:
         parts = self.schedule.micro_batches(step, self.rank, self.world_size)
-        if self.left_out:
-            parts = [
-                np.array([one for one in part if self.left_out.get(int(one), step + 1) > step], int) for part in parts
-            ]
+        if self.left_out or self.given_up:
+            parts = [np.array([one for one in part if self.trains_on(int(one), step)], int) for part in parts]
         return [self.collate(numbers) for numbers in parts]
+
+    def trains_on(self, number: int, step: int) -> bool:
+        """Whether an example of `step` is trained on."""
+        return step not in self.given_up and self.left_out.get(number, step + 1) > step
 
     def documents_of(self, step: int) -> tuple[np.ndarray, np.ndarray | None]:
         """int [n] tokens of every document of a step over all ranks, and int [n / 2] of what two in a row share (None: nothing)."""

@@ -1,8 +1,8 @@
 """Spikes: a step whose loss or gradient norm is no number, or jumps over what is usual, is judged before its update is made.
 
 `trainer.on_spike` says what follows: the run stops, the update is not made (`skip`), or the run goes back to its newest
-checkpoint and leaves the step's documents out from there on (`rollback`, as for PaLM: Chowdhery et al. 2022, arXiv 2204.02311,
-section 5.1). The figures are those of the global step, so all ranks decide alike. spikes.jsonl has each decision with the
+checkpoint and leaves out the steps from there to the spike (`rollback`, as for PaLM: Chowdhery et al. 2022, arXiv 2204.02311,
+section 5.1), and the documents of the spike for good. The figures are those of the global step, so all ranks decide alike. spikes.jsonl has each decision with the
 documents of its step; a resumed run repeats it from there.
 """
 
@@ -192,7 +192,7 @@ class SpikeHooks(LargestRowHooks):
             self.decided[step] = line
             then = f"its update is not made{' (there is no checkpoint yet)' if action != rules.action else ''}"
             if action == "rollback":
-                then = f"the run goes back to the checkpoint of step {newest} and leaves these documents out"
+                then = f"the run goes back to the checkpoint of step {newest} and leaves the steps since then out"
             self.settings.say(f"step {step}: {fault}; {then}. spikes.jsonl has its documents")
             if newest is not None and back is not None:
                 self._leave_out()
@@ -269,20 +269,21 @@ class SpikeHooks(LargestRowHooks):
         return {"train_dataloader": loader, "resume_from_checkpoint": str(folder)}
 
     def _leave_out(self) -> None:
-        """Leaves the documents of rolled back steps out of the steps after their checkpoints."""
-        out: dict[int, int] = {}
+        """Gives up the steps since the checkpoints that were gone back to, and leaves the documents of the spikes out for good."""
+        out, given_up = dict[int, int](), set[int]()
         for line in self.decided.values():
             if line["action"] == "rollback":
+                given_up.update(range(line["from"], line["step"]))
                 for number in self.steps.schedule.documents(line["step"] - 1).tolist():
                     out[number] = min(line["from"], out.get(number, line["from"]))
         if out:
-            self.steps = replace(self.steps, left_out=out)
+            self.steps = replace(self.steps, left_out=out, given_up=frozenset(given_up))
 
     def _losses_of_documents(self, model: torch.nn.Module, step: int) -> list[tuple[int, float]]:
         """Number and loss, by the model as it is, of each example of `step`, from 0, on all ranks together."""
         steps, losses = self.steps, list[tuple[int, float]]()
         parts = steps.schedule.micro_batches(step, steps.rank, steps.world_size)
-        mine = [number for number in np.concatenate(parts).tolist() if steps.left_out.get(number, step + 1) > step]
+        mine = [number for number in np.concatenate(parts).tolist() if steps.trains_on(number, step)]
         ranks = self.accelerator.num_processes
         self.model.eval()
         with torch.no_grad(), self.figures_apart():
