@@ -39,7 +39,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from safetensors.numpy import load_file
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPO)]
@@ -60,17 +62,25 @@ RESUMED_AT = f"mkdir\trun/checkpoints/.step-{STEPS:06d}.partial\t"
 
 @dataclass(frozen=True)
 class Setup:
-    """A kind of run. `short`: those of which the short table has points."""
+    """A kind of run. With a `spike` step 3 has no number for its loss, and is skipped; `then`: as many processes go on after a kill."""
 
     verb: str
     peft: str
     processes: int
     strategy: str = "ddp"
+    spike: bool = False
+    then: int = 0
 
     @property
     def name(self) -> str:
         spread = f" {self.strategy}" if self.processes > 1 else ""
-        return f"{self.verb} {self.peft} {self.processes}{spread}"
+        own = " spike" * self.spike + f" then {self.then}" * bool(self.then)
+        return f"{self.verb} {self.peft} {self.processes}{spread}{own}"
+
+    @property
+    def again(self) -> Setup:
+        """By which the run goes on."""
+        return replace(self, processes=self.then or self.processes)
 
     def config(self, folder: Path) -> dict[str, Any]:
         """The config of a run in `folder`, of the data and model in inputs/."""
@@ -78,7 +88,8 @@ class Setup:
         scored = self.verb == "reward"
         model: dict[str, Any] = {"path": str(inputs / "start"), "dtype": "float32"}
         if self.verb == "sft" and self.peft == "full":
-            model = {"init": "random", "config": MODEL, "tokenizer": "quickstart"}
+            shape = MODEL | ({"attention_dropout": 0.0} if self.then else {})  # which another world draws otherwise
+            model = {"init": "random", "config": shape, "tokenizer": "quickstart"}
         return {
             "model": model,
             "data": {
@@ -99,6 +110,7 @@ class Setup:
                 "max_steps": STEPS,
                 "checkpoint_every": CHECKPOINT_EVERY,
                 "eval_every": EVAL_EVERY,
+                **({"on_spike": "skip"} if self.spike else {}),
                 **({} if scored else {"samples": ["river stone"], "sample_tokens": 2}),
             },
         }
@@ -110,6 +122,7 @@ SETUPS = [
     for peft in ("full", "lora")
     for processes, strategy in ((1, "ddp"), (2, "ddp"), (2, "zero2"), (2, "fsdp2"))
 ] + [Setup("kto", "full", 1), Setup("reward", "lora", 1)]
+SETUPS += [Setup("sft", "full", 1, spike=True), Setup("sft", "full", 2, "zero2", then=1)]
 SHORT = {"sft full 1": 10, "dpo lora 2 ddp": 1}
 """How many points the short table has, of which setups: one of each row, but those LEFT_OUT."""
 LEFT_OUT = {
@@ -205,6 +218,8 @@ def rank_of_a_run(
     begin = library.crash_begin
     begin(str(folder).encode(), descriptor, int(with_bytes), what.encode(), nth, int(alone))
     mark_phases(lambda name: library.crash_point(name.encode()))
+    if "on_spike" in Path(arguments[1]).read_text():
+        break_step(3)
     forked.run(arguments, environment, folder, outputs)
 
 
@@ -240,6 +255,21 @@ def mark_phases(passed: Any) -> None:
     LlamaDecoderLayer.__init__ = made
     register_optimizer_step_post_hook(lambda *_: passed(f"in the optimizer, {now[0]}"))
     torch.set_num_threads(1)
+
+
+def break_step(number: int) -> None:
+    """Multiplies the loss and the gradients of this step by no number."""
+    from packtrain.train.objectives.sft import PackedSFTTrainer
+
+    loss_of = PackedSFTTrainer.loss_of
+
+    def broken(self: Any, *given: Any) -> Any:
+        import torch
+
+        bad = self.state.global_step + 1 == number and torch.is_grad_enabled()
+        return loss_of(self, *given) * (float("nan") if bad else 1)
+
+    PackedSFTTrainer.loss_of = broken
 
 
 # In the process that watches them
@@ -311,7 +341,7 @@ def attempt(
             file.unlink(missing_ok=True)
         environment = {**forked.ENVIRONMENT, **own, "TMPDIR": str(folder / "tmp")}
         mine = point if point and point.rank == rank else None
-        log = folder / f"{logs or 'points'}-{rank}.log"
+        log = folder / f"{logs or 'points'}-{0 if with_bytes else rank}.log"
         given = ((setup.verb, str(path)), environment, folder, said, ranks[0].pid if ranks else None)
         ranks.append(forked.begun(rank_of_a_run, *given, mine, log, with_bytes))
     return [ended(one) for one in ranks]
@@ -345,9 +375,9 @@ def record(setup: Setup, folder: Path, *, resumed: bool) -> list[Point]:
     if not resumed:
         return [one for one in found if re.match(r"at\t|\w+\t(run|cache)", one.what)]
     attempt(setup, again, Point(RESUMED_AT, 1))
-    if any(codes := attempt(setup, again, logs="resumed")):
+    if any(codes := attempt(setup.again, again, logs="resumed")):
         raise SystemExit(f"{setup.name} does not resume: {codes}\n{said_by(again)}")
-    for rank in range(setup.processes):
+    for rank in range(setup.again.processes):
         found += points_in(again / f"resumed-{rank}.log", rank=rank, attempt=1)
     return [one for one in found if re.match(r"at\t|\w+\t(run|cache)", one.what)]
 
@@ -423,10 +453,41 @@ def differences(found: Path, whole: Path) -> Iterator[str]:
     for step, checkpoint in listed(found / "run" / "checkpoints").items():
         if wrong := damage(checkpoint):
             yield f"checkpoint {step}: {wrong}"
+    spikes = found / "run" / "spikes.jsonl"
+    if spikes.exists() and spikes.read_text() != (whole / "run" / "spikes.jsonl").read_text():
+        yield "spikes.jsonl differs"
     ours, theirs = lines_of(found / "run"), lines_of(whole / "run")
     if ours != theirs:
         steps = [(line["step"], "eval" if "eval_loss" in line else "") for line in ours]
         yield f"metrics.jsonl differs: its lines are of {steps}"
+    if json.loads((found / "run" / "summary.json").read_text())["status"] != "done":
+        yield "summary.json does not say done"
+
+
+def elsewhere(found: Path, whole: Path) -> Iterator[str]:
+    """What is not as the undisturbed run has left it where another number of processes went on: within rounding."""
+    from packtrain.train.checkpoint.folder import damage, listed
+
+    for step, checkpoint in listed(found / "run" / "checkpoints").items():
+        if wrong := damage(checkpoint):
+            yield f"checkpoint {step}: {wrong}"
+    kept = [
+        [(one["step"], one.get("loss"), one.get("eval_loss")) for one in lines_of(of / "run")] for of in (found, whole)
+    ]
+    steps, expected = ([one[0] for one in lines] for lines in kept)
+    if steps != expected:
+        yield f"metrics.jsonl is of steps {steps}"
+    near = (
+        abs((a or 0) - (b or 0)) <= 1e-5 * abs(b or 0)
+        for one, other in zip(*kept, strict=False)
+        for a, b in zip(one, other, strict=True)
+    )
+    if not all(near):
+        yield f"losses differ by more than 1e-5: {kept}"
+    ours, theirs = (load_file(of / "run" / "final" / "model.safetensors") for of in (found, whole))
+    far = [name for name, weight in theirs.items() if not np.allclose(ours[name], weight, rtol=1e-4, atol=1e-5)]
+    if far:
+        yield f"weights differ: {far}"
     if json.loads((found / "run" / "summary.json").read_text())["status"] != "done":
         yield "summary.json does not say done"
 
@@ -438,17 +499,17 @@ def case(setup: Setup, point: Point, folder: Path, whole: Path) -> Outcome:
     wrong: list[str] = []
     if point.attempt:
         attempt(setup, folder, Point(RESUMED_AT, 1))
-    codes = attempt(setup, folder, point)
+    codes = attempt(setup.again if point.attempt else setup, folder, point)
     killed = codes[point.rank] == -9
     if point.alone and killed and codes[1 - point.rank] is None:
         wrong.append(f"the other rank did not end within {LIMIT_S} s")
     tries = 0
     while any(code != 0 for code in codes) and tries < ATTEMPTS:
-        codes, tries = attempt(setup, folder), tries + 1
+        codes, tries = attempt(setup.again, folder), tries + 1
     if any(codes):
         wrong.append(f"exit codes {codes}: {said_by(folder)[-700:]}")
     else:
-        wrong += differences(folder, whole)
+        wrong += elsewhere(folder, whole) if setup.then else differences(folder, whole)
     moved = len(list(folder.glob("run.*")))
     outcome = Outcome(setup.name, point, killed, tries, wrong, moved, time.perf_counter() - began)
     if not wrong:

@@ -85,7 +85,8 @@ class Disk:
             folder.names.pop(name, None)
         elif call == "rename":
             target, new = self.place(other)
-            target.names[new] = folder.names.pop(name)
+            if name in folder.names:  # else another rank was quicker with a note of the same name
+                target.names[new] = folder.names.pop(name)
         else:
             self.change(folder.names[name], call, offset, data)
 
@@ -325,17 +326,19 @@ def main() -> int:
     parser.add_argument(
         "--resumed", type=int, default=12, help="states after a loss of power from which the command is run"
     )
-    parser.add_argument("--setups", default="sft full 1|dpo lora 1|sft full 2 fsdp2", help="of benchmarks/crash.py")
+    parser.add_argument("--every", type=int, default=1, help="looks at one state in so many, and at all renames")
+    parser.add_argument(
+        "--setups", default="sft full 1|sft full 2 (zero2|fsdp2)|dpo lora 1", help="of benchmarks/crash.py"
+    )
     options = parser.parse_args()
     setups = [one for one in crash.SETUPS if re.fullmatch(options.setups, one.name)]
     with crash.prepared(options.folder) as place:
         lost, harmed, wrong = [], [], []
         for setup in setups:
             own = place / setup.name.replace(" ", "-")
-            if setup.processes == 1:
-                rows, found = power_loss(setup, own / "power", options.resumed)
-                lost.append(rows)
-                wrong += found
+            rows, found = power_loss(setup, own / "power", options.resumed, options.every)
+            lost.append(rows)
+            wrong += found
             rows, found = damage(setup, own)
             harmed.append(rows)
             wrong += found

@@ -13,6 +13,7 @@ called, and for all other files, nothing happens. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -53,9 +54,11 @@ static int noted(const char *call, const char *path, const char *other, long off
     char line[3 * PATH_MAX], a[PATH_MAX], b[PATH_MAX];
     path = lasting(path, a), other = lasting(other, b);
     pthread_mutex_lock(&one);
+    if (with_bytes) flock(log_to, LOCK_EX);  /* one log for all ranks: what waits for another one's call is noted after it */
     int length = snprintf(line, sizeof line, "%s\t%s\t%s\t%ld\t%zu\n", call, path, other, offset, count);
     put(line, length);
     if (with_bytes && bytes) put(bytes, count);
+    if (with_bytes) flock(log_to, LOCK_UN);
     snprintf(line, sizeof line, "%s\t%s\t%s", call, path, other);
     int now = *chosen && !strcmp(line, chosen) && --occurrence == 0;
     if (!now) pthread_mutex_unlock(&one);  /* who dies lets no other thread go on */

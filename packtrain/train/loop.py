@@ -157,6 +157,8 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
         """1. The step's micro-batches, as the base class loads them, and their counts."""
         self.clock.enter("data", step=self.state.global_step + 1)
         self.writer.tell(". Training goes on")
+        if self.state.global_step == self.settings.first_step + 1:
+            self.prepare_checkpoints()
         return super().get_batch_samples(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list[list[MicroBatch]], device: torch.device) -> torch.Tensor:

@@ -39,6 +39,7 @@ STATE = "spikes.json"
 """In a checkpoint: the figures that are usual by then."""
 _WINDOW, _FEWEST = 64, 8
 """Steps whose median is usual, and how many of them it takes to tell a jump."""
+_BEFORE = "decided before"
 IN_A_ROW = 10
 """Steps with spikes, one after the other, that end the run whatever `trainer.on_spike` says: the weights are ruined."""
 
@@ -131,6 +132,7 @@ class SpikeHooks(LargestRowHooks):
             norm: Any = super()._clip_grad_norm(model) if clips else self._get_grad_norm(model)
             if self._judged(norm, loss, counts):
                 model.zero_grad()  # an optimizer passes over weights without gradients
+                self.lost.leave_out()
             self._norm = torch.tensor(self.usual.last()[1]) if self._fault else norm
         if not self._fault:
             return loss
@@ -155,10 +157,8 @@ class SpikeHooks(LargestRowHooks):
             figures = cast(torch.Tensor, self.accelerator.reduce(figures, reduction="mean"))
         (total, norm), trained = figures.tolist(), int(counts[3])
         assert self.spikes is not None
-        known = self.decided.get(self.state.global_step + 1)
-        self._fault = "" if known or not trained else self.usual.fault(total, norm, self.spikes.factor)
-        if known or not trained:
-            self._fault = "decided before"
+        given_up = self.state.global_step + 1 in self.decided or not trained
+        self._fault = _BEFORE if given_up else self.usual.fault(total, norm, self.spikes.factor)
         if self._fault:
             self._figures = (total, norm)
             return True
@@ -174,7 +174,7 @@ class SpikeHooks(LargestRowHooks):
         self._given_up += 1
         if hasattr(self, "noted") and not math.isfinite(self._figures[0]):
             cast(Any, self).noted = cast(Any, self).new_figures()  # no number either
-        if fault != "decided before":
+        if fault != _BEFORE:
             hopeless = all(step - back in self.decided for back in range(1, IN_A_ROW))
             action = "stop" if hopeless else rules.action
             if action == "rollback":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from answer_runs import preferences
 from forked import run as command
 from here import train_here
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 
 from packtrain.config.compose import load_config
 from packtrain.train.checkpoint import hooks
+from tests.train import forked
 
 MODEL = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # weights that ZeRO-3 does not keep whole
 World = tuple[str, int, tuple[str, ...]]
@@ -215,3 +217,42 @@ def test_experts_that_are_saved_one_by_one_go_on_under_ddp_bit_for_bit_and_elsew
     assert loss < 1e-5 and weight < 1e-4
     _, weight = differences(run, expected, "checkpoints/step-000004/model.safetensors")
     assert run.losses[:4] == expected.losses[:4] and weight == 0
+
+
+def with_a_counter(*given: Any) -> None:
+    """The command, whose model counts its forward passes in a saved buffer that the loss depends on."""
+    from transformers.models.llama.modeling_llama import LlamaModel
+
+    init, forward = LlamaModel.__init__, LlamaModel.forward
+
+    def made(self: Any, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def counted(self: Any, *given: Any, **named: Any) -> Any:
+        found = forward(self, *given, **named)
+        self.seen += self.training and torch.is_grad_enabled()
+        found.last_hidden_state = found.last_hidden_state * (1 + self.seen / 100)
+        return found
+
+    LlamaModel.__init__, LlamaModel.forward = made, counted
+    forked.run(*given)
+
+
+@pytest.mark.parametrize(
+    "worlds",
+    [
+        ("ddp", "ddp"),
+        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in (("zero2", "ddp"), ("fsdp2", "zero2"))),
+    ],
+)
+def test_what_a_model_keeps_beside_its_weights_goes_along(tmp_path: Path, worlds: tuple[str, str]) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 4, "checkpoint_every": 2}, packing={"mode": "padding"})
+    config |= {"verify": {"preflight": False}, "batch": {"examples_per_step": 8, "examples_per_device": 4}}
+    given: Any = [{"processes": 1 if one == "ddp" else 2, "begin": with_a_counter} for one in worlds]
+    train(tmp_path, config, f"strategy={worlds[0]}", name="first", **given[0])
+    checkpoint = tmp_path / "first" / "checkpoints" / "step-000002"
+    train(tmp_path, config, f"strategy={worlds[1]}", f"trainer.resume={checkpoint}", name="then", **given[1])
+    passes = [4 if one["processes"] == 1 else 2 for one in given]  # of two steps, in each process
+    assert Run(tmp_path / "first").weights()["model.seen"] == 2 * passes[0]
+    assert Run(tmp_path / "then").weights()["model.seen"] == passes[0] + passes[1]

@@ -29,9 +29,9 @@ from packtrain.run_folder import write_json
 from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
 from packtrain.train.checkpoint.reshard import go_on, put_into_torch, put_into_zero, put_weights, settings_of
 from packtrain.train.checkpoint.room import checkpoint_bytes, lack_of_room
-from packtrain.train.checkpoint.saved import saved_in
+from packtrain.train.checkpoint.saved import ORDER, saved_in
 from packtrain.train.optim.final_weights import exact_weights, in_format, name_format
-from packtrain.train.optim.lost_updates import optimizer_inside
+from packtrain.train.optim.lost_updates import local, optimizer_inside
 from packtrain.train.settings import TrainerHooks
 
 
@@ -65,6 +65,18 @@ class CheckpointHooks(TrainerHooks):
             usual = list(self.usual.figures)
             self.writer.at_once(lambda: write_json(staging / "spikes.json", usual))
         self.writer.begin(step, staging, partial(self._seal, step, self.state.best_global_step) if main else None)
+
+    def prepare_checkpoints(self) -> None:
+        """Begins to make the memory of copies; to be called when the first step has made the optimizer's states."""
+        main, strategy = self.accelerator.is_main_process, self.settings.strategy
+        alone = strategy == "ddp"
+        if self.args.save_strategy == "no" or (alone and not main):
+            return
+        weights = self._saved_weights() if strategy == "fsdp2" or (main and not self.settings.sharded) else {}
+        inside = optimizer_inside(self.optimizer)
+        states = [one for kept in inside.state.values() for one in kept.values() if isinstance(one, torch.Tensor)]
+        masters = [one for group in inside.param_groups for one in group["params"]]
+        self.writer.make_memory([local(one.detach()) for one in (*weights.values(), *masters, *states)], alone=alone)
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
         """The state dict of the model; of adapters without the frozen weights."""
@@ -140,9 +152,8 @@ class CheckpointHooks(TrainerHooks):
             shards = writer.copied(shards_of(self.model, optimizer.optimizer))
             writer.later(lambda: save_shards(shards, folder, writer.group))
         elif self.accelerator.is_main_process:
-            writer.later(
-                partial(torch.save, writer.copied(optimizer.state_dict(), alone=True), folder / OPTIMIZER_NAME)
-            )
+            states = writer.copied({**optimizer.state_dict(), ORDER: self.order}, alone=True)
+            writer.later(partial(torch.save, states, folder / OPTIMIZER_NAME))
         if self.accelerator.is_main_process:
             schedule = cast(Any, self.lr_scheduler).state_dict()
             writer.at_once(lambda: torch.save(schedule, folder / SCHEDULER_NAME))
@@ -179,13 +190,16 @@ class CheckpointHooks(TrainerHooks):
         """Weights and optimizer: as they were written where the world is the same, else by name."""
         strategy, processes = world_of(checkpoint)
         names = {weight: name for name, weight in self.model.named_parameters() if weight.requires_grad}
-        saved = saved_in(checkpoint, strategy, self.model, self.order)
+        beside = self.model.state_dict(keep_vars=True) if base_model(self.model) is self.model else {}
+        buffers = {one: name for name, one in beside.items() if not isinstance(one, torch.nn.Parameter)}
+        saved = saved_in(checkpoint, strategy, self.model)
         inside = optimizer_inside(self.optimizer)
         same = strategy == self.settings.strategy and same_format(checkpoint, self.settings.origin)
+        same = same and saved.order in (None, self.order)  # which libraries of another version may number otherwise
         if same and strategy == "fsdp2":
             load_shards(self.model, inside, checkpoint)
         elif same and strategy == "ddp":
-            put_weights(saved, names)
+            put_weights(saved, names | buffers)
             super()._load_optimizer_and_scheduler(str(checkpoint))
         elif same and processes == self.accelerator.num_processes:
             adapters = base_model(self.model) is not self.model
@@ -193,8 +207,9 @@ class CheckpointHooks(TrainerHooks):
             cast(Any, self.model_wrapped).optimizer.clip_grad = self.args.max_grad_norm
         elif self.is_deepspeed_enabled:
             put_into_zero(saved, cast(Any, self.model_wrapped).optimizer, names)
+            put_weights(saved, buffers)
         else:
-            put_weights(saved, names)
+            put_weights(saved, names | buffers)
             put_into_torch(saved, inside, names)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

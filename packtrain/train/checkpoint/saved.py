@@ -25,12 +25,18 @@ from packtrain.model.load import base_model
 from packtrain.model.spread import loading_whole, read_shards, shards_in
 from packtrain.plan.launcher_settings import STAGES
 
+ORDER = "order"
+"""In the file of an optimizer: the names of its weights, which it numbers."""
+
 
 class SavedStates(Protocol):
     """The contents of a checkpoint, by the names of `named_parameters()`; all tensors are whole, and on the CPU."""
 
+    order: Sequence[str] | None
+    """The names in the order in which the optimizer has its states; None if it has them by name."""
+
     def weight(self, name: str) -> torch.Tensor:
-        """The weight; of DeepSpeed in float32. Raises KeyError."""
+        """The weight, or the buffer; weights of DeepSpeed in float32. Raises KeyError."""
         raise NotImplementedError
 
     def states(self, name: str) -> dict[str, Any]:
@@ -38,24 +44,23 @@ class SavedStates(Protocol):
         raise NotImplementedError
 
 
-def saved_in(checkpoint: Path, strategy: str, model: nn.Module, order: Sequence[str]) -> SavedStates:
-    """The contents of `checkpoint`, which a run by `strategy` wrote of this `model`.
-
-    `order` are the names of the trained weights as the optimizer numbers them.
-    """
+def saved_in(checkpoint: Path, strategy: str, model: nn.Module) -> SavedStates:
+    """The contents of `checkpoint`, which a run by `strategy` wrote of this `model`."""
     if strategy == "fsdp2":
         return _Shards(checkpoint)
     if strategy in STAGES:
         return _Zero(checkpoint)
-    return _Plain(checkpoint, model, order)
+    return _Plain(checkpoint, model)
 
 
 class _Plain:
     """A folder that from_pretrained loads, or adapters, and the state dict of an optimizer, which goes by numbers."""
 
-    def __init__(self, checkpoint: Path, model: nn.Module, order: Sequence[str]) -> None:
+    def __init__(self, checkpoint: Path, model: nn.Module) -> None:
         self._folder, self._model = checkpoint, model
-        self._numbers = {name: number for number, name in enumerate(order)}
+        whole = torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", mmap=True, weights_only=True)
+        self.order = whole[ORDER]
+        self._states = {name: whole["state"].get(number, {}) for number, name in enumerate(self.order)}
 
     def weight(self, name: str) -> torch.Tensor:
         if name in self._files:
@@ -64,12 +69,7 @@ class _Plain:
         return self._converted[name]
 
     def states(self, name: str) -> dict[str, Any]:
-        return self._optimizer.get(self._numbers[name], {})
-
-    @cached_property
-    def _optimizer(self) -> dict[int, dict[str, Any]]:
-        file = self._folder / OPTIMIZER_NAME
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)["state"]
+        return self._states[name]
 
     @cached_property
     def _files(self) -> dict[str, tuple[Any, str]]:
@@ -98,6 +98,8 @@ class _Plain:
 class _Shards:
     """FSDP2's, of torch's distributed checkpoints."""
 
+    order = None
+
     def __init__(self, checkpoint: Path) -> None:
         self._folder = checkpoint
         self._kept = shards_in(checkpoint)
@@ -124,11 +126,15 @@ class _Zero:
             self._ranks.append(_opened(found[0])["optimizer_state_dict"])
         first = folder / "mp_rank_00_model_states.pt"  # of the stages that keep weights whole
         first = first if first.is_file() else folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-        groups = _opened(first)["param_shapes"]
+        engine = _opened(first)
+        groups, self._module = engine["param_shapes"], engine["module"]
         self._shapes = {name: shape for group in groups for name, shape in group.items()}
+        self.order = list(self._shapes)
         self._pieces = self._by_partition(groups) if "fp32_flat_groups" in self._ranks[0] else self._by_fragment()
 
     def weight(self, name: str) -> torch.Tensor:
+        if name not in self._pieces:  # a buffer
+            return self._module[name]
         key = "fp32_flat_groups" if "fp32_flat_groups" in self._ranks[0] else "single_partition_of_fp32_groups"
         return self._whole(name, [self._ranks[rank][key][group] for rank, group, _, _ in self._pieces[name]])
 

@@ -70,7 +70,8 @@ class CheckpointWriter:
         self._say, self._jobs = say, _Jobs()
         self._early: Exception | None = None
         self._stager: DefaultStager | None = None
-        self._room = True
+        self._maker: Thread | None = None
+        self._room, self._kept = True, False
         self._group: Any = None
         self._thread: Thread | None = None
         self._said: SimpleQueue[str | None] = SimpleQueue()
@@ -83,15 +84,10 @@ class CheckpointWriter:
 
         Every rank of the machine takes one of its own, unless rank 0 does so `alone`.
         """
-        if self._stager is None:
-            on_gpu = torch.cuda.is_available()
-            pinned: Any = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
-            self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **pinned))
+        self._made()
         try:
-            if self._room and (
-                self.outcome.written or _fits(state, 1 if alone else _here())
-            ):  # its buffers are kept from then on
-                return self._stager.stage(state)
+            if self._room and (self._kept or _fits(state, 1 if alone else _here())):
+                return self._copies().stage(state)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -99,6 +95,34 @@ class CheckpointWriter:
             self._room = False
             self._say(_NO_ROOM)
         return state
+
+    def make_memory(self, tensors: list[torch.Tensor], *, alone: bool = False) -> None:
+        """Begins to make the memory of the copies, which are of these tensors: the first checkpoint need not wait for it.
+
+        By copying them while they change; `copied` copies them anew. Nothing is made where there is no room.
+        """
+        if self._kept or not self._room or not _fits(tensors, 1 if alone else _here()):
+            return
+
+        def make() -> None:
+            with suppress(RuntimeError):  # out of memory: `copied` will say so
+                self._copies().stage(tensors)
+                self._kept = True
+
+        self._maker = Thread(target=make, name="memory of copies", daemon=True)
+        self._maker.start()
+
+    def _made(self) -> None:
+        if self._maker is not None:
+            self._maker.join()
+            self._maker = None
+
+    def _copies(self) -> DefaultStager:
+        if self._stager is None:
+            on_gpu = torch.cuda.is_available()
+            pinned: Any = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
+            self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **pinned))
+        return self._stager
 
     def later(self, work: Callable[[], object]) -> None:
         """Has the thread do `work`, which writes a part of the checkpoint from copies."""
@@ -120,6 +144,7 @@ class CheckpointWriter:
             with waiting("the other ranks to begin a checkpoint"):
                 self._group = dist.new_group(backend="gloo", timeout=_LONGEST, group_desc=BACKGROUND)
         early = [_raising(self._early)] if self._early else []
+        self._kept = self._room
         parts = early, self._jobs, [seal] if seal else []
         self._folder, self._since = staging, time.time()
         self._jobs, self._early = [], None
@@ -175,6 +200,7 @@ class CheckpointWriter:
             own_heartbeat().enter("checkpoint")  # which may take longer than what was at work
             self.wait()
             self.tell()
+        self._made()
         self._stager = None  # frees the copies
 
     def _write(self, step: int, staging: Path, early: _Jobs, jobs: _Jobs, seal: _Jobs) -> None:

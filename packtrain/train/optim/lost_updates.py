@@ -54,6 +54,10 @@ class LostUpdates:
         self.measured += self._found
         self._measuring, self._found = self.measured < FIRST or step % EVERY == 0, False
 
+    def leave_out(self) -> None:
+        """Says that the step makes no update: it is not measured."""
+        self._measuring = False
+
     def before(self, groups: list[dict[str, Any]]) -> None:
         """Keeps a sample of what is about to be stepped; DeepSpeed steps some groups at a time."""
         self._sampled = []
