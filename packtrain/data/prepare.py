@@ -208,7 +208,7 @@ class _Tokeniser:
             if not (counts := writer.counts).kept:
                 reasons = ", ".join(f"{rows} {reason}" for reason, rows in Counter(counts.dropped).most_common())
                 what = f"no document is left of {counted(counts.rows, 'rows')}; dropped: {reasons}"
-                keys = "data.loss_on, max_length" if self.objective == "sft" else "data.max_length, overlong"
+                keys = "data.loss_on, data.max_length" if self.objective == "sft" else "data.max_length, data.overlong"
                 raise UserError(what, where=source.name, fix=f"See data.format, {keys}.")
             writer.finish(format, time.monotonic() - started)
 

@@ -7,6 +7,7 @@ objective is a class with the members of `TrainingObjective`, a trainer, and a l
 from __future__ import annotations
 
 import gc
+import math
 import signal
 import sys
 import time
@@ -410,7 +411,8 @@ def _try_saving(run: Run) -> None:
 def _lack_of_room(run: Run, trainer: StepTrainer) -> str:
     """A warning, on the main process, if the disk has no room for what the run will write."""
     settings, options = run.config.trainer, trainer.settings
-    number = (len(options.steps) - options.first_step) // (settings.checkpoint_every or len(options.steps) + 1)
+    steps, every = len(options.steps) - options.first_step, settings.checkpoint_every
+    number = math.ceil(steps / every) if every else 0  # the last step has one too
     of_model = run.model, run.config.optim, options.strategy
     with suppress(OSError):  # the disk speaks for itself when it is written to
         return remark_before_training(*of_model, options.checkpoints, settings.keep_checkpoints, number)

@@ -119,12 +119,12 @@ def test_a_full_disk_is_seen_before_a_checkpoint_is_begun_and_the_last_good_one_
         return real(path) if len(asked) in (2, 4) else real(path)._replace(free=1000)
 
     monkeypatch.setattr(room.shutil, "disk_usage", full_at_times)
-    run = train_here(config_in(tmp_path, keep_checkpoints=1), tmp_path / "run")
-    assert run.summary["status"] == "done" and checkpoints(run) == ["step-000006"]
+    run = train_here(config_in(tmp_path, keep_checkpoints=2, max_steps=5), tmp_path / "run")
+    assert run.summary["status"] == "done" and checkpoints(run) == ["step-000002", "step-000005"]
     (failed,) = run.summary["checkpoints"]["failed"]
     assert failed["step"] == 4 and "the disk has 1,000 bytes left" in failed["why"]
     log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
-    assert "no room for 2 checkpoints of" in log
+    assert "no room for 3 checkpoints of" in log  # at once: those that are kept, and the new one, of the last step
     assert "the checkpoint of step 4 was not written" in log and "the newest is that of step 2. Training goes on" in log
 
 

@@ -121,7 +121,7 @@ def test_identical_answers_are_dropped_and_counted(tmp_path):
     assert report.dropped == {"identical answers within data.max_length": 1}
     with pytest.raises(UserError, match="1 identical answers") as nothing:
         ready(tmp_path, long[3:], max_length=30)
-    assert nothing.value.problems[0].fix == "See data.format, data.max_length, overlong."
+    assert nothing.value.problems[0].fix == "See data.format, data.max_length, data.overlong."
 
 
 LONG = [

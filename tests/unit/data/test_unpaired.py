@@ -112,7 +112,7 @@ def test_truncated_answers_are_those_of_trl_and_prompts_that_fill_the_length_are
 def test_where_every_prompt_fills_the_length_the_keys_that_help_are_named(tmp_path):
     with pytest.raises(UserError, match="no document is left") as caught:
         ours(tmp_path, CHATS, "quickstart", max_length=2)
-    assert caught.value.problems[0].fix == "See data.format, data.max_length, overlong."
+    assert caught.value.problems[0].fix == "See data.format, data.max_length, data.overlong."
 
 
 def test_of_a_pair_with_one_answer_that_is_too_long_the_other_is_kept_with_its_label(tmp_path):
