@@ -5,6 +5,7 @@ OTHER PATH TAB OFFSET TAB BYTES", paths relative to the folder; if asked for, th
 called, and for all other files, nothing happens. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
@@ -179,6 +180,13 @@ size_t fwrite(const void *bytes, size_t size, size_t count, FILE *file) {  /* nu
     fflush(file);
     return done;
 }
+
+#define SENT(name) ssize_t name(int to, int from, off_t *offset, size_t count) { /* shutil then writes, which is seen */ \
+    REAL(name); char path[PATH_MAX]; \
+    if (of_descriptor(to, path)) return errno = EINVAL, -1; \
+    return real(to, from, offset, count); }
+SENT(sendfile)
+SENT(sendfile64)
 
 int fsync(int fd) { REAL(fsync); call_on("fsync", fd, 0); return real(fd); }
 int fdatasync(int fd) { REAL(fdatasync); call_on("fsync", fd, 0); return real(fd); }

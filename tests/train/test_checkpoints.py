@@ -83,6 +83,16 @@ def test_without_memory_for_a_copy_steps_wait_and_the_run_says_so(
     assert all(torch.equal(one, expected[name]) for name, one in saved.items())
 
 
+def test_the_memory_of_copies_is_made_before_and_holds_what_is_copied_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, tensor = CheckpointWriter(lambda _: None), torch.zeros(1000)
+    one.make_memory([tensor])
+    monkeypatch.setattr(writer, "memory_free", lambda: 0)  # none is needed any more
+    tensor += 1
+    copy = one.copied({"a": [tensor]})["a"][0]
+    tensor += 1
+    assert torch.equal(copy, torch.ones(1000)) and one._room
+
+
 def with_small_files(*given: Any) -> None:
     """The command where no file may be larger than the weights and a little."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(given[1]["MOST_BYTES"]),) * 2)

@@ -104,7 +104,11 @@ class CheckpointWriter:
         if self._kept or not self._room or not _fits(tensors, 1 if alone else _here()):
             return
 
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+
         def make() -> None:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)  # each thread has its own
             with suppress(RuntimeError):  # out of memory: `copied` will say so
                 self._copies().stage(tensors)
                 self._kept = True
