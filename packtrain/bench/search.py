@@ -15,7 +15,6 @@ import math
 import statistics
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from packtrain.config.schema import DEFAULT_ROW_TOKENS, Batch, Packing, PackingMode
 from packtrain.errors import UserError
@@ -329,11 +328,6 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
     rounds = max((len(one.outcomes) for one in measured), default=0)
     last = [one for one in measured if len(one.outcomes) == rounds]  # those that were compared to the end
     return max(last, key=lambda one: one.speed, default=None)
-
-
-def modes_of(trials: Sequence[Trial]) -> list[tuple[str, bool | None]]:
-    """Modes in their order, for the table."""
-    return list(dict.fromkeys(chain((one.candidate.mode, one.candidate.shared) for one in trials)))
 
 
 def is_clear(best: Trial, configured: Trial) -> bool:

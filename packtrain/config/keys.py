@@ -136,6 +136,12 @@ def near(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6) -
     return [spelt[one] for one in difflib.get_close_matches(name.lower(), spelt, n=count, cutoff=cutoff)]
 
 
+def suggest(name: str, known: Iterable[str], otherwise: str = "", count: int = 1) -> str:
+    """ "Did you mean …?" with the nearest of `known`, `otherwise` where none is near."""
+    meant = near(name, known, count)
+    return f"Did you mean {' or '.join(meant)}?" if meant else otherwise
+
+
 def advice_for(path: str) -> str:
     """What to write in place of the unknown key `path`."""
     group, _, rest = path.partition(".")

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config.keys import advice_for, near
+from packtrain.config.keys import advice_for, suggest
 from packtrain.config.schema import groups
 from packtrain.config.yaml_files import options
 from packtrain.errors import Problem
@@ -86,9 +86,8 @@ def no_choice(group: str, choice: str, options: list[str], where: str) -> Proble
     """The problem of a `choice` that `group` does not have."""
     if not options:
         return Problem(f"there is no group {group!r} of choices", where, f"The groups are {', '.join(groups())}.")
-    meant = near(choice, options, 1)
-    hint = f" Did you mean {meant[0]}?" if meant else ""
-    return Problem(f"{group} has no choice {choice!r}", where, f"Choices: {', '.join(options)}.{hint}")
+    fix = f"Choices: {', '.join(options)}. {suggest(choice, options)}".strip()
+    return Problem(f"{group} has no choice {choice!r}", where, fix)
 
 
 def _argument(text: str, parsed: Override, beside: Path | None) -> Argument:

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin
 from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from packtrain.config.keys import Fault, Key, advice_for, choices, describe, keys, keys_of, members, near, words
+from packtrain.config.keys import Fault, Key, advice_for, choices, describe, keys, keys_of, members, suggest, words
 from packtrain.config.schema import groups
 from packtrain.wording import shortened
 
@@ -152,8 +152,8 @@ def _as_list(values: list[Any], kinds: tuple[Any, ...], path: str, faults: list[
         before = len(faults)
         taken.append(_as_any(value, kinds, f"{path}[{at}]", faults))
         if taken[-1] is _REFUSED and len(faults) == before:
-            meant = near(value, [one for kind in kinds for one in choices(kind)], 1) if isinstance(value, str) else []
-            fix = f"Allowed: {words(kinds)}." + (f" Did you mean {meant[0]}?" if meant else "")
+            hint = suggest(value, [one for kind in kinds for one in choices(kind)]) if isinstance(value, str) else ""
+            fix = f"Allowed: {words(kinds)}. {hint}".strip()
             faults.append(Fault((f"{path}[{at}]",), f"found {_found(value)}", fix))
     return _REFUSED if _REFUSED in taken else taken
 
@@ -169,8 +169,7 @@ def _unknown(path: str, known: Mapping[str, Key] | None = None) -> Fault:
     """The fault of a key that does not exist; `known` are those of a source, which is no group."""
     if known is None:
         return Fault((path,), "there is no such key", advice_for(path))
-    meant = near(path.rpartition(".")[2], known, 1)
-    fix = f"Did you mean {meant[0]}?" if meant else f"A source has {', '.join(known)}."
+    fix = suggest(path.rpartition(".")[2], known, f"A source has {', '.join(known)}.")
     return Fault((path,), "there is no such key", fix)
 
 
@@ -178,16 +177,17 @@ def _refused(value: Any, key: Key) -> Fault:
     if isinstance(value, (int, float)) and key.maximum < value < math.inf:
         return Fault((key.path,), f"found {_found(value)}", f"Allowed: at most {key.maximum:.0f}.")
     fix = f"Allowed: {describe(key)}."
-    meant = near(value, choices(key.type), 1) if isinstance(value, str) else []
+    known = choices(key.type)
+    hint = suggest(value, known) if isinstance(value, str) else ""
     of_others = [one for one in keys().values() if one.objectives and value in choices(one.type)]
-    if of_others and not {value} & {*choices(key.type)}:  # losses have other keys in other objectives
+    if of_others and value not in known:  # losses have other keys in other objectives
         return Fault((key.path,), f"found {_found(value)}", f"{fix} Did you mean {of_others[0].path}={value}?")
-    if str(value).lower() == "off" and "no" in choices(key.type):  # in a YAML file `off` is false, and so is `no`
-        meant = ["no"]
-    if meant and meant[0] == value:
+    if str(value).lower() == "off" and "no" in known:  # in a YAML file `off` is false, and so is `no`
+        hint = "Did you mean no?"
+    if value in known:
         fix += f" Write [{value}]."
-    elif meant:
-        fix += f" Did you mean {meant[0]}?"
+    elif hint:
+        fix += f" {hint}"
     elif isinstance(value, str) and list[str] in members(key.type):
         fix += f" Write [{value}]."
     elif str(value).lower() == "none" and type(None) in members(key.type):

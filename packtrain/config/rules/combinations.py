@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Set
 
-from packtrain.config.keys import Fault, keys, near
+from packtrain.config.keys import Fault, keys, suggest
 from packtrain.config.rules.answer_keys import answer_rules, kto_rules
 from packtrain.config.rules.dpo_losses import dpo_rules
 from packtrain.config.rules.resume_keys import resume_rules
@@ -104,8 +104,7 @@ def _data(config: RunConfig, given: Set[str]) -> Iterator[Fault]:
         yield Fault(("data.loss_on", "data.format"), what, "Set data.loss_on to all or auto.")
     for ours, theirs in data.columns.items():
         if ours not in COLUMNS:
-            meant = near(ours, COLUMNS, 1)
-            fix = f"Did you mean {meant[0]}?" if meant else f"Ours are {', '.join(COLUMNS)}."
+            fix = suggest(ours, COLUMNS, f"Ours are {', '.join(COLUMNS)}.")
             fix = f"Ours comes first: {{{theirs}: {ours}}}." if theirs in COLUMNS else fix
             yield Fault((f"data.columns.{ours}",), f"packtrain has no column {ours!r}", fix)
     row, each = config.batch.limits(config.packing.mode)[1], config.objective.traits.documents

@@ -11,7 +11,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from packtrain.config.keys import Fault, near
+from packtrain.config.keys import Fault, near, suggest
 from packtrain.config.objective import REFERENCES, Objective
 from packtrain.config.schema import Data, Model, Optim, Tracking, Trainer, sources
 
@@ -99,8 +99,7 @@ def _data(data: Data) -> Iterator[Fault]:
     if template.lower().endswith(TEMPLATE_SUFFIXES):
         yield from _missing("data.chat_template", template, TEMPLATE_SUFFIXES, "")
     elif template and not _there(template) and as_name(template) not in template_names():
-        meant = near(as_name(template), template_names())
-        hint = f"Did you mean {' or '.join(meant)}?" if meant else "Names are chatml, llama3, qwen3 …"
+        hint = suggest(as_name(template), template_names(), "Names are chatml, llama3, qwen3 …", 3)
         fix = f"{hint} Or name a .jinja file."
         yield Fault(("data.chat_template",), f"there is no chat template {template!r}", fix)
 
@@ -110,8 +109,7 @@ def _models(paths: dict[str, str | None], reference: str) -> Iterator[Fault]:
     for key, path in {**paths, "objective.reference": reference if a_path else None}.items():
         yield from _missing(key, path or "", MODEL_SUFFIXES, "A hub id has the form owner/name.")
     if reference and not a_path and reference not in REFERENCES:
-        meant = near(reference, REFERENCES, 1)
-        hint = f"Did you mean {meant[0]}?" if meant else f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id."
+        hint = suggest(reference, REFERENCES, f"Allowed: {', '.join(REFERENCES)}, a folder, or a hub id.")
         yield Fault(("objective.reference",), f"there is no reference {reference!r}", hint)
 
 

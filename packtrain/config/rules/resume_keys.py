@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from packtrain.config.keys import FOREIGN, Fault, keys, near
+from packtrain.config.keys import FOREIGN, Fault, keys, suggest
 from packtrain.config.schema import Trainer
 
 KEPT = ("model", "data", "packing", "objective", "optim", "batch", "trainer", "peft", "strategy")
@@ -41,6 +41,6 @@ def resume_rules(trainer: Trainer) -> Iterator[Fault]:
             yield Fault(where, what, "Start over with trainer.resume=never.")
         elif name not in known and not name.startswith("model.config."):
             leaf = name.rpartition(".")[2]
-            meant = [FOREIGN[leaf]] if leaf in FOREIGN else near(name, known, 1)
-            what = f"there is no key {name!r}"
-            yield Fault(where, what, f"Did you mean {meant[0]}?" if meant else "Name keys as the refusal does.")
+            fix = suggest(name, known, "Name keys as the refusal does.")
+            fix = f"Did you mean {FOREIGN[leaf]}?" if leaf in FOREIGN else fix
+            yield Fault(where, f"there is no key {name!r}", fix)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from packtrain.config.keys import Fault, near
+from packtrain.config.keys import Fault, suggest
 from packtrain.config.schema import Optim
 from packtrain.wording import shortened
 
@@ -46,8 +46,7 @@ def schedule_rules(optim: Optim) -> Iterator[Fault]:
     known = SCHEDULE_OPTIONS[optim.schedule]
     for name, value in optim.schedule_options.items():
         if name not in known:
-            meant = near(name, known, 1)
-            hint = f"Did you mean {meant[0]}?" if meant else f"It takes {', '.join(known) or 'no options'}."
+            hint = suggest(name, known, f"It takes {', '.join(known) or 'no options'}.")
             what = f"the schedule {optim.schedule} has no such option"
             yield Fault((f"optim.schedule_options.{name}",), what, hint)
         elif not _allows(name, value, optim):

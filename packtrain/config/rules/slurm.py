@@ -11,27 +11,10 @@ from packtrain.config.schema import Topology
 from packtrain.wording import shortened, whole
 
 _TAKEN = (  # options that the script has from other keys, or that packtrain relies on
-    *(
-        "partition",
-        "p",
-        "account",
-        "A",
-        "qos",
-        "q",
-        "time",
-        "t",
-        "gres",
-        "constraint",
-        "C",
-        "cpus-per-task",
-        "c",
-        "mem",
-    ),
-    *("job-name", "J", "signal", "requeue", "no-requeue", "nodes", "N", "ntasks", "n", "ntasks-per-node"),
+    *("partition", "p", "account", "A", "qos", "q", "time", "t", "gres", "constraint", "C", "cpus-per-task", "c"),
+    *("mem", "job-name", "J", "signal", "requeue", "no-requeue", "nodes", "N", "ntasks", "n", "ntasks-per-node"),
     *("output", "o", "open-mode", "chdir", "D", "array", "a", "export"),
 )
-
-
 _MEMORY = re.compile(r"[0-9]{1,12}[KMGT]?", re.ASCII | re.IGNORECASE)
 
 

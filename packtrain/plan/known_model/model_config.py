@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 
-from packtrain.config.keys import near
+from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft
 from packtrain.errors import Problem, UserError
 from packtrain.plan.known_model.shapes import LLAMA_KIN, MOST_LAYERS, is_adapted, known_sizes, stored_config, weights_of
@@ -42,10 +42,9 @@ def unknown_keys(found: Collection[str], known: Collection[str], kind: str, wher
     """A problem for each key of model.config that the config of this `kind` does not have: transformers would keep it, and use it
     for nothing."""
     for name in (one for one in found if one not in known):
-        meant = near(name, known, 1)
         holder = "rope_parameters" if name in OF_ROTARY_MODELS else "text_config" if "text_config" in known else ""
         instead = f"Write it into model.config.{holder}." if holder else "Take it away."
-        fix = f"Did you mean {meant[0]}?" if meant else instead
+        fix = suggest(name, known, instead)
         yield Problem(f"the config of a {kind} model has no {name!r}", where or f"model.config.{name}", fix)
 
 
@@ -94,8 +93,7 @@ def _keys(model: Model, despite: Sequence[str], *, scores: bool) -> Iterator[Pro
     if model.trust_remote_code and ("auto_map" in sizes or kind not in types):
         return
     if not isinstance(kind, str) or kind not in types:
-        meant = near(str(kind), types, 1)
-        fix = f"Did you mean {meant[0]}?" if meant else "docs/architectures.md lists what trains."
+        fix = suggest(str(kind), types, "docs/architectures.md lists what trains.")
         yield Problem(f"transformers knows no model type {shortened(kind)}", "model.config.model_type", fix)
     elif not is_trained(kind, scores=scores):
         what, fix = f"{kind} is no causal language model", "Take one: docs/architectures.md lists what trains."
@@ -120,19 +118,12 @@ def _layers(model: Model, peft: Peft, *, scores: bool) -> Iterator[Problem]:
     names = {part for layer in layers for part in layer.split(".")} or _names_of(model, scores=scores)
     wanted = {f"peft.modules_to_save[{at}]": one for at, one in enumerate(peft.modules_to_save)}
     wanted |= {f"peft.target_modules[{at}]": one for at, one in enumerate(targets if isinstance(targets, list) else ())}
+    known = f"Layers are {', '.join(sorted(names))}." if layers else "Take it away: a print of the model has the names."
     for where, name in wanted.items() if names else ():
-        start = (
-            "." if "target_modules" in where else ""
-        )  # peft takes modules_to_save for the ends of names, whole or not
+        start = "." if "target_modules" in where else ""  # of modules_to_save peft takes the end of a name for it, too
         parts = [name] if layers else [part for part in name.split(".") if not part.isdigit()]
         if not all(any(f"{start}{part}." in f".{one}." for one in layers or names) for part in parts):
-            meant = near(name, names, 1)
-            advice = (
-                f"Layers are {', '.join(sorted(names))}."
-                if layers
-                else "Take it away: transformers' print(model) has the names."
-            )
-            fix = f"Did you mean {meant[0]}?" if meant else advice
+            fix = suggest(name, names, known)
             yield Problem(f"no layer of the model has the name {shortened(name)}", where, fix)
     if layers and isinstance(targets, str) and not any(is_adapted(layer, targets) for layer in layers):
         fix = f"A text is a pattern for whole names, such as {min(layers, key=len)}; of names write a list."
@@ -144,12 +135,10 @@ def _layers_of(model: Model, *, scores: bool) -> set[str]:
     if known_sizes(model).get("model_type") not in LLAMA_KIN:
         return set()
     try:
-        return {
-            *(re.sub(r"\.(weight|bias)$", "", name) for name in weights_of(model, scores=scores).shapes),
-            *_NEVER_STORED,
-        }
+        shapes = weights_of(model, scores=scores).shapes
     except UserError:
         return set()
+    return {*(re.sub(r"\.(weight|bias)$", "", name) for name in shapes), *_NEVER_STORED}
 
 
 def _names_of(model: Model, *, scores: bool) -> Collection[str]:

@@ -40,7 +40,6 @@ from packtrain.proof.leak import find_leak
 from packtrain.train.verify.users_code import Foreign, load_foreign
 
 _FEATURES = "input_ids, labels and attention_mask (lists of a document's tokens, their labels, and ones)"
-_MADE_WITH = ("tokenizer", "processing_class", "pad_token_id", "model")
 
 
 @dataclass(frozen=True, slots=True)
