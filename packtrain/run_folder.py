@@ -203,7 +203,8 @@ class RunFolder:
     def _has(self, checkpoint: Path) -> bool:
         """Whether a checkpoint is of the run in this folder, not of another one whose folder lies in this one."""
         real = os.path.realpath(checkpoint)
-        return os.path.dirname(real) == os.path.realpath(self.root) or _is_in(checkpoint, self.checkpoints)
+        inside = Path(real).is_relative_to(os.path.realpath(self.checkpoints))
+        return inside or os.path.dirname(real) == os.path.realpath(self.root)
 
     def _set_mark(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -285,11 +286,6 @@ def _json_of(file: Path) -> Any:
     with suppress(ValueError, RecursionError):
         return json.loads(text_of(file))
     return None
-
-
-def _is_in(path: Path, place: Path) -> bool:
-    """Whether a path is `place` or below it, links followed."""
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(place))
 
 
 def _holds_something(path: Path) -> bool:

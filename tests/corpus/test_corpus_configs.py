@@ -156,6 +156,12 @@ FORMS = {
         "model:\n  config: {model_type: gemma2}\npeft: {kind: lora, target_modules: [q_porj]}\n",
         "Did you mean q_proj",
     ),
+    "9,000 layers that nobody has": (
+        "model:\n  config: {model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 10000, vocab_size: 9,\n"
+        "    num_attention_heads: 1}\n"
+        f"peft: {{kind: lora, target_modules: [{', '.join(f'q_porj{at}' for at in range(9000))}]}}\n",
+        "Did you mean q_proj",
+    ),
     "a model type that is no causal language model": (
         "model:\n  config: {model_type: t5}\n",
         "no causal language model",

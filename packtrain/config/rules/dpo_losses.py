@@ -16,24 +16,6 @@ def dpo_rules(objective: Objective) -> Iterator[Fault]:
     if not losses:
         yield Fault(("objective.loss_type",), "there is no loss", "Name at least one.")
     yield from _weights(objective, losses)
-    yield from _losses(objective, losses)
-
-
-def _weights(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault]:
-    weights = objective.loss_weights
-    if weights is None:
-        return
-    if len(weights) != len(losses):
-        what = f"{counted(len(weights), 'weights')} for {counted(len(losses), 'losses')}"
-        yield Fault(("objective.loss_weights", "objective.loss_type"), what, "Give one for each, in their order.")
-    elif weights and not (all(0 <= weight < math.inf for weight in weights) and any(weights)):
-        found = ", ".join(f"{weight:g}" for weight in weights)
-        what = f"found {found}: that trains nothing, or away from the preferences"
-        yield Fault(("objective.loss_weights",), what, "Give numbers from 0 on, one of them above.")
-
-
-def _losses(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault]:
-    """What TRL refuses, or silently gets wrong, for these losses."""
     if "exo_pair" in losses and objective.label_smoothing == 0:
         what = "the loss exo_pair needs label smoothing"
         yield Fault(("objective.label_smoothing",), what, "Its paper recommends 1e-3.")
@@ -51,3 +33,16 @@ def _losses(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault]
     if objective.use_weighting and "sft" in losses:
         what = "sft is a mean over tokens, of which TRL cannot weigh the pairs"
         yield Fault(("objective.use_weighting", "objective.loss_type"), what, "Take it away, or leave sft out.")
+
+
+def _weights(objective: Objective, losses: Sequence[LossType]) -> Iterator[Fault]:
+    weights = objective.loss_weights
+    if weights is None:
+        return
+    if len(weights) != len(losses):
+        what = f"{counted(len(weights), 'weights')} for {counted(len(losses), 'losses')}"
+        yield Fault(("objective.loss_weights", "objective.loss_type"), what, "Give one for each, in their order.")
+    elif weights and not (all(0 <= weight < math.inf for weight in weights) and any(weights)):
+        found = ", ".join(f"{weight:g}" for weight in weights)
+        what = f"found {found}: that trains nothing, or away from the preferences"
+        yield Fault(("objective.loss_weights",), what, "Give numbers from 0 on, one of them above.")

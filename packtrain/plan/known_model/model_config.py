@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, islice
 
 from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft
@@ -21,8 +22,10 @@ _SIZE = re.compile(
     r"|max_position_embeddings|n_(positions|embd|layer|head|ctx)"
 )
 _ID = re.compile(r"\w*token_id")
+_NUMBER = re.compile(r"\b[0-9]+\b")
 _LAYERS = ("num_hidden_layers", "n_layer")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "context_length")
+_MOST_TOLD = 50  # each costs a search for what was meant
 _NEVER_STORED = ("lm_head", "score")  # a head that shares the embeddings' weight, or a new one
 OF_ROTARY_MODELS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
 """What a new config with rope_parameters takes, though it is no field of its own: most go into rope_parameters."""
@@ -33,8 +36,8 @@ def check_model(model: Model, peft: Peft, despite: Sequence[str] = (), *, scores
 
     `despite` is trainer.resume_despite, which may name keys of model.config.
     """
-    problems = [*_values(model), *_keys(model, despite, scores=scores), *_layers(model, peft, scores=scores)]
-    if problems:
+    found = chain(_values(model), _keys(model, despite, scores=scores), _layers(model, peft, scores=scores))
+    if problems := list(islice(found, _MOST_TOLD)):
         raise UserError(problems)
 
 
@@ -115,14 +118,15 @@ def _layers(model: Model, peft: Peft, *, scores: bool) -> Iterator[Problem]:
     if peft.kind != "lora":
         return
     layers, targets = _layers_of(model, scores=scores), peft.target_modules
-    names = {part for layer in layers for part in layer.split(".")} or _names_of(model, scores=scores)
+    whole = {_NUMBER.sub("0", layer) for layer in layers}  # of all blocks one
+    names = {part for one in whole for part in one.split(".")} - {"0"} or _names_of(model, scores=scores)
     wanted = {f"peft.modules_to_save[{at}]": one for at, one in enumerate(peft.modules_to_save)}
     wanted |= {f"peft.target_modules[{at}]": one for at, one in enumerate(targets if isinstance(targets, list) else ())}
     known = f"Layers are {', '.join(sorted(names))}." if layers else "Take it away: a print of the model has the names."
     for where, name in wanted.items() if names else ():
         start = "." if "target_modules" in where else ""  # of modules_to_save peft takes the end of a name for it, too
-        parts = [name] if layers else [part for part in name.split(".") if not part.isdigit()]
-        if not all(any(f"{start}{part}." in f".{one}." for one in layers or names) for part in parts):
+        parts = [_NUMBER.sub("0", name)] if layers else [part for part in name.split(".") if not part.isdigit()]
+        if not all(any(f"{start}{part}." in f".{one}." for one in whole or names) for part in parts):
             fix = suggest(name, names, known)
             yield Problem(f"no layer of the model has the name {shortened(name)}", where, fix)
     if layers and isinstance(targets, str) and not any(is_adapted(layer, targets) for layer in layers):
