@@ -41,6 +41,7 @@ from tests.corpus import test_corpus_configs, test_corpus_data, test_corpus_stag
 from tests.corpus.case import Case, carry_out, environment_of, explained, faults, placed  # noqa: E402
 
 WARM = ("packtrain.cli", "packtrain.plan.view.screen", "packtrain.launch.slurm.submit", "packtrain.config.sweep")
+EVERY = 100
 SECRET = "hunter2hunter2"
 PLANTED = (f"https://joe:{SECRET}@host/x.jsonl", f"https://host/x?token={SECRET}", f"password={SECRET}")
 ODD = (
@@ -268,6 +269,8 @@ def run(number: int, start: int, *, show: int = 5) -> tuple[Counter[str], list[s
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             outcome = carry_out(case, Path(folder), begun)
             ends[str(outcome.code)] += 1
+            if ends.total() % EVERY == 0:
+                print(f"{ends.total()} cases, {len(broken)} broke", file=sys.stderr, flush=True)
             if found := faults(case, outcome):
                 broken.append(explained(case, outcome, found, Path(folder)) if len(broken) < show else "; ".join(found))
 

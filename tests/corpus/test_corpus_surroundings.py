@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
 import fcntl
+import io
 import json
 import os
 import resource
@@ -198,7 +201,56 @@ def memory_of(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (taken + more, taken + more))
 
 
+def quota_used_up(below: str) -> None:
+    """No file or folder more can be made where the path has `below` in it, as with a quota of inodes."""
+
+    def refused(path: Any, makes: bool) -> None:
+        if (
+            makes
+            and isinstance(path, (str, os.PathLike))
+            and below in os.path.abspath(path)
+            and not os.path.exists(path)
+        ):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), os.fspath(path))
+
+    plain, low, folder = io.open, os.open, os.mkdir
+
+    def opened(path: Any, mode: str = "r", *given: Any, **named: Any) -> Any:
+        refused(path, "r" not in mode)
+        return plain(path, mode, *given, **named)
+
+    def opened_low(path: Any, flags: int, *given: Any, **named: Any) -> int:
+        refused(path, bool(flags & os.O_CREAT))
+        return low(path, flags, *given, **named)
+
+    def made(path: Any, *given: Any, **named: Any) -> None:
+        refused(path, True)
+        folder(path, *given, **named)
+
+    builtins.open = io.open = opened  # pyright: ignore[reportAttributeAccessIssue]
+    os.open, os.mkdir = opened_low, made  # pyright: ignore[reportAttributeAccessIssue]
+
+
 LIMITS = [
+    *(
+        trains(
+            f"a quota that is used up for {below}",
+            {},
+            *more,
+            begin=partial(quota_used_up, below),
+            expect=(code,),
+            says=("quota",),
+        )
+        for below, code, *more in (
+            ("/run", 2),
+            ("/run/logs", 2),
+            ("/run/metrics", 0),
+            ("/run/.final", 2),
+            ("/run/.summary", 2),
+            ("/run/checkpoints", 0, "trainer.checkpoint_every=1"),
+            ("/home/cache", 2),
+        )
+    ),
     *(
         trains(f"{more >> 20} MB of memory", begin=partial(memory_of, more), expect=(0, 2))
         for more in (1 << 20, 20 << 20, 100 << 20)
