@@ -96,14 +96,17 @@ def of_system(error: BaseException) -> PacktrainError | None:
         )
     if isinstance(error, RuntimeError) and "start new thread" in str(error):
         return UserError("the system gives no thread more", fix="See its limits: ulimit -v, ulimit -u.")
-    if isinstance(error, ImportError) and not (error.name or "packtrain").startswith("packtrain"):
-        what = f"the package {error.name.partition('.')[0]} cannot be used: {sentence(error)}"
+    ours = raised_in(error).startswith(_OURS)
+    if isinstance(error, ImportError) and not (error.name.startswith("packtrain") if error.name else ours):
+        what = f"a package cannot be used: {sentence(error)}"
+        if error.__cause__ is not None:  # of transformers, which imports late
+            what += f" ({sentence(error.__cause__)})"
         return UserError(what, fix=f"Install it anew, in a version that packtrain takes: pip check. {_SHOWS}")
     if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":  # ours never make one
         return UserError(f"not UTF-8 text: {error}", fix="Save it as UTF-8, or name it in ASCII.")
     if isinstance(error, OSError) and error.errno in _FIXES:
         return UserError(error.strerror or str(error), where=_paths_of(error), fix=_FIXES[error.errno])
-    if raised_in(error).startswith(_OURS):
+    if ours:
         return None
     if isinstance(error, OSError):
         fix = f"Look at the path, and at what is there. {_SHOWS}"

@@ -81,7 +81,7 @@ def test_of_what_no_stage_expected_our_own_failure_is_a_bug_and_that_of_a_librar
         ("raise OSError(122, 'Disk quota exceeded', b'a', None, 'b')", "quota is used up"),
         ("open('x' * 300)", "File name too long"),
         ("open('\\ud800')", "not UTF-8 text"),
-        ("import numpy.no_such_part", "the package numpy cannot be used"),
+        ("import numpy.no_such_part", "a package cannot be used: No module named 'numpy.no_such_part'"),
         ("raise MemoryError", "there is not enough memory"),
     ],
 )
@@ -91,6 +91,14 @@ def test_what_the_machine_refuses_is_the_users_whoever_asks(code: str, said: str
             raised_by(file, code)
         found = of_system(error.value)
         assert isinstance(found, UserError) and said in str(found)
+
+
+def test_a_package_that_fails_as_another_imports_it_late_is_named_with_its_own_words() -> None:
+    code = "try:\n    raise RuntimeError('CUDA Setup failed')\nexcept RuntimeError as error:\n    raise ImportError('no Trainer') from error"
+    with pytest.raises(ImportError) as error:
+        raised_by(THEIRS, code)
+    found = of_system(error.value)
+    assert isinstance(found, UserError) and "no Trainer (CUDA Setup failed)" in str(found)
 
 
 def test_an_import_of_our_own_that_is_wrong_is_a_bug() -> None:
