@@ -61,6 +61,9 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
         named = error.filename if isinstance(error, OSError) else None
         where = named if isinstance(named, str) else f"trainer.output_dir ({folder.root})"
         return UserError(f"cannot write: {sentence(error)}", where=where, fix=f"make room and {_GO_ON}")
+    if isinstance(error, FileNotFoundError) and not folder.root.exists():
+        what = f"the run folder {folder.root} was removed while the run went on"
+        return UserError(what, where="trainer.output_dir", fix="leave it where it is until the run has ended")
     if isinstance(error, SystemExit) or _MODULES_OF_MODELS in raised_in(error):
         what = f"the code that came with the model failed: {sentence(error)}"
         return UserError(what, where=f"model.path, {raised_in(error)}", fix="mend it, or take another model")

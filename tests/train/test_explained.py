@@ -38,6 +38,7 @@ GPU_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00
         (SafetensorError("Error while serializing: I/O error: Disk quota exceeded (os error 122)"), UserError, "quota"),
         (RuntimeError(f"put_ {NEEDED}, but you set 'torch.use_…"), UserError, "put_ does not have a deterministic"),
         (RuntimeError("shapes differ"), None, ""),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), UserError, "was removed"),
     ],
 )
 def test_what_is_no_bug_is_told_by_what_it_is(error: Exception, kind: Any, words: str) -> None:
@@ -45,6 +46,10 @@ def test_what_is_no_bug_is_told_by_what_it_is(error: Exception, kind: Any, words
     assert type(found) is (kind or type(None))
     if found is not None:
         assert words in found.problems[0].what and found.problems[0].fix
+
+
+def test_a_file_that_is_not_in_the_run_folder_may_be_a_bug(tmp_path: Path) -> None:
+    assert explained(FileNotFoundError(errno.ENOENT, "none"), ALONE, RunFolder(tmp_path), CONFIG.batch) is None
 
 
 def test_torch_refuses_in_words_that_are_known_what_is_not_deterministic() -> None:
