@@ -163,7 +163,7 @@ def _check_generation_config(file: Path) -> None:
     """Raises UserError for a file of JSON that transformers cannot use; what is no JSON it leaves aside."""
     try:
         settings = json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return
     fix = "Mend it, or take the file away: without it, one is made of the model's config."
     if not isinstance(settings, dict):

@@ -38,7 +38,7 @@ def mend_generation_config(model: Any, tokenizer: PreTrainedTokenizerBase) -> st
         json.loads(Path(source, GENERATION_CONFIG_NAME).read_bytes() if source else "{}")
     except OSError:  # of a hub id
         pass
-    except ValueError:
+    except (ValueError, RecursionError):
         return f"{GENERATION_CONFIG_NAME} of {source} is not valid JSON: one is made of the model's config"
     if settings is None or not (refused := _refusal(settings)):  # None: a model that cannot generate
         return ""

@@ -51,7 +51,7 @@ def recall(model: Model, data: Data, kind: str, seed: int) -> DataSize | None:
         return DataSize(
             **{name: int(value) for name, value in json.loads(_note(model, data, kind, seed).read_text()).items()}
         )
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 

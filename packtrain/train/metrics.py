@@ -289,10 +289,11 @@ class MetricsFile(TrainerCallback):
 
 def _place_of(line: str) -> tuple[float, bool]:
     """The step of a line, and whether it is of an evaluation."""
-    try:
-        return (found := json.loads(line))["step"], "eval_loss" in found
-    except (ValueError, KeyError):  # a half line of a killed run
-        return math.inf, False
+    with suppress(ValueError, RecursionError):  # a half line of a killed run
+        found = json.loads(line)
+        if isinstance(found, dict) and isinstance(found.get("step"), (int, float)):
+            return found["step"], "eval_loss" in found
+    return math.inf, False
 
 
 class TerminalProgress(TrainerCallback):

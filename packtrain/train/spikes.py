@@ -336,7 +336,7 @@ def _taken_up(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
         with suppress(OSError, ValueError):
             text = one.read_text()
     for line in text.splitlines():
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             found = json.loads(line)
             if isinstance(found, dict) and found.keys() >= {"step", "action", "from"}:
                 lines.append(found)

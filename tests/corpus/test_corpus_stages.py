@@ -170,6 +170,7 @@ CASES = [
     trains("an index of nothing", {"model/model.safetensors.index.json": "[1]"}),
     trains("an index without its parts", {WEIGHTS: gone, f"{WEIGHTS}.index.json": '{"weight_map": {"a": "b"}}'}),
     trains("a pickle of noise", {WEIGHTS: gone, "model/pytorch_model.bin": b"\x80\x04noise"}),
+    trains("generation config nested 100,000 deep", {"model/generation_config.json": "[" * 10**5}, expect=(0, 2)),
     trains("generation config that is a FIFO", {"model/generation_config.json": instead(os.mkfifo)}, says=("FIFO",)),
     trains("a model that is a GGUF file of noise", {"m.gguf": b"noise"}, "model.path=m.gguf"),
     trains("a model that is a file of rows", {}, "model.path=data.jsonl"),

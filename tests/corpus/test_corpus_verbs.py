@@ -331,7 +331,28 @@ def of_reports() -> Iterator[Case]:
         )
 
 
-CASES = [*of_inspect(), *of_verify(), *of_bench(), *of_env(), *of_reports()]
+def of_folders() -> Iterator[Case]:
+    """Run folders that cannot be."""
+    for folder in (
+        "c.yaml/x",
+        "/dev/null/x",
+        "loop/x",
+        "loop",
+        "/proc/x",
+        "/sys/x/y",
+        "data.jsonl/../x",
+        "x/" * 200 + "y" * 256,
+    ):
+        yield trains(f"a run folder {folder:.20}", LOOPS, f"trainer.output_dir={folder}", says=("output_dir",))
+        arguments = ("sbatch", "sft", *RUN[:-1], f"trainer.output_dir={folder}", *JOB, "-o", "home/job.sh")
+        yield Case(
+            name=f"sbatch: a run folder {folder:.20}",
+            arguments=arguments,
+            files={**LOOPS, "c.yaml": "", "data.jsonl": ""},
+        )
+
+
+CASES = [*of_folders(), *of_inspect(), *of_verify(), *of_bench(), *of_env(), *of_reports()]
 
 
 @pytest.mark.parametrize("case", sampled(CASES, one_in=8))

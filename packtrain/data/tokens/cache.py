@@ -168,7 +168,7 @@ def _verified(folder: Path) -> dict[str, Any]:
         for name, size in manifest["sizes"].items():
             if (found := (folder / name).stat().st_size) != size:
                 raise DamagedStore(f"{name} has {found} bytes, the manifest says {size}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedStore(f"{type(error).__name__}: {error}") from error
     return manifest
 

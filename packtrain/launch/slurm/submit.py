@@ -47,9 +47,17 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
     if test:
         print(_sbatch(["--test-only"], text), file=sys.stderr)
         return 0
-    job.logs.mkdir(parents=True, exist_ok=True)
+    try:
+        job.logs.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+        what = f"the run folder cannot be made: {error.strerror}"
+        raise UserError(what, where=f"trainer.output_dir ({job.logs.parent})", fix="Name another folder.") from error
     if file is not None:
-        write_text(followed(file), text)
+        try:
+            write_text(followed(file), text)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            fix = "Name a file that can be written with -o."
+            raise UserError(f"the script cannot be written: {error.strerror}", where=str(file), fix=fix) from error
     if submit:
         _submit(job, text, f"{summary(job, plan)}; {plan.batch.sentence()}", file, as_json)
     elif as_json:

@@ -182,7 +182,7 @@ def _stored(folder: Path, sizes: Mapping[str, Any]) -> Weights:
             header.pop("__metadata__", None)
             shapes |= {name: tuple(one["shape"]) for name, one in header.items()}
             width = 2 if any(one["dtype"] in ("BF16", "F16") for one in header.values()) else 4
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{folder / file} cannot be read as safetensors") from error
     return Weights(shapes, width, sizes)
 
