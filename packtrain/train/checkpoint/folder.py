@@ -200,7 +200,7 @@ def origin_of(
     """The facts of a run by `config`, as plain containers: its keys, secrets as digests, and what became of some of them."""
     base, weights = base_model(model), sum(elements(one) for one in model.parameters() if one.requires_grad)
     shape = {name: value for name, value in base.config.to_dict().items() if not _UNSAID.fullmatch(name)}
-    adapted = base is not model
+    frozen = any(not one.requires_grad for one in model.parameters())  # below adapters, or as the model is made
     return {
         **facts_of(config),
         **shared_versions(environment()),
@@ -208,7 +208,7 @@ def origin_of(
         "data.train": f"{len(data):,} documents, {data.lengths.sum():,} tokens (fingerprint {data.fingerprint[:12]})",
         "model": f"{type(base).__name__} with {weights:,} trained weights",
         "model.dtype": str(base.dtype).removeprefix("torch."),
-        "model.weights": f"frozen ones with hash {weights_hash(model, trained=False)[:12]}" if adapted else None,
+        "model.weights": f"frozen ones with hash {weights_hash(model, trained=False)[:12]}" if frozen else None,
         TOKENIZER: digest_of(f"{len(tokenizer)} {_text_of(tokenizer)} {tokenizer.chat_template}"),
         PROCESSES: processes,
     }

@@ -92,7 +92,8 @@ class _Plain:
         base = base_model(self._model)
         with loading_whole():
             loaded = type(base).from_pretrained(self._folder, dtype=base.dtype)
-        return {name: weight.detach() for name, weight in loaded.named_parameters(remove_duplicate=False)}
+        held = (*loaded.named_parameters(remove_duplicate=False), *loaded.named_buffers(remove_duplicate=False))
+        return {name: one.detach() for name, one in held}
 
 
 class _Shards:
