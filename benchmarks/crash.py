@@ -14,6 +14,9 @@ command is run until it ends, and must leave
 - the same lines in metrics.jsonl, none missing, none twice (but for times and memory);
 - whole checkpoints, of the same steps, and no file or folder that the undisturbed run does not leave.
 
+One setup has a step without a number for its loss, which is skipped; in one another number of processes goes on, and losses are to be
+within 1e-5, weights within 1e-4.
+
 Processes are forked from one that has imported torch and packtrain (tests/train/forked.py), as torchrun would start them.
 """
 
