@@ -154,7 +154,7 @@ class _Launches:
             plan.hosts,
             expected=expected,
             least=plan.least_nodes if self._launches else None,
-            restarts=self._restarts.left > 0,
+            restarts=plan.restarts > 0,
             main=self._main,
         )
         with meet(self._me, place, self._prepare) as group:

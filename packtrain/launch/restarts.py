@@ -65,7 +65,7 @@ class Restarts:
         self._note([one for one in verdict.lines if one != BUG] or [failed])
         self.steps.append(self._step)
         self._what = f"restart {len(self.steps)} of {self._most}"
-        if self._done():
+        if in_time(self._done, False):
             left = "the run was done"
         elif self.steps[-FRUITLESS - 1 :] == [self._step] * (FRUITLESS + 1):
             left = f"{FRUITLESS} restarts in a row have brought no new checkpoint"

@@ -80,10 +80,10 @@ def restarts(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "out/logs/restarts.json").read_text())
 
 
-def reached(folder: Path, launcher: Running | None = None) -> None:
-    """Waits for the first checkpoint."""
+def reached(folder: Path, launcher: Running | None = None, step: int = 5) -> None:
+    """Waits for a checkpoint."""
     end = time.monotonic() + LONG_S
-    while not (folder / "out/checkpoints/step-000005").exists():
+    while not (folder / f"out/checkpoints/step-{step:06d}").exists():
         assert time.monotonic() < end and (launcher is None or launcher.process.poll() is None), (
             launcher and launcher.text
         )
@@ -200,6 +200,31 @@ def test_the_next_machine_takes_the_place_of_the_first_which_may_come_back(hosts
     steps = [one["step"] for one in told]
     assert 5 <= steps[0] < steps[1] <= steps[2] < steps[3]  # a machine that comes back costs no step
     assert "restart 2 of 3" in first.text and "restart 1 of 3" not in first.text
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp2"])
+def test_a_run_that_goes_on_with_fewer_machines_comes_to_the_losses_of_one_process(
+    hosts: TwoHosts, tmp_path: Path, strategy: str
+) -> None:
+    """As a user starts it, with a real model."""
+    if strategy == "zero2":
+        pytest.importorskip("deepspeed")
+    config = base_config(tmp_path, trainer={"max_steps": 40})
+    machines = {"kind": "manual", "nodes": 2, "min_nodes": 1, "main_address": "n1", "gpus_per_node": 1}
+    trainer = {"restarts": 1, "checkpoint_every": 3, "output_dir": "out"}
+    changes = {"trainer": {**config["trainer"], **trainer}, "topology": machines, "strategy": strategy}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**config, **changes}))
+    given = ("-m", "packtrain", "sft", "run.yaml")
+    runs = [hosts.start(host, *given, f"topology.node_rank={host - 1}", cwd=tmp_path) for host in (1, 2)]
+    reached(tmp_path, runs[0], 3)
+    runs[1].process.kill()
+    assert runs[0].wait() == 0, runs[0].text
+    (one,) = restarts(tmp_path)
+    assert one["machines"] == ["n1"] and 3 <= one["step"] < 40
+    whole, shrunk = train(tmp_path, config), Run(tmp_path / "out")
+    assert shrunk.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
 @pytest.mark.slow
