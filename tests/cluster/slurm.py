@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cluster import two_hosts
@@ -99,10 +100,11 @@ class Slurm:
         return job
 
     def lose(self, host: int) -> None:
-        """A host whose power is gone: all that runs there is killed, and Slurm has noticed."""
+        """A host whose power is gone: all that runs there, but for the cluster's own controller, is killed, and Slurm has noticed."""
         for pid in self._hosts.processes(host):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError, psutil.Error):
+                if psutil.Process(pid).name() not in ("slurmctld", "munged"):
+                    os.kill(pid, signal.SIGKILL)
         self.run("scontrol", "update", f"NodeName=n{host}", "State=DOWN", "Reason=lost")
 
     def give_back(self, host: int) -> None:

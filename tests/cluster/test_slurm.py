@@ -262,6 +262,19 @@ def test_a_job_that_loses_a_machine_goes_on_with_the_other(cluster: Slurm, home:
     assert "restart 1 of 1, from the checkpoint of step" in log.read_text()
 
 
+@pytest.mark.exhaustive
+def test_a_job_that_loses_its_first_machine_comes_back(cluster: Slurm, home: Path) -> None:
+    """Where no other number of machines will do: with --no-kill Slurm keeps the job, without its script."""
+    wait = '[ -n "$SLURM_RESTART_COUNT" ] || sleep 600'
+    write(home, "first.yaml", topology={"nodes": 2, "gpus_per_node": 1, "requeue": True, "setup": [wait]})
+    told = submit(cluster, home, "first.yaml", "trainer.output_dir=runs/first")
+    cluster.until(told["job_id"], lambda job: job["JobState"] == "RUNNING")
+    cluster.lose(1)
+    cluster.give_back(1)
+    job = done(cluster, told["job_id"], told["log"])
+    assert job["Restarts"] == "1" and len(losses(Path(told["output_dir"]))) == STEPS
+
+
 def test_a_step_with_a_task_for_each_rank_is_ended_with_one_diagnosis_over_all_machines(
     tasks: Running, home: Path
 ) -> None:
