@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 HIDDEN = "***"
@@ -48,6 +49,7 @@ _INNOCENT_NAME = re.compile(
 _learnt: set[str] = set()
 
 
+@lru_cache(4096)  # every text of a config is held against every variable
 def speaks_of_secrets(name: str) -> bool:
     """Whether a variable, key or option of this name holds something to hide: HF_TOKEN does, MAX_TOKENS does not."""
     return _SECRET_NAME.search(_INNOCENT_NAME.sub("", name)) is not None
