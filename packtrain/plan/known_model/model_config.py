@@ -93,7 +93,7 @@ def _keys(model: Model, despite: Sequence[str], *, scores: bool) -> Iterator[Pro
     kind = sizes.get("model_type")
     if kind is None or (model.path and model.path.endswith(".gguf")):
         return
-    if model.trust_remote_code and ("auto_map" in sizes or kind not in types):
+    if model.trust_remote_code and ("auto_map" in sizes or str(kind) not in types):
         return
     if not isinstance(kind, str) or kind not in types:
         fix = suggest(str(kind), types, "docs/architectures.md lists what trains.")
