@@ -32,8 +32,10 @@ ORDER = "order"
 class SavedStates(Protocol):
     """The contents of a checkpoint, by the names of `named_parameters()`; all tensors are whole, and on the CPU."""
 
-    order: Sequence[str] | None
-    """The names in the order in which the optimizer has its states; None if it has them by name."""
+    @property
+    def order(self) -> Sequence[str] | None:
+        """The names in the order in which the optimizer has its states; None if it has them by name."""
+        raise NotImplementedError
 
     def weight(self, name: str) -> torch.Tensor:
         """The weight, or the buffer; weights of DeepSpeed in float32. Raises KeyError."""
