@@ -225,7 +225,7 @@ PLACES = {
 }
 
 
-def of_env() -> Iterator[Case]:
+def of_configs() -> Iterator[Case]:
     for verb in VERBS:
         for name, content in CONFIGS.items():
             says = ("c.yaml",)
@@ -236,6 +236,10 @@ def of_env() -> Iterator[Case]:
                 says=says,
             )
         yield Case(name=f"{verb}: options of nobody", arguments=(verb, "--nope=1", "--", "-x"))
+
+
+def of_env() -> Iterator[Case]:
+    """Each imports torch in a process of its own."""
     for name, code in TORCHES.items():
         env, files = {"PYTHONPATH": "mine"}, {"mine/torch.py": code}
         yield Case(
@@ -352,9 +356,10 @@ def of_folders() -> Iterator[Case]:
         )
 
 
-CASES = [*of_folders(), *of_inspect(), *of_verify(), *of_bench(), *of_env(), *of_reports()]
+CASES = [*of_folders(), *of_configs(), *of_inspect(), *of_verify(), *of_bench(), *of_reports()]
+SLOW = [*of_env()]
 
 
-@pytest.mark.parametrize("case", sampled(CASES, one_in=8))
+@pytest.mark.parametrize("case", [*sampled(CASES, one_in=8), *sampled(SLOW, one_in=len(SLOW))])
 def test_case(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
