@@ -296,7 +296,9 @@ def whole_weights(model: nn.Module, *, trained_only: bool) -> dict[str, Any]:
     whole = get_model_state_dict(model, options=options)
     first: dict[int, str] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
-        if first.setdefault(id(weight), name) != name and name in whole:
+        if trained_only and not weight.requires_grad:
+            whole.pop(name, None)  # torch leaves the second name of tied weights
+        elif first.setdefault(id(weight), name) != name and name in whole:
             whole[name] = whole[first[id(weight)]]  # tied: must be the same tensor object
     return whole
 
