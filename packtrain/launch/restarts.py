@@ -56,7 +56,7 @@ class Restarts:
 
     def follow(self, steps: Sequence[int]) -> None:
         """Knows of a launch what the machine knows that decides, after failures at these `steps`, and may be lost."""
-        self.steps, self._record = [*steps], self._folder.restarts()
+        self.steps, self._record = [*steps], [*self._folder.restarts()]
 
     def decide(self, verdict: Verdict, failed: str) -> Verdict:
         """The verdict, with `restart` set or a line that says why there is none; `failed` is the first failure in words."""

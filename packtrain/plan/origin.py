@@ -24,6 +24,8 @@ from packtrain.run_folder import RunFolder, object_of, text_of
 ORIGIN, MANIFEST = "origin.json", "manifest.json"
 STRATEGY, PROCESSES = "strategy.name", "the number of processes"
 SHAPE, TOKENIZER = "model.config.", "the tokenizer"
+FORMAT = "checkpoint.format"
+"""Raised by one when checkpoints can no longer be read as before."""
 _LENGTH, _STEPS, _DESPITE = "trainer.max_steps", "the number of steps", "trainer.resume_despite"
 _ELSEWHERE = ("trainer.output_dir", "trainer.resume", _DESPITE, "trainer.epochs", _LENGTH, "data.eval")
 """Keys with names of files and folders, and those that say how to go on."""
@@ -42,6 +44,7 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
         facts["packing.strategy"] = None
     facts["data.eval"] = "other files" if isinstance(held_out, str) else held_out
     facts["optim.name"] = config["optim"]["name"].removesuffix("_fused")  # the same steps
+    facts[FORMAT] = 2
     facts[_DESPITE] = sorted(config["trainer"]["resume_despite"])
     return facts
 

@@ -18,7 +18,9 @@ _FREE = re.compile(
     r"|batch\.(examples|tokens)_per_device|trainer\.(?!seed|mixed_precision|float32_matmul|max_steps).*|peft\.merge"
     r"|strategy\.name|[^.]+"  # the last: versions, processes, and the like
 )
-_FIXED = re.compile(r"model|peft\.(kind|r|target_modules|modules_to_save)|optim\.name|objective\.kind")
+_FIXED = re.compile(
+    r"checkpoint\.format|model|peft\.(kind|r|target_modules|modules_to_save)|optim\.name|objective\.kind"
+)
 _FACTS = ("model", "model.weights")
 
 

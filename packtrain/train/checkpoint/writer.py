@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -110,7 +110,7 @@ class CheckpointWriter:
             if gpu is not None:
                 torch.cuda.set_device(gpu)  # each thread has its own
             with suppress(RuntimeError):  # out of memory: `copied` will say so
-                self._copies().stage(tensors)
+                self._copies().stage(cast(Any, tensors))
                 self._kept = True
 
         self._maker = Thread(target=make, name="memory of copies", daemon=True)
