@@ -30,6 +30,7 @@ MOST_TELLING = (2, 3, 1, 4)  # exit codes, the most informative first
 _PRINTED_BY_RANK_0 = (2, 3, 4)  # its own PacktrainError, on the terminal
 TAIL_LINES = 20
 _HEAD = re.compile(r"error:|error: \d+ problems").fullmatch
+_OF_STEP = re.compile(r"(\S+ \S+ )?step \d+/\d+ .*").fullmatch
 _LOST = (
     "  likely cause: the machine is down, its link is cut, or its launcher was killed or stopped",
     "  → look whether the machine is up, at its link, at its launcher's terminal or log, and at dmesg there (out of memory, time "
@@ -128,8 +129,8 @@ def _print_problems(error: PacktrainError) -> None:
 
 
 def tail_of(log: Sequence[str]) -> list[str]:
-    """The last lines of a log: what its process said of its own end, if it did, and not the traceback before that."""
-    last = list(log[-TAIL_LINES:])
+    """The last lines of a log: what its process said of its own end, if it did, and not the traceback or the steps before that."""
+    last = list(log[max((at + 1 for at, line in enumerate(log) if _OF_STEP(line)), default=0) :][-TAIL_LINES:])
     return last[max((at for at, line in enumerate(last) if _HEAD(line)), default=0) :]
 
 

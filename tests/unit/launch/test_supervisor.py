@@ -13,7 +13,7 @@ import pytest
 
 from packtrain.launch import supervisor
 from packtrain.launch.coordinator import Coordinator, Reporter
-from packtrain.launch.exit_status import Verdict
+from packtrain.launch.exit_status import Verdict, tail_of
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import left
 from packtrain.monitor.heartbeat import TimeLimits
@@ -97,3 +97,11 @@ def test_a_rank_that_is_killed_is_named_with_its_signal(tmp_path: Path) -> None:
     verdict = run(tmp_path, DIES, ranks=2)
     assert verdict.code == 4
     assert re.match(r"rank 1 on n1 .*ended without an error message \(SIGKILL\), in starting", verdict.lines[0])
+
+
+def test_the_last_words_of_a_process_are_those_after_its_last_step() -> None:
+    steps = [f"2026-01-01 00:00:00 step {step}/9  loss 1.0" for step in (1, 2)]
+    assert tail_of(["model      x", *steps]) == []
+    assert tail_of(["model      x", *steps, "munmap failed"]) == ["munmap failed"]
+    assert tail_of(["a", "Traceback …", "error:", "  bad data"]) == ["error:", "  bad data"]
+    assert tail_of([str(one) for one in range(30)]) == [str(one) for one in range(10, 30)]
