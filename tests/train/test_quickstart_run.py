@@ -113,6 +113,7 @@ def test_the_dpo_quickstart_ranks_held_out_pairs_well_above_chance(tmp_path: Pat
     assert f"{last['eval_rewards/accuracies']:.1%} rank right" in said
 
 
+@pytest.mark.exhaustive
 def test_the_kto_quickstart_tells_answers_to_other_questions_apart(tmp_path: Path) -> None:
     # a fifth of its steps, evaluated at the two ends
     own = {"PACKTRAIN_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
