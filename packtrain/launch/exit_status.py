@@ -6,6 +6,7 @@ lost peer (MOST_TELLING). Ranks that ended only because others had (`followers`)
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from pathlib import PurePath
 from typing import Any
 
 from packtrain.boundary import TRACEBACK, of_system
-from packtrain.errors import PacktrainError
+from packtrain.errors import PacktrainError, UserError
 from packtrain.redact import Redactor, clean
 from packtrain.standard_streams import outlive_terminal
 from packtrain.wording import visible
@@ -63,8 +64,8 @@ def heard_by(listener: Callable[[int], None]) -> Iterator[None]:
 def exit_code_of(work: Callable[[], int], *, alone: bool = True) -> int:
     """Does `work` and returns its exit code, or that of the error or signal it ended with, which is printed.
 
-    If this is one of many processes (not `alone`), an exception is not yet called a bug, and a signal is not reported: the launcher
-    does both, because it knows how the others ended.
+    If this is one of many processes (not `alone`), an exception is not yet called a bug, nor a lost peer, and a signal is not
+    reported: the launcher does so, because it knows how the others ended, and may start them again.
     """
     received: list[int] = []
 
@@ -96,7 +97,9 @@ def ended_by(error: Exception | KeyboardInterrupt, *, alone: bool = True) -> int
     """The exit code for an error, which is printed: as the user's, or with its traceback as a bug."""
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         outlive_terminal()  # it may be the terminal itself that cannot be written to
-    known = error if isinstance(error, PacktrainError) else of_system(error) if alone else None
+    known = error if isinstance(error, PacktrainError) else of_system(error)
+    if known is not error and not alone and (not isinstance(known, UserError) or _may_pass(error)):
+        known = None
     if known is not None:
         if known.shown:
             if os.environ.get(TRACEBACK):
@@ -112,6 +115,11 @@ def ended_by(error: Exception | KeyboardInterrupt, *, alone: bool = True) -> int
     if alone:
         print(BUG, file=sys.stderr)
     return 1
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether a disk has failed, perhaps that of one machine alone."""
+    return isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE, errno.ENODEV)
 
 
 def _print_traceback(error: BaseException) -> None:

@@ -93,6 +93,25 @@ def test_what_the_machine_refuses_is_the_users_whoever_asks(code: str, said: str
         assert isinstance(found, UserError) and said in str(found)
 
 
+@pytest.mark.parametrize(
+    ("code", "alone", "among_others"),
+    [
+        (DISK_FULL, 2, 2),
+        ("raise OSError(24, 'Too many open files')", 2, 2),
+        ("raise OSError(5, 'Input/output error')", 2, 1),  # may be of one machine: the run is started again
+        ("raise ConnectionResetError", 4, 1),  # a lost peer, of which the launcher knows more
+        ("{}['a']", 1, 1),
+    ],
+)
+def test_what_the_machine_refuses_is_no_bug_in_one_of_many_processes_either(
+    code: str, alone: int, among_others: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(lambda: raised_by(OURS, code)) == alone
+    capsys.readouterr()
+    assert exit_code_of(lambda: raised_by(OURS, code), alone=False) == among_others
+    assert ("Traceback" in (said := capsys.readouterr().err)) == (among_others == 1) and BUG not in said
+
+
 def test_a_package_that_fails_as_another_imports_it_late_is_named_with_its_own_words() -> None:
     code = "try:\n    raise RuntimeError('CUDA Setup failed')\nexcept RuntimeError as error:\n    raise ImportError('no Trainer') from error"
     with pytest.raises(ImportError) as error:
