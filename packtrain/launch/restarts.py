@@ -9,7 +9,6 @@ that bring no progress, and keeps the arguments that were made for the machines 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 
 from packtrain.errors import PeerFailed
 from packtrain.launch.exit_status import BUG, Verdict
+from packtrain.plan.origin import listed
 from packtrain.redact import clean
 from packtrain.run_folder import RunFolder, in_time, write_json
 
@@ -120,5 +120,4 @@ class Restarts:
 
 def newest_step(folder: RunFolder) -> int:
     """The step of the newest checkpoint, 0 where there is none."""
-    found = [re.fullmatch(r"step-(\d+)", one.name) for one in folder.checkpoints.glob("step-*")]
-    return max((int(one[1]) for one in found if one), default=0)
+    return max(listed(folder.checkpoints), default=0)

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ STRATEGY, PROCESSES = "strategy.name", "the number of processes"
 SHAPE, TOKENIZER = "model.config.", "the tokenizer"
 FORMAT = "checkpoint.format"
 """Raised by one when checkpoints can no longer be read as before."""
+_OPTIONS = "optim.schedule_options"
 _LENGTH, _STEPS, _DESPITE = "trainer.max_steps", "the number of steps", "trainer.resume_despite"
 _ELSEWHERE = ("trainer.output_dir", "trainer.resume", _DESPITE, "trainer.epochs", _LENGTH, "data.eval")
 """Keys with names of files and folders, and those that say how to go on."""
+_NAME = re.compile(r"step-(\d+)")
 _AT_ONCE = re.compile(r"(optim|batch|peft)\..*|objective\.(?!reference).*|data\.shuffle|trainer\.seed")
 """Keys whose fact is their value in the config."""
 
@@ -43,6 +46,9 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     else:
         facts["packing.strategy"] = None
     facts["data.eval"] = "other files" if isinstance(held_out, str) else held_out
+    options = config["optim"]["schedule_options"]  # one fact: an option that is taken away changes the schedule, too
+    facts = {name: value for name, value in facts.items() if not name.startswith(_OPTIONS)}
+    facts[_OPTIONS] = json.dumps(options, sort_keys=True)
     facts["optim.name"] = config["optim"]["name"].removesuffix("_fused")  # the same steps
     facts[FORMAT] = 2
     facts[_DESPITE] = sorted(config["trainer"]["resume_despite"])
@@ -70,7 +76,7 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], l
         )
         fix = "go on with what made it, or start over with trainer.resume=never"
         raise UserError(what, where=", ".join(absent), fix=fix)
-    changed = [name for name in origin if name in written and written[name] != origin[name] and name != _DESPITE]
+    changed = [name for name in origin if name in written and name != _DESPITE and not _same(name, written, origin)]
     decisive = [name for name in changed if not is_free(name)]
     if refused := [name for name in decisive if name not in allowed or is_fixed(name)]:
         causes = [name for name in changed if name.startswith(("data.", TOKENIZER)) and name != "data.train"]
@@ -86,26 +92,42 @@ def check_origin(checkpoint: Path, origin: dict[str, Any]) -> tuple[list[str], l
 def check_config(config: Mapping[str, Any], folder: RunFolder, resume: str) -> None:
     """Raises UserError as `check_origin` does, for keys of the `config` alone (as plain containers), before anything is loaded.
 
-    That is by the newest checkpoint; of one that is damaged nothing is known, and the run looks for another.
+    That is by the newest checkpoint, unless it is damaged: then the run looks for another when it reads them.
     """
     named = resume not in ("auto", "never")
     if not named and (resume == "never" or folder.gives_way("auto")):
         return
-    found = [Path(os.path.expanduser(resume))] if named else folder.checkpoints.glob("step-*")
-    newest = max(found, key=lambda one: (len(one.name), one.name), default=None)
-    written = whole_origin(newest) if newest else {}
-    facts = {name: value for name, value in facts_of(config).items() if name in written}
-    at_once = {name: value for name, value in facts.items() if _AT_ONCE.fullmatch(name) or name == _DESPITE}
-    if newest and at_once:
-        check_origin(newest, at_once)
+    found = [Path(os.path.expanduser(resume))] if named else [*listed(folder.checkpoints).values()][-1:]
+    for newest in found:
+        written = _whole_origin(newest)
+        facts = {name: value for name, value in facts_of(config).items() if name in written}
+        if at_once := {name: value for name, value in facts.items() if _AT_ONCE.fullmatch(name) or name == _DESPITE}:
+            check_origin(newest, at_once)
 
 
-def whole_origin(checkpoint: Path) -> dict[str, Any]:
-    """The origin of a checkpoint, {} if it is not as it was written."""
-    listed = object_of(checkpoint / MANIFEST).get(ORIGIN)
-    text = text_of(checkpoint / ORIGIN)
-    whole = isinstance(listed, dict) and listed.get("blake2b") == hashlib.blake2b(text.encode()).hexdigest()
-    return object_of(checkpoint / ORIGIN) if whole else {}
+def listed(checkpoints: Path) -> dict[int, Path]:
+    """The checkpoints by their steps, oldest first, damaged ones too; folders with other names belong to the user."""
+    found = {int(name[1]): path for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))}
+    return {step: found[step] for step in sorted(found)}
+
+
+def written_into(checkpoint: Path) -> dict[str, tuple[int, str]]:
+    """Bytes and hash of each file of a checkpoint by its name, as its manifest says; {} if that is missing or no manifest."""
+    try:
+        manifest = object_of(checkpoint / MANIFEST)
+        return {name: (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in manifest.items()}
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return {}
+
+
+def _whole_origin(checkpoint: Path) -> dict[str, Any]:
+    """The origin of a checkpoint, {} if that, or the size of another file, is not as it was written."""
+    written, text = written_into(checkpoint), text_of(checkpoint / ORIGIN)
+    with suppress(OSError, ValueError):
+        whole = all((checkpoint / name).stat().st_size == size for name, (size, _) in written.items())
+        if whole and ORIGIN in written and written[ORIGIN][1] == hashlib.blake2b(text.encode()).hexdigest():
+            return object_of(checkpoint / ORIGIN)
+    return {}
 
 
 def check_length(checkpoint: Path, done: int, steps: int) -> None:
@@ -133,7 +155,18 @@ def origin_in(checkpoint: Path) -> dict[str, Any]:
 def same_course(written: dict[str, Any], origin: dict[str, Any]) -> bool:
     """Whether a checkpoint is of this run: what is decisive is the same, but for what trainer.resume_despite lists."""
     names = {name for name in written.keys() | origin.keys() if not is_free(name)} - _allowed(origin)
-    return all(written.get(name) == origin.get(name) for name in names)
+    return all(_same(name, written, origin) for name in names)
+
+
+def _same(name: str, written: Mapping[str, Any], origin: Mapping[str, Any]) -> bool:
+    """Whether a fact is the same: 1 and 1.0 are, and layers in another order."""
+    before, now = written.get(name), origin.get(name)
+    if before != now and isinstance(before, str) and isinstance(now, str):
+        with suppress(ValueError, RecursionError):
+            before, now = json.loads(before), json.loads(now)
+        if name.startswith("peft.") and isinstance(before, list) and isinstance(now, list):
+            return {*before} == {*now}
+    return before == now
 
 
 def same_format(checkpoint: Path, origin: dict[str, Any]) -> bool:

@@ -26,10 +26,20 @@ from packtrain.errors import UserError
 from packtrain.model.load import base_model, weights_hash
 from packtrain.model.spread import elements
 from packtrain.plan.agreement import digest_of, shared_versions
-from packtrain.plan.origin import MANIFEST, ORIGIN, PROCESSES, SHAPE, TOKENIZER, facts_of, origin_in, same_course
+from packtrain.plan.origin import (
+    MANIFEST,
+    ORIGIN,
+    PROCESSES,
+    SHAPE,
+    TOKENIZER,
+    facts_of,
+    listed,
+    origin_in,
+    same_course,
+    written_into,
+)
 from packtrain.run_folder import RunFolder, environment
 
-_NAME = re.compile(r"step-(\d+)")
 _UNSAID = re.compile(r"_.*|transformers_version|architectures|dtype|use_cache")
 """Settings of a model that say nothing of what it computes."""
 
@@ -85,12 +95,6 @@ def complete(staging: Path, target: Path) -> None:
     publish(staging, target)
 
 
-def listed(checkpoints: Path) -> dict[int, Path]:
-    """The checkpoints by their steps, oldest first, damaged ones too; folders with other names belong to the user."""
-    found = {int(name[1]): path for path in checkpoints.glob("step-*") if (name := _NAME.fullmatch(path.name))}
-    return {step: found[step] for step in sorted(found)}
-
-
 def set_aside(checkpoints: Path, after: int) -> list[str]:
     """Renames the checkpoints of steps after `after`, the step that a run resumes from. Returns remarks.
 
@@ -110,17 +114,6 @@ def _move_aside(checkpoint: Path) -> Path:
     while target.exists():
         target = target.with_name(f"{target.name}-again")
     return checkpoint.rename(target)
-
-
-def written_into(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """Bytes and hash of each file of a checkpoint by its name, as its manifest says; {} if that is missing or no manifest."""
-    if not (checkpoint / MANIFEST).is_file():  # a FIFO would be waited for
-        return {}
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        return {name: (int(entry["bytes"]), str(entry["blake2b"])) for name, entry in manifest.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return {}
 
 
 def damage(checkpoint: Path) -> str | None:

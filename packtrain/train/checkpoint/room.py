@@ -11,7 +11,7 @@ from packtrain.config.schema import Optim
 from packtrain.model.load import base_model
 from packtrain.model.spread import elements
 from packtrain.plan.memory import optimizer_bytes
-from packtrain.train.checkpoint.folder import listed, written_into
+from packtrain.plan.origin import listed, written_into
 from packtrain.wording import size
 
 _BESIDE = 2**20  # config, states of chance and of the run

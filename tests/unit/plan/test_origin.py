@@ -1,0 +1,88 @@
+"""Which changed keys of a config are refused before anything is loaded, by the newest checkpoint's record alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packtrain.config.compose import load_config
+from packtrain.errors import UserError
+from packtrain.plan.origin import check_config, facts_of, same_course
+from packtrain.run_folder import RunFolder
+
+LORA = ("peft.kind=lora", "peft.target_modules=[q_proj,v_proj]")
+
+
+def config_of(*changes: str) -> dict[str, Any]:
+    base = ["model.init=random", "model.tokenizer=quickstart", "model.config.model_type=llama", "data.train=quickstart"]
+    return asdict(load_config(None, [*base, "batch.examples_per_step=4", "data.max_length=64", *changes]))
+
+
+def facts(*changes: str) -> dict[str, Any]:
+    return facts_of(config_of(*changes))
+
+
+def checkpoint(folder: RunFolder, name: str, *changes: str) -> Path:
+    """A checkpoint as far as its record goes, of a run by these keys."""
+    made = folder.checkpoints / name
+    made.mkdir(parents=True)
+    for file, text in {"origin.json": json.dumps(facts(*changes)), "model.safetensors": "weights"}.items():
+        (made / file).write_text(text)
+    manifest = {
+        file.name: {"bytes": file.stat().st_size, "blake2b": hashlib.blake2b(file.read_bytes()).hexdigest()}
+        for file in made.iterdir()
+    }
+    (made / "manifest.json").write_text(json.dumps(manifest))
+    return made
+
+
+def refused(folder: RunFolder, *changes: str, resume: str = "auto") -> str:
+    try:
+        check_config(config_of(*changes), folder, resume)
+    except UserError as error:
+        return ", ".join(problem.where for problem in error.problems)
+    return ""
+
+
+def test_the_newest_whole_checkpoint_decides_at_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    rate, other = "optim.learning_rate=0.5", "optim.learning_rate=0.25"
+    older = checkpoint(folder, "step-000002", other)
+    newest = checkpoint(folder, "step-000004", rate)
+    assert not refused(folder, rate) and not refused(folder, other, resume="never")
+    assert refused(folder, other) == "optim.learning_rate" == refused(folder, rate, resume=str(older))
+    assert not refused(folder, other, "trainer.resume_despite=[optim.learning_rate]")
+    checkpoint(folder, "step-000004-of-the-user", other)
+    assert not refused(folder, rate)
+    (newest / "model.safetensors").unlink()  # the run passes it over
+    assert not refused(folder, other)
+
+
+def test_options_of_the_schedule_are_one_fact(tmp_path: Path) -> None:
+    folder, schedule = RunFolder(tmp_path), "optim.schedule=warmup_stable_decay"
+    options = "optim.schedule_options={num_decay_steps: 2, min_lr_ratio: 0.3}"
+    checkpoint(folder, "step-000002", schedule, options)
+    assert not refused(folder, schedule, options)
+    for change in ("{num_decay_steps: 2}", "{num_decay_steps: 2, num_cycles: 0.5}"):
+        changed = f"optim.schedule_options={change}"
+        assert refused(folder, schedule, changed) == "optim.schedule_options"
+        assert not refused(folder, schedule, changed, "trainer.resume_despite=[optim.schedule_options]")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "same"),
+    [
+        (("model.config.attention_dropout=0",), ("model.config.attention_dropout=0.0",), True),
+        (("optim.name=adamw_torch",), ("optim.name=adamw_torch_fused",), True),
+        (LORA, ("peft.kind=lora", "peft.target_modules=[v_proj,q_proj]"), True),
+        (LORA, ("peft.kind=lora", "peft.target_modules=[v_proj,k_proj]"), False),
+        (LORA, (*LORA, "peft.dropout=0.1"), False),
+    ],
+)
+def test_a_fact_is_the_same_however_it_is_written(before: tuple[str], now: tuple[str], same: bool) -> None:
+    assert same_course(facts(*before), facts(*now)) == same
