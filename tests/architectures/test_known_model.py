@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +87,11 @@ def test_each_layer_that_a_model_type_has_is_known_and_others_are_not(kinds: lis
             with pytest.raises(UserError, match="q_porj"):
                 check_model(known, typo, scores=scores)
     assert len(unknown) <= len(kinds) // 10, unknown
+
+
+def test_a_model_with_code_of_its_own_says_how_it_is_trusted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "internlm2", "auto_map": {"AutoConfig": "a.B"}}))
+    with pytest.raises(UserError, match=r"model\.path: .*internlm2") as told:
+        check_model(Model(path=str(tmp_path)), Peft())
+    assert "model.trust_remote_code=true" in str(told.value)
+    check_model(Model(path=str(tmp_path), trust_remote_code=True), Peft())

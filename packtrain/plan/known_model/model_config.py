@@ -95,14 +95,16 @@ def _keys(model: Model, despite: Sequence[str], *, scores: bool) -> Iterator[Pro
         return
     if model.trust_remote_code and ("auto_map" in sizes or str(kind) not in types):
         return
+    where = "model.config.model_type" if "model_type" in model.config else "model.path"
+    own_code = "auto_map" in sizes and "It has code of its own: trust it with model.trust_remote_code=true."
     if not isinstance(kind, str) or kind not in types:
-        fix = suggest(str(kind), types, "docs/architectures.md lists what trains.")
-        yield Problem(f"transformers knows no model type {shortened(kind)}", "model.config.model_type", fix)
+        fix = own_code or suggest(str(kind), types, "docs/architectures.md lists what trains.")
+        yield Problem(f"transformers knows no model type {shortened(kind)}", where, fix)
     elif not is_trained(kind, scores=scores):
         what, fix = f"{kind} is no causal language model", "Take one: docs/architectures.md lists what trains."
         if scores:
             what, fix = f"transformers has no classifier of {kind}", "Take a model that it has one of: docs/reward.md."
-        yield Problem(what, "model.config.model_type" if "model_type" in model.config else "model.path", fix)
+        yield Problem(what, where, own_code or fix)
     elif own := defaults_of(kind):
         beside = set(stored_config(model))
         if "rope_parameters" in own:  # which takes up these keys of a file
