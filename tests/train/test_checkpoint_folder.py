@@ -68,6 +68,14 @@ def test_a_checkpoint_into_which_someone_has_put_a_file_stays(tmp_path: Path) ->
     assert [path.name for path in sorted(checkpoints.glob("step-*"))] == ["step-000004", "step-000008"]
 
 
+@pytest.mark.parametrize("text", ["[]", "null", "{", '{"trainer.seed": 1}', "[" * 100_000])
+def test_an_old_checkpoint_whose_origin_was_changed_stays_and_ends_no_run(tmp_path: Path, text: str) -> None:
+    checkpoints = checkpoints_in(tmp_path, 2, 4)
+    (folder_of(checkpoints, 2) / "origin.json").write_text(text)
+    prune(checkpoints, 1, None, ORIGIN)
+    assert [path.name for path in sorted(checkpoints.glob("step-*"))] == ["step-000002", "step-000004"]
+
+
 def test_a_kill_between_two_files_of_an_old_checkpoint_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

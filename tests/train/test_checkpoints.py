@@ -15,6 +15,7 @@ import yaml
 from here import train_here
 from running import Run, base_config, packtrain, train
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_leaves
 
 from packtrain.config.compose import load_config
 from packtrain.train.checkpoint import hooks, room, writer
@@ -91,6 +92,27 @@ def test_the_memory_of_copies_is_made_before_and_holds_what_is_copied_then(monke
     copy = one.copied({"a": [tensor]})["a"][0]
     tensor += 1
     assert torch.equal(copy, torch.ones(1000)) and one._room
+
+
+@pytest.mark.parametrize("changes", [[], ["optim.master_weights=false", "optim.rounding=stochastic"]])
+def test_memory_is_made_of_tensors_that_last_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str]
+) -> None:
+    # others would be held beside those that the next step puts in their place
+    made, copied, of_steps = list[int](), CheckpointWriter.copied, list[set[int]]()
+
+    def recorded(self: Any, state: Any, **given: Any) -> Any:
+        of_steps.append({one.data_ptr() for one in tree_leaves(state) if isinstance(one, torch.Tensor)})
+        return copied(self, state, **given)
+
+    monkeypatch.setattr(
+        CheckpointWriter, "make_memory", lambda _, tensors, **__: made.extend(one.data_ptr() for one in tensors)
+    )
+    monkeypatch.setattr(CheckpointWriter, "copied", recorded)
+    config_in(tmp_path)
+    config = load_config(str(tmp_path / "run.yaml"), ["model.dtype=bfloat16", "trainer.checkpoint_every=3", *changes])
+    train_here(config, tmp_path / "run")
+    assert set(made) <= of_steps[0] | of_steps[1] and bool(made) == (not changes)
 
 
 def with_small_files(*given: Any) -> None:

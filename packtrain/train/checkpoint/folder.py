@@ -34,11 +34,10 @@ from packtrain.plan.origin import (
     TOKENIZER,
     facts_of,
     listed,
-    origin_in,
     same_course,
     written_into,
 )
-from packtrain.run_folder import RunFolder, environment
+from packtrain.run_folder import RunFolder, environment, object_of
 
 _UNSAID = re.compile(r"_.*|transformers_version|architectures|dtype|use_cache")
 """Settings of a model that say nothing of what it computes."""
@@ -175,7 +174,7 @@ def _of_run(checkpoint: Path, origin: dict[str, Any]) -> bool:
     with suppress(OSError, ValueError):
         files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if not path.is_dir()}
         written = written_into(checkpoint)
-        return bool(written) and files <= {MANIFEST, *written} and same_course(origin_in(checkpoint), origin)
+        return bool(written) and files <= {MANIFEST, *written} and same_course(object_of(checkpoint / ORIGIN), origin)
     return False
 
 

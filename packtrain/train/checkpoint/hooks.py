@@ -67,13 +67,16 @@ class CheckpointHooks(TrainerHooks):
         self.writer.begin(step, staging, partial(self._seal, step, self.state.best_global_step) if main else None)
 
     def prepare_checkpoints(self) -> None:
-        """Begins to make the memory of copies; to be called when the first step has made the optimizer's states."""
+        """Begins to make the memory of copies; to be called when the first step has made the optimizer's states.
+
+        Not where each step makes them anew: the old ones would be kept beside the new ones until they are copied.
+        """
         main, strategy = self.accelerator.is_main_process, self.settings.strategy
         alone = strategy == "ddp"
-        if self.args.save_strategy == "no" or (alone and not main):
+        inside = optimizer_inside(self.optimizer)
+        if self.args.save_strategy == "no" or (alone and not main) or not getattr(inside, "masters", True):
             return
         weights = self._saved_weights() if strategy == "fsdp2" or (main and not self.settings.sharded) else {}
-        inside = optimizer_inside(self.optimizer)
         states = [one for kept in inside.state.values() for one in kept.values() if isinstance(one, torch.Tensor)]
         masters = [one for group in inside.param_groups for one in group["params"]]
         self.writer.make_memory([local(one.detach()) for one in (*weights.values(), *masters, *states)], alone=alone)
