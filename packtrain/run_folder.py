@@ -136,6 +136,9 @@ class RunFolder:
             touch = f"If an earlier packtrain made this one: touch {shlex.quote(str(self.mark))}"
             fix = f"Name another folder, or move it away. {touch}"
             raise UserError(f"packtrain did not make {foreign[0]}{more} and would replace it", where=where, fix=fix)
+        if odd := [one for one in (*self.entries(), self.restarted, self.log(0)) if _is_other(one)]:
+            kind = "regular file" if odd[0].suffix else "folder"
+            raise UserError(f"this is no {kind}, and the run makes one there", where=str(odd[0]), fix="Move it away.")
 
     def gives_way(self, resume: str) -> bool:
         """Whether the new run will move an earlier one away instead of resuming it; `resume` is trainer.resume.
@@ -293,6 +296,11 @@ def _holds_something(path: Path) -> bool:
     with suppress(OSError):  # no folder, or one that may not be read
         return any(path.iterdir())
     return os.path.lexists(path)
+
+
+def _is_other(entry: Path) -> bool:
+    """Whether there is a folder under the name of a file, or the like; a pipe would be waited for."""
+    return os.path.exists(entry) and not (os.path.isfile if entry.suffix else os.path.isdir)(entry)
 
 
 def _may_write(folder: Path) -> bool:

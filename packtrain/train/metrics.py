@@ -240,14 +240,15 @@ class MetricsFile(TrainerCallback):
         self._since = time.perf_counter()
         if not state.is_world_process_zero or not self._path.exists():
             return
-        text = self._path.read_text()
+        text = self._path.read_text(errors="replace")  # a loss of power may leave anything
         lines = [*text.splitlines(), *self._unwritten.splitlines()] if state.global_step else []
         self._unwritten = ""
         evaluated = any("eval_loss" in one for one in state.log_history if one["step"] == state.global_step)
         lines = [line for line in lines if _place_of(line) <= (state.global_step, evaluated)]
         if (kept := "".join(f"{line}\n" for line in lines)) != text:
             write_text(self._path, kept)
-        self._since -= json.loads(lines[-1]).get("seconds", 0) if lines else 0
+        seconds = json.loads(lines[-1]).get("seconds") if lines else 0
+        self._since -= seconds if isinstance(seconds, (int, float)) and math.isfinite(seconds) else 0
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **_: Any) -> None:
         """Writes the line."""

@@ -118,3 +118,15 @@ def test_an_evaluation_that_the_checkpoint_does_not_know_of_is_not_there_twice(t
     state = TrainerState(global_step=2, log_history=history)
     MetricsFile(file).on_train_begin(None, state, None)
     assert [json.loads(line) for line in file.read_text().splitlines()] == history
+
+
+@pytest.mark.parametrize(
+    "left", [b"\xff\x00\xfe\n", b'{"step": 1, "seconds": "x"}\n', b'{"step": 1, "seconds": 1e999}\n']
+)
+def test_what_a_loss_of_power_left_in_the_metrics_ends_no_run(tmp_path: Path, left: bytes) -> None:
+    (file := tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 1.0, "seconds": 2}\n' + left)
+    callback, state = MetricsFile(file), TrainerState(global_step=1)
+    callback.on_train_begin(None, state, None)
+    callback.on_log(None, state, None, logs={"loss": 2.0})
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert lines[-1]["loss"] == 2.0 and abs(lines[-1]["seconds"]) < 60

@@ -225,6 +225,19 @@ def test_a_folder_that_may_not_be_read_is_someones(tmp_path: Path, monkeypatch) 
         RunFolder(tmp_path).check_ours()
 
 
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "summary.json", "logs/restarts.json", "logs/rank-00000.log", "final"]
+)
+def test_a_folder_in_place_of_a_file_and_the_like_are_told_before_anything_is_moved(tmp_path: Path, name: str) -> None:
+    folder = finished(tmp_path / "run")
+    (place := folder.root / name).unlink(missing_ok=True)
+    place.write_text("") if name == "final" else place.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=f"{name}: this is no (folder|regular file)") as refused:
+        folder.open_attempt("auto")
+    assert refused.value.problems[0].fix == "Move it away." and sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_link_that_leads_nowhere_is_someones_too(tmp_path: Path) -> None:
     (tmp_path / "final").symlink_to(tmp_path / "unmounted")
     with pytest.raises(UserError, match="did not make"):
