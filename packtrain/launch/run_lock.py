@@ -21,6 +21,8 @@ from packtrain.run_folder import RunFolder, object_of
 
 LOCK = "lock"
 _LOOK_S = 1
+_MOMENT_S = 0.3
+"""For as long a lock may be that of another process that only looks: the machines of a run do so together at its start."""
 
 
 @contextmanager
@@ -46,7 +48,7 @@ def is_locked(folder: Path) -> bool:
     if not os.path.exists(folder / "logs" / LOCK) or not os.path.exists(RunFolder(folder).mark):
         return False
     try:
-        with locked(folder):
+        with locked(folder, _MOMENT_S):
             return False
     except UserError:
         return True
