@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -78,7 +79,11 @@ def test_what_rounding_would_lose_of_the_first_update_is_told_and_no_part_of_the
 
 def test_an_exact_model_ends_with_0_and_one_json_document_and_leaves_the_run_folder_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(base_config(tmp_path)))
+    (other := tmp_path / "step-000002").mkdir()  # that of a run at another rate, which is not gone on with
+    (other / "origin.json").write_text(origin := json.dumps({"optim.learning_rate": "0.5"}))
+    whole = {"origin.json": {"bytes": len(origin), "blake2b": hashlib.blake2b(origin.encode()).hexdigest()}}
+    (other / "manifest.json").write_text(json.dumps(whole))
+    path.write_text(yaml.safe_dump(base_config(tmp_path, trainer={"resume": str(other)})))
     done = packtrain("verify", str(path), "strategy=fsdp2", "--json")
     report = json.loads(done.stdout)
     assert report["modes_on"] == "spread"
