@@ -11,6 +11,7 @@ import os
 import platform
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def examine(folder: RunFolder, *, ask: bool = False, over: bool = False) -> Find
     if not folder.logs.is_dir() and not folder.summary.exists():
         fix = "Name the folder that trainer.output_dir is."
         raise UserError("there is no run of packtrain", where=str(folder.root), fix=fix)
-    by_sbatch = all("slurm-" in file.name for file in folder.logs.glob("*"))
+    _, folders, files = next(os.walk(folder.logs), ("", [], []))  # a new run may move it away meanwhile
+    by_sbatch = all("slurm-" in name for name in (*folders, *files))
     if by_sbatch and not folder.config.exists() and not folder.summary.exists():
         fix = "It may wait in a queue (squeue); if it has been started, its terminal or log says why it is not here."
         raise UserError("no run has begun here yet", where=str(folder.root), fix=fix)
@@ -181,4 +183,6 @@ def _of_an_ended_run(folder: RunFolder) -> Finding:
 
 def _written(file: Path) -> float:
     """When a file was written, in seconds since 1970; 0 where there is none."""
-    return file.stat().st_mtime if file.exists() else 0.0
+    with suppress(OSError):
+        return file.stat().st_mtime
+    return 0.0

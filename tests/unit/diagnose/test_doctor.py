@@ -55,6 +55,12 @@ def leave(
     return run
 
 
+def test_what_is_moved_away_while_it_is_looked_at_is_no_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("exists", "is_dir"):
+        monkeypatch.setattr(Path, name, lambda _: True)  # a moment ago
+    assert examine(RunFolder(tmp_path / "gone")).status == "failed"
+
+
 def test_a_finished_run_is_in_order(tmp_path: Path) -> None:
     found = examine(leave(tmp_path, codes=(0, 0), status="done"))
     assert (found.exit_code, list(found.lines)) == (0, ["this run is done after step 12"])
