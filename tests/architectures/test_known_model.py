@@ -95,3 +95,18 @@ def test_a_model_with_code_of_its_own_says_how_it_is_trusted(tmp_path: Path) -> 
         check_model(Model(path=str(tmp_path)), Peft())
     assert "model.trust_remote_code=true" in str(told.value)
     check_model(Model(path=str(tmp_path), trust_remote_code=True), Peft())
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "fix"),
+    [
+        ("deepseek_v3", "rope_scaling", "Write it into model.config.rope_parameters."),
+        ("gemma3", "max_position_embeddings", "Write it into model.config.text_config."),
+        ("gpt2", "rope_theta", "Take it away."),
+    ],
+)
+def test_a_key_that_has_its_place_elsewhere_is_sent_there(kind: str, key: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(UserError) as told:
+        check_model(Model(path=str(tmp_path), config={key: 1}), Peft())
+    assert told.value.problems[0].fix == fix

@@ -44,10 +44,12 @@ def check_model(model: Model, peft: Peft, despite: Sequence[str] = (), *, scores
 def unknown_keys(found: Collection[str], known: Collection[str], kind: str, where: str = "") -> Iterator[Problem]:
     """A problem for each key of model.config that the config of this `kind` does not have: transformers would keep it, and use it
     for nothing."""
+    inner = defaults_of(f"{kind}_text") if "text_config" in known else {}
     for name in (one for one in found if one not in known):
-        holder = "rope_parameters" if name in OF_ROTARY_MODELS else "text_config" if "text_config" in known else ""
+        rotary = name in OF_ROTARY_MODELS and "rope_parameters" in known
+        holder = "rope_parameters" if rotary else "text_config" if "text_config" in known else ""
         instead = f"Write it into model.config.{holder}." if holder else "Take it away."
-        fix = suggest(name, known, instead)
+        fix = instead if rotary or name in inner else suggest(name, known, instead)
         yield Problem(f"the config of a {kind} model has no {name!r}", where or f"model.config.{name}", fix)
 
 
