@@ -329,12 +329,12 @@ class SpikeHooks(LargestRowHooks):
 def _taken_up(file: Path, checkpoint: Path) -> list[dict[str, Any]]:
     """The lines of spikes.jsonl that the run goes on with, of the run folder of `checkpoint` if its own has none.
 
-    `file` has them whole afterwards: a kill may have left half of the last one.
+    `file` has them whole afterwards: a kill may have left half of the last one, and a loss of power anything.
     """
     text, lines = "", list[dict[str, Any]]()
     for one in (checkpoint.parent.parent / file.name, file):
-        with suppress(OSError, ValueError):
-            text = one.read_text()
+        with suppress(OSError):
+            text = one.read_text(errors="replace")
     for line in text.splitlines():
         with suppress(ValueError, RecursionError):
             found = json.loads(line)

@@ -20,7 +20,7 @@ from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
 from packtrain.train.loop import StepTrainer
 from packtrain.train.metrics import MetricsFile
-from packtrain.train.spikes import IN_A_ROW, Usual
+from packtrain.train.spikes import IN_A_ROW, Usual, _taken_up
 from tests.train import forked
 
 SPIKE = 5
@@ -260,3 +260,10 @@ def test_what_is_usual_is_a_median_that_jumps_do_not_move() -> None:
 def test_a_rollback_needs_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no checkpoint to go back to"):
         load_config(written(tmp_path, on_spike="rollback", checkpoint_every=None), [])
+
+
+def test_decisions_hold_beside_what_a_loss_of_power_left(tmp_path: Path) -> None:
+    line = {"step": 7, "action": "skip", "from": None}
+    (file := tmp_path / "spikes.jsonl").write_bytes(json.dumps(line).encode() + b"\n\xff\x00\xfe\n")
+    assert _taken_up(file, tmp_path / "checkpoints" / "step-000006") == [line]
+    assert file.read_text() == json.dumps(line) + "\n"
