@@ -262,8 +262,10 @@ def test_a_rollback_needs_checkpoints(tmp_path: Path) -> None:
         load_config(written(tmp_path, on_spike="rollback", checkpoint_every=None), [])
 
 
-def test_decisions_hold_beside_what_a_loss_of_power_left(tmp_path: Path) -> None:
+def test_decisions_hold_beside_what_a_loss_of_power_or_a_hand_left(tmp_path: Path) -> None:
     line = {"step": 7, "action": "skip", "from": None}
-    (file := tmp_path / "spikes.jsonl").write_bytes(json.dumps(line).encode() + b"\n\xff\x00\xfe\n")
+    odd = ({"step": "7", "action": "skip"}, {"step": 7, "action": "rollback", "from": 9}, {"step": 7, "action": "x"})
+    by_hand = "".join(f"{json.dumps(one)}\n" for one in odd).encode()
+    (file := tmp_path / "spikes.jsonl").write_bytes(json.dumps(line).encode() + b"\n\xff\x00\xfe\n" + by_hand)
     assert _taken_up(file, tmp_path / "checkpoints" / "step-000006") == [line]
     assert file.read_text() == json.dumps(line) + "\n"
