@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
-from running import base_config, packtrain, train
+from running import Run, base_config, packtrain, train
 
+from packtrain.report import page
 from packtrain.report.run_record import read_run
 from packtrain.run_folder import RunFolder
+from tests.train import forked
 
 
 def test_a_run_of_two_processes_writes_one_report_with_the_times_of_its_ranks(tmp_path: Path) -> None:
@@ -50,11 +55,28 @@ def packtrain_report(folder: Path) -> str:
     return (folder / "report.html").read_text()
 
 
+def on_a_full_disk(*given: Any) -> None:
+    """`forked.run`, where nothing is left for the report."""
+
+    def full(file: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    page.write_text = full
+    forked.run(*given)
+
+
 def test_a_report_that_cannot_be_written_is_told_in_one_line_and_the_run_is_done(tmp_path: Path) -> None:
     config = base_config(tmp_path, trainer={"max_steps": 1})
-    (tmp_path / "run" / "report.html").mkdir(parents=True)  # an empty folder may be anyone's
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(config))
-    done = packtrain("sft", str(path))
+    done = packtrain("sft", str(path), begin=on_a_full_disk)
     told = [line for line in done.stderr.splitlines() if "report" in line]
     assert len(told) == 1 and told[0].startswith("no report.html: /") and "Traceback" not in done.stderr
+    assert Run(tmp_path / "run").summary["status"] == "done"
+
+
+def test_what_is_no_file_in_place_of_the_report_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path / "run" / "report.html").mkdir(parents=True)  # an empty folder may be anyone's
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(base_config(tmp_path)))
+    assert "report.html: this is no regular file" in packtrain("sft", str(path), expect=2).stderr
