@@ -67,16 +67,8 @@ def flash_attention_4(
     return attend(q, k, v, *lengths, softmax_scale, left, softcap or None, learnable_sink)
 
 
-def torch_varlen(
-    q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
-) -> torch.Tensor:
-    assert window_size[1] == 0 and q.shape[-1] == v.shape[-1] and (enable_gqa or q.shape[1] == k.shape[1])
-    return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size[0])[0]
-
-
 KERNELS = {
     "FlashAttention 4": flash_attention_4,
     "FlashAttention 3": flash_attention_3,
     "FlashAttention 2": flash_attention_2,
-    "torch's varlen_attn": torch_varlen,
 }

@@ -1,4 +1,5 @@
-"""Attention sinks for kernels that have none, exactly, through the log of the sum of each query's scores.
+"""A kernel that is two operators, forward and backward, and attention sinks for one that has none, exactly, through the log of the
+sum of each query's scores.
 
 A sink is a logit s per head that takes part in the softmax and has no value. If a kernel returns its output O and the
 log-sum L = log Σ exp(scores), the softmax with the sink has the log-sum L' = log(exp L + exp s), and the output is
@@ -21,33 +22,36 @@ Backward = Callable[..., tuple[torch.Tensor, ...]]
 """(gradient of the output, query, key, value, output, log-sum) → gradients of query, key and value."""
 
 
-def attend_with_sinks(
+def attend_by_passes(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    sinks: torch.Tensor,
+    sinks: torch.Tensor | None,
     forward: Forward,
     backward: Backward,
 ) -> torch.Tensor:
-    """The output [T, heads, d] of the kernel that `forward` and `backward` are, with `sinks` [heads] in its softmax."""
-    return _Sinks.apply(query, key, value, sinks, forward, backward)  # type: ignore[no-any-return]
+    """The output [T, heads, d] of the kernel that `forward` and `backward` are, with `sinks` [heads], if any, in its softmax."""
+    return _Passes.apply(query, key, value, sinks, forward, backward)  # type: ignore[no-any-return]
 
 
-class _Sinks(torch.autograd.Function):
+class _Passes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query, key, value, sinks, forward: Forward, backward: Backward) -> torch.Tensor:
         output, logsum = forward(query, key, value)
-        with_sink = torch.logaddexp(logsum, sinks.to(logsum.dtype)[:, None])
-        output = (output * torch.exp(logsum - with_sink).T[..., None]).to(output.dtype)
-        ctx.save_for_backward(query, key, value, sinks, output, with_sink)
+        if sinks is not None:
+            without, logsum = logsum, torch.logaddexp(logsum, sinks.to(logsum.dtype)[:, None])
+            output = (output * torch.exp(without - logsum).T[..., None]).to(output.dtype)
+        ctx.save_for_backward(query, key, value, sinks, output, logsum)
         ctx.backward_pass = backward
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = gradients[0].contiguous()
-        query, key, value, sinks, output, with_sink = ctx.saved_tensors
-        passed = ctx.backward_pass(gradient, query, key, value, output, with_sink)
-        taken = torch.exp(sinks.to(with_sink.dtype)[:, None] - with_sink)  # [heads, T], the sink's probability
-        product = (gradient.to(with_sink.dtype) * output.to(with_sink.dtype)).sum(-1).T
+        query, key, value, sinks, output, logsum = ctx.saved_tensors
+        passed = ctx.backward_pass(gradient, query, key, value, output, logsum)
+        if sinks is None:
+            return (*passed, None, None, None)
+        taken = torch.exp(sinks.to(logsum.dtype)[:, None] - logsum)  # [heads, T], the sink's probability
+        product = (gradient.to(logsum.dtype) * output.to(logsum.dtype)).sum(-1).T
         return (*passed, -(taken * product).sum(1).to(sinks.dtype), None, None)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from packtrain.attention.kernels.sinks import attend_with_sinks
+from packtrain.attention.kernels.sinks import attend_by_passes
 from packtrain.packing.collate import to_device
 from packtrain.packing.segments import Segments
 
@@ -202,29 +202,23 @@ def _by_signature(function: Callable[..., Any]) -> Attend:
 
 
 def from_torch() -> Attend:
-    """`varlen_attn` of torch itself. It has no sinks: they are added through the scores' log-sum."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError as error:
-        raise Lacks(f"not in torch {torch.__version__}") from error
+    """What `varlen_attn` of torch runs. It has no sinks: they are added through the scores' log-sum.
+
+    The function itself has other arguments in each version (2.10 neither scale nor window, 2.11 no grouped queries); the two
+    operators below it have had the same ones since 2.10.
+    """
 
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
         if scoring.softcap is not None:
             raise Lacks("no soft-cap")
         left = -1 if scoring.window is None else scoring.window - 1
-        if sinks is not None:
-            forward, backward = _torch_passes(borders, scoring.scale, left)
-            return attend_with_sinks(q, k, v, sinks, forward, backward)
-        lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
-        output = varlen_attn(q, k, v, *lengths, scale=scoring.scale, window_size=(left, 0), enable_gqa=True)
-        assert isinstance(output, torch.Tensor)
-        return output
+        return attend_by_passes(q, k, v, sinks, *_torch_passes(borders, scoring.scale, left))
 
     return attend
 
 
 def _torch_passes(borders: Borders, scale: float, left: int) -> tuple[Callable, Callable]:
-    """varlen_attn's forward and backward separately, so that the backward can get another output and log-sum."""
+    """torch's forward and backward passes, whose backward takes the output and log-sum that it is given."""
     lengths = (borders.queries, borders.keys, borders.longest_queries, borders.longest_keys)
     options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
     causal = left == -1

@@ -17,7 +17,7 @@ from packtrain.attention import flash
 from packtrain.attention.determinism import deterministic
 from packtrain.attention.kernels import varlen
 from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel, dense_attention, forget_kernels
-from packtrain.attention.kernels.sinks import attend_with_sinks
+from packtrain.attention.kernels.sinks import attend_by_passes
 from packtrain.attention.kernels.varlen import Scoring, borders_of
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
@@ -28,10 +28,10 @@ from tests.stand_in_kernels import (
     flash_attention_2,
     flash_attention_3,
     flash_attention_4,
-    torch_varlen,
 )
 
 CPU = torch.device("cpu")
+TORCH = "torch's varlen_attn"
 PLAIN = Segments((5, 1, 17, 8, 8))
 SHARED = Segments((7, 1, 9, 4, 1, 3, 2), (None, 0, 0, None, 3, None, 4))
 
@@ -63,17 +63,19 @@ def as_kernels_do(borders: Any, scale: float, left: int) -> tuple[Callable, Call
     return forward, backward
 
 
+ALL = {**KERNELS, TORCH: as_kernels_do}
+
+
 @pytest.fixture(autouse=True)
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
-    """A machine without any kernel, torch's among them; gives the function that installs a stand-in for one."""
+    """A machine without any kernel (torch's own does not run on a CPU); gives the function that installs a stand-in for one."""
     forget_kernels()
-    for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface", "kernels", "torch.nn.attention.varlen"):
+    for module in ("flash_attn", "flash_attn.cute", "flash_attn_interface", "kernels"):
         monkeypatch.setitem(sys.modules, module, None)  # importing it now raises ModuleNotFoundError
 
     def install(name: str, function: Any) -> None:
-        if name == "torch's varlen_attn":
-            monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=function))
-            monkeypatch.setattr(varlen, "_torch_passes", as_kernels_do)
+        if name == TORCH:
+            monkeypatch.setattr(varlen, "_torch_passes", function)
         else:
             monkeypatch.setitem(sys.modules, MODULES[name], SimpleNamespace(flash_attn_varlen_func=function))
 
@@ -112,13 +114,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ALL)
 def test_outputs_and_gradients_equal_the_dense_masked_reference(no_kernels: Callable, kernel: str, case: str) -> None:
-    no_kernels(kernel, KERNELS[kernel])
+    no_kernels(kernel, ALL[kernel])
     asked = {"heads": 2, "kv_heads": 2, "head_dim": 8, **CASES[case]}
     heads, kv_heads, width = (asked.pop(name) for name in ("heads", "kv_heads", "head_dim"))
     values, with_sinks = asked.pop("value_dim", width), asked.pop("sinks", False)
-    lacking = {"FlashAttention 3": ["sinks"], "FlashAttention 2": ["sinks"], "torch's varlen_attn": ["softcap"]}
+    lacking = {"FlashAttention 3": ["sinks"], "FlashAttention 2": ["sinks"], TORCH: ["softcap"]}
     for segments in (PLAIN, SHARED, Segments((1,))):
         shapes = [(heads, width), (kv_heads, width), (kv_heads, values)]
         tensors = [torch.randn(segments.tokens, *shape, requires_grad=True) for shape in shapes]
@@ -147,9 +149,9 @@ def test_the_first_kernel_that_is_right_is_taken_and_the_better_ones_say_what_th
 
     no_kernels("FlashAttention 4", without_backward)
     no_kernels("FlashAttention 3", off_by_one)
-    no_kernels("torch's varlen_attn", torch_varlen)
+    no_kernels(TORCH, as_kernels_do)
     choice = choose_kernel(LayerFeatures(torch.float32, 2, 16, 16), CPU)
-    assert choice.kernel and choice.kernel.name == "torch's varlen_attn"
+    assert choice.kernel and choice.kernel.name == TORCH
     lacks = dict(choice.lacks)
     assert "does not require grad" in lacks["FlashAttention 4"]
     assert lacks["FlashAttention 3"].startswith("wrong by ")
@@ -194,15 +196,15 @@ def test_rounding_to_half_precision_is_no_fault(no_kernels: Callable, dtype: tor
 
 
 def test_every_need_finds_the_kernel_that_has_it(no_kernels: Callable) -> None:
-    for name in ("FlashAttention 3", "FlashAttention 2", "torch's varlen_attn"):
-        no_kernels(name, KERNELS[name])
+    for name in ("FlashAttention 3", "FlashAttention 2", TORCH):
+        no_kernels(name, ALL[name])
 
     def chosen(**needs: Any) -> str | None:
         kernel = choose_kernel(LayerFeatures(torch.float32, 1, 16, 16, **needs), CPU).kernel
         return kernel and kernel.name
 
     assert chosen() == chosen(softcap=9.0, window=True) == "FlashAttention 3"
-    assert chosen(sinks=True) == "torch's varlen_attn"
+    assert chosen(sinks=True) == TORCH
     assert chosen(sinks=True, softcap=9.0) is None
 
 
@@ -298,7 +300,7 @@ def test_kernels_of_the_hub_are_used_only_when_they_are_there(monkeypatch: pytes
 
 
 def test_a_model_trains_alike_by_flash_and_one_document_at_a_time(no_kernels: Callable) -> None:
-    no_kernels("torch's varlen_attn", torch_varlen)
+    no_kernels(TORCH, as_kernels_do)
     config = LlamaConfig(
         vocab_size=40,
         hidden_size=32,
@@ -389,4 +391,81 @@ def test_the_sink_of_a_kernel_that_returns_its_log_sum_is_exact_to_the_gradient(
     tensors = [torch.randn(9, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
     passes = as_kernels_do(borders_of(segments, CPU), 0.5, -1)
-    assert torch.autograd.gradcheck(lambda *inputs: attend_with_sinks(*inputs, *passes), (*tensors, sinks))
+    assert torch.autograd.gradcheck(lambda *inputs: attend_by_passes(*inputs, *passes), (*tensors, sinks))
+
+
+_QUERIES = "Tensor query, Tensor key, Tensor value"
+_ROW = "SymInt max_q, SymInt max_k, float dropout_p, bool is_causal"
+_SCORING = "float? scale=None, SymInt? window_size_left=None, SymInt? window_size_right=None"
+_UNTIL_2_11 = f"Tensor? cum_seq_q, Tensor? cum_seq_k, {_ROW}, bool return_debug_mask, *, {_SCORING}, Tensor? seqused_k=None, Tensor? alibi_slopes=None"
+_FROM_2_12 = f"{_UNTIL_2_11}, Tensor? block_table=None, int? num_splits=None"
+_BACKWARD = f"Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, {_ROW}, Tensor rng_state, Tensor unused, *, {_SCORING}"
+SCHEMAS = {
+    "2.10": (_UNTIL_2_11, _BACKWARD),
+    "2.11": (_UNTIL_2_11, _BACKWARD),
+    "2.12": (_FROM_2_12, _BACKWARD),
+    "2.13": (_FROM_2_12, _BACKWARD),
+}
+"""The arguments of torch's two operators in each version, from its native_functions.yaml."""
+_ACCEPTED = {"Tensor": torch.Tensor, "int": int, "float": float, "bool": bool}
+
+
+def schemas_of(version: str) -> list[Any]:
+    """The schemas of the forward and the backward operator; of this torch for "installed"."""
+    aten = torch.ops.aten
+    if version == "installed":
+        return [op.default._schema for op in (aten._flash_attention_forward, aten._flash_attention_backward)]
+    forward, backward = SCHEMAS[version]
+    results = "(Tensor output, Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)"
+    texts = (
+        f"aten::_flash_attention_forward({_QUERIES}, {forward}) -> {results}",
+        f"aten::_flash_attention_backward(Tensor grad_out, {_QUERIES}, {backward}) -> (Tensor, Tensor, Tensor)",
+    )
+    return [torch._C.parse_schema(text) for text in texts]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("version", [*SCHEMAS, "installed"])
+def test_torchs_operators_are_called_as_each_version_of_torch_takes_it(
+    version: str, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+
+    def operator(schema: Any, work: Callable) -> Callable:
+        def call(*given: Any, **named: Any) -> Any:
+            positional = [one for one in schema.arguments if not one.kwarg_only]
+            assert len(given) == len(positional) and not {one.name for one in positional} & set(named)
+            types = {one.name: one.type for one in schema.arguments}
+            values = dict(zip((one.name for one in positional), given, strict=True)) | named
+            for name, value in values.items():  # an unknown name is a KeyError
+                kind = types[name].getElementType() if types[name].kind() == "OptionalType" else types[name]
+                assert isinstance(value, _ACCEPTED[str(kind)]), (name, value, str(kind))
+            called.append(schema.name)
+            return work(values)
+
+        return call
+
+    def passes(values: dict[str, Any]) -> Any:
+        borders = SimpleNamespace(
+            queries=values["cum_seq_q"],
+            keys=values["cum_seq_k"],
+            longest_queries=values["max_q"],
+            longest_keys=values["max_k"],
+        )
+        return as_kernels_do(borders, values["scale"], values["window_size_left"])
+
+    def forward(values: dict[str, Any]) -> Any:
+        run = passes(values)[0]
+        return *run(*(values[name] for name in ("query", "key", "value"))), *[torch.empty(0)] * 3
+
+    def backward(values: dict[str, Any]) -> Any:
+        run = passes(values)[1]
+        return run(*(values[name] for name in ("grad_out", "query", "key", "value", "out", "logsumexp")))
+
+    schemas = schemas_of(version)
+    for schema, work in zip(schemas, (forward, backward), strict=True):
+        monkeypatch.setattr(torch.ops.aten, schema.name.removeprefix("aten::"), operator(schema, work))
+    tensors = [torch.randn(SHARED.tokens, 2, 8, requires_grad=True) for _ in range(3)]
+    given = {"s_aux": torch.randn(2)} if sinks else {}
+    through_flash(SHARED, tensors, sliding_window=4, **given).sum().backward()
+    assert set(called) == {schema.name for schema in schemas}
