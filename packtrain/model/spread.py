@@ -163,9 +163,8 @@ def _fully_shard(model: PreTrainedModel, device: torch.device, autocast: torch.d
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy()
-    if autocast is not None:  # inputs are autocast's matter
-        policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # inputs are autocast's matter; gradients of bfloat16 weights, too, are added up in float32
+    policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32, cast_forward_inputs=False)
     base: Any = base_model(model)
     for part in (*reversed(layers_of(model)), base):  # inner ones first
         own = type(part)

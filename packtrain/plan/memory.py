@@ -251,8 +251,8 @@ def _buffers(config: RunConfig, model: _Model, processes: int, trained_width: in
     if name == "fsdp2":
         gathered = 3 * model.block + model.rest  # a layer, what it was gathered in, and the next one; the rest stays
         compute = 2 if mixed else width
-        made, reduced = (model.block + model.rest, model.block) if full else (0, 0)  # gradients, in float32 if mixed
-        return gathered * compute + made * min(compute, trained_width) + reduced * (4 if mixed else trained_width)
+        made, reduced = (model.block + model.rest, model.block) if full else (0, 0)  # gradients, reduced in float32
+        return gathered * compute + made * min(compute, trained_width) + reduced * 4
     rounded = width == 2
     if name == "zero1" and rounded:
         return copies  # no buckets: gradients are reduced when the step is complete

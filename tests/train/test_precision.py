@@ -147,3 +147,10 @@ def test_two_processes_of_fsdp2_train_in_bfloat16_as_those_of_ddp(tmp_path: Path
     norms = ([line["grad_norm"] for line in runs[name].steps] for name in ("fsdp2", "ddp"))
     assert next(norms) == pytest.approx(next(norms), rel=5e-2)
     assert {weight.dtype for weight in runs["fsdp2"].weights().values()} == {torch.float32}
+
+
+def test_fsdp2_adds_up_gradients_of_bfloat16_weights_in_float32(tmp_path: Path, monkeypatch: Any) -> None:
+    config = base_config(tmp_path, trainer={"max_steps": 1}, model={"dtype": "bfloat16"}, strategy={"name": "fsdp2"})
+    monkeypatch.setitem(forked.ENVIRONMENT, "ASKED", str(tmp_path / "asked"))
+    train(tmp_path, config, processes=2, begin=record_and_run)
+    assert set(json.loads((tmp_path / "asked").read_text())) == {"None torch.float32"}

@@ -257,6 +257,7 @@ def test_fsdp2_in_mixed_precision_gathers_bfloat16_and_reduces_float32() -> None
     rest = 2 * 97 * 64 + 64
     layer = (found.parameters - rest) // 3
     assert found.buffers == 2 * (3 * layer + rest) + 2 * (layer + rest) + 4 * layer
+    assert known([*sized("llama"), "model.dtype=bfloat16"], 64, strategy="fsdp2").buffers == found.buffers
 
 
 def test_mixed_precision_auto_is_bfloat16_where_the_plan_knows_of_a_gpu() -> None:
