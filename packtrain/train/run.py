@@ -465,7 +465,8 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
     heartbeat.enter("join")
 
     def open_group() -> torch.device:
-        return cast(torch.device, PartialState(cpu=on_cpu, timeout=timedelta(seconds=limit_s)).device)
+        device = cast(torch.device, PartialState(cpu=on_cpu, timeout=timedelta(seconds=limit_s)).device)
+        return device if on_cpu else torch.device("cuda", device.index or 0)  # of one process accelerate names no index
 
     device = connect(peers, open_group, "gloo" if on_cpu else "nccl", timeout_s=limit_s)
     if not on_cpu:

@@ -6,11 +6,11 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import datasets
 import torch
-from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState
+from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, Tracking, Trainer
 from packtrain.model.precision import Precision
@@ -19,6 +19,8 @@ from packtrain.plan.launcher_settings import deepspeed_config
 from packtrain.train.loader import Steps
 from packtrain.train.optim.lost_updates import LostUpdates
 from packtrain.train.sync.rank_times import Machines, RankTimes, StepClock
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,13 @@ def training_arguments(
         "bf16": precision.weights == torch.bfloat16 if deepspeed else precision.autocast is not None,
         **({"deepspeed": deepspeed} if deepspeed else {}),
     }
+
+
+def on_one_gpu(kind: type[Arguments], **arguments: Any) -> Arguments:
+    """TRL's arguments of that `kind`. A process that is alone would split its batches over all GPUs that it sees, or be refused."""
+    made = kind(**arguments)
+    made._n_gpu = min(made.n_gpu, 1)
+    return made
 
 
 def unread_data(columns: dict[str, list[Any]], *, evaluates: bool) -> dict[str, Any]:

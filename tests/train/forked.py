@@ -50,14 +50,14 @@ def command(
     begin: Callable[..., None] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """`packtrain ARGUMENTS`, with variables of its own in `env`; `begin` as in `start`."""
-    return _results(arguments, [{**(env or {})}], cwd, timeout, begin)[0]
+    return results_of(arguments, [{**(env or {})}], cwd, timeout, begin)[0]
 
 
 def joined(
     processes: int, *arguments: str, timeout: float = 600, begin: Callable[..., None] | None = None
 ) -> list[subprocess.CompletedProcess[str]]:
     """`packtrain ARGUMENTS` in as many processes, as torchrun would have started them; what became of them by rank."""
-    return _results(arguments, told_by_torchrun(processes), None, timeout, begin)
+    return results_of(arguments, told_by_torchrun(processes), None, timeout, begin)
 
 
 def told_by_torchrun(processes: int) -> list[dict[str, str]]:
@@ -68,13 +68,24 @@ def told_by_torchrun(processes: int) -> list[dict[str, str]]:
     return [{name: str(value) for name, value in one.items()} for one in ranks]
 
 
-def _results(
+def enter(environment: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:
+    """Gives this process its own environment, folder, stdout and stderr."""
+    gc.freeze()  # what the server has imported is never garbage: looking through it takes longer than a tiny run
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    for number, file in enumerate(outputs, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+
+
+def results_of(
     arguments: tuple[str, ...],
     variables: list[dict[str, str]],
     cwd: Path | None,
     timeout: float,
     begin: Callable[..., None] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
+    """What became of one process for each entry of `variables`; kills them all and raises TimeoutError if one does not end."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = [[Path(folder, f"{number}.{name}") for name in ("out", "err")] for number in range(len(variables))]
         processes = [
@@ -115,12 +126,7 @@ def begun(work: Callable[..., None], *arguments: Any) -> BaseProcess:
 
 def run(arguments: tuple[str, ...], environment: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:
     """The command itself, in a process of its own."""
-    gc.freeze()  # what the server has imported is never garbage: looking through it takes longer than a tiny run
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(cwd)
-    for number, file in enumerate(outputs, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    enter(environment, cwd, outputs)
     sys.argv = ["packtrain", *arguments]
     from packtrain.cli import main
 

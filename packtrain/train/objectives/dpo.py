@@ -30,6 +30,7 @@ from packtrain.train.loader import MicroBatch, PairSteps, Steps
 from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer, objective_arguments
 from packtrain.train.objectives.of_pairs import OfPairs
 from packtrain.train.objectives.of_reference import OfReference
+from packtrain.train.settings import on_one_gpu
 
 
 class DPO(OfReference, OfPairs):
@@ -72,7 +73,7 @@ class DPO(OfReference, OfPairs):
         """The trainer, before its proofs; `given` are its settings and callbacks."""
         own = objective_arguments(self.objective, precomputed=self.reference.kind == "precomputed")
         return PackedDPOTrainer(
-            model, DPOConfig(**arguments, **own), tokenizer, reference=self._reference_model, **given
+            model, on_one_gpu(DPOConfig, **arguments, **own), tokenizer, reference=self._reference_model, **given
         )
 
     def prove(

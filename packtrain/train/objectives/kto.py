@@ -35,7 +35,7 @@ from packtrain.train.loader import MicroBatch, Steps, UnpairedSteps
 from packtrain.train.objectives.kto_trainer import PackedKTOTrainer, objective_arguments
 from packtrain.train.objectives.of_reference import OfReference
 from packtrain.train.preflight import choose_together
-from packtrain.train.settings import LoopSettings
+from packtrain.train.settings import LoopSettings, on_one_gpu
 from packtrain.wording import counted
 
 
@@ -101,7 +101,7 @@ class KTO(OfReference):
         if self.objective.kto_loss == "kto":
             check_sizes(settings)
         return PackedKTOTrainer(
-            model, KTOConfig(**{**arguments, **own}), tokenizer, reference=self._reference_model, **given
+            model, on_one_gpu(KTOConfig, **{**arguments, **own}), tokenizer, reference=self._reference_model, **given
         )
 
     def prove(

@@ -28,6 +28,7 @@ from packtrain.train.console import Log
 from packtrain.train.loader import ScoredSteps
 from packtrain.train.objectives.of_pairs import OfPairs
 from packtrain.train.objectives.reward_trainer import PackedRewardTrainer, objective_arguments
+from packtrain.train.settings import on_one_gpu
 
 
 class Reward(OfPairs):
@@ -53,7 +54,7 @@ class Reward(OfPairs):
     ) -> PackedRewardTrainer:
         """The trainer, before its proofs; `given` are its settings and callbacks."""
         own = objective_arguments(self.objective)
-        return PackedRewardTrainer(model, RewardConfig(**arguments, **own), tokenizer, **given)
+        return PackedRewardTrainer(model, on_one_gpu(RewardConfig, **arguments, **own), tokenizer, **given)
 
     def prove(self, trainer: PackedRewardTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Says what is trained, and compares the first scores with those of padded batches."""

@@ -34,7 +34,7 @@ from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.loop import StepTrainer
 from packtrain.train.preflight import FirstStepWatch, choose_together
-from packtrain.train.settings import LoopSettings, unread_data
+from packtrain.train.settings import LoopSettings, on_one_gpu, unread_data
 
 _PROBE_TOKENS = 64
 _COLUMNS: dict[str, list[Any]] = {"input_ids": [[0]], "labels": [[0]]}
@@ -151,7 +151,7 @@ class SFT:
         self, model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, **given: Any
     ) -> PackedSFTTrainer:
         """The trainer, before its proofs; `given` are its settings and callbacks."""
-        args = SFTConfig(**arguments, dataset_kwargs={"skip_prepare_dataset": True})
+        args = on_one_gpu(SFTConfig, **arguments, dataset_kwargs={"skip_prepare_dataset": True})
         return PackedSFTTrainer(model, args, tokenizer, objective=self.objective, **given)
 
     def prove(self, trainer: PackedSFTTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:

@@ -1,0 +1,86 @@
+"""`gpus` runs packtrain on stand-in GPUs; without a C++ compiler these tests are skipped, and say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from running import Run
+
+from tests.standin import gpus as standin
+from tests.train import forked
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Gpus:
+    """packtrain's command on stand-in GPUs, in processes that are forked from one that has imported everything."""
+
+    def __init__(self, folder: Path) -> None:
+        self.touches = folder / "touches.jsonl"
+        environment = {**os.environ, **standin.variables(1, self.touches), "OMP_NUM_THREADS": "1"}
+        environment.pop("DS_ACCELERATOR", None)
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.server = subprocess.Popen([sys.executable, "-m", "tests.standin.warm"], cwd=ROOT, env=environment, **pipes)
+
+    def packtrain(
+        self, *arguments: str, devices: int = 1, ranks: int = 1, expect: int = 0, env: Mapping[str, str] | None = None
+    ) -> Any:
+        """`packtrain ARGUMENTS` on a machine with so many devices, as one process or as `ranks` that torchrun has started.
+
+        Returns rank 0's result, a CompletedProcess; asserts the exit code of each.
+        """
+        launched = forked.told_by_torchrun(ranks) if ranks > 1 else [{}]
+        variables = [{**one, **(env or {}), "STANDIN_GPUS": str(devices)} for one in launched]
+        return self._ask({"arguments": arguments, "variables": variables}, expect)
+
+    def call(self, function: Any, devices: int = 1, env: Mapping[str, str] | None = None) -> None:
+        """Calls a function of a module on a machine with so many devices."""
+        named = f"{function.__module__}:{function.__name__}"
+        self._ask({"function": named, "variables": [{**(env or {}), "STANDIN_GPUS": str(devices)}]}, 0)
+
+    def _ask(self, asked: dict[str, Any], expect: int) -> Any:
+        self.touches.unlink(missing_ok=True)
+        assert self.server.stdin is not None and self.server.stdout is not None
+        self.server.stdin.write(json.dumps({"cwd": str(ROOT), "timeout": 300, **asked}) + "\n")
+        self.server.stdin.flush()
+        results = json.loads(self.server.stdout.readline())
+        for one in results:
+            assert one["code"] == expect, f"exit {one['code']}\n{one['stdout']}\n{one['stderr']}"
+        return subprocess.CompletedProcess(asked, *(results[0][name] for name in ("code", "stdout", "stderr")))
+
+    def touched(self) -> dict[int, dict[int, str]]:
+        """Of each rank of the last launch the devices that it used, and the first thread that used each."""
+        touched: dict[int, dict[int, str]] = {}
+        for line in map(json.loads, self.touches.read_text().splitlines()):
+            touched.setdefault(line["rank"], {})[line["device"]] = line["thread"]
+        return touched
+
+    def train(
+        self, folder: Path, config: dict[str, Any], *overrides: str, verb: str = "sft", name: str = "run", **how: Any
+    ) -> Run:
+        """Trains by `config` into folder/name; `how` as for `packtrain`."""
+        config = {**config, "trainer": {**config["trainer"], "output_dir": str(folder / name)}}
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        self.packtrain(verb, str(path), *overrides, **how)
+        return Run(folder / name)
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpus]:
+    try:
+        standin.library()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    made = Gpus(tmp_path_factory.mktemp("gpus"))
+    yield made
+    made.server.stdin.close()  # type: ignore[union-attr]
+    made.server.wait()

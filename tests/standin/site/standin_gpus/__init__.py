@@ -1,0 +1,17 @@
+"""GPUs that are not there: tensors that say `cuda:N` and compute on the CPU, so that code for CUDA runs, with real values.
+
+It shows a device without its index, tensors of two devices in one call, wrong arguments of a kernel, calls that only CUDA's side
+has (streams, events, pinned memory), which thread touches which device (`device.touched`), where the host waits (`tensor.waits`)
+and how many bytes of tensors are on the devices. It does not show speed, the rounding of real kernels, races, or NCCL.
+"""
+
+from standin_gpus import device  # before torch is imported
+
+
+def install() -> None:
+    """Puts the devices into torch, which has just been imported."""
+    from standin_gpus import cuda_calls, flash, libraries, tensor
+
+    for part in (tensor, flash, cuda_calls, libraries):
+        part.install()
+    device.touched.clear()

@@ -1,0 +1,185 @@
+"""`torch.cuda.*` for the stand-in devices: streams and events that have nothing to wait for, memory that is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import types
+from typing import Any
+
+import torch
+
+from standin_gpus.device import MEMORY, check, count, current, index_of, make_current, touch
+from standin_gpus.tensor import Bytes, waits
+
+PROPERTIES = types.SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3 (stand-in)",
+    total_memory=MEMORY,
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    uuid="GPU-standin",
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    shared_memory_per_block_optin=232448,
+    regs_per_multiprocessor=65536,
+    L2_cache_size=50 * 2**20,
+    is_integrated=False,
+)
+
+
+class Stream:
+    """A stream of the device that is current where it is made."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self.device = torch.device("cuda", current() if device is None else index_of(device))
+        self.device_index, self.stream_id = self.device.index, 0
+        touch(self.device.index)
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        waits.append("stream.synchronize")
+
+    def record_event(self, event: Any = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self.time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.time = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        waits.append("event.synchronize")
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.time - self.time) * 1e3
+
+
+class Device:
+    """`with torch.cuda.device(d)`: d is the current device inside."""
+
+    def __init__(self, device: Any) -> None:
+        self.index = device if isinstance(device, int) else index_of(device)
+
+    def __enter__(self) -> None:
+        self.before = current()
+        make_current(self.index)
+
+    def __exit__(self, *_: Any) -> None:
+        make_current(self.before)
+
+
+def set_device(device: Any) -> None:
+    from torch.cuda._utils import _get_device_index
+
+    index = _get_device_index(device)  # raises for a device without an index, as CUDA's own does
+    if index >= count():
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+    if index >= 0:
+        make_current(index)
+
+
+def current_stream(device: Any = None) -> Stream:
+    return Stream(device)
+
+
+@contextlib.contextmanager
+def _on_stream(_: Any):
+    yield
+
+
+def synchronize(device: Any = None) -> None:
+    check()
+    waits.append("synchronize")
+
+
+def _random_state(device: Any = None) -> torch.Tensor:
+    return torch.zeros(16, dtype=torch.uint8)  # random numbers are the CPU's
+
+
+def _reset_peak(device: Any = None) -> None:
+    Bytes.most = Bytes.now
+
+
+def _each(*names: str, of: Any) -> dict[str, Any]:
+    """A function of its own for each name that returns what `of` does: torch's compiler tells functions apart by identity."""
+    return {name: lambda *_, **__: of() for name in names}
+
+
+def install() -> None:
+    """Replaces what torch.cuda has by what is here."""
+    cuda: Any = torch.cuda
+    random = {
+        "get_rng_state": _random_state,
+        "get_rng_state_all": lambda: [_random_state()] * count(),
+        **_each("set_rng_state", "set_rng_state_all", of=lambda: None),
+    }
+    memory = {
+        "mem_get_info": lambda device=None: (MEMORY - Bytes.now, MEMORY),
+        "memory_stats": lambda device=None: {},
+        "reset_peak_memory_stats": _reset_peak,
+        **_each("memory_allocated", "memory_reserved", of=lambda: Bytes.now),
+        **_each("max_memory_allocated", "max_memory_reserved", of=lambda: Bytes.most),
+    }
+    values = {
+        **random,
+        **memory,
+        **_each("init", "_lazy_init", "empty_cache", "ipc_collect", "manual_seed", "manual_seed_all", of=lambda: None),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": count,
+        "current_device": current,
+        "set_device": set_device,
+        "device": Device,
+        "get_device_properties": lambda device=None: PROPERTIES,
+        "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
+        "get_device_name": lambda device=None: PROPERTIES.name,
+        "is_bf16_supported": lambda *_, **__: True,
+        "can_device_access_peer": lambda *_: True,
+        "utilization": lambda *_: 0,
+        "is_current_stream_capturing": lambda: False,
+        "_is_in_bad_fork": lambda: False,
+        "synchronize": synchronize,
+        "current_stream": current_stream,
+        "default_stream": lambda device=None: Stream(device),
+        "stream": _on_stream,
+        "Stream": Stream,
+        "Event": Event,
+        "nccl": types.SimpleNamespace(version=lambda: (2, 28, 3)),
+        "cudart": lambda: types.SimpleNamespace(
+            cudaHostRegister=lambda *_: 0 if os.environ.get("STANDIN_PINS") != "0" else 2,  # cudaErrorMemoryAllocation
+            cudaHostUnregister=lambda *_: 0,
+            cudaError=types.SimpleNamespace(success=0),
+        ),
+    }
+    for name, value in values.items():
+        setattr(cuda, name, value)
+    for name, value in random.items():
+        setattr(cuda.random, name, value)
+    for name, value in _each("range_push", "range_pop", "mark", "range_start", "range_end", of=lambda: 0).items():
+        setattr(cuda.nvtx, name, value)
+    below: Any = torch._C
+    below._cuda_getDevice, below._cuda_getDeviceCount = current, count
+    below._cuda_getCurrentRawStream = lambda index: 0
+    below._cuda_getCurrentStream = lambda index: (0, index, 1)
+    below._cuda_isInBadFork = lambda: False
+    torch.version.cuda = "13.0"

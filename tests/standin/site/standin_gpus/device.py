@@ -1,0 +1,58 @@
+"""Which devices there are, which of them is current in this thread, and which threads have touched one."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import threading
+from typing import Any
+
+_guard = ctypes.CDLL(os.environ["STANDIN_LIBRARY"], ctypes.RTLD_GLOBAL)
+MEMORY = int(float(os.environ.get("STANDIN_GIB", "80")) * 2**30)
+"""Bytes of each device."""
+touched: dict[int, str] = {}
+"""Devices that this process touched, and the thread that was first: on a GPU each costs a context of half a gigabyte."""
+broken = ""
+"""What a kernel did to the device, after which every call fails with it."""
+
+
+def check() -> None:
+    """Raises what broke the device, as CUDA does from then on."""
+    if broken:
+        import torch
+
+        raise torch.AcceleratorError(broken)
+
+
+def count() -> int:
+    return int(os.environ["STANDIN_GPUS"])
+
+
+def current() -> int:
+    """The current device of this thread: 0 in a new one; autograd sets that of its own threads."""
+    return _guard.standin_current_device()
+
+
+def make_current(index: int) -> None:
+    _guard.standin_set_device(index)
+
+
+def index_of(device: Any) -> int:
+    """The index of a `cuda` device, which is the current one where it names none."""
+    import torch
+
+    device = torch.device(device)
+    assert device.type == "cuda"
+    return current() if device.index is None else device.index
+
+
+def touch(index: int) -> None:
+    """Notes that this process uses a device; in the file STANDIN_REPORT, too."""
+    if index in touched:
+        return
+    touched[index] = threading.current_thread().name
+    if report := os.environ.get("STANDIN_REPORT"):
+        line = {"rank": int(os.environ.get("RANK", "0")), "device": index, "thread": touched[index]}
+        with open(report, "a") as file:
+            file.write(json.dumps(line) + "\n")

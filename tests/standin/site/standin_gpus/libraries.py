@@ -1,0 +1,99 @@
+"""Parts of torch that go below its dispatcher where tensors are on a GPU, and so would not meet the stand-in's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from standin_gpus.tensor import GpuTensor
+
+
+def install() -> None:
+    torch.Generator = _generator(torch.Generator)
+    torch.nn.Module.to = _module_to(torch.nn.Module.to)
+    _groups_over_gloo()
+    _fsdp()
+    _staging()
+
+
+def _generator(own: Any) -> Any:
+    class Generator(own):
+        """Random numbers are drawn by the CPU's generators."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return own.__new__(cls, "cpu")
+
+    return Generator
+
+
+def _module_to(own: Any) -> Any:
+    """A module that is on the device is not moved: exchanging tensors fails where somebody refers to a parameter."""
+
+    def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        there = all(one.device.type == "cuda" for one in self.parameters())
+        if dtype is not None or device is None or device.type != "cuda" or not there:
+            return own(self, *args, **kwargs)
+        for module in self.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device.type != "cuda":
+                    module._buffers[name] = buffer.to(device)
+        return self
+
+    return to
+
+
+def _groups_over_gloo() -> None:
+    """What asks for NCCL gets gloo, which takes the tensors' CPU side."""
+    import torch.distributed as dist
+
+    core: Any = dist.distributed_c10d
+    start = dist.init_process_group
+
+    def init_process_group(backend: Any = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+        if device_id is not None and device_id.index is None:
+            raise ValueError("init_process_group needs a device_id with an index")
+        start("gloo", *args, **kwargs)
+
+    def is_nccl_available() -> bool:
+        return True
+
+    for module in (dist, core):
+        module.init_process_group, module.is_nccl_available = init_process_group, is_nccl_available
+        if not hasattr(module, "ProcessGroupNCCL"):
+            module.ProcessGroupNCCL = type("ProcessGroupNCCL", (), {})
+    logger: Any = torch._C._distributed_c10d.Logger
+    logger.set_runtime_stats_and_log = lambda self: None  # it reads the clock of DDP's events, which are CUDA's
+
+
+def _fsdp() -> None:
+    """FSDP2 moves what it shards by `.data`, and resizes storages; here gathered weights stay, so what it frees counts on."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group
+
+    def move(params: Any, buffers: Any, device: torch.device) -> None:
+        for tensor in [*params, *buffers]:
+            if tensor.device != device and tensor.device.type != "meta":
+                with torch.no_grad():
+                    moved = tensor.to(device)
+                if isinstance(tensor, torch.nn.Parameter):
+                    moved = torch.nn.Parameter(moved, tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, moved)
+
+    _fsdp_init._move_states_to_device = move
+    modules: Any = (_fsdp_param, _fsdp_param_group)
+    for module in modules:
+        module.alloc_storage = module.free_storage = lambda tensor: None
+
+
+def _staging() -> None:
+    """The copies that checkpoints are written from are made of storages."""
+    from torch.distributed.checkpoint import _state_dict_stager
+
+    stager: Any = _state_dict_stager.StateDictStager
+    offload = stager._offload_tensor
+
+    def of_inner(self: Any, x: Any, memo: Any, non_blocking: bool = False) -> Any:
+        return offload(self, x.inner if isinstance(x, GpuTensor) else x, memo, non_blocking=non_blocking)
+
+    stager._offload_tensor = of_inner

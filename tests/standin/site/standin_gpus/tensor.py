@@ -1,0 +1,264 @@
+"""A tensor on a stand-in GPU: it says `cuda:N`, holds a CPU tensor, and computes there what the dispatcher asks of it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from standin_gpus.device import check, current, index_of, touch
+
+waits: list[str] = []
+"""What made the host wait for a device, in order."""
+replaced: dict[Any, Any] = {}
+"""Operators that the CPU has not, or not so: overload → function of the same arguments."""
+_BETWEEN_DEVICES = ("_to_copy", "copy_", "_foreach_copy_")
+_INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_index_put_impl", "_unsafe_index")
+_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "item", "is_nonzero", "equal")
+
+
+class Bytes:
+    """Bytes of the storages that are on devices: `now`, and the `most` since the last reset."""
+
+    now = most = 0
+    _sizes: ClassVar[dict[int, int]] = {}
+
+    @classmethod
+    def add(cls, storage: torch.UntypedStorage) -> None:
+        try:
+            key = storage.data_ptr()
+        except RuntimeError:  # of a tensor subclass inside, which is counted where its own part is made
+            return
+        if key and key not in cls._sizes:
+            cls._sizes[key] = storage.nbytes()
+            cls.now += cls._sizes[key]
+            cls.most = max(cls.most, cls.now)
+            weakref.finalize(storage, cls._remove, key)
+
+    @classmethod
+    def _remove(cls, key: int) -> None:
+        cls.now -= cls._sizes.pop(key, 0)
+
+
+class GpuTensor(torch.Tensor):
+    """`inner` is the CPU tensor with the values, `index` that of the device."""
+
+    inner: torch.Tensor
+    index: int
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, index: int, requires_grad: bool = False):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=torch.device("cuda", index),
+            requires_grad=requires_grad,
+        )
+
+    def __init__(self, inner: torch.Tensor, index: int, requires_grad: bool = False) -> None:
+        self.inner, self.index = inner, index
+        touch(index)
+        Bytes.add(inner.untyped_storage())
+
+    def __repr__(self, **_: Any) -> str:
+        return f"GpuTensor({self.inner}, cuda:{self.index})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return GpuTensor, (self.inner, self.index, self.requires_grad)
+
+    def tolist(self) -> Any:
+        waits.append("tolist")
+        return self.inner.tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("can't convert cuda device type tensor to numpy. Use Tensor.cpu() to copy the tensor first.")
+
+    def __getitem__(self, key: Any) -> Any:
+        return torch.Tensor.__getitem__(self, self._on_device(key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        torch.Tensor.__setitem__(self, self._on_device(key), value)
+
+    def _on_device(self, key: Any) -> Any:
+        """Indices that torch moves to the device below the dispatcher: lists, ranges and arrays."""
+        if isinstance(key, tuple):
+            return tuple(self._on_device(one) for one in key)
+        if isinstance(key, (list, range)):
+            return torch.tensor(list(key)).to(self.device)
+        if type(key).__module__ == "numpy" and getattr(key, "ndim", 0):
+            return torch.as_tensor(key).to(self.device)
+        return key
+
+    @property
+    def data(self) -> Any:
+        return torch._C.TensorBase.data.__get__(self)
+
+    @data.setter
+    def data(self, other: Any) -> None:  # DeepSpeed points its parameters into flat buffers
+        torch._C.TensorBase.data.__set__(self, other)
+        self.inner, self.index = (other.inner, other.index) if isinstance(other, GpuTensor) else (other, self.index)
+
+    def storage(self) -> Any:
+        return self.inner.storage()
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def pin_memory(self, *_: Any) -> Any:
+        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+
+    def is_pinned(self, *_: Any) -> bool:
+        return False
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Does on the CPU what was asked of a device; refuses what CUDA refuses."""
+    check()
+    if func in replaced:
+        return replaced[func](*args, **kwargs)
+    name = func.overloadpacket.__name__
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    on_gpus = [one for one in tensors if isinstance(one, GpuTensor)]
+    if on_gpus and name not in (*_BETWEEN_DEVICES, *_INDEXING):
+        _check_devices(func, tensors, on_gpus)
+    index = _index_of_result(name, args, kwargs, on_gpus)
+    masked = name in _INDEXING and any(one is not None and one.dtype == torch.bool for one in args[1])
+    read = index is None and on_gpus and name in _BETWEEN_DEVICES and not kwargs.get("non_blocking")
+    if name in _READS or masked or read:
+        waits.append(name)
+    on_cpu, options = tree_map_only(GpuTensor, lambda one: one.inner, (args, kwargs))
+    if index is not None and options.get("device") is not None:
+        options["device"] = torch.device("cpu")
+    if options.get("pin_memory"):
+        options["pin_memory"] = False
+    result = func(*on_cpu, **options)
+    if index is None:
+        return result
+    result = tree_map_only(torch.Tensor, lambda one: GpuTensor(one, index), result)
+    return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+def _index_of_result(name: str, args: Any, kwargs: dict[str, Any], on_gpus: list[GpuTensor]) -> int | None:
+    """The device on which the result is; None for the CPU."""
+    if name == "copy_" and not isinstance(args[0], GpuTensor):
+        return None
+    if kwargs.get("device") is not None:
+        device = torch.device(kwargs["device"])
+        return index_of(device) if device.type == "cuda" else None
+    return on_gpus[0].index if on_gpus else None
+
+
+def _check_devices(func: Any, tensors: list[torch.Tensor], on_gpus: list[GpuTensor]) -> None:
+    """Raises as CUDA does: numbers of the CPU may take part, tensors of it and of another device may not."""
+    elsewhere = any(not isinstance(one, GpuTensor) and one.dim() > 0 for one in tensors)
+    if elsewhere or len({one.index for one in on_gpus}) > 1:
+        shapes = [(tuple(one.shape), str(one.device)) for one in tensors]
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices ({func}: {shapes})"
+        )
+
+
+_library: Any = None  # what is registered lasts as long as this does
+
+
+def install() -> None:
+    """Has torch make tensors of `cuda` devices."""
+    global _library
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    _library = torch.library.Library("aten", "IMPL", "CUDA")
+
+    def on_device(device: Any) -> int:
+        return current() if device is None else index_of(device)
+
+    def empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):
+        form = {} if memory_format is None else {"memory_format": memory_format}
+        return GpuTensor(torch.empty(size, dtype=dtype, device="cpu", **form), on_device(device))
+
+    def empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
+        return GpuTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"), on_device(device))
+
+    _library.impl("empty.memory_format", empty)
+    _library.impl("empty_strided", empty_strided)
+    torch.tensor, torch.as_tensor = _from_cpu(torch.tensor), _from_cpu(torch.as_tensor)
+    for name in ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "empty_strided", "rand", "randn"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, device=None: self
+    torch.Tensor.record_stream = lambda self, stream: None
+    _let_data_change_device()
+    _multiply_into_other_types()
+
+
+def _from_cpu(make: Any) -> Any:
+    """`make`, which goes past the dispatcher: values become a CPU tensor first."""
+
+    def made(
+        *args: Any, device: Any = None, requires_grad: bool = False, pin_memory: bool = False, **kwargs: Any
+    ) -> Any:
+        if device is None or torch.device(device).type != "cuda":
+            tensor = make(*args, device=device, **kwargs)
+        else:
+            tensor = make(*args, device="cpu", **kwargs).to(device)
+        return tensor.requires_grad_() if requires_grad else tensor
+
+    return made
+
+
+def _unpinned(make: Any) -> Any:
+    return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+
+def _let_data_change_device() -> None:
+    """`parameter.data = tensor_on_a_gpu`: the parameter remains the same object, its inside is exchanged."""
+    data = torch._C.TensorBase.data
+
+    def set_data(self: torch.Tensor, other: Any) -> None:
+        if not isinstance(other, GpuTensor) or isinstance(self, GpuTensor):
+            data.__set__(self, other)
+            return
+        moved: Any = GpuTensor(other.inner, other.index)
+        attributes = dict(self.__dict__)
+        if isinstance(self, torch.nn.Parameter):
+            moved = torch.nn.Parameter(moved, self.requires_grad)
+        torch.utils.swap_tensors(self, moved)
+        self.__dict__.update(attributes)
+
+    torch.Tensor.data = property(data.__get__, set_data)
+
+
+def _multiply_into_other_types() -> None:
+    """Products whose result has another dtype than their factors, which only CUDA has."""
+    aten = torch.ops.aten
+
+    def mm(a, b, dtype):
+        return GpuTensor((a.inner.float() @ b.inner.float()).to(dtype), a.index)
+
+    def mm_out(a, b, dtype, *, out):
+        out.inner.copy_(a.inner.float() @ b.inner.float())
+        return out
+
+    def added(acc, a, b, beta, alpha):
+        return torch.addmm(acc.inner.float(), a.inner.float(), b.inner.float(), beta=beta, alpha=alpha)
+
+    def addmm(acc, a, b, dtype, *, beta=1, alpha=1):
+        return GpuTensor(added(acc, a, b, beta, alpha).to(dtype), acc.index)
+
+    def addmm_out(acc, a, b, dtype, *, beta=1, alpha=1, out):
+        out.inner.copy_(added(acc, a, b, beta, alpha))
+        return out
+
+    replaced.update(
+        {aten.mm.dtype: mm, aten.mm.dtype_out: mm_out, aten.addmm.dtype: addmm, aten.addmm.dtype_out: addmm_out}
+    )

@@ -1,0 +1,156 @@
+"""packtrain on a machine with GPUs, from the command to the weights: flash is taken, and training is that of a CPU."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from answer_runs import message, preferences
+from running import Run, base_config, train, write_jsonl
+
+FLASH = "flash (torch's varlen_attn"
+ROUNDING = 1e-2
+"""How far losses in bfloat16 may be from those in float32 (of about 7)."""
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> dict[str, Any]:
+    """A few steps of some rows each, an evaluation, checkpoints and answers to a sample."""
+    checkpoints = {"checkpoint_every": 2, "keep_checkpoints": 9, "eval_every": 3}
+    trainer = {"max_steps": STEPS, "samples": ["Say backwards: river stone"], "sample_tokens": 4, **checkpoints}
+    return base_config(folder, data={"eval": 0.2}, trainer=trainer)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(folder: Path, config: dict[str, Any]) -> Run:
+    return train(folder, config, name="cpu")
+
+
+@pytest.fixture(scope="module")
+def on_gpu(gpus, folder: Path, config: dict[str, Any]) -> Run:
+    return gpus.train(folder, config, name="gpu")
+
+
+def assert_trained(run: Run, like: Run, by: float = ROUNDING) -> None:
+    assert run.summary["status"] == "done" and run.losses == pytest.approx(like.losses, rel=by)
+    held_out, expected = ([line["eval_loss"] for line in one.evals] for one in (run, like))
+    assert held_out == pytest.approx(expected, rel=by)
+
+
+def test_flash_is_taken_proved_and_trains_as_the_cpu_in_float32(on_gpu: Run, on_cpu: Run) -> None:
+    assert on_gpu.summary["attention"].startswith(FLASH) and on_cpu.summary["attention"].startswith("segmented")
+    proof = on_gpu.summary["verify"]
+    assert proof["verdict"] == "exact" and proof["backend"] == "flash" and proof["control"] > proof["tolerance"]
+    assert_trained(on_gpu, on_cpu)
+    assert on_gpu.summary["answers"] and on_gpu.summary["checkpoints"]["failed"] == []
+
+
+def test_in_float32_losses_and_weights_are_those_of_the_cpu(
+    gpus, folder: Path, config: dict[str, Any], on_cpu: Run
+) -> None:
+    run = gpus.train(folder, config, "trainer.mixed_precision=no", name="float32")
+    assert_trained(run, on_cpu, 1e-4)
+    for name, weight in on_cpu.weights().items():
+        torch.testing.assert_close(run.weights()[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_resumed_run_has_the_same_weights_bit_for_bit(
+    gpus, folder: Path, config: dict[str, Any], on_gpu: Run
+) -> None:
+    checkpoint = on_gpu.folder / "checkpoints" / "step-000002"
+    run = gpus.train(folder, config, f"trainer.resume={checkpoint}", name="resumed")
+    assert run.losses == on_gpu.losses[2:]
+    for name, weight in on_gpu.weights().items():
+        assert run.weights()[name].equal(weight), name
+
+
+def test_one_process_stays_on_one_of_several_gpus(gpus, folder: Path, config: dict[str, Any], on_gpu: Run) -> None:
+    """transformers would split each batch over both."""
+    run = gpus.train(folder, config, "topology=single", devices=2, name="one-of-two")
+    assert run.losses == on_gpu.losses and set(gpus.touched()[0]) == {0}
+
+
+def test_where_memory_cannot_be_pinned_checkpoints_are_written_all_the_same(
+    gpus, folder: Path, config: dict[str, Any], on_gpu: Run
+) -> None:
+    said = gpus.packtrain(
+        "sft", str(folder / "gpu.yaml"), f"trainer.output_dir={folder / 'unpinned'}", env={"STANDIN_PINS": "0"}
+    )
+    run = Run(folder / "unpinned")
+    assert run.summary["checkpoints"] == on_gpu.summary["checkpoints"] and run.losses == on_gpu.losses
+    assert (said.stdout + said.stderr).count("not pinned") == 1
+
+
+@pytest.mark.parametrize("processes", ["ddp", "fsdp2", "zero2"])
+def test_two_ranks_train_as_one_each_on_its_own_gpu(
+    gpus, folder: Path, config: dict[str, Any], on_gpu: Run, processes: str
+) -> None:
+    run = gpus.train(folder, config, f"strategy={processes}", devices=2, ranks=2, name=processes)
+    assert run.summary["attention"].startswith(FLASH)
+    assert_trained(run, on_gpu)
+    touched = gpus.touched()
+    assert {rank: set(devices) for rank, devices in touched.items()} == {0: {0}, 1: {1}}, touched
+
+
+def test_bfloat16_weights_with_masters_and_checkpointed_activations(gpus, folder: Path, config: dict[str, Any]) -> None:
+    changes = ["model.dtype=bfloat16", "trainer.gradient_checkpointing=true"]
+    run = gpus.train(folder, config, *changes, name="masters")
+    assert run.summary["attention"].startswith(FLASH)
+    assert_trained(run, train(folder, config, *changes, name="masters-cpu"))
+    assert {weight.dtype for weight in run.weights().values()} == {torch.bfloat16}
+
+
+def test_the_recipe_for_lora_on_one_gpu(gpus, folder: Path, config: dict[str, Any]) -> None:
+    path, answers = folder / "lora.yaml", folder / "lora"
+    tiny = {**config, "trainer": {**config["trainer"], "output_dir": str(answers)}, "optim": {"learning_rate": 1e-3}}
+    recipe = yaml.safe_load(Path("recipes/lora-1gpu.yaml").read_text())
+    merged = {group: {**recipe.get(group, {}), **tiny.get(group, {})} for group in {**recipe, **tiny}}
+    del merged["model"]["path"], merged["trainer"]["epochs"]
+    path.write_text(yaml.safe_dump(merged))
+    gpus.packtrain("sft", str(path), devices=2)
+    run = Run(answers)
+    assert run.summary["attention"].startswith(FLASH) and run.losses[-1] < run.losses[0]
+    assert (answers / "final-merged" / "model.safetensors").exists() and set(gpus.touched()[0]) == {0}
+
+
+def test_verify_proves_flash(gpus, folder: Path, config: dict[str, Any], on_gpu: Run) -> None:
+    report = json.loads(gpus.packtrain("verify", str(folder / "gpu.yaml"), "--json").stdout)
+    assert (report["verdict"], report["backend"]) == ("exact", "flash")
+    isolation = report["isolation"]
+    assert max(isolation["max_abs_diff_before"], isolation["max_abs_diff_after"]) <= isolation["tolerance"]
+
+
+ANSWERS = random.Random(0)
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "dpo": preferences(14, 0),
+    "reward": preferences(14, 0),
+    "kto": [
+        {
+            "prompt": message(ANSWERS, "user", [3, 9]),
+            "completion": message(ANSWERS, "assistant", [4]),
+            "label": n % 3 > 0,
+        }
+        for n in range(14)
+    ],
+}
+
+
+@pytest.mark.parametrize("verb", ROWS)
+def test_the_other_objectives_train_as_on_the_cpu(gpus, folder: Path, verb: str) -> None:
+    data = write_jsonl(folder / f"{verb}.jsonl", ROWS[verb])
+    rows, sizes = {"train": str(data), "eval": 0.2, "max_length": 92}, {"tokens_per_device": 256}
+    config = base_config(folder, data=rows, batch=sizes, trainer={"max_steps": 4})
+    run = gpus.train(folder, config, verb=verb, name=verb)
+    assert run.summary["attention"].startswith(FLASH)
+    assert_trained(run, train(folder, config, command=verb, name=f"{verb}-cpu"), 2e-2)

@@ -1,0 +1,31 @@
+"""The stand-in GPUs do what the tests on them rely on, and the choice of kernels holds on them; each claim is a function of checks.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.standin import checks
+from tests.train import forked
+
+
+@pytest.mark.parametrize(
+    ("check", "devices"),
+    [
+        (checks.refuses_what_cuda_refuses, 2),
+        (checks.notes_touches_waits_and_bytes, 2),
+        (checks.indexes_as_torch_does, 1),
+        (checks.has_torchs_kernel_forward_and_backward, 1),
+        (checks.ends_with_the_kernel_that_broke_the_device, 1),
+        (checks.passes_over_a_kernel_without_code_for_the_device, 1),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_it(gpus, check, devices: int) -> None:
+    gpus.call(check, devices=devices)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_process_joins_on_its_own_gpu(gpus, launched: bool, devices: int) -> None:
+    variables = forked.told_by_torchrun(1)[0] | {"LOCAL_RANK": str(devices - 1)}
+    gpus.call(checks.joins_on_the_gpu_of_its_local_rank, devices=devices, env=variables if launched else None)
