@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,7 @@ class CheckpointWriter:
         self._say, self._jobs = say, _Jobs()
         self._early: Exception | None = None
         self._stager: DefaultStager | None = None
+        self._pins = torch.cuda.is_available()
         self._maker: Thread | None = None
         self._room, self._kept = True, False
         self._group: Any = None
@@ -87,7 +88,7 @@ class CheckpointWriter:
         self._made()
         try:
             if self._room and (self._kept or _fits(state, 1 if alone else _here())):
-                return self._copies().stage(state)
+                return self._staged(state)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -104,29 +105,32 @@ class CheckpointWriter:
         if self._kept or not self._room or not _fits(tensors, 1 if alone else _here()):
             return
 
-        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
-
         def make() -> None:
-            if gpu is not None:
-                torch.cuda.set_device(gpu)  # each thread has its own
             with suppress(RuntimeError):  # out of memory: `copied` will say so
-                self._copies().stage(cast(Any, tensors))
+                self._staged(tensors)
                 self._kept = True
 
-        self._maker = Thread(target=make, name="memory of copies", daemon=True)
-        self._maker.start()
+        self._maker = _thread("memory of copies", make)
 
     def _made(self) -> None:
         if self._maker is not None:
             self._maker.join()
             self._maker = None
 
-    def _copies(self) -> DefaultStager:
+    def _staged(self, state: Any) -> Any:
+        """A copy of `state`, by the same memory each time; in memory that is not pinned where the machine refuses to pin."""
         if self._stager is None:
-            on_gpu = torch.cuda.is_available()
-            pinned: Any = {"use_pinned_memory": on_gpu, "use_non_blocking_copy": on_gpu}
+            pinned: Any = {"use_pinned_memory": self._pins, "use_non_blocking_copy": self._pins}
             self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **pinned))
-        return self._stager
+        try:
+            return self._stager.stage(state)
+        except RuntimeError as error:
+            if not self._pins or out_of_memory(error):
+                raise
+            self._pins, self._stager = False, None
+            copied = self._staged(state)
+            self._say(f"checkpoints are copied through memory that is not pinned, which takes longer: {shortly(error)}")
+            return copied
 
     def later(self, work: Callable[[], object]) -> None:
         """Has the thread do `work`, which writes a part of the checkpoint from copies."""
@@ -152,8 +156,7 @@ class CheckpointWriter:
         parts = early, self._jobs, [seal] if seal else []
         self._folder, self._since = staging, time.time()
         self._jobs, self._early = [], None
-        self._thread = Thread(target=self._write, args=(step, staging, *parts), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._thread = _thread("checkpoint", lambda: self._write(step, staging, *parts))
         if not self._room:
             self.wait()
 
@@ -250,6 +253,20 @@ class CheckpointWriter:
         found: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, why, group=self._group)
         return next(filter(None, found), "")
+
+
+def _thread(name: str, work: Callable[[], object]) -> Thread:
+    """A thread at `work` on this thread's GPU: one that names none begins on GPU 0, and opens a context there."""
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def begin() -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        work()
+
+    thread = Thread(target=begin, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _here() -> int:
