@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from packtrain.attention.kernels.varlen import CANDIDATES, Attend, Kernel, Lacks, Scoring, attend_by_segments
+from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 
 # Lengths of 1, below, at and beyond the tiles of 64 and 128 that kernels work in; a prefix shared by three.
@@ -129,7 +130,21 @@ def _all_tried(layer: LayerFeatures, device: torch.device) -> Iterator[tuple[str
                 if not type(failure).__module__.startswith("torch."):  # torch's own machinery, not out of memory
                     raise
                 kernel, lack, sure = None, f"{type(failure).__name__}: {_first_line(failure)}", False
+            if kernel is None:
+                check_alive(name, lack, device)
             yield name, kernel, lack, sure
+
+
+def check_alive(name: str, failure: str, device: torch.device) -> None:
+    """Raises CheckFailed if the `failure` of kernel `name` has ended this process's use of the GPU, as an illegal access does:
+    whatever were tried next would fail for it too."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError as error:
+            what = f"{name} made {device} unusable for this process when it was tried: {failure}"
+            fix = "uninstall that package or install another version of it; model.attention=segmented does without kernels"
+            raise CheckFailed(what, where="model.attention", fix=fix) from error
 
 
 def _tried(name: str, load, layer: LayerFeatures, device: torch.device) -> tuple[Kernel | None, str]:

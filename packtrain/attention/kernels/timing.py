@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from packtrain.attention.kernels.selection import LayerFeatures
+from packtrain.attention.kernels.selection import LayerFeatures, check_alive
 from packtrain.attention.kernels.varlen import Kernel, Scoring, attend_by_segments
 from packtrain.packing.segments import Segments
 
@@ -77,7 +77,8 @@ def kernel_times(
     def runs(kernel: Kernel) -> bool:
         try:
             step_of(kernel)()
-        except Exception:  # kernels raise exceptions of every type
+        except Exception as failure:  # kernels raise exceptions of every type
+            check_alive(kernel.name, str(failure), device)
             return False
         return True
 
