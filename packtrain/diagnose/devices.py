@@ -19,7 +19,7 @@ from typing import Any
 
 from packtrain.diagnose.facts import GIB, Check, Facts, Gpu, Gpus, RunNeeds, Torch, judged, size
 from packtrain.diagnose.timeouts import Unanswered, ask_python, first_line
-from packtrain.plan.memory import OUTSIDE, Memory
+from packtrain.plan.memory import Memory
 
 MARK = "packtrain-fact "
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -227,7 +227,7 @@ def check_gpu_memory(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     memory = needs.memory
     if not isinstance(memory, Memory) or memory.device is None or not facts.gpus.gpus:
         return
-    certain = memory.total - (memory.activations or 0) + OUTSIDE  # activations are estimated from above
+    certain = memory.total - (memory.activations or 0) + memory.outside  # activations are estimated from above
     status = "fail" if certain > memory.device else "warn" if memory.fits is False else "ok"
     yield judged("gpu-memory", status, memory.sentence(), memory.advice)
 
