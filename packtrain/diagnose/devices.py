@@ -51,7 +51,7 @@ def read_torch(output: str, error: str = "") -> Torch:
     for line in output.splitlines():
         if line.startswith(MARK) and line.endswith("}"):
             found |= json.loads(line.removeprefix(MARK))
-    return Torch(**{**found, "devices": tuple(found.get("devices", ()))})
+    return Torch(**found | {name: tuple(found.get(name, ())) for name in ("devices", "capability")})
 
 
 def _say_driver() -> None:
@@ -125,6 +125,7 @@ def _say_torch() -> None:
     told = "; ".join(dict.fromkeys(first_line(str(one.message)) for one in caught if "CUDA" in str(one.message)))
     say(kind=kind, available=kind == "cuda", devices=devices, warning=told)
     if kind == "cuda":
+        say(capability=torch.cuda.get_device_capability(0))
         say(kernels=_kernels(sys.argv[2]))
 
 

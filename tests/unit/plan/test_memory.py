@@ -349,7 +349,15 @@ def test_gpus_that_a_plan_is_made_for_win_over_those_that_are_found() -> None:
 
 @pytest.mark.parametrize(
     ("processes", "strategy", "communicators"),
-    [(1, "ddp", 0), (1, "zero2", 0), (2, "ddp", 1), (8, "fsdp2", 1), (128, "fsdp2", 1), (8, "zero1", 2), (8, "zero3", 2)],
+    [
+        (1, "ddp", 0),
+        (1, "zero2", 0),
+        (2, "ddp", 1),
+        (8, "fsdp2", 1),
+        (128, "fsdp2", 1),
+        (8, "zero1", 2),
+        (8, "zero3", 2),
+    ],
 )
 def test_what_nccl_keeps_for_several_processes_counts_beside_what_cuda_does(
     processes: int, strategy: str, communicators: int
