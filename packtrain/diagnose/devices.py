@@ -51,7 +51,8 @@ def read_torch(output: str, error: str = "") -> Torch:
     for line in output.splitlines():
         if line.startswith(MARK) and line.endswith("}"):
             found |= json.loads(line.removeprefix(MARK))
-    return Torch(**found | {name: tuple(found.get(name, ())) for name in ("devices", "capability")})
+    found |= {name: tuple(found.get(name, ())) for name in ("devices", "capability")}
+    return Torch(**found)
 
 
 def _say_driver() -> None:
