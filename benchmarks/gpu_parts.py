@@ -133,6 +133,8 @@ def versions(folder: Path, *, tiny: bool) -> dict[str, Any]:
         "triton",
         "flash-attn",
         "flash-attn-3",
+        "flash-attn-4",
+        "kernels",
         "deepspeed",
         "peft",
     )

@@ -38,7 +38,7 @@ _STALLED = "stalled disk"
 _Found = TypeVar("_Found")
 _REPORTED = (
     *("packtrain", "torch", "transformers", "trl", "accelerate", "datasets", "peft", "tokenizers", "deepspeed"),
-    *("flash-attn", "liger-kernel"),
+    *("flash-attn", "flash-attn-4", "kernels", "liger-kernel"),
 )
 
 

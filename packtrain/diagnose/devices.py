@@ -19,7 +19,7 @@ from typing import Any
 
 from packtrain.diagnose.facts import GIB, Check, Facts, Gpu, Gpus, RunNeeds, Torch, judged, size
 from packtrain.diagnose.timeouts import Unanswered, ask_python, first_line
-from packtrain.plan.memory import OUTSIDE, Memory
+from packtrain.plan.memory import Memory
 
 MARK = "packtrain-fact "
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -51,7 +51,8 @@ def read_torch(output: str, error: str = "") -> Torch:
     for line in output.splitlines():
         if line.startswith(MARK) and line.endswith("}"):
             found |= json.loads(line.removeprefix(MARK))
-    return Torch(**{**found, "devices": tuple(found.get("devices", ()))})
+    found |= {name: tuple(found.get(name, ())) for name in ("devices", "capability")}
+    return Torch(**found)
 
 
 def _say_driver() -> None:
@@ -125,6 +126,7 @@ def _say_torch() -> None:
     told = "; ".join(dict.fromkeys(first_line(str(one.message)) for one in caught if "CUDA" in str(one.message)))
     say(kind=kind, available=kind == "cuda", devices=devices, warning=told)
     if kind == "cuda":
+        say(capability=torch.cuda.get_device_capability(0))
         say(kernels=_kernels(sys.argv[2]))
 
 
@@ -227,7 +229,7 @@ def check_gpu_memory(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     memory = needs.memory
     if not isinstance(memory, Memory) or memory.device is None or not facts.gpus.gpus:
         return
-    certain = memory.total - (memory.activations or 0) + OUTSIDE  # activations are estimated from above
+    certain = memory.total - (memory.activations or 0) + memory.outside  # activations are estimated from above
     status = "fail" if certain > memory.device else "warn" if memory.fits is False else "ok"
     yield judged("gpu-memory", status, memory.sentence(), memory.advice)
 

@@ -34,8 +34,8 @@ class Software:
 class Torch:
     """What torch says of itself; `error` is why it could not be asked, `warning` what it said while looking for GPUs.
 
-    `devices` are names of accelerators, `kernels` the flash kernels that were tried and what each lacks ("" for the one that
-    is right), `accelerate` is accelerate's default config.
+    `devices` are names of accelerators, `capability` is the first GPU's, (9, 0) for Hopper. `kernels` are the flash kernels that
+    were tried and what each lacks ("" for the one that is right), `accelerate` is accelerate's default config.
     """
 
     error: str = ""
@@ -45,6 +45,7 @@ class Torch:
     available: bool | None = None
     kind: str = "cpu"
     devices: tuple[str, ...] = ()
+    capability: tuple[int, ...] = ()
     warning: str = ""
     kernels: Mapping[str, str] | None = None
     accelerate: Mapping[str, Any] | None = None

@@ -24,6 +24,10 @@ _ALSO_OF_TRL = {
 }
 _ALSO_OF_TRL |= {"Liger-Kernel": "liger-kernel", "PEFT": "peft", "vLLM": "vllm"}
 
+_FLASH_4 = "pip install 'packtrain[flash]' (FlashAttention 4, a wheel)"
+_FASTER = {9: f"{_FLASH_4}, or FlashAttention 3 of the hub (docs/modes.md)", 10: _FLASH_4}
+"""What is faster than torch's kernel and FlashAttention 2, by the major number of the compute capability (docs/modes.md)."""
+
 
 def read_software() -> Software:
     """What is installed."""
@@ -91,13 +95,23 @@ def check_attention(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     elif needs.attention not in ("auto", "flash"):
         yield Check("attention", "ok", f"{needs.attention}: asked for")
     elif kernel:
-        yield Check("attention", "ok", f"flash: {kernel}{f' ({why})' if why else ''}")
+        faster = "" if kernel.startswith(("FlashAttention 4", "FlashAttention 3")) else _faster(facts.torch)
+        found = f"flash: {kernel}{f' ({why})' if why else ''}"
+        yield Check("attention", "warn" if faster else "ok", found, faster)
     elif needs.attention == "flash":
         yield Check("attention", "fail", f"model.attention=flash is not available: {why}", "model.attention=auto")
     elif facts.torch.kernels is None:
         yield Check("attention", "ok", slower)
     else:
-        yield Check("attention", "warn", slower, "trainer.mixed_precision=bf16, or pip install 'packtrain[flash]'")
+        halved = needs.dtype in ("bfloat16", "float16")
+        fix = _faster(facts.torch) or "docs/modes.md names the flash kernels for each GPU"
+        yield Check("attention", "warn", slower, fix if halved else "trainer.mixed_precision=bf16")
+
+
+def _faster(torch: Torch) -> str:
+    """What to install for this generation of NVIDIA's GPUs, where FlashAttention 4 is not installed; "" if nothing is known."""
+    missing = torch.cuda and (torch.kernels or {}).get("FlashAttention 4") == "not installed"
+    return _FASTER.get(torch.capability[0], "") if missing and torch.capability else ""
 
 
 def flash_kernel(facts: Facts, needs: RunNeeds) -> tuple[str | None, str]:

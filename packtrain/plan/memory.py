@@ -30,7 +30,12 @@ from packtrain.plan.mixed_precision import planned
 from packtrain.plan.reference_choice import reference_of
 
 GIB = 2**30
-OUTSIDE = int(1.5 * GIB)  # CUDA's context, kernels and NCCL's buffers on a GPU
+OUTSIDE = int(1.5 * GIB)
+"""Outside torch's allocator on each GPU: CUDA's context, kernels and libraries."""
+NCCL = GIB
+"""Beside it for each communicator of several ranks. For each channel and neighbour NCCL allocates 10 MiB to receive in and 2 to send
+(its issue 1685); two neighbours by 24 channels, and 256 MiB for NVLink SHARP on 8 GPUs (transport/nvls.cc), are 832 MiB. Reported:
+1.06 GB on 8 H100 (1685), 544 MB on 2 A100 and 688 on 4 (964). Rings and trees have no more neighbours on more machines (864)."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FORMATS = {2: "bfloat16"}  # of weights, by their bytes
 ADAPTER_BYTES = 4  # peft keeps adapters in float32
@@ -61,7 +66,7 @@ class Memory:
 
     `reference` is the reference model (or adapters) of a run, taken to be as large as the trained one; `buffers` are those
     of strategies and autocast at the peak. `activations` is None if they are not known, for the reason `unknown`. `host` is
-    for each process, `device` the memory of a GPU if it is known.
+    for each process, `device` the memory of a GPU if it is known, `outside` what is allowed for there beside torch's allocator.
     """
 
     parameters: int
@@ -76,6 +81,7 @@ class Memory:
     unknown: str = ""
     device: int | None = None
     advice: str = ""
+    outside: int = OUTSIDE
 
     @property
     def total(self) -> int:
@@ -87,7 +93,7 @@ class Memory:
         """Whether it fits the device; None if the device is not known, or if the known parts fit and others are not known."""
         if self.device is None:
             return None
-        fits = self.total + OUTSIDE <= self.device
+        fits = self.total + self.outside <= self.device
         return None if fits and self.activations is None else fits
 
     def sentence(self) -> str:
@@ -102,7 +108,7 @@ class Memory:
         host = f"; and {_gib(self.host)} GiB of the machine's own memory per process" if self.host else ""
         said = f"{_gib(self.total)} GiB per device{before}: {parts} ({size}){host}"
         if self.fits is False:
-            own = f"{_gib(OUTSIDE)} of them for CUDA and NCCL"
+            own = f"{_gib(self.outside)} of them for CUDA{' and NCCL' if self.outside > OUTSIDE else ''}"
             said += f". That exceeds the {_gib(self.device or 0)} GiB of a GPU ({own}): {self.advice}"
         return said
 
@@ -201,12 +207,14 @@ def _count(config: RunConfig, model: _Model, processes: int) -> Memory:
     after = 0 if name == "zero3_offload" else stepping - (activations or 0)  # activations are freed by then
     checking = 0 if name == "zero3_offload" else _first_check(config, model) - (activations or 0)
     checking -= split["gradients"] + split["optimizer"]  # which are not there before step 1
+    communicators = 0 if processes == 1 else 2 if name in STAGES else 1  # DeepSpeed clones the group of all processes
     return Memory(
         **{**split, "buffers": max(buffers, after, checking), "activations": activations},
         parameters=model.all,
         trained=model.trained,
         host=host,
         unknown=unknown,
+        outside=OUTSIDE + communicators * NCCL,
     )
 
 

@@ -194,16 +194,21 @@ def test_verify_proves_the_scores(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "peft"),
-    [pytest.param("zero3", {}, marks=NEEDS_DEEPSPEED), ("fsdp2", {"kind": "lora", "r": 4, "merge": True})],
+    [
+        pytest.param("zero3", {}, marks=NEEDS_DEEPSPEED),
+        ("fsdp2", {}),
+        ("fsdp2", {"kind": "lora", "r": 4, "merge": True}),
+    ],
 )
 def test_however_the_model_is_spread_the_training_is_the_same(folder: Path, name: str, peft: dict[str, Any]) -> None:
     config = config_of(folder, trainer={"max_steps": 5}, peft=peft)
     if not peft:
         config["model"] = {"init": "random", "config": MODEL, "tokenizer": "quickstart"}
-    path = folder / f"alone-{name}.yaml"
+    run = f"{name}-adapters" if peft else name
+    path = folder / f"alone-{run}.yaml"
     path.write_text(yaml.safe_dump(config))
-    alone = train_here(load_config(str(path), []), folder / f"alone-{name}")
-    found = train(folder, config, SMALL, f"strategy={name}", name=name, command="reward", processes=2)
+    alone = train_here(load_config(str(path), []), folder / f"alone-{run}")
+    found = train(folder, config, SMALL, f"strategy={name}", name=run, command="reward", processes=2)
     assert_same_training(found, alone, "adapter_model.safetensors" if peft else "model.safetensors")
     place = found.folder / ("final-merged" if peft else "final")
     assert_scores_as_trained(AutoModelForSequenceClassification.from_pretrained(place), found, folder)

@@ -133,10 +133,13 @@ def from_package(module: str) -> Attend:
     Raises Lacks where it is not there, and whatever its import raises.
     """
     try:
-        return _by_signature(import_module(module).flash_attn_varlen_func)
+        loaded = import_module(module)
     except ModuleNotFoundError as error:
         own = error.name is not None and f"{module}.".startswith(f"{error.name}.")
         raise Lacks("not installed" if own else f"needs {error.name}, which is not installed") from error
+    if getattr(loaded, "__file__", "") is None:  # flash-attn-4 alone: a folder `flash_attn` with nothing but `cute`
+        raise Lacks("not installed")
+    return _by_signature(loaded.flash_attn_varlen_func)
 
 
 def from_hub(repository: str) -> Attend:

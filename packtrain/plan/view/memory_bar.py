@@ -16,7 +16,7 @@ _NAMES = {
     "buffers": "yellow",
     "activations": "bright_cyan",
 }
-_OUTSIDE, _AT_MOST = "CUDA, NCCL", " at most"
+_AT_MOST = " at most"
 _LABEL, _FIGURE = 11, 8
 
 
@@ -25,7 +25,7 @@ def memory_head(memory: Memory) -> str:
     unit, amount = _unit(memory)
     said, on_gpu = amount(memory.total), memory.device is not None
     if memory.device is not None:
-        said = f"{amount(memory.total + OUTSIDE)} of the {amount(memory.device)}"
+        said = f"{amount(memory.total + memory.outside)} of the {amount(memory.device)}"
     said += f" {unit} of each {'GPU' if on_gpu else 'device'}"
     if memory.activations is None:
         said += f" before activations ({memory.unknown})"
@@ -44,7 +44,7 @@ def memory_bars(memory: Memory, width: int, *, plain: bool) -> Iterator[Text]:
     _, amount = _unit(memory)
     parts = {name: getattr(memory, name) or 0 for name in _NAMES}
     if memory.device is not None:
-        parts[_OUTSIDE] = OUTSIDE
+        parts["CUDA, NCCL" if memory.outside > OUTSIDE else "CUDA"] = memory.outside
     whole = sum(parts.values())
     scale = max(whole, memory.device or 0, 1)
     cells = max(width - _LABEL - _FIGURE - 2, 8)

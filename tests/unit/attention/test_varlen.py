@@ -225,6 +225,28 @@ def test_packages_that_cannot_be_imported_say_why(
     assert "flash_attn_varlen_func" in lacks["FlashAttention 2"]
 
 
+def test_flash_attention_4_alone_is_not_taken_for_a_broken_flash_attention_2(
+    no_kernels: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)  # all that flash-attn-4 installs of the folder
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text(
+        "from tests.stand_in_kernels import flash_attention_4 as flash_attn_varlen_func"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in MODULES.values():
+        monkeypatch.delitem(sys.modules, module)
+    importlib.invalidate_caches()
+    plain = choose_kernel(LayerFeatures(torch.float32, 1, 8, 8), CPU)
+    assert plain.kernel and plain.kernel.name == "FlashAttention 4"
+    forget_kernels()
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("import a_package_that_is_not_there")
+    importlib.invalidate_caches()
+    for module in ("flash_attn", "flash_attn.cute"):
+        sys.modules.pop(module)
+    lacks = dict(choose_kernel(LayerFeatures(torch.float32, 1, 8, 8), CPU).lacks)
+    assert lacks["FlashAttention 2"] == "not installed" and "a_package_that_is_not_there" in lacks["FlashAttention 4"]
+
+
 def test_gradients_of_a_shared_prefix_are_summed_in_float32(no_kernels: Callable) -> None:
     many = 40
     segments = Segments((1, *[1] * many), (None, *[0] * many))

@@ -130,6 +130,8 @@ TROUBLE: list[tuple[str, Facts, RunNeeds, str, str, str]] = [
     ("torch", torch(available=None, error="no answer within 8 s"), RunNeeds(), "warn", "no answer", "import torch"),
     ("torch", torch(available=None, error="ends with exit code -11"), RunNeeds(), "fail", "exit code -11", "import torch"),
     ("attention", torch(kernels={"FlashAttention 4": "not installed", "torch's varlen_attn": "wrong by 3"}), RunNeeds(), "warn", "wrong by 3", "flash"),
+    ("attention", torch(kernels={"FlashAttention 4": "not installed", "torch's varlen_attn": "wrong by 3"}, capability=(9, 0)), RunNeeds(), "warn", "wrong by 3", "packtrain[flash]"),
+    ("attention", torch(kernels={"FlashAttention 4": "not installed"}, capability=(9, 0)), RunNeeds(dtype="float32"), "warn", "compute in float32", "trainer.mixed_precision=bf16"),
     ("attention", machine(), RunNeeds(True, attention="flash", dtype="float32"), "fail", "compute in float32", "model.attention=auto"),
     ("deepspeed", machine(software=Software()), RunNeeds(True, strategy="zero2"), "fail", "not installed", "packtrain[deepspeed]"),
     ("gpu-driver", gpus(error="no answer within 5 s", gpus=()), RunNeeds(), "fail", "no answer within 5 s", "reinstall the driver"),
@@ -240,6 +242,31 @@ def test_the_attention_that_auto_comes_to_is_named_with_what_better_kernels_lack
     assert (found.status, found.found.partition("ways: ")[2]) == ("ok", "the device is cpu")
     (late,) = named(torch(kernels=None, error="no answer within 8 s"), RunNeeds(), "attention")
     assert late.found.endswith("the kernels were not tried (no answer within 8 s)")
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel", "lack", "fix"),
+    [
+        ((9, 0), "torch's varlen_attn", "not installed", "(FlashAttention 4, a wheel), or FlashAttention 3 of the hub"),
+        ((9, 0), "FlashAttention 2", "not installed", "pip install 'packtrain[flash]'"),
+        ((9, 0), "FlashAttention 3 of the hub", "not installed", ""),
+        ((9, 0), "torch's varlen_attn", "needs cutlass, which is not installed", ""),
+        ((10, 0), "torch's varlen_attn", "not installed", "pip install 'packtrain[flash]' (FlashAttention 4, a wheel)"),
+        ((8, 0), "torch's varlen_attn", "not installed", ""),
+        ((8, 9), "torch's varlen_attn", "not installed", ""),
+        ((12, 0), "torch's varlen_attn", "not installed", ""),
+        ((), "torch's varlen_attn", "not installed", ""),
+    ],
+)
+def test_a_faster_kernel_is_named_for_the_generation_of_the_gpu_and_for_no_other(
+    capability: tuple[int, ...], kernel: str, lack: str, fix: str
+) -> None:
+    here = torch(kernels={"FlashAttention 4": lack, kernel: ""}, capability=capability)
+    (found,) = named(here, RunNeeds(), "attention")
+    assert found.status == ("warn" if fix else "ok") and found.found.startswith(f"flash: {kernel} (")
+    assert fix in found.fix if fix else not found.fix
+    amd = replace(here, torch=replace(here.torch, cuda=None))  # ROCm's torch gives numbers of its own
+    assert named(amd, RunNeeds(), "attention")[0].status == "ok"
 
 
 def test_what_speaks_against_the_plan_is_a_failed_check_and_not_the_end_of_the_report() -> None:

@@ -132,6 +132,7 @@ def test_a_limit_of_some_kilobytes_is_not_told_as_none_at_all() -> None:
 def test_what_torch_could_not_finish_saying_counts_as_far_as_it_came() -> None:
     said = f'noise\n{MARK}{{"version": "2.13.0", "cuda": "13.0"}}\n{MARK}{{"kind": "cu'
     assert read_torch(said, "no answer within 8 s") == Torch("no answer within 8 s", version="2.13.0", cuda="13.0")
+    assert read_torch(f'{MARK}{{"devices": ["H100"], "capability": [9, 0]}}').capability == (9, 0)
 
 
 HANGS = """

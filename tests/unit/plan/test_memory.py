@@ -13,7 +13,8 @@ from tiny_models import SIZES
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Strategy
-from packtrain.plan.memory import GIB, OUTSIDE, Memory, estimate
+from packtrain.plan.memory import GIB, NCCL, OUTSIDE, Memory, estimate
+from packtrain.plan.view.memory_bar import memory_bars
 
 MADE = ["model.init=random", "model.tokenizer=quickstart", "data.train=owner/data", "batch.examples_per_step=4"]
 
@@ -334,7 +335,7 @@ def test_what_does_not_fit_is_flagged_with_what_to_try(
 ) -> None:
     model = [*sized("qwen3", **QWEN3_8B), "model.dtype=bfloat16", "batch.examples_per_step=64"]
     found = known([*model, *overrides], processes, GIB, strategy)
-    assert found.fits is False and found.total + OUTSIDE > GIB
+    assert found.fits is False and found.total + found.outside > GIB
     assert found.advice == f"try {tries}"
     assert "That exceeds the 1.00 GiB of a GPU" in found.sentence() and found.advice in found.sentence()
     assert found.to_json()["fits"] is False
@@ -345,3 +346,29 @@ def test_gpus_that_a_plan_is_made_for_win_over_those_that_are_found() -> None:
     found = known([*sized("llama"), "topology.gpu_memory=40"], device=80 * GIB)
     assert (found.device, found.fits) == (40 * GIB, True)
     assert known(sized("llama")).fits is None
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy", "communicators"),
+    [
+        (1, "ddp", 0),
+        (1, "zero2", 0),
+        (2, "ddp", 1),
+        (8, "fsdp2", 1),
+        (128, "fsdp2", 1),
+        (8, "zero1", 2),
+        (8, "zero3", 2),
+    ],
+)
+def test_what_nccl_keeps_for_several_processes_counts_beside_what_cuda_does(
+    processes: int, strategy: str, communicators: int
+) -> None:
+    found = known(sized("llama"), processes, 80 * GIB, strategy)
+    assert found.to_json()["outside"] == found.outside == OUTSIDE + communicators * NCCL
+    room = found.total + found.outside
+    assert replace(found, device=room).fits and not replace(found, device=room - 1).fits
+    said = replace(found, device=GIB).sentence()
+    assert f"({found.outside / GIB:.2f} of them for CUDA{' and NCCL' * (processes > 1)})" in said
+    bars = [str(row) for row in memory_bars(found, 100, plain=True)]
+    name = "CUDA, NCCL" if communicators else "CUDA"
+    assert any(row.startswith(f"{name:<11}{found.outside / GIB:>8.2f} ") for row in bars)
