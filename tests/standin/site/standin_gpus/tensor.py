@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 import weakref
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +16,32 @@ from standin_gpus.device import check, current, index_of, touch
 
 waits: list[str] = []
 """What made the host wait for a device, in order."""
+sync_debug_mode = 0
+"""As `torch.cuda.set_sync_debug_mode` sets it: 0, or 1 to warn of each wait."""
 replaced: dict[Any, Any] = {}
 """Operators that the CPU has not, or not so: overload → function of the same arguments."""
 _BETWEEN_DEVICES = ("_to_copy", "copy_", "_foreach_copy_")
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_index_put_impl", "_unsafe_index")
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "item", "is_nonzero", "equal")
+
+
+def note_wait(name: str) -> None:
+    """Notes that an operation makes the host wait for a device; where torch was asked to warn of it, whose operation."""
+    waits.append(name)
+    if sync_debug_mode:
+        frame = sys._getframe(1)
+        while Path(frame.f_code.co_filename).parent == _HERE and frame.f_back is not None:
+            frame = frame.f_back
+        place = frame.f_code.co_filename, frame.f_lineno
+        warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, *place)
+
+
+def set_sync_debug_mode(mode: int) -> None:
+    global sync_debug_mode
+    sync_debug_mode = mode
+
+
+_HERE = Path(__file__).parent
 
 
 class Bytes:
@@ -74,7 +98,7 @@ class GpuTensor(torch.Tensor):
         return GpuTensor, (self.inner, self.index, self.requires_grad)
 
     def tolist(self) -> Any:
-        waits.append("tolist")
+        note_wait("tolist")
         return self.inner.tolist()
 
     def numpy(self, **_: Any) -> Any:
@@ -136,9 +160,10 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check_devices(func, tensors, on_gpus)
     index = _index_of_result(name, args, kwargs, on_gpus)
     masked = name in _INDEXING and any(one is not None and one.dtype == torch.bool for one in args[1])
-    read = index is None and on_gpus and name in _BETWEEN_DEVICES and not kwargs.get("non_blocking")
+    at_once = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
+    read = index is None and on_gpus and name in _BETWEEN_DEVICES and at_once
     if name in _READS or masked or read:
-        waits.append(name)
+        note_wait(name)
     on_cpu, options = tree_map_only(GpuTensor, lambda one: one.inner, (args, kwargs))
     if index is not None and options.get("device") is not None:
         options["device"] = torch.device("cpu")
@@ -198,7 +223,8 @@ def install() -> None:
     torch.Tensor.pin_memory = lambda self, device=None: self
     torch.Tensor.record_stream = lambda self, stream: None
     _let_data_change_device()
-    _multiply_into_other_types()
+    _add_types()
+    torch._C._cuda_set_sync_debug_mode = set_sync_debug_mode
 
 
 def _from_cpu(make: Any) -> Any:
@@ -238,9 +264,12 @@ def _let_data_change_device() -> None:
     torch.Tensor.data = property(data.__get__, set_data)
 
 
-def _multiply_into_other_types() -> None:
-    """Products whose result has another dtype than their factors, which only CUDA has."""
+def _add_types() -> None:
+    """Products whose result has another dtype than their factors and histograms of integers, which only CUDA has."""
     aten = torch.ops.aten
+
+    def histc(of, bins=100, min=0, max=0):
+        return GpuTensor(torch.histc(of.inner.float(), bins, min, max).to(of.dtype), of.index)
 
     def mm(a, b, dtype):
         return GpuTensor((a.inner.float() @ b.inner.float()).to(dtype), a.index)
@@ -260,5 +289,11 @@ def _multiply_into_other_types() -> None:
         return out
 
     replaced.update(
-        {aten.mm.dtype: mm, aten.mm.dtype_out: mm_out, aten.addmm.dtype: addmm, aten.addmm.dtype_out: addmm_out}
+        {
+            aten.histc.default: histc,
+            aten.mm.dtype: mm,
+            aten.mm.dtype_out: mm_out,
+            aten.addmm.dtype: addmm,
+            aten.addmm.dtype_out: addmm_out,
+        }
     )
