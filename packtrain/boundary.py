@@ -12,6 +12,7 @@ import os
 import socket
 import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,9 +83,9 @@ def is_ours(error: BaseException) -> bool:
 def of_system(error: BaseException) -> PacktrainError | None:
     """What the user can mend of an error that no stage expected; None for what may be a bug of packtrain.
 
-    The user's is what the machine refuses (rights, room, limits, names), a package that cannot be imported, a name that is not
-    Unicode, and a path or text at which a library failed. A path that is not there, nesting without end and bytes that are no
-    text are bugs where our own code came upon them: it should have looked.
+    The user's is what the machine refuses (rights, room, limits, names), a package that cannot be imported, also for what it
+    reads then, a name that is not Unicode, and a path or text at which a library failed. A path that is not there, nesting
+    without end and bytes that are no text are bugs where our own code came upon them: it should have looked.
     """
     if isinstance(error, BrokenPipeError):
         return None
@@ -115,6 +116,12 @@ def of_system(error: BaseException) -> PacktrainError | None:
         return UserError("something is nested without end", fix=f"Look for a file or value that holds itself. {_SHOWS}")
     if isinstance(error, UnicodeError):
         return UserError(f"not UTF-8 text: {error}", fix=f"Save it as UTF-8, or name it in ASCII. {_SHOWS}")
+    frames = traceback.extract_tb(error.__traceback__)
+    last = max((at for at, one in enumerate(frames) if one.filename.startswith(_OURS)), default=-1)
+    if any(one.name == "<module>" for one in frames[last + 1 :]):  # while it was imported
+        where = next((name for name in os.environ if "_" in name[1:] and name in f"{frames.format()} {error}"), "")
+        fix = f"Mend or unset the environment variables that it reads; else install the package anew. {_SHOWS}"
+        return UserError(f"a package cannot be imported: {sentence(error)}", where=where or raised_in(error), fix=fix)
     return None
 
 

@@ -112,7 +112,7 @@ def _gpus_of_machine() -> list[int]:
     query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, UnicodeError, subprocess.SubprocessError):
         return []
     return [(whole(line.strip()) or 0) * _MIB for line in listed.stdout.splitlines() if line.strip()]
 

@@ -116,10 +116,10 @@ def _refuse_own_run(kind: str, processes: int, machine: LaunchedMachine | None, 
 def _join(topology: Topology, by: str, told: Mapping[str, str], surroundings: Surroundings) -> Processes:
     env = {**surroundings.env, **told}
     rank, total = int_of(env, "RANK", 0), int_of(env, "WORLD_SIZE", 1)
-    if rank >= total:
-        raise UserError(f"rank {rank} of {total} processes", where="environment variable RANK", fix="It starts at 0.")
+    _check_number("rank", rank, total, "environment variable RANK")
     # LOCAL_SIZE: DeepSpeed's launcher
     per_node = max(int_of(env, "LOCAL_WORLD_SIZE", int_of(env, "LOCAL_SIZE", total)), 1)
+    _check_number("rank on this machine", int_of(env, "LOCAL_RANK", 0), per_node, "environment variable LOCAL_RANK")
     nodes = max(total // per_node, 1)
     if total != nodes * per_node:
         raise CheckFailed(
@@ -144,6 +144,7 @@ def _join(topology: Topology, by: str, told: Mapping[str, str], surroundings: Su
 
 
 def _machine(topology: Topology, surroundings: Surroundings, machine: LaunchedMachine) -> Processes:
+    _check_number("machine", machine.node, machine.nodes, machine.by)
     _agree("topology.nodes", topology.nodes, machine.nodes, machine.by)
     _agree("topology.node_rank", topology.node_rank, machine.node, machine.by)
     _agree("topology.gpus_per_node", topology.gpus_per_node, machine.per_node, f"{machine.by} (PET_NPROC_PER_NODE)")
@@ -165,6 +166,7 @@ def _in_slurm(topology: Topology, surroundings: Surroundings, allocation: Alloca
     job = f"Slurm job {allocation.job}"
     _agree("topology.nodes", topology.nodes, nodes, f"{job}: {', '.join(allocation.hosts)}")
     if allocation.place == "task":
+        _check_number("machine", allocation.node, nodes, "environment variable SLURM_NODEID")
         _agree("topology.node_rank", topology.node_rank, allocation.node, f"{job} (SLURM_NODEID)")
     first = allocation.hosts[0]
     _agree_on_address(topology, first, f"{job}: the first of SLURM_JOB_NODELIST")
@@ -194,9 +196,7 @@ def _numbered(topology: Topology, surroundings: Surroundings, *, by_hand: bool) 
     if not per_node:
         what = f"how many GPUs each of {nodes} machines has is not known here"
         raise UserError(what, where=GPUS_PER_NODE, fix="Set it.")
-    if node is not None and node >= nodes:
-        fix = f"Machines are numbered from 0 to topology.nodes - 1 = {nodes - 1}."
-        raise UserError(f"machine {node} of {nodes}", where="topology.node_rank", fix=fix)
+    _check_number("machine", node or 0, nodes, "topology.node_rank")
     obstacles = []
     if not by_hand:
         slurm = "topology.kind", "this is not inside a Slurm job"
@@ -238,6 +238,11 @@ def _on_this_machine(topology: Topology, surroundings: Surroundings) -> Processe
         main_port=topology.main_port,
         obstacles=tuple(_too_few_gpus(wanted or 0, surroundings)),
     )
+
+
+def _check_number(thing: str, number: int, total: int, where: str) -> None:
+    if number >= total:
+        raise UserError(f"{thing} {number} of {total}", where=where, fix=f"Numbers go from 0 to {total - 1}.")
 
 
 def _agree(key: str, wanted: int | None, found: int | None, source: str) -> None:

@@ -129,12 +129,29 @@ PAIRS = {
     "no prompt": {"chosen": "b", "rejected": "c"},
 }
 LABELS = {"a text": "good", "two": 2, "null": None, "a list": [True]}
+ARGUMENTS = ("tools", "conversation", "conversations", "tokenize", "add_generation_prompt", "continue_final_message")
+ARGUMENTS += ("return_dict", "return_assistant_tokens_mask", "chat_template", "messages", "documents", "self", "kwargs")
+VALUES = {"a number": 5, "a text": "x", "true": True, "a list": [1]}
 CASES = [
     *(data(f"a file that is {name}", "data.jsonl", make) for name, make in ODD.items()),
     *(data(name, "data.jsonl", content) for name, content in CONTENTS.items()),
     *(data(name, file, content, *([f"data.train={file.split('/')[0]}"])) for name, (file, content) in FILES.items()),
     *(data(f"token ids, {name}", "data.jsonl", [{"input_ids": ids}] * 4) for name, ids in IDS.items()),
     *(data(f"rows, {name}", "data.jsonl", [row] * 4) for name, row in ROWS_OF.items()),
+    *(
+        data(f"template variables, {argument} is {name}", "data.jsonl", [row] * 4, verb=verb, expect=expect, says=says)
+        for number, argument in enumerate(ARGUMENTS)
+        for at, (name, value) in enumerate(VALUES.items())
+        for row in (chat("ok", chat_template_kwargs={argument: value}),)
+        for verb in (("inspect", "sft")[(number + at) % 2],)
+        for expect, says in (((2,), ("chat_template_kwargs", argument)) if number < 9 else ((0, 2), ()),)
+    ),
+    data(
+        "template variables, null as a table writes them",
+        "data.jsonl",
+        [chat("ok", chat_template_kwargs={"tools": None})] * 4,
+        expect=(0,),
+    ),
     *(
         data(f"pairs, {name}", "data.jsonl", [row] * 4, verb=verb, groups={"objective": {"kind": verb}})
         for name, row in PAIRS.items()

@@ -38,6 +38,19 @@ NUMBERS = {
     "PET_NODE_RANK": {"PET_NNODES": "2"},
     "PET_MASTER_PORT": {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
 }
+TASKS = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LOCALID": "0"}
+PODS = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "n1", "PET_MASTER_PORT": "29500"}
+BEYOND = {
+    "SLURM_NODEID": (STEP, "1"),
+    "SLURM_PROCID": (TASKS, "2"),
+    "SLURM_LOCALID": (TASKS, "2"),
+    "SLURM_STEP_NODELIST": ({**STEP, "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-2]"}, "n1"),
+    "RANK": (LAUNCHED, "1"),
+    "LOCAL_RANK": (LAUNCHED, "1"),
+    "PET_NODE_RANK": (PODS, "2"),
+}
+"""Variables that contradict the others of the same launcher: a number beyond what there is, a list that is too short."""
+NAMES_OF = {"SLURM_PROCID": "RANK", "SLURM_LOCALID": "LOCAL_RANK", "SLURM_STEP_NODELIST": "SLURM_NODEID"}
 HOSTS = {
     "a comma": ",",
     "backwards": "n[5-1]",
@@ -190,6 +203,78 @@ NAMES = {
 }
 
 
+SIZES = (
+    *("plan", *RUN[1:], "model.path=null", "model.init=random", "model.tokenizer=quickstart", "data.max_length=64"),
+    *(f"+model.config.{name}=8" for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")),
+    *("+model.config.model_type=llama", "+model.config.num_attention_heads=2", "batch.tokens_per_device=128"),
+)
+CONFIG_KEYS = (
+    "head_dim",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rope_parameters",
+    "attention_bias",
+    "eos_token_id",
+)
+CONFIG_KEYS += (
+    "tie_word_embeddings",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "hidden_act",
+    "rope_scaling",
+    "layer_types",
+)
+OF_OTHER_TYPES = (
+    "abc",
+    "null",
+    "[null]",
+    "[1]",
+    "{a: 1}",
+    "-3",
+    "0",
+    "1.5",
+    "true",
+    "99999999999999999999",
+    "[]",
+    "''",
+)
+
+
+def program(code: bytes, mode: int = 0o755) -> Make:
+    return lambda at: (at.write_bytes(code), at.chmod(mode))
+
+
+PROGRAMS: dict[str, Make] = {
+    "may not be executed": program(b"#!/bin/sh\necho 1\n", 0o644),
+    "is a folder": lambda at: at.mkdir(),
+    "is empty": program(b""),
+    "has an interpreter that is nowhere": program(b"#!/none/python\n"),
+    "is noise": program(bytes(range(256))),
+    "is cut": program(b"\x7fELF"),
+    "fails": program(b"#!/bin/sh\nexit 1\n"),
+    "kills itself": program(b"#!/bin/sh\nkill -9 $$\n"),
+    "says nothing": program(b"#!/bin/sh\n"),
+    "says words": program(b"#!/bin/sh\necho 'Welcome to the cluster;'\n"),
+    "says bytes": program(b"#!/bin/sh\nprintf '\\377\\000a\\n'; printf '\\377' >&2\n"),
+    "fails with bytes": program(b"#!/bin/sh\nprintf '\\377'; printf '\\377' >&2; exit 1\n"),
+    "says megabytes": program(b"#!/bin/sh\nhead -c 3000000 /dev/zero | tr '\\0' x\n"),
+}
+SUBMIT = ("sbatch", "sft", *RUN, "topology.nodes=1", "topology.gpus_per_node=1", "--submit")
+SUBMITS = {"bin/sbatch": program(b"#!/bin/sh\necho 5\n")}
+CALLED: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "sbatch": (SUBMIT, {}),
+    "squeue": (SUBMIT, {}),
+    "srun": (("sft", *RUN), {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}),
+    "nvidia-smi": (PLAN, {}),
+}
+"""The programs that packtrain calls, and a command that does so."""
+
+
+def look_in_bin() -> None:
+    os.environ["PATH"] = f"{os.path.abspath('bin')}:/usr/bin:/bin"
+
+
 def named_value(key: str, path: str) -> tuple[str, ...]:
     return (*(one for one in PLAN if not one.startswith(f"{key}=")), f"{key}={path}")
 
@@ -205,6 +290,32 @@ CASES = [
         for name, others in NUMBERS.items()
         for what, value in NO_NUMBERS.items()
         if not (name == "SLURM_STEP_TASKS_PER_NODE" and what == "")
+    ),
+    *(
+        Case(
+            name=f"{' '.join(verb)}: {name} beyond", arguments=(*verb, *RUN), env={**others, name: value}, says=(said,)
+        )
+        for name, (others, value) in BEYOND.items()
+        for said in (NAMES_OF.get(name, name),)
+        for verb in (("plan", "--json"), ("sft",), ("verify",), ("inspect",))
+    ),
+    *(
+        Case(name=f"model.config.{key} is {value}", arguments=(*SIZES, f"+model.config.{key}={value}"), expect=(0, 2))
+        for key in CONFIG_KEYS
+        for value in OF_OTHER_TYPES
+    ),
+    *(
+        Case(
+            name=f"a {program} that {how}: {' '.join(verb)}",
+            arguments=verb,
+            files={**SUBMITS, f"bin/{program}": make},
+            env=env,
+            begin=look_in_bin,
+            expect=(0, 2, 4, 137) if env else (0, 2),
+            writes=("run", "run/*"),
+        )
+        for program, (verb, env) in CALLED.items()
+        for how, make in PROGRAMS.items()
     ),
     *(
         Case(

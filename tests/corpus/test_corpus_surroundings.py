@@ -7,6 +7,7 @@ import errno
 import fcntl
 import io
 import json
+import multiprocessing
 import os
 import resource
 import sys
@@ -275,6 +276,39 @@ SLOW = [
     ),
     trains("a slow reader of a run", begin=slowly_read, expect=(0,), says=("ready",)),
 ]
+VARIABLES = {
+    "TORCH_LOGS": ("sft", "verify", "inspect", "plan", "env"),
+    "HF_HUB_DOWNLOAD_TIMEOUT": ("plan", "sft", "report"),
+    **dict.fromkeys(("TORCH_DISTRIBUTED_DEBUG", "TORCHINDUCTOR_COMPILE_THREADS", "ACCELERATE_ENABLE_RICH"), ("sft",)),
+    **dict.fromkeys(("HF_DATASETS_IN_MEMORY_MAX_SIZE", "TORCH_COMPILE_DEBUG", "ACCELERATE_LOG_LEVEL"), ("sft",)),
+}
+READ = [
+    trains(
+        f"{name} of nonsense",
+        env={name: "nonsense"},
+        verb=verb,
+        limit_s=60,
+        expect=(2,) if verb == "sft" else (0, 2, 3),
+        says=says,
+    )
+    for name, verbs in VARIABLES.items()
+    for verb in verbs
+    for says in (("cannot be imported",) if verb == "sft" else (),)
+]
+"""Variables that libraries read while they are imported."""
+
+
+@pytest.mark.parametrize("case", sampled(READ, one_in=len(READ)))
+def test_a_variable_of_nonsense_that_a_library_reads_at_its_import(case: Case, tmp_path: Path) -> None:
+    def made_from_nothing(work: Any, *arguments: Any) -> Any:
+        process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
+        process.start()
+        return process
+
+    outcome = carry_out(case, tmp_path, made_from_nothing)
+    assert not faults(case, outcome), outcome.stderr
+
+
 CASES = [*TRACKERS, *FOLDERS, *LIMITS, *SAVING, *SLOW]
 
 

@@ -13,7 +13,7 @@ from packtrain.train.checkpoint import folder as checkpoint_folder
 from packtrain.train.checkpoint.folder import complete, find_resume, folder_of, prune, set_aside, staging_of
 from packtrain.train.metrics import MetricsFile
 
-ORIGIN = {"trainer.seed": 0}
+ORIGIN = {"trainer.seed": 0, "strategy.name": "ddp", "the number of processes": 1}
 
 
 def checkpoints_in(root: Path, *steps: int) -> Path:

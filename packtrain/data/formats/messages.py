@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from typing import Any
 
 from packtrain.data.formats.columns import Row, list_of
@@ -49,6 +50,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 WEIGHTS = ("weight", "loss_weight", "train", "loss")
 UNKNOWN_ROLE = "unknown role"
 CALL = '{"name": …, "arguments": {…}}'
+_TAKEN = re.compile(r"conversations?|tools|tokenize|chat_template|return_\w+|add_generation_prompt|continue_final_\w+")
 Messages = list[dict[str, Any]]
 
 
@@ -292,6 +294,9 @@ def variables_of(row: Row) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise wrong_type("an object", value, row.name("chat_template_kwargs"))
+    if taken := [key for key, part in value.items() if part is not None and _TAKEN.fullmatch(key)]:
+        what = f"{taken[0]!r} is an argument of apply_chat_template, and no variable of the template"
+        raise BadRow("template argument", what, row.name("chat_template_kwargs"), "Take it away.")
     return {key: part for key, part in value.items() if part is not None}
 
 

@@ -40,9 +40,9 @@ def run_srun(argv: Sequence[str]) -> int:
     with heard_by(hear):  # before srun starts, so that a signal cannot leave it behind
         try:
             started.append(subprocess.Popen(argv, env=env, start_new_session=True))
-        except FileNotFoundError as error:
-            what = "srun is not found, though this is inside a Slurm job"
-            raise UserError(what, where="PATH", fix="Load Slurm's module.") from error
+        except OSError as error:
+            what = f"srun cannot be started, though this is inside a Slurm job: {error.strerror}"
+            raise UserError(what, where="PATH", fix="Load Slurm's module; type -a srun shows what is there.") from error
         if received:
             pass_on()
         code = started[0].wait()
@@ -52,7 +52,7 @@ def run_srun(argv: Sequence[str]) -> int:
             where="Slurm",
             fix="The lines above say which; look at sinfo and squeue: is the job there, and are its machines up?",
         )
-    return 128 + received[0] if received and code not in (0, *MOST_TELLING) else code
+    return 128 + received[0] if received and code not in (0, *MOST_TELLING) else code if code >= 0 else 128 - code
 
 
 def _signal_step(name: str, number: int) -> bool:
@@ -64,6 +64,6 @@ def _signal_step(name: str, number: int) -> bool:
         command = ["scancel", f"--signal={signal.Signals(number).name[3:]}", *steps]
         if steps:
             subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, UnicodeError, subprocess.SubprocessError):
         return False
     return bool(steps)

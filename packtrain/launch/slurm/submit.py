@@ -9,14 +9,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from packtrain.config.yaml_files import shown
 from packtrain.durable import followed, write_text
 from packtrain.errors import UserError
 from packtrain.launch.inputs import inputs
 from packtrain.launch.slurm.sbatch import Job, plan_job, script, summary
+from packtrain.wording import shortened, whole
 
 _TIMEOUT_S = 120
+_ASKED: Any = {"capture_output": True, "text": True, "errors": "replace", "timeout": _TIMEOUT_S, "check": False}
 _MADE = "# Made by packtrain sbatch"
 _NAMED = ("account", "partition", "qos", "gres", "memory")
 """Keys of topology whose names appear in sbatch's own error messages."""
@@ -78,6 +81,8 @@ def _print_unchanged(text: str) -> None:
 def _submit(job: Job, text: str, what: str, file: Path | None, as_json: bool) -> None:
     _sbatch(["--test-only"], text)  # without this a cluster may accept a job that none of its machines can run
     number = _sbatch(["--parsable"], text).partition(";")[0]  # JOB or JOB;CLUSTER
+    if whole(number) is None:
+        raise UserError(f"sbatch calls the job {shortened(number)}", where="--submit", fix="See squeue --me, and PATH.")
     if file is None:
         file = job.logs / f"slurm-{number}.sbatch"
         write_text(file, text)
@@ -118,7 +123,7 @@ def _state(number: str) -> str:
     """The state of a job in Slurm's words: "RUNNING", "PENDING (Resources)"; "?" if squeue does not tell."""
     asked = ["squeue", "--noheader", f"--jobs={number}", "--format=%T (%r)"]
     try:
-        states = subprocess.run(asked, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False).stdout
+        states = subprocess.run(asked, **_ASKED).stdout
     except (OSError, subprocess.TimeoutExpired):
         return "?"
     return next(iter(states.splitlines()), "?").removesuffix(" (None)")
@@ -133,9 +138,11 @@ def _sbatch(arguments: list[str], text: str) -> str:
     # in a shell of salloc sbatch would read that job's variables as options of the new one
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     try:
-        done = subprocess.run(
-            [command, *arguments], env=env, input=text, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
+        done = subprocess.run([command, *arguments], env=env, input=text, **_ASKED)
+    except OSError as error:
+        raise UserError(
+            f"sbatch cannot be started: {error.strerror}", where=command, fix="Mend it, or PATH."
+        ) from error
     except subprocess.TimeoutExpired as error:
         fix = "Look whether Slurm is up: sinfo."
         raise UserError(f"sbatch does not answer within {_TIMEOUT_S} s", where="--submit", fix=fix) from error

@@ -76,7 +76,7 @@ def _values(model: Model) -> Iterator[Problem]:
         several = (
             value if isinstance(value, list) else [value]
         )  # a width of each layer, an id of each token that ends a text
-        if _SIZE.fullmatch(name) and any(one is not None and (type(one) is not int or one < 1) for one in several):
+        if _SIZE.fullmatch(name) and value is not None and any(type(one) is not int or one < 1 for one in several):
             yield Problem(f"found {shortened(value)}", where, "Allowed: whole number ≥ 1.")
         elif name in _LAYERS and type(value) is int and value > MOST_LAYERS:
             yield Problem(f"found {shortened(value)}", where, f"Allowed: at most {MOST_LAYERS:,}.")

@@ -115,6 +115,8 @@ def layers_of(sizes: Mapping[str, Any]) -> Layers:
     if missing:
         whose = "tokenizer" if missing[0] == "vocab_size" else "model type"
         raise UserError(f"model.config.{missing[0]} is left to the {whose}")
+    if odd := [name for name in ("head_dim", "num_key_value_heads") if not isinstance(sizes.get(name) or 0, int)]:
+        raise UserError(f"model.config.{odd[0]} is no whole number")
     hidden, inner, number, heads, vocabulary = (sizes[name] for name in _SIZES)
     if number > MOST_LAYERS:
         raise UserError(f"model.config.num_hidden_layers={number:,}: up to {MOST_LAYERS:,} are counted")

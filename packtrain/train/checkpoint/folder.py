@@ -19,6 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 
 from packtrain.data.dataset import PairDataset, TokenDataset
 from packtrain.durable import aside, publish, remove, sync
@@ -31,6 +32,7 @@ from packtrain.plan.origin import (
     ORIGIN,
     PROCESSES,
     SHAPE,
+    STRATEGY,
     TOKENIZER,
     facts_of,
     listed,
@@ -127,9 +129,26 @@ def damage(checkpoint: Path) -> str | None:
                 return f"{name} is missing"
             if path.stat().st_size != size or _hash(path) != digest:
                 return f"{name} is not as it was written"
-        except (OSError, ValueError) as error:  # no name of a file, or a disk that does not give it back
-            return f"{name!r} cannot be read: {error}"
+            _check_values(path)
+        except Exception as error:  # no name of a file, a disk that does not give it back, or values of other types
+            return f"{name!r} cannot be read: {type(error).__name__}: {error}"
     return None
+
+
+def _check_values(path: Path) -> None:
+    """Raises whatever comes of values of other types, in a file that someone or another tool has changed with its manifest."""
+    found: Any = json.loads(path.read_bytes()) if path.suffix == ".json" else None
+    if path.name == TRAINER_STATE_NAME:
+        said = {name: one for name, one in vars(TrainerState(**found)).items() if one is not None}
+        steps = [found["global_step"], said.get("best_global_step", 0)]
+        steps += [one["step"] for one in list.copy(said["log_history"])]
+        sum([*map(int.__index__, steps), said.get("best_metric", 0), said["total_flos"], said["num_input_tokens_seen"]])
+        str.strip(said.get("best_model_checkpoint", ""))
+    elif path.name == "spikes.json":
+        sum(loss + norm for loss, norm in found)
+    elif path.name == ORIGIN:
+        str.strip(found[STRATEGY])
+        int.__index__(found[PROCESSES])
 
 
 def find_resume(resume: str, checkpoints: Path) -> tuple[Path | None, list[str]]:
