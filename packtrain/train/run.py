@@ -510,8 +510,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         "seed": config.trainer.seed if config.optim.rounding == "stochastic" else None,
         "scores": config.objective.traits.scores,
     }
-    saved, cost = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft, **kept)
-    summary = replace(summary, rounding=cost)
+    saved = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft, **kept)
     if run.ranks.sharded and config.trainer.samples:
         _wait_for_all(run, "results")  # the answers take all of them, and the main process has been writing alone
     answers = list(zip(config.trainer.samples, run.before, _answers(run), strict=False))
