@@ -485,6 +485,7 @@ def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any])
         if moved := folder.begin(checkpoint):
             what = "its earlier results are" if checkpoint else "it is"
             run.log.say(escape(f"{folder.root} held another run: {what} in {shown(moved)} now"))
+        write_json(folder.facts, {"started": run.log.started, "facts": run.log.facts})
     except OSError as error:
         raise UserError(f"cannot begin: {error}", where=f"trainer.output_dir ({folder.root})") from error
     for of_an_earlier_run in (folder.summary, folder.data):
