@@ -59,7 +59,12 @@ def _run(arguments: list[str]) -> None:
     from packtrain.train.checkpoint import writer
     from packtrain.train.loop import StepTrainer
 
-    write, step, seconds, passes = StepTrainer._save_checkpoint, StepTrainer.training_step, list[float](), list[float]()
+    write, step, seconds, passes = (
+        StepTrainer.save_checkpoint,
+        StepTrainer.forward_and_backward,
+        list[float](),
+        list[float](),
+    )
     if int(os.environ["WAITS"]):
         writer.memory_free = lambda: 0
 
@@ -79,8 +84,8 @@ def _run(arguments: list[str]) -> None:
         passes.append(time.perf_counter() - begun)
         return loss
 
-    StepTrainer.training_step = timed_step
-    StepTrainer._save_checkpoint = timed
+    StepTrainer.forward_and_backward = timed_step
+    StepTrainer.save_checkpoint = timed
     sys.argv = ["packtrain", "sft", *arguments]
     command()
 

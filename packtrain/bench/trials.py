@@ -42,7 +42,7 @@ from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.console import Log, warnings_to
 from packtrain.train.library_errors import out_of_memory
 from packtrain.train.loader import MicroBatch, PairSteps, ScoredSteps, Steps, attention_cost, step_loader
-from packtrain.train.loop import StepTrainer
+from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.run import objective_of
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.sync.checks import agree_on_data, agree_on_model
@@ -342,10 +342,10 @@ class Conductor(TrainerCallback):
             return self._trials
         trainer: Any = self.lab.trainer
         trainer.add_callback(self)
-        trainer.get_train_dataloader = lambda: _Loader(self._batches)
-        trainer.training_step = self._caught(trainer.training_step)
+        trainer.batches = lambda _: self._batches()
+        trainer.forward_and_backward = self._caught(trainer.forward_and_backward)
         try:
-            trainer.train()
+            run_steps(trainer, None)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if out_of_memory(error) and not self._failed:  # between two steps
                 self._failed = f"out of memory on {self.lab.ranks.device.type}"
@@ -414,10 +414,10 @@ class Conductor(TrainerCallback):
     def _caught(self, step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The trainer's step; running out of memory ends the visit, or, of several processes, the launch."""
 
-        def training_step(model: Any, inputs: list[MicroBatch], *rest: Any, **named: Any) -> torch.Tensor:
-            self._counts += [sum(one.tokens for one in inputs), sum(one.slots for one in inputs), len(inputs)]
+        def forward_and_backward(model: Any, batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
+            self._counts += [sum(one.tokens for one in batches), sum(one.slots for one in batches), len(batches)]
             try:
-                return step(model, inputs, *rest, **named)
+                return step(model, batches, counts)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not out_of_memory(error):
                     raise
@@ -430,7 +430,7 @@ class Conductor(TrainerCallback):
             torch.cuda.empty_cache()
             return torch.zeros((), device=self.lab.trainer.args.device)
 
-        return training_step
+        return forward_and_backward
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> TrainerControl:
         """Closes the visit after its last step, and chooses the next one."""
@@ -502,16 +502,3 @@ class Conductor(TrainerCallback):
             "outcome": asdict(Measured(failed=self._failed, elapsed=self._elapsed())),
         }
         write_json(self._folder.root / f"out-of-memory-{self.lab.ranks.rank:05d}.json", event)
-
-
-class _Loader:
-    """What the trainer takes for its loader: steps without end."""
-
-    def __init__(self, batches: Callable[[], Iterator[list[MicroBatch]]]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[list[MicroBatch]]:
-        return self._batches()
-
-    def __len__(self) -> int:
-        return _ENDLESS

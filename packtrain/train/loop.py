@@ -1,15 +1,6 @@
-"""One optimizer step of every objective, in the order in which it runs.
+"""The loop over optimizer steps, from top to bottom (`run_steps`), and the parts that it calls (`StepTrainer`).
 
-transformers' Trainer has the loop and TRL's trainers the objective; StepTrainer is a mixin that overrides their hooks. A
-loader item is a whole optimizer step of this process, which runs through these hooks:
-
-1. data         get_batch_samples: the micro-batches of the step (loader.py; their rows: packing/schedule.py, collate.py)
-2. counts       _get_num_items_in_batch: tokens and documents of the global step, summed over ranks before the first forward
-3. forward      training_step → `loss_of` (objectives/) → the wrapped model.forward (model/forward.py)
-4. backward     training_step: gradients are exchanged with the last micro-batch
-5. optimizer    judged by spikes.py; transformers' own: clipping, optimizer (over bfloat16 weights by optim/float32_step.py), schedule
-6. log          `log`, and evaluation (metrics.py)
-7. checkpoint   `_save_checkpoint` (checkpoint/hooks.py)
+transformers makes optimizer and schedule, accelerate spreads the model, TRL's trainers have the loss; the loop is ours.
 """
 
 from __future__ import annotations
@@ -23,8 +14,10 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from torch.utils.data import DataLoader
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_utils import align_special_tokens
 
 from packtrain.boundary import boundary
 from packtrain.config.rules.paths_and_packages import without_package
@@ -45,6 +38,48 @@ from packtrain.train.spikes import SpikeHooks
 from packtrain.train.sync.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 
 
+def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
+    """Runs the steps from that of `checkpoint` (None: from the first one) to the last, or until the run is to stop.
+
+    Raises CheckFailed where a step's figures end the run.
+    """
+    model = trainer.prepare(checkpoint)
+    trainer.notify("train_begin")
+    if trainer.settings.evaluation and not trainer.settings.first_step:
+        trainer.evaluate()
+    batches = trainer.batches(checkpoint)
+    while trainer.goes_on():
+        trainer.notify("step_begin")
+        # 1. data: this rank's micro-batches of the step, laid out by packing/schedule.py and collated by loader.py
+        micro_batches = trainer.next_batches(batches)
+        # 2. counts: trained targets, tokens, slots and examples of the step, summed over ranks before the first forward pass
+        counts = trainer.sum_counts(micro_batches)
+        # 3. forward and backward: the loss is the sum over the step's tokens (or examples) over their number
+        part = trainer.forward_and_backward(model, micro_batches, counts)
+        # 4. clip
+        norm = trainer.clip(model)
+        # 5. judge: whether the step is a spike, whose update is not made
+        judged = trainer.judge(model, part, norm, counts)
+        if judged.back is not None:
+            batches = trainer.go_back(model, *judged.back)
+            continue
+        # 6. update
+        trainer.clock.enter("optimizer")
+        rate = trainer.update(model, judged.loss)
+        trainer.notify("step_end")
+        # 7. log
+        if trainer.logs():
+            trainer.log_step(judged.norm, rate)
+        # 8. evaluate
+        if trainer.evaluates():
+            trainer.evaluate()
+        # 9. checkpoint
+        if trainer.saves():
+            trainer.save_checkpoint()
+            trainer.notify("save")
+    trainer.notify("train_end")
+
+
 class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
     """Trains by LoopSettings. A subclass calls `open_loop` in its __init__ and defines `loss_of` and `evaluated`."""
 
@@ -56,7 +91,8 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
 
     def open_loop(self, settings: LoopSettings) -> None:
         """Replaces TRL's own data, progress lines and checkpoints."""
-        self.remove_callback(PrinterCallback)
+        for callback in (PrinterCallback, DefaultFlowCallback):
+            self.remove_callback(callback)
         self.settings, self.steps = settings, settings.steps
         self.writer = CheckpointWriter(settings.say, settings.first_step or None)
         self.open_spikes(settings.spikes)
@@ -103,27 +139,49 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
     def open_step(self, batches: list[MicroBatch]) -> None:
         """Called before the micro-batches of a step."""
 
-    # The hooks of a step, in order.
+    # Before the first step.
 
-    def get_train_dataloader(self) -> DataLoader:
-        """All steps of the run as one "epoch" of transformers' loop, from the resumed one on."""
-        return step_loader(self.steps, first=self.settings.first_step, workers=self.settings.loader_workers)
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """As the base class, after the last proof; makes sure that the strategy is what the config says."""
+    def prepare(self, checkpoint: Path | None) -> Any:
+        """The model as it is called in a step: spread, with optimizer and schedule, and in the state of `checkpoint`."""
+        self.open_state(checkpoint)
+        self.accelerator.free_memory()
+        if self.args.activation_checkpointing:
+            how = self.args.activation_checkpointing_kwargs or None
+            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+        align_special_tokens(self.model, self.processing_class)
         self.close_proofs()
-        prepared, loader = super()._prepare_for_training(max_steps, train_dataloader, None)
+        model, _ = self._prepare_for_training(len(self.steps), None, None)
         check_active(self.settings.strategy, self.model_wrapped, self.model)
-        if resume_from_checkpoint is not None:
-            self.restore(Path(resume_from_checkpoint))
+        if checkpoint is not None:
+            self.restore(checkpoint)
         self.lost.watch(self.optimizer)
-        self.read_spikes(resume_from_checkpoint)
-        if self.steps.left_out:  # known from here on
-            loader = self.get_train_dataloader()
+        self.lost.measured = sum("updates_lost" in line for line in self.state.log_history)
+        self.read_spikes(checkpoint)
         if self.settings.largest_first and self.settings.first_step < len(self.steps):
             self.clock.enter("proof")
-            self.try_largest(prepared)
-        return prepared, loader
+            self.try_largest(model)
+        model.zero_grad()
+        return model
+
+    def open_state(self, checkpoint: Path | None) -> None:
+        """Begins the state of the run, or takes it up from `checkpoint`; this run's log_every, eval_every and length hold."""
+        self.state = TrainerState()
+        if checkpoint is not None:
+            self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        self.state.init_training_references(self, len(self.steps), 1, None)
+        self.state.compute_steps(self.args, len(self.steps))
+        self.loss_since_line = torch.zeros((), device=self.args.device)
+        self._last_line = self.state.global_step
+
+    def batches(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each step to come, on this rank; the state of chance is that of `checkpoint`."""
+        if checkpoint is not None:
+            self._load_rng_state(str(checkpoint))
+        return iter(step_loader(self.steps, first=self.state.global_step, workers=self.settings.loader_workers))
+
+    def notify(self, event: str) -> None:
+        """Tells those that listen to the run: metrics.jsonl, the terminal, trackers (run.py)."""
+        self.control = getattr(self.callback_handler, f"on_{event}")(self.args, self.state, self.control)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As the base class; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does so."""
@@ -153,21 +211,27 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
         with boundary(f"the schedule {self.settings.optim.schedule} cannot be made", "optim.schedule_options"):
             return super().create_scheduler(num_training_steps, optimizer)
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """1. The step's micro-batches, as the base class loads them, and their counts."""
+    # The parts of a step, in order.
+
+    def goes_on(self) -> bool:
+        """Whether another step is to be made."""
+        stops = self.control.should_training_stop or self.settings.stop.agreed
+        return self.state.global_step < self.state.max_steps and not stops
+
+    def next_batches(self, batches: Iterator[list[MicroBatch]]) -> list[MicroBatch]:
+        """This rank's micro-batches of the next step."""
         self.clock.enter("data", step=self.state.global_step + 1)
         self.writer.tell(". Training goes on")
         if self.state.global_step == self.settings.first_step + 1:
             self.prepare_checkpoints()
-        return super().get_batch_samples(*args, **kwargs)
+        return next(batches)
 
-    def _get_num_items_in_batch(self, batch_samples: list[list[MicroBatch]], device: torch.device) -> torch.Tensor:
-        """2. Counts of the global step: trained targets, tokens, slots, examples. The same reduction carries the logged
-        counts, requests to stop, and every EXCHANGE_EVERY steps or more the ranks' times. It is read a step later (`take_counts`):
-        now the device would have to be waited for."""
-        if not batch_samples:  # the Trainer would ask forever
-            raise RuntimeError(f"the data ended after step {self.state.global_step}, before the length of the loader")
-        batches = batch_samples[0]
+    def sum_counts(self, batches: list[MicroBatch]) -> torch.Tensor:
+        """int64 [4], counts of the global step: trained targets, tokens, slots, examples.
+
+        The same reduction carries the logged counts, requests to stop, and every EXCHANGE_EVERY steps or more the ranks' times. Its
+        result is read on the host a step later (`take_counts`): now the device would have to be waited for.
+        """
         counts = [sum(column) for column in zip(*(batch.counts for batch in batches), strict=True)]
         self.clock.enter("counts")
         self.take_counts()
@@ -175,47 +239,77 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
         with_times = (self.state.global_step + 1) % max(self.state.logging_steps, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
         times = self.clock.slots() if timed else []
-        total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times]), device)
+        total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times]), self.args.device)
         with waiting("the counts of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         self.step_figures.open(total[:6])
         self.times.take(total[6:], timed)
         return total[:4]
 
-    def training_step(
-        self, model: torch.nn.Module, inputs: list[MicroBatch], num_items_in_batch: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """3. and 4. Forward and backward over all micro-batches; gradients are exchanged with the last one only.
+    def forward_and_backward(self, model: Any, batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
+        """Over all micro-batches; gradients are exchanged with the last one only.
 
-        Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step. After it
-        (5.) transformers clips gradients and steps optimizer and schedule.
+        Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
         """
-        self._watch_first_steps(inputs)
-        if self.state.global_step == self.settings.first_step:
-            self.lost.measured = sum("updates_lost" in line for line in self.state.log_history)
+        self._watch_first_steps(batches)
         self.lost.open_step(self.state.global_step + 1)
         model.train()
-        assert num_items_in_batch is not None
-        total = torch.zeros((), device=self.args.device)
-        self.open_step(inputs)
+        part = torch.zeros((), device=self.args.device)
+        self.open_step(batches)
         # sharded weights are whole for one layer at a time, which copies of all of them would undo
         with nullcontext() if self.settings.sharded else weights_cast_once():
-            for number, batch in enumerate(inputs, start=1):
+            for number, batch in enumerate(batches, start=1):
                 self.at_work(number, batch)
                 self.clock.enter("forward", micro=number)
-                with self._gradients_kept(model, last=number == len(inputs)):
+                with self._gradients_kept(model, last=number == len(batches)):
                     with self.maybe_activation_offload_context:
-                        loss = self.loss_of(model, batch, num_items_in_batch)
-                    total += loss.detach()
-                    self.open_judgement(total, num_items_in_batch)
+                        loss = self.loss_of(model, batch, counts)
+                    part += loss.detach()
+                    self.open_judgement(part, counts)
                     self.clock.enter("backward", micro=number)
                     self.accelerator.backward(loss)
         if self.accelerator.num_processes == 1:  # nobody to agree with
             self.settings.stop.agree(*self.settings.stop.counts())
         self._work = None
+        return part
+
+    def clip(self, model: Any) -> Any:
+        """The norm of the step's gradients, which are clipped to optim.max_grad_norm; DeepSpeed's engine has done so."""
         self.clock.enter("optimizer")
-        self.last_loss = self.judge(model, total, num_items_in_batch)
-        return self.last_loss
+        norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
+        return self._get_grad_norm(model, norm)
+
+    def update(self, model: Any, loss: torch.Tensor) -> float:
+        """Makes the update of the step, whose part of the loss on this rank is `loss`; returns its learning rate."""
+        self.last_loss = loss
+        self.loss_since_line += loss
+        cast(Any, self.optimizer).step()
+        rate = self._get_learning_rate()
+        if not self.accelerator.optimizer_step_was_skipped:
+            cast(Any, self.lr_scheduler).step()
+        model.zero_grad()
+        self.state.global_step += 1
+        self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
+        return rate
+
+    def logs(self) -> bool:
+        """Whether this step has a line: the first, every trainer.log_every, and the last."""
+        step, state = self.state.global_step, self.state
+        return (
+            step == 1 or step % state.logging_steps == 0 or step >= state.max_steps or bool(self.settings.stop.agreed)
+        )
+
+    def evaluates(self) -> bool:
+        """Whether the evaluation set is run after this step: every trainer.eval_every, and the last."""
+        step, state = self.state.global_step, self.state
+        return self.args.eval_strategy == "steps" and (step % state.eval_steps == 0 or step >= state.max_steps)
+
+    def saves(self) -> bool:
+        """Whether this step has a checkpoint: every trainer.checkpoint_every, the last, the best one, one that the run stops after."""
+        step = self.state.global_step
+        timely = step % self.state.save_steps == 0 or step >= self.state.max_steps
+        wanted = self.control.should_save or bool(self.settings.stop.agreed)
+        return wanted or (timely and self.args.save_strategy != "no")
 
     @contextmanager
     def without_gathering(self) -> Iterator[None]:
@@ -266,10 +360,6 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
             self.accelerator.gradient_state._set_sync_gradients(last)
             return nullcontext()
         return nullcontext() if last else self.accelerator.no_sync(model)
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Not counted here: the logged MFU comes from token counts."""
-        return 0
 
     def _send_telemetry(self) -> None:
         """packtrain sends nothing to anyone."""

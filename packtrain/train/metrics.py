@@ -148,16 +148,22 @@ class LoggingHooks(TrainerHooks):
         """Figures over the evaluation set by name, `loss` among them; called in eval mode, on every rank."""
         raise NotImplementedError
 
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
-        """Adds the exact counts of the steps since the last line to a training line."""
-        self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
-        if "loss" in logs:
-            self.clock.enter("step end")
-            self.refuse_nan(logs["loss"])
-            self.take_counts()
-            logs |= {"tokens": self.state.num_input_tokens_seen, **self.step_figures.close(self.state.global_step)}
-            logs |= self.figures() | self.times.figures() | self._updates_lost() | self.spike_figures()
-        super().log(logs, start_time)
+    def log_step(self, norm: Any, rate: float) -> None:
+        """Logs the steps since the last line: their mean loss and exact counts, and the last one's gradient `norm` and learning `rate`."""
+        step, total = self.state.global_step, self.loss_since_line
+        with waiting("the loss of all ranks"):
+            loss = cast(torch.Tensor, self.accelerator.gather(total)).mean().item() / (step - self._last_line)
+        self.loss_since_line, self._last_line = torch.zeros_like(total), step
+        line = {
+            "loss": loss,
+            "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
+            "learning_rate": rate,
+        }
+        self.clock.enter("step end")
+        self.refuse_nan(loss)
+        self.take_counts()
+        line |= {"tokens": self.state.num_input_tokens_seen, **self.step_figures.close(step)}
+        self.log(line | self.figures() | self.times.figures() | self._updates_lost() | self.spike_figures())
 
     def _updates_lost(self) -> dict[str, float]:
         """`updates_lost` of the steps since the last line, of all processes, if any was measured; warned of once."""
@@ -193,6 +199,7 @@ class LoggingHooks(TrainerHooks):
         self.take_counts()
         self.model.eval()
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluated().items()}
+        self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
         self.log(dict(metrics))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.model.train()

@@ -63,7 +63,7 @@ from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.largest_row import RowLimits, told
 from packtrain.train.library_errors import explained, words_for_log
 from packtrain.train.loader import Steps, attention_cost
-from packtrain.train.loop import StepTrainer
+from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.optim.final_weights import format_of
@@ -170,7 +170,7 @@ def _train_from(checkpoint: Path | None, run: Run, trainer: StepTrainer, summary
     """Trains, and writes what comes of it; returns the exit code."""
     try:
         with trainer.writer:
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            run_steps(trainer, checkpoint)
             trainer.clock.enter("checkpoint")
     except RuntimeError as error:
         if known := _lack_of_memory(error, run, trainer):
@@ -356,7 +356,7 @@ def _build(
 
 def _trainer(run: Run, objective: TrainingObjective, arguments: dict[str, Any], settings: LoopSettings) -> StepTrainer:
     """The trainer, with all that listens to it."""
-    callbacks: list[TrainerCallback] = [run.stop, MetricsFile(run.folder.metrics, run.log.warn), run.progress]
+    callbacks: list[TrainerCallback] = [MetricsFile(run.folder.metrics, run.log.warn), run.progress]
     if patience := run.config.trainer.early_stop_patience:
         callbacks.append(EarlyStop(patience, run.folder.checkpoints, run.log))
     if run.ranks.main:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import datasets
 import torch
-from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import SchedulerType, TrainingArguments
 
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, Tracking, Trainer
 from packtrain.model.precision import Precision
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.plan.launcher_settings import deepspeed_config
-from packtrain.train.loader import Steps
+from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.optim.lost_updates import LostUpdates
 from packtrain.train.sync.rank_times import Machines, RankTimes, StepClock
 
@@ -78,7 +78,11 @@ if TYPE_CHECKING:
         spikes: SpikeRules | None
         usual: Usual
         order: list[str]
+        loss_since_line: torch.Tensor
+        _last_line: int
 
+        def open_state(self, checkpoint: Path | None) -> None: ...
+        def batches(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]: ...
         def refuse_nan(self, loss: float) -> None: ...
         def take_counts(self) -> None: ...
         def restore(self, checkpoint: Path) -> None: ...
@@ -88,12 +92,12 @@ else:  # at run time the mixins come before the real Trainer
     TrainerHooks = object
 
 
-class StopRequest(TrainerCallback):
+class StopRequest:
     """The `signal` that this process received (0: none), and the one that all ranks have `agreed` to stop for.
 
     Signals reach processes at different times. So each rank only notes its own and sends it with the counts of the next step,
     which all ranks read before the step after that; all stop after the same step, with a checkpoint and exit code 128 + the
-    number. A process that is alone stops after the step at hand. As a callback it also logs that step.
+    number. A process that is alone stops after the step at hand, which is logged.
     """
 
     def __init__(self) -> None:
@@ -118,18 +122,6 @@ class StopRequest(TrainerCallback):
         """Called with the number of ranks that were sent SIGINT and SIGTERM by the time of a step."""
         if not self.agreed and (interrupts or terminations):
             self.agreed = signal.SIGTERM if terminations else signal.SIGINT
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Puts this run's log_every, eval_every and checkpoint_every in place of those of the checkpoint."""
-        state.compute_steps(args, state.max_steps)
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> TrainerControl:
-        """Asks for the last line, and for the checkpoint and the end."""
-        if self.agreed:
-            control.should_log = control.should_save = control.should_training_stop = True
-        if state.global_step >= state.max_steps:
-            control.should_log = True
-        return control
 
 
 def training_arguments(

@@ -23,8 +23,6 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
 
 from packtrain.durable import write_text
 from packtrain.errors import CheckFailed
@@ -32,7 +30,7 @@ from packtrain.model.spread import most_of_all
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.checkpoint.folder import folder_of
 from packtrain.train.largest_row import LargestRowHooks
-from packtrain.train.loader import step_loader
+from packtrain.train.loader import MicroBatch
 from packtrain.train.metrics import MetricsFile
 
 STATE = "spikes.json"
@@ -81,11 +79,14 @@ class Usual:
         return self.figures[-1] if self.figures else [0.0, 0.0]
 
 
-class GoBack(Exception):
-    """Ends the loop over steps, for a rollback to `checkpoint`, of `step`."""
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is logged of a step: this rank's part of its `loss` and the gradient `norm`; `back`: step and folder of the checkpoint that
+    the run goes back to in place of its update."""
 
-    def __init__(self, step: int, checkpoint: Path) -> None:
-        self.step, self.checkpoint = step, checkpoint
+    loss: torch.Tensor
+    norm: Any
+    back: tuple[int, Path] | None = None
 
 
 class SpikeHooks(LargestRowHooks):
@@ -97,7 +98,7 @@ class SpikeHooks(LargestRowHooks):
         """Judges steps by these rules from now on."""
         self.spikes, self.usual = rules, Usual()
         self.decided: dict[int, dict[str, Any]] = {}
-        self._given_up, self._norm = 0, None
+        self._given_up = 0
         self._fault, self._guarded = "", False
         self._begun: Path | None = None
 
@@ -120,23 +121,23 @@ class SpikeHooks(LargestRowHooks):
             self.usual = Usual(json.loads(state.read_text()))
         self._leave_out()
 
-    def judge(self, model: torch.nn.Module, loss: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Called after the backward pass with this rank's part of the step's loss; returns the part to be logged.
+    def judge(self, model: torch.nn.Module, loss: torch.Tensor, norm: Any, counts: torch.Tensor) -> Judgement:
+        """Called before the update with this rank's part of the step's loss and the norm of its gradients.
 
-        Raises CheckFailed for `stop`, GoBack for `rollback`.
+        Raises CheckFailed for `stop`.
         """
         if self.spikes is None or not self.spikes.watches:
-            return loss
-        if not self.is_deepspeed_enabled:  # whose engine has asked within the backward pass
-            clips = self.args.max_grad_norm > 0
-            norm: Any = super()._clip_grad_norm(model) if clips else self._get_grad_norm(model)
-            if self._judged(norm, loss, counts):
-                model.zero_grad()  # an optimizer passes over weights without gradients
-                self.lost.leave_out()
-            self._norm = torch.tensor(self.usual.last()[1]) if self._fault else norm
+            return Judgement(loss, norm)
+        if not self.is_deepspeed_enabled and self._judged(
+            norm, loss, counts
+        ):  # whose engine has asked within the backward pass
+            model.zero_grad()  # an optimizer passes over weights without gradients
+            self.lost.leave_out()
         if not self._fault:
-            return loss
-        return self._after_spike(model)
+            return Judgement(loss, norm)
+        usual_loss, usual_norm = self.usual.last()
+        back = self._after_spike(model)
+        return Judgement(torch.full((), usual_loss, device=self.args.device), torch.tensor(usual_norm), back)
 
     def open_judgement(self, loss: torch.Tensor, counts: torch.Tensor) -> None:
         """Tells the engine's optimizer, which steps within the last backward pass, the loss of the step."""
@@ -165,8 +166,8 @@ class SpikeHooks(LargestRowHooks):
         self.usual.figures.append([total, norm])
         return False
 
-    def _after_spike(self, model: torch.nn.Module) -> torch.Tensor:
-        """What follows the spike of this step; returns the loss to be logged in its place: the last one before it."""
+    def _after_spike(self, model: torch.nn.Module) -> tuple[int, Path] | None:
+        """What follows the spike of this step; returns step and folder of the checkpoint to go back to, if there is one."""
         assert self.spikes is not None
         rules, step, newest = self.spikes, self.state.global_step + 1, None
         back: Path | None = None
@@ -196,9 +197,8 @@ class SpikeHooks(LargestRowHooks):
             self.settings.say(f"step {step}: {fault}; {then}. spikes.jsonl has its documents")
             if newest is not None and back is not None:
                 self._leave_out()
-                raise GoBack(newest, back)
-        usual = self.usual.last()[0]
-        return torch.full((), usual, device=self.args.device)
+                return newest, back
+        return None
 
     def _newest(self) -> tuple[int | None, Path | None]:
         """Step and folder of the checkpoint to go back to, as rank 0 finds it; None if there is none, or someone has removed it."""
@@ -227,46 +227,20 @@ class SpikeHooks(LargestRowHooks):
         number, self._given_up = self._given_up, 0
         return {"skipped": number} if number else {}
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        """The norm that the step was judged by, which has clipped the gradients already; else as the base class."""
-        norm, self._norm = self._norm, None
-        return super()._clip_grad_norm(model) if norm is None else norm
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """As the base class; DeepSpeed's of an update that was not made is infinite."""
-        norm = super()._get_grad_norm(model, grad_norm)
-        if self.is_deepspeed_enabled and self._given_up and isinstance(norm, float) and not math.isfinite(norm):
-            return self.usual.last()[1]
-        return norm
-
-    def _run_epoch(self, **given: Any) -> None:
-        """As the base class, again from a checkpoint for each rollback."""
-        while True:
-            try:
-                return super()._run_epoch(**given)
-            except GoBack as back:
-                step, folder = back.step, back.checkpoint
-            given |= self._gone_back(step, folder, given["model"])
-
-    def _gone_back(self, step: int, folder: Path, model: torch.nn.Module) -> dict[str, Any]:
-        """Puts everything back to the checkpoint of `step`; returns what the loop over steps is to go on with."""
+    def go_back(self, model: torch.nn.Module, step: int, folder: Path) -> Iterator[list[MicroBatch]]:
+        """Puts everything back to the checkpoint of `step`; returns the micro-batches of the steps from there on."""
         self.clock.enter("checkpoint", step=step)
         self.step_figures.take_last()
         self.step_figures.close(step)
         self.figures()
         model.zero_grad()
         self.restore(folder)
-        self.state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
-        cast(Any, self)._load_callback_state()
-        self.state.init_training_references(self, len(self.steps), 1, None)
-        self.state.compute_steps(self.args, len(self.steps))
+        self.open_state(folder)
         self.usual, self._given_up = Usual(json.loads((folder / STATE).read_text())), 0
-        self._tr_loss, self._globalstep_last_logged = torch.zeros_like(self._tr_loss), step
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, MetricsFile):  # lines of later steps are made again
                 callback.on_train_begin(self.args, self.state, self.control)
-        loader = step_loader(self.steps, first=step, workers=self.settings.loader_workers)
-        return {"train_dataloader": loader, "resume_from_checkpoint": str(folder)}
+        return self.batches(folder)
 
     def _leave_out(self) -> None:
         """Gives up the steps since the checkpoints that were gone back to, and leaves the documents of the spikes out for good."""

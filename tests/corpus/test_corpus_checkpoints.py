@@ -129,6 +129,6 @@ def cases() -> Iterator[Case]:
 CASES = [*cases()]
 
 
-@pytest.mark.parametrize("case", sampled(CASES, one_in=8))
+@pytest.mark.parametrize("case", sampled(CASES, one_in=24))
 def test_case(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)

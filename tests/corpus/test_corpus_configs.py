@@ -262,6 +262,6 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", sampled(CASES, one_in=3))
+@pytest.mark.parametrize("case", sampled(CASES, one_in=4))
 def test_case(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)

@@ -412,7 +412,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", sampled(CASES, one_in=3))
+@pytest.mark.parametrize("case", sampled(CASES, one_in=4))
 def test_case(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
     shutil.rmtree(tmp_path, ignore_errors=True)

@@ -75,6 +75,7 @@ def test_a_resumed_run_has_the_same_weights_bit_for_bit(
         assert run.weights()[name].equal(weight), name
 
 
+@pytest.mark.exhaustive  # the recipe for LoRA does so as well
 def test_one_process_stays_on_one_of_several_gpus(gpus, folder: Path, config: dict[str, Any], on_gpu: Run) -> None:
     """transformers would split each batch over both."""
     run = gpus.train(folder, config, "topology=single", devices=2, name="one-of-two")
@@ -92,11 +93,11 @@ def test_where_memory_cannot_be_pinned_checkpoints_are_written_all_the_same(
     assert (said.stdout + said.stderr).count("not pinned") == 1
 
 
-@pytest.mark.parametrize("processes", ["ddp", "fsdp2", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.exhaustive)])
 def test_two_ranks_train_as_one_each_on_its_own_gpu(
-    gpus, folder: Path, config: dict[str, Any], on_gpu: Run, processes: str
+    gpus, folder: Path, config: dict[str, Any], on_gpu: Run, strategy: str
 ) -> None:
-    run = gpus.train(folder, config, f"strategy={processes}", devices=2, ranks=2, name=processes)
+    run = gpus.train(folder, config, f"strategy={strategy}", devices=2, ranks=2, name=strategy)
     assert run.summary["attention"].startswith(FLASH)
     assert_trained(run, on_gpu)
     touched = gpus.touched()
@@ -146,7 +147,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("verb", ROWS)
+@pytest.mark.parametrize(
+    "verb", ["dpo", *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("kto", "reward"))]
+)
 def test_the_other_objectives_train_as_on_the_cpu(gpus, folder: Path, verb: str) -> None:
     data = write_jsonl(folder / f"{verb}.jsonl", ROWS[verb])
     rows, sizes = {"train": str(data), "eval": 0.2, "max_length": 92}, {"tokens_per_device": 256}

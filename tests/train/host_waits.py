@@ -96,7 +96,7 @@ def train_watched(
 ) -> None:
     """Trains eight steps by a config with these `changes`, with `watch` open over steps FIRST to LAST."""
     config = load_config(None, ["trainer.log_every=4", "trainer.max_steps=8", *changes])
-    begin: Callable[..., Any] = StepTrainer.get_batch_samples
+    begin: Callable[..., Any] = StepTrainer.next_batches
 
     def watched(self: StepTrainer, *args: Any, **kwargs: Any) -> Any:
         if self.state.global_step == FIRST - 1:
@@ -106,7 +106,7 @@ def train_watched(
         return begin(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepTrainer, "get_batch_samples", watched)
+        patch.setattr(StepTrainer, "next_batches", watched)
         train_here(config, folder / "run", ranks)
 
 

@@ -45,7 +45,7 @@ def checkpoints(run: Run) -> list[str]:
 def test_steps_go_on_while_a_checkpoint_is_written_and_it_is_of_its_step(
     unbroken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained, complete, step = threading.Event(), hooks.complete, StepTrainer.training_step
+    trained, complete, step = threading.Event(), hooks.complete, StepTrainer.forward_and_backward
 
     def after_two_more_steps(staging: Path, target: Path) -> None:
         if target.name == "step-000002":
@@ -58,7 +58,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_is_of_its_step(
         return step(self, *given, **named)
 
     monkeypatch.setattr(hooks, "complete", after_two_more_steps)
-    monkeypatch.setattr(StepTrainer, "training_step", counted)
+    monkeypatch.setattr(StepTrainer, "forward_and_backward", counted)
     run = train_here(config_in(tmp_path), tmp_path / "run")
     assert run.summary["checkpoints"] == {"written": 3, "newest": 6, "failed": []}
     assert run.losses == unbroken.losses and checkpoints(run) == ["step-000002", "step-000004", "step-000006"]

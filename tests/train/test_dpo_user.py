@@ -174,9 +174,9 @@ def test_with_kept_log_probabilities_no_reference_is_in_memory(
         gc.collect()
         return sum(issubclass(type(one), PreTrainedModel) and hasattr(one, "lm_head") for one in gc.get_objects())
 
-    before, step, found = models(), PackedDPOTrainer.training_step, []
+    before, step, found = models(), PackedDPOTrainer.forward_and_backward, []
     monkeypatch.setattr(
-        PackedDPOTrainer, "training_step", lambda *given: [found.append(models() - before), step(*given)][1]
+        PackedDPOTrainer, "forward_and_backward", lambda *given: [found.append(models() - before), step(*given)][1]
     )
     trained(start, "counted", objective=against(kind))
     assert found == [expected] * 3

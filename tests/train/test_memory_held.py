@@ -42,7 +42,7 @@ def hold_in_a_run(arguments: list[str], file: Path) -> None:
 
     torch.set_num_threads(1)
     held: dict[str, int] = {}
-    inner = StepTrainer.training_step
+    inner = StepTrainer.forward_and_backward
 
     def step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = inner(self, *args, **kwargs)
@@ -53,7 +53,7 @@ def hold_in_a_run(arguments: list[str], file: Path) -> None:
         held["optimizer"] = _bytes(one for state in states for one in state.values() if isinstance(one, torch.Tensor))
         return loss
 
-    StepTrainer.training_step = step  # type: ignore[method-assign]
+    StepTrainer.forward_and_backward = step  # type: ignore[method-assign]
     config = load_config(None, arguments)
     RunFolder.of(config.trainer).open_attempt("never")
     train("sft", config)

@@ -31,10 +31,10 @@ NEEDS_DEEPSPEED = pytest.mark.skipif("deepspeed" not in forked.WARM, reason="nee
 
 
 def broken_at(step: int, times: float = math.nan, last: int = 0) -> Any:
-    """A training_step whose loss and gradients are multiplied in `step`, or from there to the `last`, each time it comes."""
-    backward = StepTrainer.training_step
+    """A `forward_and_backward` whose loss and gradients are multiplied in `step`, or from there to the `last`, each time it comes."""
+    backward = StepTrainer.forward_and_backward
 
-    def training_step(self: Any, model: Any, inputs: Any, counts: Any = None) -> Any:
+    def forward_and_backward(self: Any, model: Any, inputs: Any, counts: Any) -> Any:
         own = self.loss_of
         if step <= self.state.global_step + 1 <= max(step, last):
             self.loss_of = lambda *given: own(*given) * times if torch.is_grad_enabled() else own(*given)
@@ -43,24 +43,24 @@ def broken_at(step: int, times: float = math.nan, last: int = 0) -> Any:
         finally:
             self.loss_of = own
 
-    return training_step
+    return forward_and_backward
 
 
 def with_a_spike(*given: Any) -> None:
     """The command, in which step 5 is broken."""
-    StepTrainer.training_step = broken_at(SPIKE)
+    StepTrainer.forward_and_backward = broken_at(SPIKE)
     forked.run(*given)
 
 
 def with_an_early_spike(*given: Any) -> None:
     """The same of step 2: those after it are still measured for lost updates."""
-    StepTrainer.training_step = broken_at(2)
+    StepTrainer.forward_and_backward = broken_at(2)
     forked.run(*given)
 
 
 def with_spikes(*given: Any) -> None:
     """The command, in which every step from 5 on is broken."""
-    StepTrainer.training_step = broken_at(SPIKE, last=100)
+    StepTrainer.forward_and_backward = broken_at(SPIKE, last=100)
     forked.run(*given)
 
 
@@ -230,7 +230,7 @@ def test_other_objectives_go_back_as_well(tmp_path: Path, verb: str) -> None:
 def test_without_rules_a_loss_that_is_no_number_stops_with_the_documents_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StepTrainer, "training_step", broken_at(2))
+    monkeypatch.setattr(StepTrainer, "forward_and_backward", broken_at(2))
     with pytest.raises(CheckFailed, match="the loss is nan at step 2"):
         train_here(load_config(written(tmp_path), []), tmp_path / "run")
     (line,) = spikes(Run(tmp_path / "run"))
@@ -238,7 +238,7 @@ def test_without_rules_a_loss_that_is_no_number_stops_with_the_documents_of_its_
 
 
 def test_a_jump_stops_the_run_before_its_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepTrainer, "training_step", broken_at(12, times=50.0))
+    monkeypatch.setattr(StepTrainer, "forward_and_backward", broken_at(12, times=50.0))
     config = load_config(written(tmp_path, max_steps=20, spike_factor=10.0), [])
     with pytest.raises(CheckFailed, match=r"the loss is .*, usual is .* at step 12"):
         train_here(config, tmp_path / "run")

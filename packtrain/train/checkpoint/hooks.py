@@ -18,7 +18,6 @@ from accelerate.utils import broadcast_object_list
 from transformers import set_seed
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
 
 from packtrain.model.load import base_model
 from packtrain.model.save import weights_at_least
@@ -38,7 +37,7 @@ from packtrain.train.settings import TrainerHooks
 class CheckpointHooks(TrainerHooks):
     """The hooks of a step that write and read checkpoints."""
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+    def save_checkpoint(self) -> None:
         """Begins the checkpoint of this step, in a hidden folder that is renamed when all ranks have written (writer.py)."""
         self.clock.enter("checkpoint", step=self.state.global_step)
         self.take_counts()
@@ -57,9 +56,6 @@ class CheckpointHooks(TrainerHooks):
         self._save_optimizer_and_scheduler(str(staging))
         self.writer.at_once(lambda: self._save_rng_state(str(staging)))
         if main:
-            for callback in (*self.callback_handler.callbacks, self.control):
-                if isinstance(callback, ExportableState):
-                    self.state.stateful_callbacks[type(callback).__name__] = callback.state()
             self.writer.at_once(lambda: self.state.save_to_json(str(staging / TRAINER_STATE_NAME)))
             self.writer.at_once(lambda: write_json(staging / ORIGIN, self.settings.origin))
             usual = list(self.usual.figures)
@@ -175,9 +171,6 @@ class CheckpointHooks(TrainerHooks):
             del files.save, engine._copy_recovery_script
         if self.accelerator.is_main_process:
             writer.later(partial((folder / "latest").write_text, tag))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing: weights come with the optimizer's states, by `restore`."""
 
     def restore(self, checkpoint: Path) -> None:
         """Puts weights, optimizer and schedule of `checkpoint` in place, whichever strategy wrote it on however many processes.
