@@ -70,6 +70,7 @@ class RunFolder:
     summary = _Entry("summary.json", "How the run ended, with its counts.", result=True)
     report = _Entry("report.html", "The run as a page: see packtrain/report/.")
     data = _Entry("data.json", "What the data is, for that page.")
+    facts = _Entry("facts.json", "When the run was started and what it said of itself before step 1, for that page.")
     verification = _Entry(
         "verify.json", "What `packtrain verify` found; it has a folder of its own and leaves that of the run alone."
     )

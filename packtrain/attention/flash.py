@@ -9,15 +9,13 @@ word "flash": transformers would take it for one of its own implementations and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.flash_attention import get_target_dtype
 
-from packtrain.attention.kernels.selection import KernelChoice, LayerFeatures, choose_kernel, right_kernels
-from packtrain.attention.kernels.timing import kernel_times
+from packtrain.attention.kernels.selection import KernelChoice, LayerFeatures, choose_kernel
 from packtrain.attention.kernels.varlen import Scoring, attend_by_segments
 from packtrain.attention.segmented import row_of
 from packtrain.errors import CheckFailed
@@ -93,24 +91,7 @@ def available(
     choice = choose_kernel(_plain_features(config, dtype), device)
     if choice.kernel is None:
         return None, f"no kernel is right: {choice.why_not()}"
-    remarks = "; ".join(filter(None, [choice.why, choice.why_not()]))
-    return choice, f"{choice.kernel.name} ({remarks})" if remarks else choice.kernel.name
-
-
-def times_of_kernels(
-    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, lengths: Sequence[int]
-) -> dict[str, float]:
-    """Seconds that a plain layer of `model` takes by each kernel that is right, for a row of documents of `lengths`.
-
-    The preferred kernel is the first; nothing is measured, and the result empty, where there are fewer than two.
-    """
-    if available(model, device, dtype)[0] is None:
-        return {}
-    config: Any = model.config.get_text_config()
-    layer = _plain_features(config, dtype)
-    kernels = right_kernels(layer, device)
-    heads = (getattr(config, "num_attention_heads", None) or 1) // layer.group
-    return kernel_times(kernels, layer, heads, lengths, device) if len(kernels) > 1 else {}
+    return choice, f"{choice.kernel.name} ({choice.why_not()})" if choice.lacks else choice.kernel.name
 
 
 def _plain_features(config: Any, dtype: torch.dtype) -> LayerFeatures:

@@ -43,7 +43,6 @@ from packtrain.train.console import Log, warnings_to
 from packtrain.train.library_errors import out_of_memory
 from packtrain.train.loader import MicroBatch, PairSteps, ScoredSteps, Steps, attention_cost, step_loader
 from packtrain.train.loop import StepTrainer, run_steps
-from packtrain.train.preflight import choose_kernel_together
 from packtrain.train.run import objective_of
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.sync.checks import agree_on_data, agree_on_model
@@ -114,10 +113,6 @@ class Lab:
         """The attention of packed rows as a run chooses it; None and why, if there is none."""
         base, config, ranks = base_model(self.model), self.config, self.ranks
         try:
-            if config.model.attention == "auto" and not config.trainer.deterministic:
-                lengths = getattr(self.data.train, "documents", self.data.train).lengths
-                dtype = self.precision.autocast or self.precision.weights
-                choose_kernel_together(base, lengths, config.batch.limits("packed"), ranks, dtype)
             prove = config.verify.preflight
             with outputs_of_tokens(base):
                 return objective.decide_attention(config.model.attention, base, ranks, self.precision, prove=prove), ""

@@ -22,8 +22,6 @@ from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
 from packtrain.plan.mixed_precision import decide
 
-_PLAIN = "_packtrain_without_autocast"
-
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -109,28 +107,10 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 
     @functools.wraps(inner)
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self.device.type, dtype=dtype, enabled=not getattr(self, _PLAIN, False)):
+        with torch.autocast(self.device.type, dtype=dtype):
             return inner(*args, **kwargs)
 
     base.forward = types.MethodType(convert_outputs_to_fp32(forward), base)
-
-
-@contextmanager
-def without_autocast(model: nn.Module, accelerator: Any) -> Iterator[None]:
-    """Inside the block forward passes of `model`, which `accelerator` has prepared, are not under autocast."""
-    base, native = base_model(model), accelerator.native_amp
-    wrapped: Any = model.__dict__.get("forward")
-    setattr(base, _PLAIN, True)
-    accelerator.native_amp = False
-    if plain := model.__dict__.get("_original_forward"):  # accelerate's name
-        model.forward = plain
-    try:
-        yield
-    finally:
-        if plain:
-            model.forward = wrapped
-        accelerator.native_amp = native
-        delattr(base, _PLAIN)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,6 @@ from packtrain.report.metrics_file import Metrics, read_metrics
 from packtrain.run_folder import RunFolder, object_of, text_of
 from packtrain.wording import visible, whole
 
-FACTS = (
-    *("model", "adapters", "precision", "optimizer", "strategy", "data", "held out", "packing", "steps", "attention"),
-    *("isolation", "prompts", "loss", "dropout", "mfu", "ready"),
-)
-"""What a run says of itself before step 1, by the first word of the line (train/console.py)."""
-_FACT = re.compile(rf"(?P<time>\d{{4}}-\d\d-\d\d \d\d:\d\d):\d\d (?P<name>{'|'.join(FACTS)}|) +(?P<text>\S.*)")
-_FACTS_BYTES = 1 << 16
 _CHECKPOINT = re.compile(r"step-(\d+)")
 
 
@@ -67,7 +59,8 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """One run. `status` is done, stopped, failed, stalled, running or unknown; `said` why, in lines; `later` the same of an attempt that came
-    after it and did not begin to train. `started` is local time; `facts` are lines of the log by FACTS."""
+    after it and did not begin to train. `started` is local time; `facts` are what it said of itself before
+    step 1, by their names in its log."""
 
     name: str
     status: str
@@ -118,14 +111,14 @@ def read_run(folder: RunFolder, *, over: bool = False) -> RunRecord:
         status, said, later = str(summary.get("status", "failed")), (), said
     source = folder if began else folder.attempt
     plan = object_of(source.plan)
-    started, facts = _facts(folder.log(0))
+    facts = object_of(folder.facts)
     return RunRecord(
         name=plain(folder.root.resolve().name),
         status=plain(status),
         said=plain(list(said)),
         later=plain(list(later)),
-        started=started,
-        facts=plain(facts),
+        started=plain(str(facts.get("started", ""))),
+        facts={name: str(text) for name, text in plain(_mapping(facts.get("facts"))).items()},
         metrics=read_metrics(folder.metrics),
         settings=_settings(plain(_read_config(source.config))),
         summary=plain(summary),
@@ -153,29 +146,6 @@ def _state(folder: RunFolder, *, over: bool) -> tuple[str, Sequence[str]]:
         return "unknown", ["this folder has neither logs nor a summary, which would say how the run ended"]
     found = examine(folder, over=over)
     return found.status, found.lines if found.status not in ("done", "running") else ()
-
-
-def _facts(log: Path) -> tuple[str, dict[str, str]]:
-    """When the last attempt began, and what it said of itself before training."""
-    started, facts, last = "", {}, ""
-    for line in _beginning(log).decode(errors="replace").splitlines():
-        found = _FACT.fullmatch(line)
-        if found is None:
-            last = ""
-        elif name := found["name"] or last:
-            started, last = started or found["time"], name
-            facts[name] = found["text"] if found["name"] else f"{facts[name]}; {found['text']}"
-    return started, facts
-
-
-def _beginning(log: Path) -> bytes:
-    """The first lines of the last attempt in a log, which may be long."""
-    if not log.is_file():
-        return b""
-    with suppress(OSError, ValueError), log.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as text:
-        at = text.rfind(f" {FACTS[0]:<10} ".encode())
-        return text[(begin := text.rfind(b"\n", 0, at) + 1) : begin + _FACTS_BYTES] if at >= 0 else b""
-    return b""
 
 
 def _settings(config: Mapping[str, Any]) -> list[Setting]:

@@ -44,6 +44,7 @@ class Log:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)  # kept open: the folder may be moved meanwhile
         self.console = Console(file=sys.stdout, highlight=False, quiet=not main, soft_wrap=True)
+        self.started, self.facts = f"{datetime.now():%Y-%m-%d %H:%M}", dict[str, str]()
 
     def say(self, text: str) -> None:
         """To the terminal and the file; prompts and answers in it may have control characters, which are not obeyed."""
@@ -52,7 +53,9 @@ class Log:
         self.note(render(text).plain)
 
     def fact(self, name: str, text: str) -> None:
-        """A decision or setting, under its `name`; `text` is plain."""
+        """A decision or setting, under its `name` ("": more of the one before); `text` is plain. It is kept in `facts`, too."""
+        before = next(reversed(self.facts), "")
+        self.facts[name or before] = text if name else f"{self.facts.get(before, '')}; {text}"
         self.say(f"[bold]{name:<10}[/] {escape(text)}")
 
     def warn(self, text: str) -> None:

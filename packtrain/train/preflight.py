@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
 from packtrain.attention import flash
 from packtrain.attention.backends import PER_DOCUMENT, attending_by, attention_of
-from packtrain.attention.kernels.selection import prefer
-from packtrain.attention.kernels.timing import agreed_times, fastest
 from packtrain.attention.segmented_modules import uses_attention_interface
 from packtrain.errors import CheckFailed, Problem
 from packtrain.model.load import base_model
@@ -38,42 +34,17 @@ def choose_together(
     prove: bool,
     pairs: bool = False,
 ) -> AttentionChoice:
-    """Chooses by proof which attention serves packed rows, the same on all ranks; arguments as of `choose_attention`.
+    """Chooses by proof which attention serves packed rows, by the same kernel on all ranks; arguments as of `choose_attention`.
 
     Raises UserError or CheckFailed if `wanted` is not available or not exact, or if ranks would differ.
     """
     choice = choose_attention(wanted, model, model.device, autocast=autocast, prove=prove, pairs=pairs)
-    same_everywhere(choice.backend.name, "attention", "model.attention", ranks.world_size)
+    kernel = flash.available(model, model.device, autocast)[0] if choice.backend.name == "flash" else None
+    by = f" by {kernel.kernel.name}" if kernel and kernel.kernel else ""
+    same_everywhere(f"{choice.backend.name}{by}", "attention", "model.attention", ranks.world_size)
     if problem := why_not_together(ranks, choice.backend.name, model):
         raise CheckFailed(problem)
     return choice
-
-
-def choose_kernel_together(
-    model: PreTrainedModel, lengths: np.ndarray, limits: tuple[int | None, int | None], ranks: Ranks, dtype: torch.dtype
-) -> str | None:
-    """Has flash take the kernel that is the fastest for rows of these documents, the same on all ranks; returns its name.
-
-    None where there is nothing to choose. `lengths` int [documents]; `limits` of a micro-batch in documents and tokens (None: no
-    limit); the layers compute in `dtype`. Takes about a second.
-    """
-    times = flash.times_of_kernels(model, model.device, dtype, row_like(lengths, *limits))
-    with waiting("the times of all ranks' kernels"):
-        times = agreed_times(gather_object([times]) if ranks.world_size > 1 else [times])
-    if not times:
-        return None
-    name = fastest(times)
-    each = ", ".join(f"{other} {seconds * 1e3:.3g} ms" for other, seconds in times.items())
-    prefer(name, f"measured on a row of one layer, forward and backward: {each}")
-    return name
-
-
-def row_like(lengths: np.ndarray, documents: int | None, tokens: int | None) -> list[int]:
-    """Lengths of documents, taken evenly from all of `lengths`, that fill a row of so many `documents` and `tokens` (None: no limit)."""
-    most = documents or math.ceil((tokens or 0) / lengths.mean())
-    taken = lengths[np.linspace(0, len(lengths) - 1, min(max(most, 1), len(lengths))).astype(int)]
-    fitting = taken[taken.cumsum() <= (tokens or np.inf)]
-    return (fitting if len(fitting) else taken[:1]).tolist()
 
 
 def why_not_together(ranks: Ranks, backend: str, model: PreTrainedModel) -> Problem | None:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,10 +39,8 @@ from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint.folder import tidy
 from packtrain.train.console import Log
-from packtrain.train.library_errors import out_of_memory
 from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.final_weights import merged_in
-from packtrain.train.optim.rounding_cost import RoundingCost, rounding_cost
 
 _RANKED = (("eval_rewards/accuracies", "eval_rewards/margins"), ("eval_accuracy", "eval_margin"))
 """How held-out pairs are ranked, by TRL's names: those of preference training, and of reward models."""
@@ -59,9 +57,8 @@ def save_final(
     dtype: torch.dtype,
     seed: int | None,
     scores: bool,
-) -> tuple[list[str], RoundingCost | str | None]:
-    """Writes final/ and what belongs beside it, each whole or absent; called by all processes. Returns a line about each folder, and
-    what rounding costs.
+) -> list[str]:
+    """Writes final/ and what belongs beside it, each whole or absent; called by all processes. Returns a line about each folder.
 
     Whole models get weights in `dtype`, rounded by chance with a `seed`. `scores`: of a reward model.
     """
@@ -81,9 +78,8 @@ def save_final(
             trainer.save_model(str(_staging(adapters)))
         else:
             trainer.save_weights_in(dtype, _staging(adapters), seed)
-        cost = _cost_of_rounding(trainer, dtype, seed, merges=bool(merged))
         if not main:
-            return [], cost
+            return []
         if merged:
             if trainer.settings.sharded:  # the trainer's model has only this process's share of its weights
                 with loading_whole():
@@ -96,7 +92,7 @@ def save_final(
                     with weights_at_least(whole, place):
                         whole.save_pretrained(place)
                         tokenizer.save_pretrained(place)
-    return [f"{place.name}/ holds {what}" for place, what in saved.items()], cost
+    return [f"{place.name}/ holds {what}" for place, what in saved.items()]
 
 
 def _staging(place: Path) -> Path:
@@ -126,21 +122,6 @@ def _published(places: Sequence[Path]) -> Iterator[None]:
         publish_all()
         raise
     publish_all()
-
-
-def _cost_of_rounding(
-    trainer: StepTrainer, dtype: torch.dtype, seed: int | None, *, merges: bool
-) -> RoundingCost | str | None:
-    """`rounding_cost`, which is not worth a run: float32 and attention without flash may need more memory than training did.
-
-    Of several processes one alone cannot leave off, since the others wait for it.
-    """
-    try:
-        return rounding_cost(trainer, dtype, seed, merges=merges)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
-        if trainer.accelerator.num_processes > 1 or not out_of_memory(error):
-            raise
-        return "there was no memory for float32"
 
 
 def saves_whole_model(settings: Model, peft: Peft) -> bool:
@@ -189,7 +170,6 @@ def answer(
 class Summary:
     """The sources of summary.json. `started` is by time.perf_counter; if `early`, final/ has the weights of the best evaluation.
 
-    `rounding` is what rounding the weights of final/ costs, or why that was not measured; None if nothing is rounded.
     `answers` are prompt, answer before and after.
     """
 
@@ -198,7 +178,6 @@ class Summary:
     decision: AttentionChoice | None
     started: float
     early: bool
-    rounding: RoundingCost | str | None = None
     answers: Sequence[tuple[str, str, str]] = ()
 
     def to_json(self, status: str) -> dict[str, Any]:
@@ -227,7 +206,7 @@ class Summary:
             "data": report.to_json(),
             "attention": f"{self.decision.backend.name} ({self.decision.backend.why})" if self.decision else None,
             "verify": self.decision.proof.to_json() if self.decision and self.decision.proof else None,
-            "rounding": asdict(self.rounding) if isinstance(self.rounding, RoundingCost) else None,
+            "rounding": None,  # no longer measured; the key stays for readers of earlier summaries
             "rank_seconds": self.trainer.times.means(),
             "retries": dict(retries.counted),
             "checkpoints": self.trainer.writer.outcome.to_json(),
@@ -251,10 +230,6 @@ def show(
             f"  [green]after[/]  {escape(_short(new, 300))}"
         )
     log.say(f"\n[bold]done[/] in {figures['seconds']:.0f} s: {'; '.join(_losses(summary, figures))}")
-    if isinstance(cost := summary.rounding, RoundingCost):
-        log.say(cost.sentence())
-    elif cost:
-        log.say(f"what it costs that final/ is rounded to bfloat16 was not measured: {cost}")
     log.say(f"run folder: [bold]{escape(str(folder.root.resolve()))}[/]")
     for line in (*(f"  {one}" for one in saved), "next:", *(f"  {one}" for one in commands)):
         log.say(escape(line))

@@ -26,7 +26,6 @@ from transformers import TrainerCallback
 
 from packtrain.attention.backends import own_attention
 from packtrain.attention.determinism import deterministic
-from packtrain.attention.kernels.selection import prefer
 from packtrain.boundary import boundary, staying
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
@@ -68,7 +67,6 @@ from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
 from packtrain.train.objectives.training_objective import TrainingObjective
 from packtrain.train.optim.final_weights import format_of
-from packtrain.train.preflight import choose_kernel_together
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.spikes import SpikeRules
 from packtrain.train.sync.checks import (
@@ -301,7 +299,6 @@ def _build(
     compiled = compile_layers(base) if config.trainer.torch_compile else 0
     decision = None
     if config.packing.mode != "padding":
-        origin["kernel"] = _choose_kernel(run, data.train, precision, checkpoint)
         with outputs_of_tokens(base):
             decision = objective.decide_attention(config.model.attention, base, ranks, precision, prove=prove)
 
@@ -379,23 +376,6 @@ def _origin(
     if checkpoint is not None:
         check_origin(checkpoint, origin)
     return origin
-
-
-def _choose_kernel(run: Run, data: Any, precision: Precision, checkpoint: Path | None) -> str | None:
-    """Has flash prefer a kernel, that of `checkpoint` or the fastest here; returns it (None: the first that is right).
-
-    It is not for check_origin: a run may go on where there is another GPU, or the kernel is not installed.
-    """
-    config = run.config
-    prefer(None)
-    if config.model.attention != "auto" or config.trainer.deterministic:
-        return None
-    if checkpoint is not None:
-        prefer(recorded := origin_in(checkpoint).get("kernel"), "as before the checkpoint")
-        return recorded
-    lengths, limits = getattr(data, "documents", data).lengths, config.batch.limits(config.packing.mode)
-    dtype = precision.autocast or precision.weights
-    return choose_kernel_together(base_model(run.model), lengths, limits, run.ranks, dtype)
 
 
 def _try_saving(run: Run) -> None:
@@ -505,6 +485,7 @@ def _begin_run_folder(run: Run, checkpoint: Path | None, origin: dict[str, Any])
         if moved := folder.begin(checkpoint):
             what = "its earlier results are" if checkpoint else "it is"
             run.log.say(escape(f"{folder.root} held another run: {what} in {shown(moved)} now"))
+        write_json(folder.facts, {"started": run.log.started, "facts": run.log.facts})
     except OSError as error:
         raise UserError(f"cannot begin: {error}", where=f"trainer.output_dir ({folder.root})") from error
     for of_an_earlier_run in (folder.summary, folder.data):
@@ -530,8 +511,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         "seed": config.trainer.seed if config.optim.rounding == "stochastic" else None,
         "scores": config.objective.traits.scores,
     }
-    saved, cost = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft, **kept)
-    summary = replace(summary, rounding=cost)
+    saved = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft, **kept)
     if run.ranks.sharded and config.trainer.samples:
         _wait_for_all(run, "results")  # the answers take all of them, and the main process has been writing alone
     answers = list(zip(config.trainer.samples, run.before, _answers(run), strict=False))

@@ -113,7 +113,6 @@ def cases() -> Iterator[Case]:
         "the number of processes",
         "model.dtype",
         "trainer.mixed_precision",
-        "kernel",
         "trainer.resume_despite",
     ):
         for name in ("null", "a list", "an object", "a part"):

@@ -142,6 +142,7 @@ RUN_FILES = (
     "metrics.jsonl",
     "plan.json",
     "env.json",
+    "facts.json",
     "config.yaml",
     "logs/channel.json",
     "logs/ranks.json",

@@ -6,8 +6,6 @@ not: the choice between kernels would pass it over, and this is where that is se
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -16,10 +14,8 @@ from packtrain.attention.kernels.selection import (
     choose_kernel,
     dense_attention,
     kernel_error,
-    right_kernels,
     tolerance_of,
 )
-from packtrain.attention.kernels.timing import fastest, kernel_times
 from packtrain.attention.kernels.varlen import CANDIDATES, Kernel, Lacks, Scoring, attend_by_segments
 from packtrain.packing.segments import Segments
 
@@ -121,14 +117,3 @@ def test_a_tree_equals_the_definition(window: int | None, device: torch.device) 
         norm = b.norm(dim=-1)
         error = (a.double() - b).norm(dim=-1) / norm.clamp(min=norm.square().mean().sqrt())
         assert error.max() <= tolerance_of(torch.bfloat16)
-
-
-def test_kernels_are_timed_in_about_a_second_at_the_shapes_of_a_run(device: torch.device) -> None:
-    layer = LayerFeatures(torch.bfloat16, 4, 128, 128)
-    kernels = right_kernels(layer, device)
-    kernel_times(kernels, layer, 8, [181] * 90, device)  # what compiles has done so now
-    started = time.perf_counter()
-    times = kernel_times(kernels, layer, 8, [181] * 90, device)
-    print({name: f"{seconds * 1e3:.2f} ms" for name, seconds in times.items()}, "→", fastest(times))
-    assert list(times) == [kernel.name for kernel in kernels] and all(0 < one < 0.5 for one in times.values())
-    assert time.perf_counter() - started < 2

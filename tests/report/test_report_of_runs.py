@@ -15,6 +15,8 @@ from packtrain.report.run_record import read_run
 from packtrain.run_folder import RunFolder
 from tests.train import forked
 
+FACTS = ("optimizer", "strategy", "data", "packing", "steps", "attention", "isolation")
+
 
 def test_a_run_of_two_processes_writes_one_report_with_the_times_of_its_ranks(tmp_path: Path) -> None:
     run = train(tmp_path, base_config(tmp_path, trainer={"max_steps": 24, "log_every": 12}), processes=2)
@@ -23,6 +25,8 @@ def test_a_run_of_two_processes_writes_one_report_with_the_times_of_its_ranks(tm
     assert {*run.summary["rank_seconds"]} == {"forward", "backward", "data", "counts"}
     assert [line["seconds"] > 0 and line["memory_bytes"] > 1 << 20 for line in run.steps] == [True] * len(run.steps)
     assert json.loads((run.folder / "data.json").read_text())["processes"] == 2
+    facts = read_run(RunFolder(run.folder)).facts
+    assert list(facts) == ["model", "precision", *FACTS, "ready"] and facts["attention"] == run.summary["attention"]
 
 
 def test_seconds_go_on_where_a_run_is_resumed_and_its_curve_is_whole(tmp_path: Path) -> None:
@@ -33,7 +37,8 @@ def test_seconds_go_on_where_a_run_is_resumed_and_its_curve_is_whole(tmp_path: P
     seconds = [line["seconds"] for line in again.steps]
     assert seconds == sorted(seconds) and [line["step"] for line in again.steps] == [1, 2, 3, 4, 5, 6]
     assert seconds[-1] > first.steps[2]["seconds"]
-    assert read_run(RunFolder(again.folder)).metrics.skipped == 0
+    record = read_run(RunFolder(again.folder))
+    assert record.metrics.skipped == 0 and "step-000003" in record.facts["ready"]
 
 
 def test_a_failed_run_has_a_report_and_an_attempt_over_an_earlier_run_leaves_that_one_its_own(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from packtrain.model.compiled import compile_layers, is_compiled
 from packtrain.packing.segments import Segments
 from packtrain.plan.compiler import lack_of_cxx
 from packtrain.train import console
-from packtrain.train.optim import rounding_cost
 from tests.train import forked
 
 
@@ -62,21 +61,6 @@ def test_compiled_layers_compute_the_same_for_rows_of_any_lengths_and_are_compil
             assert (our_gradients - gradients).norm() <= 1e-5 * gradients.norm()
             graphs.append(counters["stats"]["unique_graphs"])
     assert 0 < graphs[0] <= 4 and graphs == graphs[:1] * 12, "norms, projections before and after attention, MLP"
-
-
-@torch.no_grad()
-def test_the_cost_of_rounding_compiles_nothing_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
-    model, accelerator = tiny_model("llama", num_hidden_layers=1), SimpleNamespace(native_amp=True)
-    compile_layers(model)
-    trainer = SimpleNamespace(model=model, accelerator=accelerator, settings=SimpleNamespace(backend="segmented"))
-    layers, weights = rounding_cost._layers(model, sharded=False), dict(model.named_parameters())
-    counters.clear()
-    with rounding_cost._computing_with(trainer, layers, lambda name: weights[name].data, None):
-        model(input_ids=torch.arange(9)[None])
-    assert not counters["stats"]["unique_graphs"]
-    model(input_ids=torch.arange(9)[None])
-    assert counters["stats"]["unique_graphs"], "elsewhere layers are compiled as before"
 
 
 def traced(*given: Any) -> None:

@@ -1,4 +1,4 @@
-"""final/ in the format that was asked for: of adapters, layers trained beside them, shards; and what rounding it costs."""
+"""final/ in the format that was asked for: of adapters, layers trained beside them, and merged models."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ import pytest
 import torch
 import yaml
 from here import train_here
-from running import LLAMA, Run, base_config, train
+from running import LLAMA, Run, base_config
 from safetensors.torch import load_file
-from test_strategies import NEEDS_DEEPSPEED
 from transformers import AutoModelForCausalLM
 
 from packtrain.config.compose import load_config
-from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.float32_step import MASTER
-from packtrain.train.optim.rounding_cost import RoundingCost
 
 BF16, MERGED = "model.dtype=bfloat16", {"kind": "lora", "merge": True}
 HEAD = {"kind": "lora", "modules_to_save": ["lm_head"]}
@@ -39,10 +36,6 @@ def here(folder: Path, *overrides: str, name: str, **groups: dict[str, Any]) -> 
 
 def coarse(weight: torch.Tensor) -> bool:
     return torch.equal(weight.float(), weight.bfloat16().float())
-
-
-def said(run: Run) -> str:
-    return (run.folder / "logs" / "rank-00000.log").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -70,76 +63,14 @@ def test_layers_trained_beside_adapters_keep_their_masters(base: Path, tmp_path:
     adapters = load_file(rounded.folder / "final" / "adapter_model.safetensors")
     assert {str(one.dtype) for name, one in adapters.items() if "lm_head" in name} == {"torch.bfloat16"}
     assert {str(one.dtype) for name, one in adapters.items() if "lora" in name} == {"torch.float32"}
-    assert rounded.summary["rounding"]["exact"] != rounded.summary["rounding"]["saved"]
 
 
-def held_out_loss(folder: Path, model: Path, name: str) -> float:
-    """Of a saved model, computed in float32."""
-    load = [f"model.path={model}", "model.init=pretrained", "model.config={}", "model.dtype=float32"]
-    run = here(folder, *load, "optim.learning_rate=0", "trainer.max_steps=1", name=name, data={"eval": 0.2})
-    return run.summary["first_eval_loss"]
-
-
-@pytest.mark.parametrize(("name", "overrides", "peft"), [
-    ("autocast", ["trainer.mixed_precision=bf16"], {}),
-    ("merged", [BF16], MERGED),
-    ("merged-autocast", ["trainer.mixed_precision=bf16"], MERGED),
-])  # fmt: skip
-def test_the_cost_of_rounding_is_that_of_the_files(
-    tmp_path: Path, name: str, overrides: list[str], peft: dict[str, Any]
-) -> None:
-    given: Any = {"data": {"eval": 0.2}, **({"peft": peft} if peft else {})}
-    exact, run = (
-        here(tmp_path, *overrides, f"trainer.save_dtype={save}", name=f"{name}-{save}", **given)
+@pytest.mark.parametrize("peft", [{}, MERGED], ids=["whole", "merged"])
+def test_in_bfloat16_final_has_the_float32_weights_rounded(tmp_path: Path, peft: dict[str, Any]) -> None:
+    given: Any = {"peft": peft} if peft else {}
+    exact, coarser = (
+        here(tmp_path, "trainer.mixed_precision=bf16", f"trainer.save_dtype={save}", name=save, **given).weights()
         for save in ("float32", "bfloat16")
     )
-    cost = run.summary["rounding"]
-    assert exact.summary["rounding"] is None
-    for which, one in (("exact", exact), ("saved", run)):
-        loss = held_out_loss(tmp_path, one.folder / "final", f"{name}-{which}-again")
-        assert cost[which] == pytest.approx(loss, rel=1e-6)
-    assert cost["exact"] != cost["saved"] and cost["held_out"]
-    assert "rounded to bfloat16 for final/" in said(run)
-
-
-def test_without_held_out_documents_the_last_step_tells_the_cost(tmp_path: Path) -> None:
-    run = here(tmp_path, BF16, name="run")
-    cost = run.summary["rounding"]
-    assert not cost["held_out"] and abs(cost["saved"] - cost["exact"]) < 0.01 * cost["exact"]
-    assert "on the last step's documents" in said(run)
-
-
-def test_a_cost_that_no_figure_shows_needs_no_advice() -> None:
-    assert "save_dtype" not in RoundingCost(exact=6.82374, saved=6.823743, held_out=True).sentence()
-    assert "save_dtype" in RoundingCost(exact=6.8237, saved=6.8239, held_out=True).sentence()
-
-
-def test_want_of_memory_for_the_cost_of_rounding_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hungry(trainer: Any) -> float:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 36.00 GiB.")
-
-    monkeypatch.setattr(StepTrainer, "compared_loss", hungry)
-    run = here(tmp_path, BF16, name="run", peft=MERGED)
-    assert run.summary["rounding"] is None and "was not measured: there was no memory for float32" in said(run)
-    for place in ("final", "final-merged"):
-        AutoModelForCausalLM.from_pretrained(run.folder / place)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "fsdp2",
-        pytest.param("zero2", marks=[NEEDS_DEEPSPEED, pytest.mark.exhaustive]),
-        pytest.param("zero3", marks=NEEDS_DEEPSPEED),
-    ],
-)
-def test_strategies_tell_what_rounding_costs(tmp_path: Path, strategy: str) -> None:
-    given: Any = {"data": {"eval": 0.2}}
-    run = train(tmp_path, config_of(tmp_path, **given), f"strategy={strategy}", BF16, name=strategy, processes=2)
-    if strategy == "zero3":
-        assert run.summary["rounding"] is None and "was not measured: zero3" in said(run)
-        return
-    alone = here(tmp_path, BF16, name="alone", **given)
-    for one in ("exact", "saved"):
-        assert run.summary["rounding"][one] == pytest.approx(alone.summary["rounding"][one], rel=1e-4)
-    assert run.summary["rounding"]["saved"] != run.summary["rounding"]["exact"]
+    assert not all(map(coarse, exact.values()))
+    assert all(torch.equal(weight.bfloat16(), coarser[name]) for name, weight in exact.items())

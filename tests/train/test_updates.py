@@ -225,7 +225,14 @@ def test_final_keeps_what_masters_learned(tmp_path: Path) -> None:
     exact = here(tmp_path, *start, "model.dtype=float32", name="exact", **given)
     saved = {save: here(tmp_path, *start, f"trainer.save_dtype={save}", name=save, **given) for save in SAVED}
     first, learnt = made.weights(), exact.weights()
-    went = {}
+    chance = here(tmp_path, *start, CHANCE, "optim.master_weights=true", name="chance", **given)
+    went, kept = {}, {}
+    for save, run in [*saved.items(), ("chance", chance)]:
+        moved = sum(
+            ((weight.float() - first[name]) * (learnt[name] - first[name])).sum()
+            for name, weight in run.weights().items()
+        )
+        kept[save] = moved / sum((learnt[name] - first[name].float()).norm() ** 2 for name in learnt)
     for save, run in saved.items():
         loaded = AutoModelForCausalLM.from_pretrained(run.folder / "final")
         assert loaded.dtype == SAVED[save] and loaded.lm_head.weight is loaded.get_input_embeddings().weight
@@ -233,13 +240,7 @@ def test_final_keeps_what_masters_learned(tmp_path: Path) -> None:
         whole = [(learnt[name] - first[name].float()).norm() ** 2 for name in learnt]
         went[save] = (sum(apart) / sum(whole)) ** 0.5
     assert went["float32"] < 0.05 and went["auto"] > 0.5
-    cost = saved["auto"].summary["rounding"]
-    assert saved["float32"].summary["rounding"] is exact.summary["rounding"] is None
-    assert cost["exact"] == pytest.approx(exact.summary["eval_loss"], rel=1e-4)
-    assert "held-out loss" in said(saved["auto"]) and "trainer.save_dtype=float32 keeps" in said(saved["auto"])
-    assert cost["saved"] > cost["exact"]
-    chance = here(tmp_path, *start, CHANCE, "optim.master_weights=true", name="chance", **given).summary["rounding"]
-    assert cost["exact"] < chance["saved"] < cost["saved"], "chance keeps the mean"
+    assert kept["auto"] < 0.8 and abs(kept["chance"] - 1) < 0.1, "chance keeps the mean"
 
 
 def test_the_masters_of_the_best_evaluation_are_those_of_final(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
-"""Chooses the varlen kernel of a layer: the fastest one that is CORRECT on this device, checked by running it.
+"""Chooses the varlen kernel of a layer: the first of CANDIDATES that is CORRECT on this device, checked by running it.
 
 A successful import proves little: a package may lack code for this GPU, the backward pass, or a combination of features, and
-some versions were wrong in corner cases. So each candidate, fastest first, runs forward and backward on a small row with
+some versions were wrong in corner cases. So each candidate, in a fixed order, runs forward and backward on a small row with
 exactly the features of the layer, and is compared with a dense float64 reference. The first that agrees is taken, with a note
-of what each faster one lacks. It costs milliseconds a kernel (seconds if it compiles), once per kind of layer and process.
-Where a run has measured that another one is faster at its shapes (timing.py), that one is tried before the others.
+of what each one before it lacks. It costs milliseconds a kernel (seconds if it compiles), once per kind of layer and process.
 
 A layer may ask for its kernel anywhere: in a forward pass, in one that gradient checkpointing runs again, under autocast. Kernels
 are tried in a thread of its own, which has none of that: no hooks on saved tensors (checkpointing counts them, and ends a
@@ -13,7 +12,6 @@ recomputation by an exception of its own in the midst of them), no modes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -46,11 +44,10 @@ class LayerFeatures:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """The kernel that was taken, None where none is right, (name, reason) for every better candidate, and why it was preferred."""
+    """The kernel that was taken, None where none is right, and (name, reason) for every candidate before it."""
 
     kernel: Kernel | None
     lacks: tuple[tuple[str, str], ...]
-    why: str = ""
 
     def why_not(self) -> str:
         """One line: what each rejected candidate lacks, grouped by reason."""
@@ -71,26 +68,20 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return {torch.float16: 1e-2, torch.float32: 1e-3, torch.float64: 1e-9}.get(dtype, 6e-2)
 
 
-_choices: dict[tuple[LayerFeatures, torch.device], KernelChoice] = {}
-_preferred: tuple[str, str] | None = None  # a name of CANDIDATES, and why
+_choices: dict[tuple[LayerFeatures, torch.device, bool], KernelChoice] = {}
+"""By layer, device, and whether only deterministic kernels are right (trainer.deterministic)."""
 
 
 def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
     """The first kernel of CANDIDATES that is right for `layer` on `device`; remembered unless a failure says nothing of a kernel."""
-    choice = _choices.get((layer, device))
+    key = layer, device, torch.are_deterministic_algorithms_enabled()
+    choice = _choices.get(key)
     if choice is None:
         with ThreadPoolExecutor(1) as aside:
             choice, sure = aside.submit(_first_right, layer, device).result()
         if sure:
-            _choices[layer, device] = choice
+            _choices[key] = choice
     return choice
-
-
-def right_kernels(layer: LayerFeatures, device: torch.device) -> list[Kernel]:
-    """All kernels of CANDIDATES that are right for `layer` on `device`, in their order."""
-    with ThreadPoolExecutor(1) as aside:
-        tried = aside.submit(lambda: list(_all_tried(layer, device))).result()
-    return [kernel for _, kernel, _, _ in tried if kernel is not None]
 
 
 def forget_kernels() -> None:
@@ -98,41 +89,23 @@ def forget_kernels() -> None:
     _choices.clear()
 
 
-def prefer(name: str | None, why: str = "") -> None:
-    """Has layers take the kernel `name` wherever it is right, from now on; None: the first of CANDIDATES that is."""
-    global _preferred
-    _preferred = None if name is None else (name, why)
-    forget_kernels()
-
-
 def _first_right(layer: LayerFeatures, device: torch.device) -> tuple[KernelChoice, bool]:
     """The choice, and whether every failure before it tells something of the kernel that failed."""
     lacks: list[tuple[str, str]] = []
-    surely = True
-    for name, kernel, lack, sure in _all_tried(layer, device):
-        surely &= sure
-        if kernel is not None:
-            why = _preferred[1] if _preferred and name == _preferred[0] else ""
-            return KernelChoice(kernel, tuple(lacks), why), surely
-        lacks.append((name, lack))
-    return KernelChoice(None, tuple(lacks)), surely
-
-
-def _all_tried(layer: LayerFeatures, device: torch.device) -> Iterator[tuple[str, Kernel | None, str, bool]]:
-    """Of each candidate in order its name, the kernel if it is right, else what it lacks, and whether that is sure."""
-    first = _preferred and _preferred[0]
+    sure = True
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # that of a new thread is the first
-        for name, load in sorted(CANDIDATES, key=lambda candidate: candidate[0] != first):
-            sure = True
+        for name, load in CANDIDATES:
             try:
                 kernel, lack = _tried(name, load, layer, device)
             except Exception as failure:
                 if not type(failure).__module__.startswith("torch."):  # torch's own machinery, not out of memory
                     raise
                 kernel, lack, sure = None, f"{type(failure).__name__}: {_first_line(failure)}", False
-            if kernel is None:
-                check_alive(name, lack, device)
-            yield name, kernel, lack, sure
+            if kernel is not None:
+                return KernelChoice(kernel, tuple(lacks)), sure
+            check_alive(name, lack, device)
+            lacks.append((name, lack))
+    return KernelChoice(None, tuple(lacks)), sure
 
 
 def check_alive(name: str, failure: str, device: torch.device) -> None:

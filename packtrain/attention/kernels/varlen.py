@@ -249,4 +249,4 @@ CANDIDATES: tuple[tuple[str, Callable[[], Attend]], ...] = (
     ("FlashAttention 2 of the hub", partial(from_hub, "kernels-community/flash-attn2")),
     ("torch's varlen_attn", from_torch),
 )
-"""Names and loaders of the kernels, the fastest first."""
+"""Names and loaders of the kernels, in the order in which they are tried: newer generations first, torch's own last."""

@@ -55,11 +55,6 @@ def exact_weights(optimizer: Any, *, deepspeed: bool) -> Exact:
     return exact
 
 
-def keeps_masters(optimizer: Any, *, deepspeed: bool) -> bool:
-    """Whether `optimizer`, the trainer's, has float32 masters of its weights in 16 bits."""
-    return deepspeed or getattr(optimizer_inside(optimizer), "masters", False)
-
-
 def in_format(
     whole: dict[str, torch.Tensor], model: nn.Module, exact: Exact, dtype: torch.dtype, seed: int | None
 ) -> dict[str, torch.Tensor]:

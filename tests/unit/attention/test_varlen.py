@@ -265,7 +265,6 @@ def test_a_kernel_that_cannot_be_deterministic_is_not_taken_where_that_is_asked_
 
     no_kernels("FlashAttention 3", kernel)
     assert choose_kernel(LayerFeatures(torch.float32, 1, 8, 8), CPU).kernel
-    forget_kernels()
     with deterministic():
         choice = choose_kernel(LayerFeatures(torch.float32, 1, 8, 8), CPU)
     assert "no deterministic backward pass" in dict(choice.lacks)["FlashAttention 3"]

@@ -12,7 +12,7 @@ import pytest
 
 from packtrain.config.compose import load_config
 from packtrain.errors import UserError
-from packtrain.plan.origin import check_config, facts_of, same_course
+from packtrain.plan.origin import check_config, check_origin, facts_of, origin_in, same_course
 from packtrain.run_folder import RunFolder
 
 LORA = ("peft.kind=lora", "peft.target_modules=[q_proj,v_proj]")
@@ -61,6 +61,12 @@ def test_the_newest_whole_checkpoint_decides_at_once(tmp_path: Path) -> None:
     assert not refused(folder, rate)
     (newest / "model.safetensors").unlink()  # the run passes it over
     assert not refused(folder, other)
+
+
+def test_a_checkpoint_of_a_version_that_recorded_the_attention_kernel_is_gone_on_from(tmp_path: Path) -> None:
+    made = checkpoint(RunFolder(tmp_path), "step-000002")
+    (made / "origin.json").write_text(json.dumps({**facts(), "kernel": "FlashAttention 2"}))
+    assert check_origin(made, facts()) == ([], []) and same_course(origin_in(made), facts())
 
 
 def test_options_of_the_schedule_are_one_fact(tmp_path: Path) -> None:

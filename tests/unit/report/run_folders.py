@@ -11,14 +11,12 @@ import yaml
 
 from packtrain.run_folder import RunFolder
 
-FACTS = """\
-2026-03-01 10:00:00 model      tiny (LlamaForCausalLM, 1,000 parameters, 1,000 trained)
-2026-03-01 10:00:00 data       10 documents of 10 rows (messages), 900 tokens, 400 trained; truncated 0; dropped: none
-2026-03-01 10:00:00            2 rows are alike
-2026-03-01 10:00:01 attention  segmented (no flash: the device is cpu)
-2026-03-01 10:00:01 isolation  exact: outputs of documents in a row are off by 7e-07
-2026-03-01 10:00:02 step 1/30  loss 7.0000
-"""
+FACTS = {
+    "model": "tiny (LlamaForCausalLM, 1,000 parameters, 1,000 trained)",
+    "data": "10 documents of 10 rows (messages), 900 tokens, 400 trained; truncated 0; dropped: none; 2 rows are alike",
+    "attention": "segmented (no flash: the device is cpu)",
+    "isolation": "exact: outputs of documents in a row are off by 7e-07",
+}
 
 
 def lines_of(steps: int, *, every: int = 1, eval_every: int = 10, **more: float) -> list[dict[str, Any]]:
@@ -46,7 +44,7 @@ def leave_run(
     lines: list[dict[str, Any]] | None = None,
     status: str | None = "done",
     config: dict[str, Any] | None = None,
-    log: str = FACTS,
+    facts: dict[str, Any] = FACTS,
     **summary: Any,
 ) -> RunFolder:
     """A run folder; `status` None: without summary.json."""
@@ -59,7 +57,8 @@ def leave_run(
     folder.config.write_text(yaml.safe_dump(config or settings))
     folder.plan.write_text(json.dumps({"num_processes": 1, "batch": {"steps": 30}}))
     folder.environment.write_text(json.dumps({"python": "3.11.7", "platform": "Linux", "versions": {"torch": "2.13"}}))
-    folder.log(0).write_text(log)
+    folder.facts.write_text(json.dumps({"started": "2026-03-01 10:00", "facts": facts}))
+    folder.log(0).write_text("2026-03-01 10:00:02 step 1/30  loss 7.0000\n")
     if status:
         answers = [{"prompt": "How are you?", "before": "###", "after": "Fine."}]
         known = {"status": status, "steps": 30, "seconds": 4.0, "answers": answers, "verify": None, **summary}

@@ -87,7 +87,7 @@ def test_planted_markup_in_any_text_is_text(tmp_path: Path) -> None:
         lines=lines_of(20, **{EVIL: 1.0}),
         config=config,
         status=EVIL,
-        log=FACTS + f"2026-03-01 10:00:01 loss       {EVIL}\n",
+        facts={**FACTS, "loss": EVIL, EVIL: [EVIL]},
         answers=[{"prompt": EVIL, "before": EVIL, "after": EVIL}],
         rank_seconds={EVIL: [1.0, 2.0]},
     )

@@ -23,21 +23,13 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     folder.final.mkdir()
     run = read_run(folder)
     assert (run.name, run.status, run.said, run.later, run.started) == ("mine", "done", [], [], "2026-03-01 10:00")
-    assert run.facts["data"].endswith("dropped: none; 2 rows are alike") and run.facts["attention"].startswith(
-        "segmented"
-    )
+    assert run.facts == FACTS
     assert [(one.name, one.step, one.size_bytes) for one in run.saved] == [
         ("checkpoints/step-000010", 10, 1000),
         ("final", None, 0),
     ]
     assert {one.key: one.value for one in run.settings if one.changed}["trainer.max_steps"] == "30"
     assert [one.key for one in run.settings if not one.changed] == ["trainer.log_every"]
-
-
-def test_of_several_attempts_the_facts_are_those_of_the_last(tmp_path: Path) -> None:
-    log = FACTS + "2026-03-01 11:00:00 step 2\n" * 9000 + FACTS.replace("10:", "12:").replace("segmented", "flash")
-    run = read_run(leave_run(tmp_path / "run", log=log))
-    assert run.started == "2026-03-01 12:00" and run.facts["attention"].startswith("flash")
 
 
 def test_a_failed_run_has_the_words_of_its_diagnosis(tmp_path: Path) -> None:
@@ -72,13 +64,12 @@ def test_of_a_first_attempt_that_did_not_begin_its_config_is_shown(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "broken", ["", "{", "[1, 2]", "null", '"text"', '{"answers": 3, "rank_seconds": [1], "status": 5}']
+    "broken", ["", "{", "[1, 2]", "null", '"text"', '{"answers": 3, "rank_seconds": [1], "status": 5, "facts": 1}']
 )
 def test_half_written_files_are_left_out(tmp_path: Path, broken: str) -> None:
     folder = leave_run(tmp_path / "run")
-    for file in (folder.summary, folder.plan, folder.environment, folder.config, folder.data):
+    for file in (folder.summary, folder.plan, folder.environment, folder.config, folder.data, folder.facts):
         file.write_text(broken)
-    folder.log(0).write_bytes(b"\xff\x00 model      \xfe")
     assert len(read_run(folder).metrics.steps) == 34
 
 
