@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,24 +128,25 @@ def layers_of(sizes: Mapping[str, Any]) -> Layers:
 def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
     """The shapes of the trained weights of LoRA: two matrices per adapted layer, and layers trained in full."""
     found: list[tuple[int, ...]] = []
+    targets = peft.target_modules if isinstance(peft.target_modules, str) else {*peft.target_modules}
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
         if name == SCORE:  # trained in full
             found.append(shape)
             continue
-        if len(shape) == 2 and is_adapted(layer, peft.target_modules):
+        if len(shape) == 2 and is_adapted(layer, targets):
             found += [(peft.r, shape[1]), (shape[0], peft.r)]
-        if any(_ends_with(layer.removesuffix(".bias"), one) for one in peft.modules_to_save):
+        if any(ending in peft.modules_to_save for ending in _endings(layer.removesuffix(".bias"))):
             found.append(shape)
     return found
 
 
-def is_adapted(layer: str, targets: str | list[str]) -> bool:
+def is_adapted(layer: str, targets: str | Collection[str]) -> bool:
     """Whether peft gives an adapter to the linear layer of this name. Raises UserError for a pattern that computes without end."""
     if targets == "all-linear":
         return not re.search(r"embed|lm_head|\bwte\b|\bwpe\b", layer)
-    if isinstance(targets, list):
-        return any(_ends_with(layer, one) for one in targets)
+    if not isinstance(targets, str):
+        return any(ending in targets for ending in _endings(layer))
     fix = "Write a simpler one, or a list of names."
     with limited("this pattern", "peft.target_modules", fix, seconds=1), contextlib.suppress(re.error):
         return re.fullmatch(targets, layer) is not None  # as in peft, text is a pattern
@@ -223,5 +224,8 @@ def _from_sizes(sizes: Mapping[str, Any]) -> Shapes:
     return shapes
 
 
-def _ends_with(layer: str, name: str) -> bool:
-    return layer == name or layer.endswith(f".{name}")
+def _endings(layer: str) -> Iterator[str]:
+    """The names by which peft finds a layer: a.b.c, b.c and c."""
+    while layer:
+        yield layer
+        layer = layer.partition(".")[2]
