@@ -211,7 +211,7 @@ TAKEN = {
         "model:\n  config: {model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 10000, vocab_size: 9,\n"
         "    num_attention_heads: 1}\n"
         f"peft: {{kind: lora, target_modules: [{', '.join(f'q_porj{at}' for at in range(9000))}]}}\n",
-        "the keys of model.config, the names of layers in peft",
+        "no layer of the model has a name of peft.target_modules",
     ),
     "a model of the hub with LoRA on layers of any name": (
         "peft: {kind: lora, target_modules: [w_q]}\n",

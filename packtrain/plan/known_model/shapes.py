@@ -23,7 +23,7 @@ from packtrain.errors import UserError, read_json
 from packtrain.plan.reference_choice import base_of
 from packtrain.run_limits import limited
 
-LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
+_LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _HEADER_LIMIT = 100 * 2**20
 MOST_LAYERS = 10_000
@@ -90,14 +90,12 @@ def _weights_of(model: Model) -> Weights:
 
 
 def known_sizes(model: Model) -> dict[str, Any]:
-    """The values of the model's own config that are known: those of its config.json and those of model.config."""
-    return {**stored_config(model), **model.config}
+    """The values of the model's own config that are known: those of its config.json, where it is on this machine, and of model.config.
 
-
-def stored_config(model: Model) -> dict[str, Any]:
-    """The config.json of the model, {} if it is not on this machine. Raises UserError for a file that is no config."""
+    Raises UserError for a file that is no config.
+    """
     folder = _folder(replace(model, path=_base(model)))
-    return _read(folder / "config.json") if folder else {}
+    return {**(_read(folder / "config.json") if folder else {}), **model.config}
 
 
 def _base(model: Model) -> str | None:
@@ -107,7 +105,7 @@ def _base(model: Model) -> str | None:
 def layers_of(sizes: Mapping[str, Any]) -> Layers:
     """The layers of a llama, mistral, qwen2 or qwen3 model of these sizes. Raises UserError with what is missing."""
     kind = sizes.get("model_type")
-    if kind not in LLAMA_KIN:
+    if kind not in _LLAMA_KIN:
         raise UserError(f"the layers of model type {kind} are not among those that packtrain knows")
     needed = _SIZES if kind == "llama" else (*_SIZES, "num_key_value_heads")
     needed = (*needed, "head_dim") if kind == "qwen3" else needed
