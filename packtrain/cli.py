@@ -419,7 +419,7 @@ def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tu
     path, changes = split_arguments(arguments)
     run = load_config(path, [*_said_by(verb), *changes], _note)
     _check_verb(verb, run)
-    check_model(run.model, run.peft, run.trainer.resume_despite, scores=run.objective.traits.scores)
+    check_model(run.model)
     return run, plan_launch(run, look_around(), run.objective.kind, arguments or [])
 
 
@@ -442,7 +442,7 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
         points, shared = [Point(load_config(path, [*_said_by(verb), *changes], _note))], changes
     for run in [point.config for point in points]:
         _check_verb(verb, run)
-        check_model(run.model, run.peft, run.trainer.resume_despite, scores=run.objective.traits.scores)
+        check_model(run.model)
     called = ("packtrain", "sbatch", verb, *(arguments or []), *(["-m"] if sweep else []))
     named = (*([path] if path else []), *shared)
     return Job(verb, called, named, tuple(points), Path.cwd(), this_program())

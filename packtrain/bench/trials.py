@@ -29,7 +29,7 @@ from packtrain.config.schema import PackingMode, RunConfig, Tracking
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, PacktrainError, UserError
 from packtrain.model.flops import training_flops
-from packtrain.model.load import base_model, check_positions, check_trainable, load_model
+from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import decide_precision
 from packtrain.model.score_head import outputs_of_tokens
 from packtrain.model.spread import Ranks, open_proofs, spread
@@ -79,11 +79,11 @@ class Lab:
         objective, seed = objective_of(asked), config.trainer.seed
         heartbeat, preparing = own_heartbeat(), preparing_s(config.topology.step_timeout)
         heartbeat.enter("prepare")
-        tokenizer = load_tokenizer(config.model)
+        tokenizer, scores = load_tokenizer(config.model), config.objective.traits.scores
+        check_before_loading(config.model, config.peft, tokenizer, scores=scores)
         self.data: Any = objective.prepare_data(config.data, tokenizer, seed=seed, progress=False)
         agree_on_data(peers, self.data, timeout_s=preparing)
         heartbeat.enter("load")
-        scores = config.objective.traits.scores
         self.model = load_model(config.model, config.peft, tokenizer, seed=seed, scores=scores)
         agree_on_model(peers, self.model, timeout_s=preparing)
         check_trainable(self.model)

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from packtrain.boundary import boundary
+from packtrain.config.keys import suggest
 from packtrain.config.schema import Peft
 from packtrain.data.tokens.model_folder import check_model_folder
 from packtrain.errors import Problem, UserError
@@ -39,27 +40,24 @@ def add_adapters(model: PreTrainedModel, peft: Peft, seed: int, *, scores: bool 
         modules_to_save=peft.modules_to_save or None,
         task_type=_task(scores),
     )
-    _check_names(model, peft)
+    check_layer_names(model, peft)
     with boundary("the adapters do not fit", "peft.target_modules", _names(model)):
         return _head_is_free(get_peft_model(model, lora), model)
 
 
-def _check_names(model: PreTrainedModel, peft: Peft) -> None:
-    """Raises UserError for a name that no module has: PEFT would go on with the others, without a word.
-
-    And for a pattern of target_modules that computes without end.
-    """
+def check_layer_names(model: PreTrainedModel, peft: Peft) -> None:
+    """Raises UserError for a name that no module has (PEFT would go on with the others, without a word), or a pattern without end."""
     names, targets = [name for name, _ in model.named_modules()], peft.target_modules
-    if isinstance(targets, str):
-        sum(is_adapted(name, targets) for name in names)
-    listed = targets if isinstance(targets, list) else []
-    absent = [("target_modules", one) for one in listed if not any(is_adapted(name, [one]) for name in names)]
+    wanted = [(one, [one]) for one in targets] if isinstance(targets, list) else [(targets, targets)]
+    absent = [("target_modules", one) for one, by in wanted if not any(is_adapted(name, by) for name in names)]
     absent += [
         ("modules_to_save", one) for one in peft.modules_to_save if not any(name.endswith(one) for name in names)
     ]
     if absent:
-        kind, fix = type(model).__name__, _names(model)
-        raise UserError([Problem(f"{kind} has no module {one!r}", where=f"peft.{key}", fix=fix) for key, one in absent])
+        kind, fix, parts = type(model).__name__, _names(model), {part for name in names for part in name.split(".")}
+        raise UserError(
+            [Problem(f"{kind} has no module {one!r}", f"peft.{key}", suggest(one, parts, fix)) for key, one in absent]
+        )
 
 
 def _names(model: PreTrainedModel) -> str:

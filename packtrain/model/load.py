@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,17 +25,41 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from packtrain.attention.rotary import rotates_by_length
 from packtrain.boundary import boundary
+from packtrain.config.keys import suggest
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.model_folder import check_model_folder
 from packtrain.data.tokens.pretrained import fix_of, hub, loaded_patiently, location
-from packtrain.errors import UserError
-from packtrain.model.adapters import add_adapters, continue_adapters
+from packtrain.errors import Problem, UserError
+from packtrain.model.adapters import add_adapters, check_layer_names, continue_adapters
 from packtrain.model.score_head import HEAD, check_score_head, is_reward_model, new_score, with_one_score
-from packtrain.plan.known_model.model_config import OF_ROTARY_MODELS, unknown_keys
 from packtrain.plan.reference_choice import base_of
 from packtrain.proof.isolation import positions_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+_OF_ROTARY_MODELS = ("head_dim", "partial_rotary_factor", "rope_scaling", "rope_theta")
+"""What a new config with rope_parameters takes, though it is no field of its own: most go into rope_parameters."""
+
+
+def check_before_loading(
+    config: Model, peft: Peft, tokenizer: PreTrainedTokenizerBase, despite: Iterable[str] = (), *, scores: bool = False
+) -> None:
+    """Raises UserError for what the model's config tells, before data is prepared and weights are read.
+
+    That is a type that does not train, keys of model.config that it does not have (`despite`, of trainer.resume_despite, may name
+    them, too), and names in `peft` of no layer: the model is made without memory. Code of a model and .gguf files are left to loading.
+    """
+    config, where = _below_adapters(adapted := config)
+    if config.trust_remote_code or (config.path or "").endswith(".gguf"):
+        return
+    with _loading(config, where, scores=scores):
+        model_config = loaded_patiently(config.path, lambda: _config_of(config, tokenizer))
+        named = [one.split(".")[2] for one in despite if one.startswith("model.config.")]
+        _check_keys(named, model_config, {*config.config, *_OF_ROTARY_MODELS}, "trainer.resume_despite")
+        model_config = with_one_score(model_config) if scores else model_config
+        with torch.device("meta"):
+            model = (AutoModelForSequenceClassification if scores else AutoModelForCausalLM).from_config(model_config)
+    if peft.kind == "lora" and config is adapted:
+        check_layer_names(model, peft)
 
 
 def load_model(
@@ -46,26 +71,15 @@ def load_model(
     Raises UserError if it cannot be loaded, or if the tokenizer has ids beyond the model's embeddings.
     """
     torch.manual_seed(seed)
-    adapters = config.path if config.init == "pretrained" else None
-    if (base := base_of(adapters)) is not None:
-        config = replace(config, path=base)
-    if config.path is not None:
-        check_model_folder(Path(config.path).expanduser())
-    if config.init == "pretrained" and config.path is not None:
-        _check_generation_config(Path(config.path).expanduser() / GENERATION_CONFIG_NAME)
-    made, where = f"load the model {config.path}", "model.path"
-    if base is not None:
-        where = f"{Path(cast(str, adapters)).expanduser() / 'adapter_config.json'}: base_model_name_or_path"
-    if config.init == "random":
-        made, where = "make a model of model.config", "model.config"
-    with hub(config.path) as online:
-        fix = partial(_advice, config=config, online=bool(online), scores=scores)
-        with boundary(f"cannot {made}", where, fix):
-            model = (
-                _new(config, tokenizer, scores=scores)
-                if config.init == "random"
-                else loaded_patiently(config.path, lambda: _load_pretrained(config, seed, scores=scores))
-            )
+    config, where = _below_adapters(adapted := config)
+    with _loading(config, where, scores=scores):
+        if config.init == "pretrained" and config.path is not None:
+            _check_generation_config(Path(config.path).expanduser() / GENERATION_CONFIG_NAME)
+        model = (
+            _new(config, tokenizer, scores=scores)
+            if config.init == "random"
+            else loaded_patiently(config.path, lambda: _load_pretrained(config, tokenizer, seed, scores=scores))
+        )
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", 1)
     if isinstance(layers, int) and layers < 1:
         raise UserError(f"the config says that the model has {layers} layers", where=where, fix="Give it one at least.")
@@ -79,14 +93,35 @@ def load_model(
         )
     if scores:
         check_score_head(model, tokenizer)
-    if base is not None:
-        return continue_adapters(model, cast(str, adapters), peft, scores=scores)
+    if config is not adapted:
+        return continue_adapters(model, cast(str, adapted.path), peft, scores=scores)
     return add_adapters(model, peft, seed, scores=scores) if peft.kind == "lora" else model
+
+
+def _below_adapters(config: Model) -> tuple[Model, str]:
+    """`config` itself, or that of the model below a folder of adapters, and where the model is named."""
+    base = base_of(config.path) if config.init == "pretrained" else None
+    if base is not None:
+        named = Path(cast(str, config.path)).expanduser() / "adapter_config.json"
+        return replace(config, path=base), f"{named}: base_model_name_or_path"
+    return config, "model.config" if config.init == "random" else "model.path"
+
+
+@contextmanager
+def _loading(config: Model, where: str, *, scores: bool) -> Iterator[None]:
+    """Inside the block, what the hub and libraries raise is for the user, named at `where`."""
+    if config.path is not None:
+        check_model_folder(Path(config.path).expanduser())
+    made = "make a model of model.config" if config.init == "random" else f"load the model {config.path}"
+    with hub(config.path) as online:
+        fix = partial(_advice, config=config, online=bool(online), scores=scores)
+        with boundary(f"cannot {made}", where, fix):
+            yield
 
 
 def _new(config: Model, tokenizer: PreTrainedTokenizerBase, *, scores: bool) -> PreTrainedModel:
     """A model with random weights."""
-    model_config = _random_config(config, tokenizer)
+    model_config = _config_of(config, tokenizer)
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     model_config = with_one_score(model_config) if scores else model_config
     dtype = _DTYPES[config.dtype] if config.dtype != "auto" else None
@@ -177,16 +212,13 @@ def _check_generation_config(file: Path) -> None:
             raise UserError(what, where=f"{file}, {key}", fix=fix)
 
 
-def _load_pretrained(config: Model, seed: int, *, scores: bool) -> PreTrainedModel:
+def _load_pretrained(config: Model, tokenizer: PreTrainedTokenizerBase, seed: int, *, scores: bool) -> PreTrainedModel:
     assert config.path is not None  # config/rules/ refuses it
     place = location(config.path, config)
     dtype = _DTYPES[config.dtype]
     overrides = config.config
     if "gguf_file" not in place:
-        model_config = AutoConfig.from_pretrained(**place)
-        _check_names(overrides, model_config)
-        for name, value in overrides.items():
-            setattr(model_config, name, value)
+        model_config = _config_of(config, tokenizer)
         model_config = with_one_score(model_config) if scores else model_config
         return _all_weights(seed, scores=scores, **place, dtype=dtype, config=model_config)
     labels = {"num_labels": 1} if scores else {}
@@ -194,7 +226,7 @@ def _load_pretrained(config: Model, seed: int, *, scores: bool) -> PreTrainedMod
     # A model from GGUF refuses save_pretrained; a plain model of the same config with its weights does not.
     plain = loaded.config.to_dict()
     plain.pop("quantization_config", None)
-    _check_names(overrides, loaded.config)
+    _check_keys(overrides, loaded.config)
     model_config = type(loaded.config).from_dict({**plain, **overrides})
     model = type(loaded)._from_config(model_config, dtype=loaded.dtype)
     model.load_state_dict(loaded.state_dict())
@@ -225,27 +257,43 @@ def _all_weights(seed: int, *, scores: bool, **arguments: Any) -> PreTrainedMode
     return model
 
 
-def _random_config(config: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """The config of a new model: that of model.path, or made from model.config, with the tokenizer's special ids."""
+def _config_of(config: Model, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The model's own config: that of model.path, or a new one with the tokenizer's special ids; with what model.config sets."""
     overrides = dict(config.config)
     if config.path is not None:
         model_config = AutoConfig.from_pretrained(**location(config.path, config))
-        _check_names(overrides, model_config)
-        return type(model_config).from_dict({**model_config.to_dict(), **overrides})
+        _check_keys(overrides, model_config)
+        if config.init == "random":
+            return type(model_config).from_dict({**model_config.to_dict(), **overrides})
+        for name, value in overrides.items():
+            setattr(model_config, name, value)
+        return model_config
     model_type = overrides.pop("model_type")
     if model_type not in CONFIG_MAPPING:
-        raise UserError(f"transformers knows no model type {model_type!r}", where="model.config.model_type")
+        fix = suggest(model_type, CONFIG_MAPPING.keys(), "docs/architectures.md lists what trains.")
+        raise UserError(f"transformers knows no model type {model_type!r}", where="model.config.model_type", fix=fix)
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     defaults = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **special}
     plain = CONFIG_MAPPING[model_type]()
-    _check_names(overrides, plain, OF_ROTARY_MODELS if hasattr(plain, "rope_parameters") else ())
+    _check_keys(overrides, plain, _OF_ROTARY_MODELS if hasattr(plain, "rope_parameters") else ())
     return CONFIG_MAPPING[model_type](**{**defaults, **overrides})
 
 
-def _check_names(overrides: dict[str, Any], config: PreTrainedConfig, taken: Iterable[str] = ()) -> None:
-    """Raises UserError for keys that `config` does not have and that are not `taken` beside."""
+def _check_keys(found: Iterable[str], config: PreTrainedConfig, taken: Iterable[str] = (), where: str = "") -> None:
+    """Raises UserError for keys of model.config that `config` does not have and that are not `taken` beside.
+
+    transformers would keep them, and use them for nothing.
+    """
     known = {*config.to_dict(), *config.attribute_map, *taken}
-    if problems := [*unknown_keys(overrides, known, config.model_type)]:
+    problems = []
+    for name in (one for one in found if one not in known):
+        rotary, inner = name in _OF_ROTARY_MODELS and "rope_parameters" in known, getattr(config, "text_config", None)
+        holder = "rope_parameters" if rotary else "text_config" if inner is not None else ""
+        instead = f"Write it into model.config.{holder}." if holder else "Take it away."
+        fix = instead if rotary or hasattr(inner, name) else suggest(name, known, instead)
+        what = f"the config of a {config.model_type} model has no {name!r}"
+        problems.append(Problem(what, where or f"model.config.{name}", fix))
+    if problems:
         raise UserError(problems)
 
 
@@ -259,4 +307,4 @@ def _advice(error: BaseException, config: Model, *, online: bool, scores: bool =
         return "take a causal language model: docs/architectures.md lists what trains"
     if "quantiz" in str(error):
         return "its weights are quantised, as its config.json says: take the model that they were made of"
-    return fix_of(online)
+    return fix_of(online, error)

@@ -39,7 +39,7 @@ from packtrain.inspect.audit import pointless
 from packtrain.inspect.corpus import corpus_of
 from packtrain.inspect.places import rows_of
 from packtrain.model.compiled import compile_layers
-from packtrain.model.load import base_model, check_positions, check_trainable, load_model
+from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
 from packtrain.model.precision import Precision, decide_precision, multiply_in
 from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.score_head import is_reward_model, outputs_of_tokens
@@ -202,6 +202,8 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
 
     own_heartbeat().enter("prepare")
     run.tokenizer = load_tokenizer(config.model)
+    scores, despite = config.objective.traits.scores, config.trainer.resume_despite
+    check_before_loading(config.model, config.peft, run.tokenizer, despite, scores=scores)
     show = ranks.main and sys.stderr.isatty()
     with boundary("the data cannot be used", "data.train"):
         data: Any = objective.prepare_data(config.data, run.tokenizer, seed=config.trainer.seed, progress=show)
@@ -215,7 +217,6 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
         remember(size_of(data.train), config.model, config.data, config.objective.kind, config.trainer.seed)
 
     own_heartbeat().enter("load")
-    scores = config.objective.traits.scores
     run.model = load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed, scores=scores)
     if not scores and is_reward_model(base_model(run.model).config) and config.model.init == "pretrained":
         log.warn(f"{config.model.path} is a reward model or classifier: its head is left away, and final/ has none")

@@ -139,38 +139,12 @@ FORMS = {
     "no positions": ("model:\n  config: {max_position_embeddings: 0}\n", "max_position_embeddings"),
     "a width that is text": ("model:\n  config: {model_type: llama, hidden_size: wide}\n", "hidden_size"),
     "a vocabulary of true": ("model:\n  config: {vocab_size: true}\n", "vocab_size"),
-    "the id of a token is true": ("model:\n  config: {pad_token_id: true}\n", "pad_token_id"),
-    "an end of text that is true": ("model:\n  config: {eos_token_id: [1, true]}\n", "eos_token_id"),
     "half an attention head": (
         "model:\n  config: {model_type: llama, num_attention_heads: 0.5}\n",
         "num_attention_heads",
     ),
     "a model type of a number": ("model:\n  config: {model_type: 7}\n", "model_type"),
     "10 million layers": ("model:\n  config: {model_type: llama, num_hidden_layers: 10000000}\n", "num_hidden_layers"),
-    "a key that llama does not have": ("model:\n  config: {model_type: llama, hidden_sise: 8}\n", "hidden_size"),
-    "a key that gemma3_text does not have": (
-        "model:\n  config: {model_type: gemma3_text, hidden_sise: 8}\n",
-        "hidden_size",
-    ),
-    "a layer that gemma2 does not have": (
-        "model:\n  config: {model_type: gemma2}\npeft: {kind: lora, target_modules: [q_porj]}\n",
-        "Did you mean q_proj",
-    ),
-    "9,000 layers that nobody has": (
-        "model:\n  config: {model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 10000, vocab_size: 9,\n"
-        "    num_attention_heads: 1}\n"
-        f"peft: {{kind: lora, target_modules: [{', '.join(f'q_porj{at}' for at in range(9000))}]}}\n",
-        "Did you mean q_proj",
-    ),
-    "a model type that is no causal language model": (
-        "model:\n  config: {model_type: t5}\n",
-        "no causal language model",
-    ),
-    "a key of no model's config in resume_despite": (
-        "model:\n  config: {model_type: llama}\ntrainer: {resume_despite: [model.config.rope_teta]}\n",
-        "rope_teta",
-    ),
-    "a model type that nobody has": ("model:\n  config: {model_type: lama}\n", "llama"),
     "min_lr_rate 5": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr_rate: 5}}\n", "min_lr_rate"),
     "min_lr above the peak": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr: 1}}\n", "min_lr"),
     "min_lr below 0": ("optim: {schedule: cosine_with_min_lr, schedule_options: {min_lr: -1}}\n", "min_lr"),
@@ -229,8 +203,15 @@ TAKEN = {
         "data.eval: owner/b is trained on too",
     ),
     "documents beyond the positions": (
-        "model: {path: null, init: random, tokenizer: quickstart, config: {model_type: llama}}\ndata: {max_length: 5000}\n",
+        "model: {path: null, init: random, tokenizer: quickstart, config: {model_type: llama,\n"
+        "  max_position_embeddings: 2048}}\ndata: {max_length: 5000}\n",
         "more than the model's 2,048 positions",
+    ),
+    "9,000 names of layers that only loading can check": (
+        "model:\n  config: {model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 10000, vocab_size: 9,\n"
+        "    num_attention_heads: 1}\n"
+        f"peft: {{kind: lora, target_modules: [{', '.join(f'q_porj{at}' for at in range(9000))}]}}\n",
+        "no layer of the model has a name of peft.target_modules",
     ),
     "a model of the hub with LoRA on layers of any name": (
         "peft: {kind: lora, target_modules: [w_q]}\n",

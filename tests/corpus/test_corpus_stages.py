@@ -106,6 +106,11 @@ def lora(name: str, *says: str, **keys: Any) -> Case:
     return trains(f"new adapters, {name}", groups={"peft": {"kind": "lora", **keys}}, says=("peft", *says))
 
 
+def new_model(name: str, config: dict[str, Any], *says: str, **groups: Any) -> Case:
+    model = {"path": None, "init": "random", "tokenizer": "quickstart", "config": {"model_type": "llama", **config}}
+    return trains(f"a new model, {name}", groups={"model": model, **groups}, says=says)
+
+
 def schedule(kind: str, **options: Any) -> Case:
     keys = {"schedule": kind, "schedule_options": options}
     return trains(f"schedule, {kind} with {json.dumps(options)}", groups={"optim": keys}, says=("schedule",))
@@ -217,9 +222,16 @@ CASES = [
     lora("a broken expression", target_modules="("),
     lora("an expression without end", "for more than", target_modules="([a-z_.0-9]+)*!"),
     lora("names of nothing", target_modules=["nothing"]),
-    lora("one name of nothing", "q_porj", target_modules=["q_porj", "v_proj"]),
+    lora("a pattern of nothing", "q_prj", target_modules=".*q_prj"),
+    lora("one name of nothing", "Did you mean q_proj", target_modules=["q_porj", "v_proj"]),
     lora("norms", target_modules=["norm"]),
     lora("nothing saved in full", "modules_to_save", modules_to_save=["nothing"]),
+    new_model("a key that its type does not have", {**LLAMA, "hidden_sise": 8}, "model.config.hidden_sise", "Did you mean hidden_size"),
+    new_model("a type that nobody has", {"model_type": "lama"}, "model.config.model_type", "Did you mean llama"),
+    new_model("a type that is no causal language model", {"model_type": "t5"}, "model.config", "docs/architectures.md"),
+    new_model("the id of a token is true", {**LLAMA, "pad_token_id": True}, "pad_token_id"),
+    new_model("an end of text that is true", {**LLAMA, "eos_token_id": [1, True]}, "eos_token_id"),
+    new_model("a key of no config in resume_despite", LLAMA, "rope_teta", trainer={"resume_despite": ["model.config.rope_teta"]}),
     schedule("cosine_with_min_lr", min_lr_rate=5),
     schedule("cosine_with_min_lr", min_lr="x"),
     schedule("cosine", nope=1),

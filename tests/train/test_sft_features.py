@@ -218,6 +218,19 @@ def test_what_only_shows_when_loading_is_still_an_error_for_the_user(tmp_path: P
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("verb", ["sft", "bench"])
+@pytest.mark.parametrize("override", ["+model.config.hiden_size=64", "peft.target_modules=[q_porj]"])
+def test_names_that_the_model_does_not_have_are_refused_before_the_data_is_read(
+    tmp_path: Path, verb: str, override: str
+) -> None:
+    config = base_config(tmp_path, data={"train": str(write_jsonl(tmp_path / "bad.jsonl", [{"no": "format"}]))})
+    config["peft"] = {"kind": "lora"}
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(config))
+    result = packtrain(verb, str(path), override, expect=2)
+    assert "Did you mean" in result.stderr and "bad.jsonl" not in result.stderr
+
+
 def test_truncated_and_dropped_documents_are_counted_in_the_summary(tmp_path: Path) -> None:
     rows = [*conversations(8), {"messages": [{"role": "user", "content": "only a question"}]}]
     data = write_jsonl(tmp_path / "some.jsonl", rows)

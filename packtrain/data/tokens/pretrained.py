@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ def load_tokenizer(config: Model) -> PreTrainedTokenizerBase:
 
     where = "model.tokenizer" if config.tokenizer else "model.path"
     check_model_folder(Path(source).expanduser())
-    with hub(source) as online, boundary(f"cannot load a tokenizer from {source}", where, fix_of(online)):
+    with hub(source) as online, boundary(f"cannot load a tokenizer from {source}", where, partial(fix_of, online)):
         try:
             loaded = loaded_patiently(source, lambda: AutoTokenizer.from_pretrained(**location(source, config)))
         except Exception:
@@ -50,13 +51,16 @@ def _check_config(source: str, config: Model) -> None:
 
     file = Path(source).expanduser() / "config.json"
     if file.is_file():
-        with boundary("the model's config cannot be used", str(file), "Mend it, or get it anew."):
+        fix = partial(fix_of, True, otherwise="Mend it, or get it anew.")
+        with boundary("the model's config cannot be used", str(file), fix):
             AutoConfig.from_pretrained(**location(source, config))
 
 
-def fix_of(online: bool) -> str:
-    """What to do where something cannot be loaded and there is no hub; "" where there is one."""
-    return "" if online else OFFLINE_ADVICE
+def fix_of(online: bool, error: BaseException, otherwise: str = "") -> str:
+    """What to do about what cannot be loaded: trust its own code, or go where there is a hub; else `otherwise`."""
+    if "custom code" in str(error):
+        return "It has code of its own: trust it with model.trust_remote_code=true."
+    return otherwise if online else OFFLINE_ADVICE
 
 
 def hub(source: str | None) -> AbstractContextManager[bool]:

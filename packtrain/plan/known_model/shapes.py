@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from packtrain.errors import UserError, read_json
 from packtrain.plan.reference_choice import base_of
 from packtrain.run_limits import limited
 
-LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
+_LLAMA_KIN = ("llama", "mistral", "qwen2", "qwen3")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _HEADER_LIMIT = 100 * 2**20
 MOST_LAYERS = 10_000
@@ -90,14 +90,12 @@ def _weights_of(model: Model) -> Weights:
 
 
 def known_sizes(model: Model) -> dict[str, Any]:
-    """The values of the model's own config that are known: those of its config.json and those of model.config."""
-    return {**stored_config(model), **model.config}
+    """The values of the model's own config that are known: those of its config.json, where it is on this machine, and of model.config.
 
-
-def stored_config(model: Model) -> dict[str, Any]:
-    """The config.json of the model, {} if it is not on this machine. Raises UserError for a file that is no config."""
+    Raises UserError for a file that is no config.
+    """
     folder = _folder(replace(model, path=_base(model)))
-    return _read(folder / "config.json") if folder else {}
+    return {**(_read(folder / "config.json") if folder else {}), **model.config}
 
 
 def _base(model: Model) -> str | None:
@@ -107,7 +105,7 @@ def _base(model: Model) -> str | None:
 def layers_of(sizes: Mapping[str, Any]) -> Layers:
     """The layers of a llama, mistral, qwen2 or qwen3 model of these sizes. Raises UserError with what is missing."""
     kind = sizes.get("model_type")
-    if kind not in LLAMA_KIN:
+    if kind not in _LLAMA_KIN:
         raise UserError(f"the layers of model type {kind} are not among those that packtrain knows")
     needed = _SIZES if kind == "llama" else (*_SIZES, "num_key_value_heads")
     needed = (*needed, "head_dim") if kind == "qwen3" else needed
@@ -128,24 +126,25 @@ def layers_of(sizes: Mapping[str, Any]) -> Layers:
 def adapter_shapes(shapes: Shapes, peft: Peft) -> list[tuple[int, ...]]:
     """The shapes of the trained weights of LoRA: two matrices per adapted layer, and layers trained in full."""
     found: list[tuple[int, ...]] = []
+    targets = peft.target_modules if isinstance(peft.target_modules, str) else {*peft.target_modules}
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
         if name == SCORE:  # trained in full
             found.append(shape)
             continue
-        if len(shape) == 2 and is_adapted(layer, peft.target_modules):
+        if len(shape) == 2 and is_adapted(layer, targets):
             found += [(peft.r, shape[1]), (shape[0], peft.r)]
-        if any(_ends_with(layer.removesuffix(".bias"), one) for one in peft.modules_to_save):
+        if any(ending in peft.modules_to_save for ending in _endings(layer.removesuffix(".bias"))):
             found.append(shape)
     return found
 
 
-def is_adapted(layer: str, targets: str | list[str]) -> bool:
+def is_adapted(layer: str, targets: str | Collection[str]) -> bool:
     """Whether peft gives an adapter to the linear layer of this name. Raises UserError for a pattern that computes without end."""
     if targets == "all-linear":
         return not re.search(r"embed|lm_head|\bwte\b|\bwpe\b", layer)
-    if isinstance(targets, list):
-        return any(_ends_with(layer, one) for one in targets)
+    if not isinstance(targets, str):
+        return any(ending in targets for ending in _endings(layer))
     fix = "Write a simpler one, or a list of names."
     with limited("this pattern", "peft.target_modules", fix, seconds=1), contextlib.suppress(re.error):
         return re.fullmatch(targets, layer) is not None  # as in peft, text is a pattern
@@ -223,5 +222,8 @@ def _from_sizes(sizes: Mapping[str, Any]) -> Shapes:
     return shapes
 
 
-def _ends_with(layer: str, name: str) -> bool:
-    return layer == name or layer.endswith(f".{name}")
+def _endings(layer: str) -> Iterator[str]:
+    """The names by which peft finds a layer: a.b.c, b.c and c."""
+    while layer:
+        yield layer
+        layer = layer.partition(".")[2]

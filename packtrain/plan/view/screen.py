@@ -20,7 +20,7 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.schema import Data, RunConfig, sources
 from packtrain.plan import mixed_precision
 from packtrain.plan.data_size import DataSize, recall
-from packtrain.plan.known_model.model_config import checked_when_loaded
+from packtrain.plan.known_model.model_config import left_to_loading
 from packtrain.plan.launch_plan import LaunchPlan, NodeCommand
 from packtrain.plan.launcher_settings import STAGES
 from packtrain.plan.memory import Memory, estimate
@@ -110,8 +110,8 @@ def _answer(config: RunConfig, launch: LaunchPlan, width: int, *, plain: bool) -
 def _model(config: RunConfig, memory: Memory | str) -> str:
     model, name = config.model, config.model.path or f"a new {config.model.config.get('model_type', 'model')}"
     name += ", new weights" if model.path and model.init == "random" else ""
-    unseen = checked_when_loaded(model, config.peft, scores=config.objective.traits.scores)
-    unseen = "; names of layers are checked when the model is loaded" if unseen else ""
+    unseen = left_to_loading(model, config.peft)
+    unseen = f"; not known before loading: {unseen}" if unseen else ""
     if isinstance(memory, str):
         return f"{name}{', LoRA' if config.peft.kind == 'lora' else ''}{unseen}"
     trained = "all trained" if memory.trained == memory.parameters else f"{_many(memory.trained)} trained (LoRA)"

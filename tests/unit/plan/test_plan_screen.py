@@ -146,8 +146,10 @@ def test_documents_beyond_the_positions_and_names_that_are_seen_later_are_told(
         return " ".join(" ".join(planned(tmp_path, *arguments, *more)).split())
 
     assert "data.max_length=1,024 is more than the model's 512 positions" in shown("data.max_length=1024")
-    assert "names of layers are checked when the model is loaded" in shown()
-    assert "names of layers are checked" not in shown("peft.target_modules=[c_attn]")
+    assert "not known before loading: the keys of model.config, the names of layers in peft" in shown()
+    assert "the names of layers in peft" not in shown("peft.target_modules=all-linear")
+    assert "how many positions the model has" not in shown()
+    assert "how many positions the model has" in shown("~model.config.n_positions")
     remember(DataSize(105, 42_000, 900), model, Data(train="chats.jsonl"), "sft", 0)
     assert "the longest document has 900 tokens, the model is made for 512 positions: the run will refuse it" in shown()
     assert "a step of 1,000 is more than all 105 documents of an epoch" in shown()
