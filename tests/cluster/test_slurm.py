@@ -53,7 +53,7 @@ def open_slowly(self, *arguments, **options):
 pathlib.Path.open = open_slowly
 """
 WAITS = ("PENDING", "CONFIGURING", "RUNNING")
-SLOW_AT_FIRST = 'if [ -z "$SLURM_RESTART_COUNT" ]; then export PYTHONPATH="$PWD/slow"; fi'
+SLOW_AT_FIRST = 'if [ -z "$SLURM_RESTART_COUNT" ]; then export PYTHONPATH="$PWD/slow:$PYTHONPATH"; fi'
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def test_a_job_that_loses_a_machine_goes_on_with_the_other(cluster: Slurm, home:
         "gpus_per_node": 1,
         "min_nodes": 1,
         "step_timeout": 20,
-        "setup": ['export PYTHONPATH="$PWD/slow"'],
+        "setup": ['export PYTHONPATH="$PWD/slow:$PYTHONPATH"'],
     }
     write(home, "lost.yaml", topology=machines, trainer={"max_steps": STEPS, "checkpoint_every": 2, "restarts": 1})
     told = submit(cluster, home, "lost.yaml", "trainer.output_dir=runs/lost")
