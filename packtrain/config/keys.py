@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
+from packtrain.config.removed_keys import REMOVED
 from packtrain.config.schema import groups
 
 # The words of TRL, transformers, peft and axolotl for what we have under another name, where spelling does not lead to it.
@@ -38,6 +39,7 @@ _OTHER_NAMES = {
     "batch.examples_per_device": ("micro_batch_size", "per_device_train_batch_size"),
     "model.config.model_type": ("model_type",),
     "topology.nodes": ("nnodes", "num_machines", "num_nodes"),
+    "topology.sbatch": ("account", "constraint", "gres", "job_name", "mem", "partition", "qos"),
     "optim.name": ("optimizer",),
     "packing.mode": ("padding_free", "sample_packing"),
     "objective.reference": ("precompute_ref_log_probs", "ref_model", "ref_model_adapters", "ref_model_path"),
@@ -144,6 +146,8 @@ def suggest(name: str, known: Iterable[str], otherwise: str = "", count: int = 1
 
 def advice_for(path: str) -> str:
     """What to write in place of the unknown key `path`."""
+    if path in REMOVED:
+        return REMOVED[path]
     group, _, rest = path.partition(".")
     leaf = path.rpartition(".")[2]
     if leaf in ADVICE:

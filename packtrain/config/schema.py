@@ -363,21 +363,9 @@ class Topology:
     environment: dict[str, Any] = key(
         {}, "Environment variables of every process; they win over those that packtrain chooses."
     )
-    partition: str | None = key(None, "Slurm: partition.")
-    account: str | None = key(None, "Slurm: account that pays.")
-    qos: str | None = key(None, "Slurm: quality of service.")
     time: str | None = key(
         None, 'Slurm: time limit, in quotes in a YAML (e.g. "12:00:00" or "2-00:00:00"); none for the partition\'s.'
     )
-    gres: str | None = key(
-        None, 'Slurm: generic resources of a machine; none for gpu:N of topology.gpus_per_node, "" for no GPUs.'
-    )
-    constraint: str | None = key(None, "Slurm: features that machines must have.")
-    cpus_per_node: int | None = key(None, "Slurm: CPU cores of a machine; none for what the cluster gives.", minimum=1)
-    memory: str | int | None = key(
-        None, "Slurm: memory of a machine (e.g. 500G), 0 for all of it; none for what the cluster gives.", minimum=0
-    )
-    job_name: str | None = key(None, "Slurm: name of the job; the run folder's name if none.")
     signal_before: int = key(
         120,
         "Slurm: seconds before the time limit at which the run is told to write a checkpoint and stop.",
@@ -385,17 +373,13 @@ class Topology:
         maximum=65535,
     )
     requeue: bool = key(False, "Slurm: put a job back into the queue after its time limit, or a lost machine.")
-    container: str | None = key(None, "Slurm: image that the run starts in; it has packtrain in its PATH.")
-    container_runtime: Literal["pyxis", "apptainer"] = key("pyxis", "Slurm: what starts the image.")
-    container_mounts: list[str] = key(
-        [], "Slurm: folders that the image sees (HOST or HOST:INSIDE) beside the one that the job is submitted in."
+    command: str | None = key(
+        None,
+        "Slurm: what starts packtrain on a machine, as bash reads it after srun: VENV/bin/packtrain, or a container; none for "
+        "the packtrain that writes the script.",
     )
-    modules: list[str] = key([], "Slurm: modules that are loaded.")
-    venv: str | None = key(
-        None, "Slurm: folder of the virtual environment that packtrain runs in (of the image, with a container)."
-    )
-    setup: list[str] = key([], "Slurm: shell lines before the run, on the first machine.")
-    sbatch: list[str] = key([], "Slurm: further options of sbatch (e.g. --exclude=n7).")
+    setup: list[str] = key([], "Slurm: shell lines before the run, on the first machine (e.g. module load cuda).")
+    sbatch: list[str] = key([], "Slurm: options of sbatch (e.g. --account=lab, --mem=0); --gres=none for no GPUs.")
 
     @property
     def variables(self) -> dict[str, str]:

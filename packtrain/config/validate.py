@@ -22,6 +22,7 @@ from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config.keys import Fault, Key, advice_for, choices, describe, keys, keys_of, members, suggest, words
+from packtrain.config.removed_keys import REMOVED
 from packtrain.config.schema import groups
 from packtrain.wording import shortened
 
@@ -168,7 +169,7 @@ def _in_bounds(value: float, key: Key) -> bool:
 def _unknown(path: str, known: Mapping[str, Key] | None = None) -> Fault:
     """The fault of a key that does not exist; `known` are those of a source, which is no group."""
     if known is None:
-        return Fault((path,), "there is no such key", advice_for(path))
+        return Fault((path,), "this key was removed" if path in REMOVED else "there is no such key", advice_for(path))
     fix = suggest(path.rpartition(".")[2], known, f"A source has {', '.join(known)}.")
     return Fault((path,), "there is no such key", fix)
 

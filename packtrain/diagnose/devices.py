@@ -169,7 +169,7 @@ def check_driver(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     if not gpus.error and gpus.gpus:
         yield Check(name, "ok", f"{gpus.driver or 'version not known'}, CUDA {gpus.cuda or 'not known'} at most")
     elif not gpus.error:
-        fix = "ask Slurm for them (topology.gres=gpu:N), or start the container with --gpus all"
+        fix = "ask Slurm for them (topology.gpus_per_node=N), or start the container with --gpus all"
         what = "the driver shows no GPU: the job or container has none"
         yield Check(name, "fail" if needs.configured else "warn", what, fix)
     elif not gpus.present and "Not Found" in gpus.error:

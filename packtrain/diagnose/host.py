@@ -101,7 +101,7 @@ def check_limits(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
     fix = "ulimit -n 65536 (for good: '* - nofile 65536' in /etc/security/limits.conf)"
     yield judged("open-files", "warn" if few else "ok", what, fix)
     what = f"{needs.per_node} process{'es' if needs.per_node > 1 else ''} on {host.cpus} cores"
-    fix = "more cores (Slurm: topology.cpus_per_node), or fewer processes: topology.gpus_per_node"
+    fix = "more cores (Slurm: --cpus-per-task in topology.sbatch), or fewer processes: topology.gpus_per_node"
     yield judged("cores", "warn" if needs.per_node > host.cpus else "ok", what, fix)
 
 
@@ -120,7 +120,7 @@ def check_memory(facts: Facts, needs: RunNeeds) -> Iterator[Check]:
         need = max(memory.host, on_cpu) * needs.per_node
     of = f"{size(host.memory_free)} free of {size(host.memory)} that the machine or its cgroup allows"
     what = f"the run needs {size(need)} on this machine; {of}" if need else of
-    fix = "end other processes, or more memory (Slurm: topology.memory=0 for all of the machine's; docker run --memory)"
+    fix = "end other processes, or more memory (Slurm: --mem=0 in topology.sbatch for all of the machine's; docker run --memory)"
     little = host.memory_free is not None and host.memory_free < max(need, 2 * GIB)
     too_little = host.memory is not None and host.memory < need
     yield judged("memory", "fail" if too_little else "warn" if little else "ok", what, fix)

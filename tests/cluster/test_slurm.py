@@ -53,7 +53,7 @@ def open_slowly(self, *arguments, **options):
 pathlib.Path.open = open_slowly
 """
 WAITS = ("PENDING", "CONFIGURING", "RUNNING")
-SLOW_AT_FIRST = 'if [ -z "$SLURM_RESTART_COUNT" ]; then export PYTHONPATH="$PWD/slow"; fi'
+SLOW_AT_FIRST = 'if [ -z "$SLURM_RESTART_COUNT" ]; then export PYTHONPATH="$PWD/slow:$PYTHONPATH"; fi'
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def write(home: Path, name: str, **groups: dict[str, Any]) -> None:
         "batch": {"examples_per_step": 8, "tokens_per_device": 256},
         "optim": {"learning_rate": 1e-3, "schedule": "constant"},
         "trainer": {"max_steps": STEPS},
-        "topology": {"nodes": 1, "gpus_per_node": 1, "cpus_per_node": 2, "memory": 100},
+        "topology": {"nodes": 1, "gpus_per_node": 1, "sbatch": ["--cpus-per-task=2", "--mem=100"]},
     }
     for group, keys in groups.items():
         config[group] = {**config.get(group, {}), **keys}
@@ -162,13 +162,12 @@ def test_sbatch_would_take_each_template(template: Path, cluster: Slurm, home: P
     [
         [],
         ["topology.nodes=2", "topology.gpus_per_node=8", "topology.requeue=true", "topology.time=10:00"],
-        ["trainer.seed=range(0,3)", "-m", "topology.qos=normal", "topology.account=me", "topology.partition=debug"],
+        ["trainer.seed=range(0,3)", "-m", "topology.sbatch=['--qos=normal','-A me','--partition debug']"],
         [
-            "topology.container=image",
-            "topology.job_name='a #job'",
-            "topology.sbatch=['--exclude=n2','--mail-type=END']",
+            "topology.command='--container-image=image packtrain'",
+            "topology.sbatch=['--exclude=n2 --mail-type=END','--job-name=\"a #job\"','--gpus-per-node=1']",
         ],
-        ["topology.gres=''", "trainer.output_dir='runs/a \"b\" #c 50%'", "topology.signal_before=300"],
+        ["topology.sbatch=['--gres=none']", "trainer.output_dir='runs/a \"b\" #c 50%'", "topology.signal_before=300"],
     ],
 )
 def test_sbatch_would_take_each_generated_script(given: list[str], cluster: Slurm, home: Path) -> None:
@@ -178,16 +177,23 @@ def test_sbatch_would_take_each_generated_script(given: list[str], cluster: Slur
 @pytest.mark.parametrize(
     "given",
     [
-        "topology.partition=nowhere",
+        "topology.sbatch=['--partition=nowhere']",
         "topology.gpus_per_node=9",
         "topology.nodes=3",
-        "topology.constraint=nvlink",
+        "topology.sbatch=['--constraint=nvlink']",
+        "topology.sbatch=['--mem=lots']",
         "topology.sbatch=['--no-such-flag']",
     ],
 )
 def test_what_the_cluster_does_not_have_is_refused(given: str, cluster: Slurm, home: Path) -> None:
     refused = packtrain(cluster, home, "sbatch", "sft", "run.yaml", given, "--submit", expect=2)
     assert "topology" in refused.stderr and "sbatch refuses the job" in refused.stderr
+
+
+def test_a_variable_of_sbatchs_changes_one_option(cluster: Slurm, home: Path) -> None:
+    asked = (sys.executable, "-m", "packtrain", "sbatch", "sft", "run.yaml", "topology.sbatch=['--partition=debug']")
+    for partition, code in (("debug", 0), ("nowhere", 2)):
+        cluster.run("env", f"SBATCH_PARTITION={partition}", *asked, "--test-only", cwd=home, expect=code)
 
 
 def test_an_array_runs_every_point_of_a_sweep_in_its_own_folder(sweep: list[Path]) -> None:
@@ -242,7 +248,7 @@ def test_a_job_that_loses_a_machine_goes_on_with_the_other(cluster: Slurm, home:
         "gpus_per_node": 1,
         "min_nodes": 1,
         "step_timeout": 20,
-        "setup": ['export PYTHONPATH="$PWD/slow"'],
+        "setup": ['export PYTHONPATH="$PWD/slow:$PYTHONPATH"'],
     }
     write(home, "lost.yaml", topology=machines, trainer={"max_steps": STEPS, "checkpoint_every": 2, "restarts": 1})
     told = submit(cluster, home, "lost.yaml", "trainer.output_dir=runs/lost")

@@ -32,9 +32,9 @@ RUN = {
     "trainer.output_dir": "run",
 }
 PLACES = ("model.path", "data.train", "data.cache_dir", "trainer.output_dir", "tracking.run_name", "model.config.name")
-MAY_BE_A_COMMIT = ("trainer.output_dir", "data.cache_dir", "tracking.run_name", "topology.job_name")
+MAY_BE_A_COMMIT = ("trainer.output_dir", "data.cache_dir", "tracking.run_name")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-JOB = ("topology.nodes=1", "topology.gpus_per_node=1", "topology.cpus_per_node=1")
+JOB = ("topology.nodes=1", "topology.gpus_per_node=1", "topology.sbatch=['-c 1']")
 
 
 def given(**changed: str) -> tuple[str, ...]:
@@ -77,6 +77,8 @@ ARGUMENTS = {
     "a variable of the run": ("plan", *given(), "+topology.environment.MY_TOKEN=hunter2hunter2"),
     "a variable of the run in a list": ("plan", *given(), "+topology.environment.MY_TOKEN=[hunter2hunter2]"),
     "an option of sbatch": ("sbatch", "sft", *given(), *JOB, "topology.sbatch=['--export=A_TOKEN=hunter2hunter2']"),
+    "a command of a job": ("sbatch", "sft", *given(), *JOB, "topology.command='env A_TOKEN=hunter2hunter2 packtrain'"),
+    "a key that was removed": ("plan", *given(), "topology.container='docker://me:hunter2hunter2@example.org/x'"),
     "a label of a column": ("plan", *given(), "data.columns={password: 'https://joe:hunter2hunter2@h'}"),
     "a password that the next problem names": (
         *("plan", *given(**{"data.train": "https://joe:hunter2/hunter2@host/x.jsonl"})),
@@ -88,7 +90,6 @@ FROM_ENV = (
     "trainer.output_dir",
     "data.train",
     "model.path",
-    "topology.job_name",
     "data.cache_dir",
 )
 SETUP = "topology:\n  setup: ['export WANDB_API_KEY=hunter2hunter2', 'git clone https://joe:hunter2hunter2@host/x']\n"

@@ -22,9 +22,10 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 _BARE_KEY = re.compile(r"[0-9a-f]{40}")
-_NAMES = ("model.revision", "trainer.output_dir", "data.cache_dir", "tracking.run_name", "topology.job_name")
+_NAMES = ("model.revision", "trainer.output_dir", "data.cache_dir", "tracking.run_name")
 """What may be called by the hash of a commit."""
-_SETUP, _CODE, _MAPPING = "topology.setup[", "topology.sbatch[", re.compile(r"model\.config\.(?:.*\.)?(\w+)")
+_SETUP, _CODE = "topology.setup[", ("topology.sbatch[", "topology.command")
+_MAPPING = re.compile(r"model\.config\.(?:.*\.)?(\w+)")
 _EXPORT = "Export it in the shell that submits{}."
 
 
@@ -36,7 +37,7 @@ def check(config: dict[str, Any]) -> list[Fault]:
 def notes(setup: list[str]) -> Iterator[str]:
     """What is told of lines of topology.setup with secrets, which are then hidden on the terminal and in the run folder."""
     for at, line in enumerate(setup):
-        if any(_found(f"{_CODE}{at}]", line)):
+        if any(_found(f"{_CODE[0]}{at}]", line)):
             learn(line, names=True)
             yield f"{_SETUP}{at}]: it has a secret, which is in the script as it is; {_EXPORT.format(', and name it: $NAME')}"
 

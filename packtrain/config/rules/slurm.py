@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
+from contextlib import suppress
 
 from packtrain.config.keys import Fault
 from packtrain.config.schema import Topology
 from packtrain.wording import shortened, whole
 
-_TAKEN = (  # options that the script has from other keys, or that packtrain relies on
-    *("partition", "p", "account", "A", "qos", "q", "time", "t", "gres", "constraint", "C", "cpus-per-task", "c"),
-    *("mem", "job-name", "J", "signal", "requeue", "no-requeue", "nodes", "N", "ntasks", "n", "ntasks-per-node"),
-    *("output", "o", "open-mode", "chdir", "D", "array", "a", "export"),
-)
-_MEMORY = re.compile(r"[0-9]{1,12}[KMGT]?", re.ASCII | re.IGNORECASE)
+_FIXED = {  # options that are packtrain's own or would break the script, and what to do instead
+    "array": "A sweep makes one: packtrain sbatch VERB CONFIG -m …",
+    "chdir": "The job starts in the folder in which packtrain sbatch is called.",
+    "container-image": "The script would run in the image, which has no srun: write it in topology.command.",
+    "export": "The job gets all variables of the shell that submits; set others in topology.environment.",
+    "no-requeue": "Set topology.requeue.",
+    "nodes": "Set topology.nodes.",
+    "ntasks": "Each machine has one task: set topology.nodes.",
+    "ntasks-per-node": "Each machine has one task, which starts its processes: set topology.gpus_per_node.",
+    "open-mode": "A job that comes back goes on in its log.",
+    "output": "The log is in the run folder: set trainer.output_dir.",
+    "requeue": "Set topology.requeue.",
+    "signal": "Set topology.signal_before.",
+    "time": "Set topology.time.",
+}
+_SHORT = {"a": "array", "c": "cpus-per-task", "D": "chdir", "G": "gpus", "J": "job-name", "N": "nodes", "n": "ntasks"}
+_SHORT |= {"o": "output", "t": "time", "w": "nodelist"}
 
 
 def check(topology: Topology, resume: str) -> list[Fault]:
     """Everything that cannot work as a Slurm job."""
-    faults = [*_one_line(topology), *_time(topology), *_memory(topology), *_together(topology, resume)]
-    return [*faults, *_options(topology)]
+    return [*_time(topology), *_together(topology, resume), *_options(topology)]
 
 
 def seconds_of(time: str) -> int | None:
@@ -34,18 +45,29 @@ def seconds_of(time: str) -> int | None:
     return int(days or 0) * 86400 + sum(int(number) * unit for number, unit in zip(numbers, units, strict=False))
 
 
-def gpus_of(gres: str) -> int | None:
-    """How many GPUs generic resources ask for (`gpu:h100:8,nvme:1` → 8); None where they name no number of them."""
-    numbers = [part.split("(")[0].rpartition(":")[2] for part in gres.split(",") if re.match(r"gpu\b", part.strip())]
-    found = [whole(number) for number in numbers]
-    return None if not found or None in found else sum(one or 0 for one in found)
+def parse_options(lines: list[str]) -> dict[str, str]:
+    """The options in lines of topology.sbatch by their long names, with their values; a line with an open quote has none."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in lines:
+        with suppress(ValueError):
+            for word in shlex.split(line, comments=True):
+                if option := re.fullmatch(r"--([a-z][\w-]*)(?:=(.*))?|-(\w)(.*)", word, re.DOTALL):
+                    name = option[1] or _SHORT.get(option[3], option[3])
+                    found[name] = option[2] or option[4] or ""
+                elif name:
+                    found[name] = word
+    return found
 
 
-def _one_line(topology: Topology) -> Iterator[Fault]:
-    for name, value in asdict(topology).items():
-        texts = value if isinstance(value, list) else [str(value)]
-        if name not in ("setup", "environment", "time", "main_address") and any("\n" in text for text in texts):
-            yield Fault((f"topology.{name}",), "it has a line break", "Write it in one line.")
+def count_gpus(topology: Topology) -> int | None:
+    """How many GPUs of a machine topology.sbatch asks for (`--gres=gpu:h100:8,nvme:1` → 8); None where it names no number."""
+    given = parse_options(topology.sbatch)
+    gres = f"gpu:{given['gpus-per-node']}" if "gpus-per-node" in given else given.get("gres", "")
+    if gres == "none":
+        return 0
+    numbers = [whole(part.split("(")[0].rpartition(":")[2]) for part in gres.split(",") if re.match(r"gpu\b", part)]
+    return None if not numbers or None in numbers else sum(number or 0 for number in numbers)
 
 
 def _time(topology: Topology) -> Iterator[Fault]:
@@ -60,32 +82,25 @@ def _time(topology: Topology) -> Iterator[Fault]:
         yield Fault(("topology.time", "topology.signal_before"), what, "Give it more time, or lower signal_before.")
 
 
-def _memory(topology: Topology) -> Iterator[Fault]:
-    if topology.memory is not None and not _MEMORY.fullmatch(str(topology.memory)):
-        what = f"{shortened(topology.memory)} is no memory of Slurm's"
-        yield Fault(("topology.memory",), what, "Write 500G, 64000M, or 0 for all of a machine.")
-
-
 def _together(topology: Topology, resume: str) -> Iterator[Fault]:
-    """Keys that contradict each other, or do nothing without another."""
-    asked = gpus_of(topology.gres) if topology.gres else None
-    if asked is not None and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
-        what = f"{topology.gpus_per_node} processes on a machine, but topology.gres asks for {asked} GPUs"
-        yield Fault(("topology.gpus_per_node", "topology.gres"), what, "Take one of the two keys away.")
-    if topology.container_mounts and topology.container is None:
-        what = "it does nothing without topology.container"
-        yield Fault(("topology.container_mounts",), what, "Name an image, or take the key away.")
+    """Keys that contradict each other."""
+    asked = count_gpus(topology)
+    if asked and topology.gpus_per_node is not None and topology.gpus_per_node > asked:
+        what = f"{topology.gpus_per_node} processes on a machine, but topology.sbatch asks for {asked} GPUs"
+        yield Fault(("topology.gpus_per_node", "topology.sbatch"), what, "Take one of the two away.")
     if topology.requeue and resume != "auto":
         what = f"a job that comes back would not go on from its checkpoint, but by trainer.resume={resume}"
         yield Fault(("topology.requeue", "trainer.resume"), what, "Use trainer.resume=auto.")
 
 
 def _options(topology: Topology) -> Iterator[Fault]:
-    for at, text in enumerate(topology.sbatch):
-        where = f"topology.sbatch[{at}]"
-        found = re.match(r"--([\w-]+)|-(\w)", text)
-        if found is None:
-            fix = "Write it as on its command line: --exclude=n7."
-            yield Fault((where,), f"{text!r} is no option of sbatch", fix)
-        elif (found[1] or found[2]) in _TAKEN:
-            yield Fault((where,), f"the script has {found[0]} already", "Use topology's own key, or take it away.")
+    for at, line in enumerate(topology.sbatch):
+        where = (f"topology.sbatch[{at}]",)
+        given = parse_options([line])
+        if not given or "\n" in line or not line.startswith("-"):
+            yield Fault(where, f"{line!r} is no option of sbatch", "Write it as on its command line: --exclude=n7.")
+            continue
+        for name in sorted(_FIXED.keys() & given):
+            yield Fault(where, f"--{name} cannot be set here", _FIXED[name])
+    if "\n" in (topology.command or ""):
+        yield Fault(("topology.command",), "it has a line break", "Write it in one line.")

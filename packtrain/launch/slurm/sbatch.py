@@ -1,7 +1,7 @@
 """A config → the text of a Slurm script, made from slurm/run.sbatch.j2. Pure: it neither calls Slurm nor writes a file.
 
 The template explains what a script does and why; this file computes the values for it. Everything that comes from the user is
-quoted, for bash or for sbatch's parsing of `#SBATCH` lines, except topology.setup and topology.sbatch, which are code.
+quoted, for bash or for sbatch's parsing of `#SBATCH` lines, except topology.command, setup and sbatch, which are code.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from packtrain.config.rules.slurm import gpus_of
+from packtrain.config.rules.slurm import count_gpus, parse_options
 from packtrain.config.schema import Topology
 from packtrain.config.sweep import Point
 from packtrain.config.yaml_files import shipped
@@ -28,6 +27,8 @@ from packtrain.run_folder import RunFolder
 from packtrain.wording import counted
 
 TEMPLATE = "run.sbatch.j2"
+_GPUS = {"gres", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "tres-per-task"}
+_MODULE = re.compile(r"\s*(module|ml)\b")  # which only a login shell knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,9 @@ def plan_job(job: Job) -> LaunchPlan:
     Raises UserError if the config does not say what to request from Slurm, or if a run would be impossible.
     """
     topology = job.topology
-    per_node = topology.gpus_per_node or (1 if topology.kind == "single" else gpus_of(topology.gres or ""))
-    named = any(one.startswith(("--nodelist", "-w")) for one in topology.sbatch)
+    asked = count_gpus(topology)
+    per_node = topology.gpus_per_node or (1 if topology.kind == "single" else asked)
+    named = "nodelist" in parse_options(topology.sbatch)
     own = "Slurm names and numbers the machines of a job, when it starts: take the key away"
     for wrong, key, what in (
         (topology.kind in ("env", "manual"), "topology.kind", own),
@@ -97,8 +99,10 @@ def plan_job(job: Job) -> LaunchPlan:
         if wrong:
             raise UserError(what, where=key)
     for point in job.points:
-        _check_folder(job, point)
-    there = Surroundings(gpus=0 if topology.gres == "" else per_node or 1, cpus=topology.cpus_per_node or 1)
+        if "\n" in (root := str(job.run_folder(point).root)):
+            what = f"the path {root!r} has a line break, which Slurm's options cannot have"
+            raise UserError(what, where="trainer.output_dir")
+    there = Surroundings(gpus=0 if asked == 0 else per_node or 1)
     known = replace(topology, gpus_per_node=per_node)
     plans = [plan_launch(replace(point.config, topology=known), there, job.verb, job.arguments) for point in job.points]
     return plans[0]
@@ -106,27 +110,25 @@ def plan_job(job: Job) -> LaunchPlan:
 
 def script(job: Job, plan: LaunchPlan) -> str:
     """The whole script; `plan` is `plan_job(job)`."""
-    topology = job.topology
-    inside = topology.container is not None
+    topology, given = job.topology, parse_options(job.topology.sbatch)
     points = [
         {"words": shlex.join(point.chosen), "checkpoints": shlex.quote(str(job.run_folder(point).checkpoints))}
         for point in job.points
     ]
     values = {
-        "shebang": "#!/bin/bash -l" if topology.modules else "#!/bin/bash",  # a login shell knows `module`
+        "shell": "/bin/bash -l" if any(map(_MODULE.match, topology.setup)) else "/bin/bash",
         "made_by": f"Made by {clean(shlex.join(job.called))}".replace("\n", "\n# "),
         "summary": summary(job, plan),
         "topology": topology,
         "no_kill": plan.makes_do,
-        "job_name": directive(topology.job_name or job.logs.parent.name),
-        "asked": list(_asked(topology, plan)),
+        "job_name": None if "job-name" in given else directive(job.logs.parent.name),
+        "gpus": None if _GPUS & given.keys() else plan.gpus_per_node,
         "folder": directive(str(job.folder)),
         "log": directive(str(job.logs).replace("%", "%%") + f"/slurm-{'%A_%a' if job.is_sweep else '%j'}.log"),
         "points": points if job.is_sweep else [],
         "checkpoints": points[0]["checkpoints"],
-        "modules": shlex.join(topology.modules),
-        "activate": None if inside or topology.venv is None else shlex.quote(f"{_host(topology.venv)}/bin/activate"),
-        "command": [*_container(topology), _command(job)],
+        "command": topology.command or shlex.join(job.program),
+        "arguments": shlex.join([job.verb, *job.arguments]),
         # the array's number would requeue all of its tasks
         "requeued": "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.is_sweep else "$SLURM_JOB_ID",
     }
@@ -137,68 +139,10 @@ def script(job: Job, plan: LaunchPlan) -> str:
 
 def summary(job: Job, plan: LaunchPlan) -> str:
     """Machines and processes of the job, in one line."""
-    unit = "processes on CPUs" if job.topology.gres == "" else "GPUs"
+    unit = "processes on CPUs" if count_gpus(job.topology) == 0 else "GPUs"
     machines = f"{counted(plan.nodes, 'machines')} × {plan.gpus_per_node} {unit}"
     words = f"{machines} = {counted(plan.num_processes, 'processes')}"
     return f"{len(job.points)} runs, each on {words}" if job.is_sweep else words
-
-
-def _asked(topology: Topology, plan: LaunchPlan) -> Iterator[str]:
-    """The `#SBATCH` options that depend on the config."""
-    gpus = f"gpu:{plan.gpus_per_node}" if topology.gres is None else topology.gres
-    for option, value in (
-        ("gres", gpus or None),
-        ("cpus-per-task", topology.cpus_per_node),
-        ("mem", topology.memory),
-        ("partition", topology.partition),
-        ("account", topology.account),
-        ("qos", topology.qos),
-        ("time", topology.time),
-        ("constraint", topology.constraint),
-    ):
-        if value is not None:
-            yield f"--{option}={directive(str(value))}"
-    yield from topology.sbatch
-
-
-def _command(job: Job) -> str:
-    topology = job.topology
-    if topology.venv is None:
-        program = ("packtrain",) if topology.container else job.program
-    else:
-        program = (f"{topology.venv}/bin/packtrain",) if topology.container else ("packtrain",)
-    return shlex.join([*program, job.verb, *job.arguments]) + (' "${point[@]}"' if job.is_sweep else "")
-
-
-def _container(topology: Topology) -> list[str]:
-    """The line before the command that runs it in a container, with the job's start folder mounted; [] without one."""
-    if topology.container is None:
-        return []
-    image, *mounts = (shlex.quote(_host(one)) for one in (topology.container, *topology.container_mounts))
-    if topology.container_runtime == "pyxis":
-        seen = ",".join(['"$PWD:$PWD"', *(one if ":" in one else f"{one}:{one}" for one in mounts)])
-        return [f'--container-image={image} --container-mounts={seen} --container-workdir="$PWD"']
-    gpus = [] if topology.gres == "" else ["--nv"]
-    binds = [f"--bind={one}" for one in ('"$PWD"', *mounts)]
-    return [" ".join(["apptainer", "exec", *gpus, *binds, '--pwd="$PWD"', image])]
-
-
-def _check_folder(job: Job, point: Point) -> None:
-    """Raises UserError if Slurm's options cannot contain the run folder's path, or a container does not mount it under that path."""
-    root, topology = job.run_folder(point).root, job.topology
-    if "\n" in str(root):
-        raise UserError(
-            f"the path {str(root)!r} has a line break, which Slurm's options cannot have", where="trainer.output_dir"
-        )
-    mounts = [
-        _host(mount).split(":") for mount in topology.container_mounts
-    ]  # HOST, HOST:INSIDE or HOST:INSIDE:OPTIONS
-    unmoved = [Path(mount[0]) for mount in mounts if len(mount) == 1 or mount[0] == mount[1]]
-    seen = [job.folder, *(path for path in unmoved if path != root)]
-    if topology.container is not None and not any(root.is_relative_to(one) for one in seen):
-        what = f"the container does not see {root}, by the path that it has outside"
-        fix = f"Add {root.parent} to topology.container_mounts."
-        raise UserError(what, where="trainer.output_dir", fix=fix)
 
 
 def directive(value: str) -> str:
@@ -206,8 +150,3 @@ def directive(value: str) -> str:
     if re.fullmatch(r"[\w@%+=:,./|&*()\[\]-]+", value):
         return value
     return '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
-
-
-def _host(path: str) -> str:
-    """A path of the machines, with ~ expanded: bash would not expand it inside quotes."""
-    return os.path.expanduser(path)

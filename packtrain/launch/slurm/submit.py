@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from packtrain.config.rules.slurm import parse_options
 from packtrain.config.yaml_files import shown
 from packtrain.durable import followed, write_text
 from packtrain.errors import UserError
@@ -21,8 +23,6 @@ from packtrain.wording import shortened, whole
 _TIMEOUT_S = 120
 _ASKED: Any = {"capture_output": True, "text": True, "errors": "replace", "timeout": _TIMEOUT_S, "check": False}
 _MADE = "# Made by packtrain sbatch"
-_NAMED = ("account", "partition", "qos", "gres", "memory")
-"""Keys of topology whose names appear in sbatch's own error messages."""
 
 
 def this_program() -> tuple[str, ...]:
@@ -44,9 +44,7 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
         raise UserError("this is no regular file", where=str(file), fix="Without -o the script is printed.")
     if file is not None and file.is_file() and _MADE not in file.read_text(encoding="utf-8", errors="replace"):
         raise UserError("packtrain did not make this file, and would replace it", where=str(file), fix="Name another.")
-    if job.topology.cpus_per_node is None and "--exclusive" not in job.topology.sbatch:
-        note = "topology.cpus_per_node is not set; many clusters then give a job one core of each machine"
-        print(f"note: {note}", file=sys.stderr)
+    _print_notes(job)
     if test:
         print(_sbatch(["--test-only"], text), file=sys.stderr)
         return 0
@@ -71,6 +69,22 @@ def hand_over(job: Job, *, submit: bool, test: bool, file: Path | None, as_json:
     else:
         _print_unchanged(text)
     return 0
+
+
+def _print_notes(job: Job) -> None:
+    """Says what the job may lack; only the cluster and the image know."""
+    topology, notes = job.topology, []
+    if not {"cpus-per-task", "cpus-per-gpu", "exclusive"} & parse_options(topology.sbatch).keys():
+        notes += ["topology.sbatch has no --cpus-per-task; many clusters then give a job one core of each machine"]
+    if re.search(r"--container-image|\b(apptainer|singularity)\b", topology.command or ""):
+        outside = {
+            root.parent for point in job.points if job.folder not in (root := job.run_folder(point).root).parents
+        }
+        notes += [
+            f"topology.command must mount {folder}, where the run folder is, at the same path" for folder in outside
+        ]
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _print_unchanged(text: str) -> None:
@@ -155,10 +169,9 @@ def _sbatch(arguments: list[str], text: str) -> str:
 
 
 def _refusal(message: str) -> UserError:
-    """The UserError for sbatch's `message`, with the config key that it names, if any."""
+    """The UserError for sbatch's `message`, which names the option."""
     words = "; ".join(
         line.removeprefix("sbatch: ").removeprefix("error: ") for line in message.splitlines() if line.strip()
     )
-    key = next((f"topology.{one}" for one in _NAMED if one in words.lower()), "topology")
     fix = "See what there is: sinfo -o '%P %D %c %m %G %l %f' (partition, machines, cores, MB, GPUs, time limit, features)."
-    return UserError(f"sbatch refuses the job: {words}", where=key, fix=fix)
+    return UserError(f"sbatch refuses the job: {words}", where="topology", fix=fix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ import pytest
 from packtrain.config import help as key_help
 from packtrain.config.compose import changes, load_config, to_yaml
 from packtrain.config.keys import ADVICE, FOREIGN, keys
+from packtrain.config.removed_keys import REMOVED
 from packtrain.config.rules.combinations import check
 from packtrain.config.schema import Batch, DataSource, Optim, RunConfig, groups
 from packtrain.config.sweep import load_points
@@ -286,7 +288,9 @@ def test_a_missing_file_is_refused_with_the_nearest_names() -> None:
         ("--dryrun", "no such option", "key=value"),
         ("--nodes", "no such option", "Did you mean topology.nodes?"),
         ("--gpus=8", "no such option", "Did you mean topology.gpus_per_node?"),
-        ("topology.gres=gpu:8,nvme:1", "sweeps", "a text with commas"),
+        ("--partition=debug", "no such option", "Did you mean topology.sbatch?"),
+        ("topology.account=lab", "this key was removed", "a line of topology.sbatch: --account=NAME."),
+        ("topology.main_address=n1,n2", "sweeps", "a text with commas"),
         ("run2.yaml", "not of the form key=value", "Example"),
         ("a=[", "cannot be read", "Quote the value"),
         ("topology=loca", "no choice 'loca'", "Did you mean local?"),
@@ -387,7 +391,6 @@ RESTARTED = ["trainer.restarts=1", "trainer.checkpoint_every=5"]
         (["+topology.environment.PACKTRAIN_X=2"], "topology.environment.PACKTRAIN_X", "packtrain sets it itself"),
         (["+topology.environment={A B: x}"], "topology.environment.A B", "no name of a variable"),
         (["topology.main_address='n1 n2'"], "topology.main_address", "neither a host name nor an address"),
-        (["topology.container_mounts=[/data]"], "topology.container_mounts", "nothing without topology.container"),
         (["trainer.output_dir="], "trainer.output_dir", "the run folder has no name"),
         (["data.eval='0.05'"], "data.eval", "A fraction is a number without quotes, e.g. 0.05."),
         (["data.max_length=null", "data.overlong=drop"], "data.overlong", "nothing is overlong"),
@@ -547,6 +550,15 @@ def test_open_limits_have_their_defaults(mode: str, batch: Batch, limits: tuple[
 def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
     assert {target for target in FOREIGN.values() if target not in keys()} == {"model.config.model_type"}
     assert not (set(FOREIGN) | set(ADVICE)) & {path.rpartition(".")[2] for path in keys()}
+
+
+@pytest.mark.parametrize(("path", "advice"), REMOVED.items())
+def test_a_removed_key_is_refused_with_what_to_write_in_its_place(path: str, advice: str) -> None:
+    group, _, name = path.partition(".")
+    found = only(write(f"{group}: {{{name}: x}}\n"), *COMPLETE)
+    assert (found.where, found.what, found.fix) == (f"run.yaml:1, {path}", "this key was removed", advice)
+    named = re.findall(rf"\b(?:{'|'.join(groups())})\.\w+", advice)
+    assert path not in keys() and set(named) <= keys().keys()
 
 
 def test_docs_config_md_is_what_the_dataclasses_say() -> None:

@@ -20,13 +20,15 @@ from typer.testing import CliRunner
 from packtrain.cli import app
 from packtrain.config.compose import load_config
 from packtrain.config.keys import keys
-from packtrain.config.rules.slurm import gpus_of, seconds_of
+from packtrain.config.rules.slurm import count_gpus, seconds_of
+from packtrain.config.schema import Topology
 from packtrain.config.sweep import load_points
 from packtrain.config.yaml_files import shipped
 from packtrain.run_folder import RunFolder, write_json
 
 RUN = ["model.path=owner/model", "data.train=owner/data", "batch.examples_per_step=32", "trainer.output_dir=runs/x"]
 MACHINES = ["topology.nodes=2", "topology.gpus_per_node=4"]
+PAGE = Path(__file__).parents[3] / "docs" / "slurm.md"
 TEMPLATES = sorted(shipped("slurm").glob("*.sbatch"))
 SRUN = """#!/usr/bin/env python3
 import json, os, sys
@@ -99,31 +101,12 @@ def directives(text: str) -> list[str]:
 RESTARTED = ["trainer.restarts=1", "trainer.checkpoint_every=5", "topology.min_nodes=1"]
 # Every Slurm key: what is given, and the line that it becomes.
 GIVEN = [
-    (["topology.partition=gpu"], "#SBATCH --partition=gpu"),
-    (["topology.account=my-lab"], "#SBATCH --account=my-lab"),
-    (["topology.qos=long"], "#SBATCH --qos=long"),
     (["topology.time=2-00:00:00"], "#SBATCH --time=2-00:00:00"),
-    (["topology.gres='gpu:h100:4'"], "#SBATCH --gres=gpu:h100:4"),
-    (["topology.constraint='a100&nvlink'"], "#SBATCH --constraint=a100&nvlink"),
-    (["topology.cpus_per_node=96"], "#SBATCH --cpus-per-task=96"),
-    (["topology.memory=500G"], "#SBATCH --mem=500G"),
-    (["topology.memory=0"], "#SBATCH --mem=0"),
-    (["topology.job_name='my run'"], '#SBATCH --job-name="my run"'),
     (["topology.signal_before=300"], "#SBATCH --signal=TERM@300"),
     (["topology.requeue=true"], "#SBATCH --requeue"),
-    (
-        ["topology.container=./a.sqsh"],
-        '  --container-image=./a.sqsh --container-mounts="$PWD:$PWD" --container-workdir="$PWD"',
-    ),
-    (
-        ["topology.container=a.sif", "topology.container_runtime=apptainer"],
-        '  apptainer exec --nv --bind="$PWD" --pwd="$PWD" a.sif',
-    ),
-    (["topology.container=a", "topology.container_mounts=[/data,'/b c:/d']"], "\"$PWD:$PWD\",/data:/data,'/b c:/d'"),
-    (["topology.modules=[cuda/12,gcc]"], "module load cuda/12 gcc"),
-    (["topology.venv='/opt/my venv'"], "source '/opt/my venv/bin/activate'"),
+    (["topology.command='~/v/bin/packtrain'"], "  ~/v/bin/packtrain sft model.path=owner/model"),
     (["topology.setup=['ulimit -n 4096']"], "ulimit -n 4096"),
-    (["topology.sbatch=['--exclude=n7']"], "#SBATCH --exclude=n7"),
+    (["topology.sbatch=['--exclude=n7','-A lab']"], "#SBATCH --exclude=n7\n#SBATCH -A lab\n"),
 ]
 
 
@@ -157,42 +140,71 @@ def test_a_script_asks_for_machines_tasks_gpus_and_the_log_and_for_nothing_that_
     assert (tmp_path / "home/runs/x/logs").is_dir()  # without it Slurm would end the job without a word
 
 
-def test_a_job_on_cpus_asks_for_no_gpus() -> None:
-    assert "gpu" not in " ".join(directives(script("topology.gres=''")))
-    inside = ["topology.container=a.sif", "topology.container_runtime=apptainer", "topology.gres=''"]
-    assert "--nv" not in script(*inside)
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("--gres=gpu:h100:4", "gres"),
+        ("--gres gpu:4,nvme:1", "gres"),
+        ("--gres=none", "gres"),
+        ("--gpus-per-node=4", "gres"),
+        ("-G 8", "gres"),
+        ("--mem=0 --gpus=8", "gres"),
+        ("--job-name='my run'", "job-name"),
+        ("-J mine", "job-name"),
+    ],
+)
+def test_an_option_of_the_users_stands_in_place_of_packtrains(line: str, option: str) -> None:
+    lines = directives(script(f'topology.sbatch=["{line}"]'))
+    assert line in lines and not any(one.startswith(f"--{option}=") for one in lines if one != line)
+
+
+def test_a_job_without_gpus_runs_processes_on_cpus() -> None:
+    assert "# 2 machines × 4 processes on CPUs = 8 processes" in script("topology.sbatch=['--gres=none']")
 
 
 def test_one_process_needs_one_gpu() -> None:
     assert "#SBATCH --gres=gpu:1\n" in sbatch("topology=single", "topology.nodes=1").stdout
 
 
-def test_the_number_of_gpus_is_read_from_gres() -> None:
-    done = sbatch("topology.nodes=1", "topology.gres='gpu:a100:8'")
+def test_the_number_of_gpus_is_read_from_the_options() -> None:
+    done = sbatch("topology.nodes=1", "topology.sbatch=['--gres=gpu:a100:8']")
     assert done.code == 0 and "1 machine × 8 GPUs = 8 processes" in done.stdout
 
 
 def test_modules_need_a_login_shell_and_other_scripts_do_not() -> None:
-    assert script("topology.modules=[cuda]").startswith("#!/bin/bash -l\n")
-    assert script().startswith("#!/bin/bash\n")
+    assert script("topology.setup=['module load cuda']").startswith("#!/bin/bash -l\n")
+    assert script("topology.setup=['echo module']").startswith("#!/bin/bash\n")
+
+
+def test_a_job_with_no_number_of_cores_gets_a_note() -> None:
+    assert "note: topology.sbatch has no --cpus-per-task" in sbatch(*MACHINES).stderr
+    for line in ("-c8", "--cpus-per-task=8", "--exclusive"):
+        assert "note" not in sbatch(*MACHINES, f"topology.sbatch=['{line}']").stderr
+
+
+def test_a_container_gets_a_note_about_a_run_folder_elsewhere() -> None:
+    inside = ["topology.command='apptainer exec a.sif packtrain'", "topology.sbatch=['--exclusive']"]
+    assert "must mount /far" in sbatch(*MACHINES, *inside, "trainer.output_dir=/far/x", "--test-only").stderr
+    assert "note" not in sbatch(*MACHINES, *inside).stderr
 
 
 @pytest.mark.parametrize(
-    ("given", "program"),
+    ("at", "words"),
     [
-        (["topology.venv=/v"], ["packtrain"]),
-        (["topology.container=./a.sqsh"], ["packtrain"]),
-        (["topology.container=./a.sqsh", "topology.venv=/v"], ["/v/bin/packtrain"]),
+        (0, "--container-image=./train.sqsh --container-mounts=HOME:HOME,/data:/data --container-workdir=HOME"),
+        (1, "apptainer exec --nv --bind=HOME --bind=/data --pwd=HOME train.sif"),
     ],
 )
-def test_the_program_is_that_of_the_environment_that_the_run_is_in(given: list[str], program: list[str]) -> None:
-    text = script(*given)
-    lines = text.split("srun", 1)[1]
-    assert f" {program[0]} sft model.path=owner/model" in lines.replace(" \\\n   ", "")
-    assert ("activate" in text) == ("container" not in given[0])
+def test_the_containers_of_the_page_start_the_run_inside(at: int, words: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    inside = [block.split("```")[0] for block in PAGE.read_text().split("```yaml\n") if block.startswith("command: ")]
+    Path("run.yaml").write_text(f"topology:\n  {inside[at]}")
+    done = CliRunner().invoke(app, ["sbatch", "sft", "run.yaml", *RUN, *MACHINES])
+    _, called = run(done.stdout, home)
+    assert called[6 : called.index("sft")] == [*words.replace("HOME", str(home)).split(), "packtrain"]
 
 
-def test_without_an_environment_the_program_is_this_one_by_its_absolute_path(tmp_path: Path) -> None:
+def test_without_a_command_the_program_is_this_one_by_its_absolute_path(tmp_path: Path) -> None:
     _, called = run(script(), tmp_path / "home")
     assert Path(called[called.index("sft") - 1]).is_absolute() or called[called.index("sft") - 1] == "packtrain"
 
@@ -317,23 +329,27 @@ def test_a_run_folder_of_any_name_can_hold_a_sweep(name: str) -> None:
         ([*MACHINES, "-m"], "-m", "there is nothing to sweep"),
         ([*MACHINES, "-m", "trainer.seed=range(1,1)"], "trainer.seed", "there are no values"),
         ([*MACHINES, "-m", "optim.learning_rate=interval(0,1)"], "optim.learning_rate", "no values to try one by one"),
-        ([*MACHINES, "-m", "topology.cpus_per_node=1,2"], "topology", "the same machines for all of them"),
+        ([*MACHINES, "-m", "topology.signal_before=60,90"], "topology", "the same machines for all of them"),
         ([*MACHINES, "-m", "trainer.seed=1,x"], "trainer.seed", "found the text 'x'"),
         ([*MACHINES, "trainer.seed=1,2"], "trainer.seed=1,2", "sbatch VERB CONFIG -m"),
         ([*MACHINES, "topology.time=soon"], "topology.time", "'soon' is no time of Slurm's"),
         ([*MACHINES, "topology.time=30"], "topology.time", "Quote it"),
         ([*MACHINES, "topology.time=1:30"], "topology.time", "told to stop 120 s before its end, at its start"),
-        ([*MACHINES, "topology.gres='gpu:2'"], "topology.gpus_per_node", "asks for 2 GPUs"),
+        ([*MACHINES, "topology.sbatch=['--gres=gpu:2']"], "topology.gpus_per_node", "asks for 2 GPUs"),
+        ([*MACHINES, "topology.sbatch=['--gpus-per-node=h100:2']"], "topology.gpus_per_node", "asks for 2 GPUs"),
         ([*MACHINES, "topology.signal_before=70000"], "topology.signal_before", "65535"),
-        ([*MACHINES, "topology.container=a", "trainer.output_dir=/far/x"], "trainer.output_dir", "does not see /far/x"),
-        (
-            [*MACHINES, "topology.container=a", "trainer.output_dir=/far/x", "topology.container_mounts=['/off:/far']"],
-            "trainer.output_dir",
-            "does not see /far/x, by the path that it has outside",
-        ),
-        ([*MACHINES, "topology.sbatch=['--nodes=3']"], "topology.sbatch[0]", "Use topology's own key"),
-        ([*MACHINES, "topology.sbatch=['-o x']"], "topology.sbatch[0]", "the script has -o already"),
+        ([*MACHINES, "topology.sbatch=['--nodes=3']"], "topology.sbatch[0]", "Set topology.nodes."),
+        ([*MACHINES, "topology.sbatch=['--mem=0 -N 3']"], "topology.sbatch[0]", "Set topology.nodes."),
+        ([*MACHINES, "topology.sbatch=['-t 3']"], "topology.sbatch[0]", "Set topology.time."),
+        ([*MACHINES, "topology.sbatch=['--no-requeue']"], "topology.sbatch[0]", "Set topology.requeue."),
+        ([*MACHINES, "topology.sbatch=['--signal=B:USR1']"], "topology.sbatch[0]", "Set topology.signal_before."),
+        ([*MACHINES, "topology.sbatch=['-n8']"], "topology.sbatch[0]", "one task: set topology.nodes"),
+        ([*MACHINES, "topology.sbatch=['-o x']"], "topology.sbatch[0]", "set trainer.output_dir"),
+        ([*MACHINES, "topology.sbatch=['--container-image=a']"], "topology.sbatch[0]", "write it in topology.command"),
         ([*MACHINES, "topology.sbatch=[exclusive]"], "topology.sbatch[0]", "no option of sbatch"),
+        ([*MACHINES, 'topology.sbatch=["--job-name=\'a"]'], "topology.sbatch[0]", "no option of sbatch"),
+        ([*MACHINES, "topology.sbatch=['--mem=0\n#SBATCH -N 3']"], "topology.sbatch[0]", "no option of sbatch"),
+        ([*MACHINES, "topology.command='a\nb'"], "topology.command", "line break"),
         ([*MACHINES, "trainer.output_dir='a\n#SBATCH --uid=0'"], "trainer.output_dir", "line break"),
         (
             ["topology.nodes=2", "topology.gpus_per_node=8", "topology.node_rank=1"],
@@ -354,7 +370,8 @@ def test_what_cannot_work_is_refused_with_its_key(given: list[str], where: str, 
     [
         "topology.sbatch=['--export=ALL,AWS_SECRET_ACCESS_KEY=abc']",
         "+topology.environment.HF_TOKEN=hf_abc",
-        "topology.container='docker://me:abc@example.org/x'",
+        "topology.command='--container-image=docker://me:abc@example.org/x packtrain'",
+        "topology.command='env WANDB_API_KEY=abcabc packtrain'",
         "tracking.run_name=hf_AbcAbcAbcAbcAbcAbcAbcAbc",
         "+topology.environment.MINE=hf_AbcAbcAbcAbcAbcAbcAbcAbc",
     ],
@@ -498,11 +515,11 @@ def test_a_job_that_no_machine_can_run_is_not_submitted(monkeypatch: pytest.Monk
     assert done.code == 2 and "Requested node configuration is not available" in done.stderr
 
 
-def test_a_refusal_of_sbatch_is_told_in_its_words_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_of_sbatch_is_told_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REFUSES", "invalid partition specified: x")
-    done = sbatch(*MACHINES, "--submit", "topology.partition=x")
+    done = sbatch(*MACHINES, "--submit", "topology.sbatch=['-p x']")
     assert done.code == 2
-    assert "topology.partition: sbatch refuses the job: invalid partition specified: x" in done.stderr
+    assert "topology: sbatch refuses the job: invalid partition specified: x" in done.stderr
     assert list(Path("runs/x/logs").iterdir()) == []
 
 
@@ -523,10 +540,22 @@ def test_times_are_read_as_slurm_does(time: str, seconds: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gres", "gpus"), [("gpu:8", 8), ("gpu:h100:8,nvme:1", 8), ("nvme:1", None), ("gpu", None), ("gpu:2(S:0)", 2)]
+    ("line", "gpus"),
+    [
+        ("--gres=gpu:8", 8),
+        ("--gres=gpu:h100:8,nvme:1", 8),
+        ("--gres nvme:1", None),
+        ("--gres=gpu", None),
+        ("--gres=gpu:2(S:0)", 2),
+        ("--gres=none", 0),
+        ("--gpus-per-node=a100:4", 4),
+        ("--gpus=16", None),
+        ("--mem=0", None),
+        ("--gres='gpu:8", None),
+    ],
 )
-def test_gpus_are_read_from_generic_resources(gres: str, gpus: int | None) -> None:
-    assert gpus_of(gres) == gpus
+def test_gpus_are_read_from_the_options_of_sbatch(line: str, gpus: int | None) -> None:
+    assert count_gpus(Topology(sbatch=[line])) == gpus
 
 
 def test_dpo_has_its_own_script(tmp_path: Path) -> None:
@@ -541,9 +570,8 @@ VARIANTS = [
     [*SWEEP, "topology.requeue=true"],
     [*SWEEP, *RESTARTED],
     SWEEP,
-    ["topology.container=a", "topology.container_mounts=['/a b']"],
-    ["topology.container=a", "topology.container_runtime=apptainer", "topology.modules=[a]", "topology.venv=/v"],
-    ["topology.modules=[a]", "topology.venv='/v v'", "topology.setup=['export A=1','true']"],
+    ["topology.command='apptainer exec --bind=\"$PWD\" a.sif packtrain'", "topology.setup=['module load a']"],
+    ["topology.command='~/v/bin/packtrain'", "topology.setup=['export A=1','true']", "topology.sbatch=['--mem=0']"],
 ]
 
 
@@ -566,13 +594,13 @@ def test_each_template_starts_packtrain_once_on_every_machine_and_fits_a_page() 
 
 
 def test_the_commands_of_the_page_about_slurm_run_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "slurm.md").read_text()
+    page = PAGE.read_text()
     (tmp_path / "home/topology").mkdir()
     Path("topology/cluster.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
     Path("run.yaml").write_text("model: {path: o/m}\ndata: {train: o/d}\nbatch: {examples_per_step: 64}\n")
     commands = [block.split("```")[0].strip() for block in page.split("```bash\n")[1:]]
     assert len(commands) == 3
     for command in commands:
-        done = CliRunner().invoke(app, shlex.split(command)[1:])
+        done = CliRunner().invoke(app, shlex.split(command.replace("\\\n", ""))[1:])
         assert done.exit_code == 0, done.stderr
     assert "#SBATCH --mem=0\n" in json.loads((tmp_path / "called").read_text())[1]

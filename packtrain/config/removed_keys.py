@@ -1,0 +1,18 @@
+"""Keys that packtrain once had, with what to write in place of each: an old config is refused with the new spelling."""
+
+REMOVED = {
+    "topology.account": "It is now a line of topology.sbatch: --account=NAME.",
+    "topology.constraint": "It is now a line of topology.sbatch: --constraint=FEATURES.",
+    "topology.container": "Start it in topology.command, which ends with packtrain: docs/slurm.md has the lines.",
+    "topology.container_mounts": "They are now options of the container that topology.command starts: docs/slurm.md.",
+    "topology.container_runtime": "It is now named in topology.command: docs/slurm.md has the lines.",
+    "topology.cpus_per_node": "It is now a line of topology.sbatch: --cpus-per-task=CORES.",
+    "topology.gres": "It is now a line of topology.sbatch: --gres=gpu:TYPE:N, or --gres=none for a job without GPUs.",
+    "topology.job_name": "It is now a line of topology.sbatch: --job-name=NAME.",
+    "topology.memory": "It is now a line of topology.sbatch: --mem=500G, or --mem=0 for all of a machine.",
+    "topology.modules": "They are now lines of topology.setup: module load NAME.",
+    "topology.partition": "It is now a line of topology.sbatch: --partition=NAME.",
+    "topology.qos": "It is now a line of topology.sbatch: --qos=NAME.",
+    "topology.venv": "Set topology.command=VENV/bin/packtrain, or activate it in topology.setup and set topology.command=packtrain.",
+}
+"""The path of a removed key → the sentence that tells what to do."""
