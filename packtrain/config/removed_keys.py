@@ -1,4 +1,9 @@
-"""Keys that packtrain once had, with what to write in place of each: an old config is refused with the new spelling."""
+"""Keys that packtrain once had, with what to write in place of each: an old config is refused with the new spelling.
+
+The config.yaml of a run lists every key: one that stands at its old default says nothing, and is passed over.
+"""
+
+from typing import Any
 
 REMOVED = {
     "topology.account": "It is now a line of topology.sbatch: --account=NAME.",
@@ -16,3 +21,14 @@ REMOVED = {
     "topology.venv": "Set topology.command=VENV/bin/packtrain, or activate it in topology.setup and set topology.command=packtrain.",
 }
 """The path of a removed key → the sentence that tells what to do."""
+_DEFAULTS: dict[str, Any] = {
+    "topology.container_mounts": [],
+    "topology.container_runtime": "pyxis",
+    "topology.modules": [],
+}
+"""Of those whose default was not null."""
+
+
+def says_nothing(path: str, value: Any) -> bool:
+    """Whether `path` is a removed key at its old default."""
+    return path in REMOVED and value == _DEFAULTS.get(path)

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from packtrain.config.keys import Fault, Key, advice_for, choices, describe, keys, keys_of, members, suggest, words
-from packtrain.config.removed_keys import REMOVED
+from packtrain.config.removed_keys import REMOVED, says_nothing
 from packtrain.config.schema import groups
 from packtrain.wording import shortened
 
@@ -90,6 +90,8 @@ def _build(cls: type, prefix: str, values: Mapping[str, Any], faults: list[Fault
     known = keys_of(cls, prefix)
     made: dict[str, Any] = {}
     for name, value in values.items():
+        if says_nothing(f"{prefix}{name}", value):
+            continue
         if name not in known:
             faults.append(_unknown(f"{prefix}{name}", None if cls in groups().values() else known))
             continue

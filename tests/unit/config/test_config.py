@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from packtrain.config import help as key_help
 from packtrain.config.compose import changes, load_config, to_yaml
@@ -559,6 +560,13 @@ def test_a_removed_key_is_refused_with_what_to_write_in_its_place(path: str, adv
     assert (found.where, found.what, found.fix) == (f"run.yaml:1, {path}", "this key was removed", advice)
     named = re.findall(rf"\b(?:{'|'.join(groups())})\.\w+", advice)
     assert path not in keys() and set(named) <= keys().keys()
+
+
+def test_removed_keys_at_their_old_defaults_are_passed_over() -> None:
+    lists = ("modules", "container_mounts")
+    old = {path: [] if path.endswith(lists) else None for path in REMOVED} | {"topology.container_runtime": "pyxis"}
+    text = yaml.safe_dump({"topology": {path.partition(".")[2]: value for path, value in old.items()}})
+    assert load_config(str(write(text)), [*COMPLETE]).topology == load_config(None, [*COMPLETE]).topology
 
 
 def test_docs_config_md_is_what_the_dataclasses_say() -> None:
