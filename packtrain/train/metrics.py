@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,8 +33,6 @@ from packtrain.train.optim.lost_updates import MOST
 from packtrain.train.settings import TrainerHooks
 from packtrain.wording import counted
 
-_COMPARED_STEPS = 8
-"""Steps of the evaluation set that are enough to compare two sets of weights on."""
 _OURS = {"learning_rate": "lr"}  # transformers' name: ours
 
 
@@ -138,8 +135,6 @@ def _peak(accelerator: Accelerator, dtype: torch.dtype) -> Peak | None:
 class LoggingHooks(TrainerHooks):
     """The hooks of a step that report: logging and evaluation."""
 
-    _comparing = False
-
     def figures(self) -> dict[str, Any]:
         """The objective's own figures of a logged training line; called on every rank."""
         return {}
@@ -206,23 +201,11 @@ class LoggingHooks(TrainerHooks):
         self.step_figures.leave_out(time.perf_counter() - started)
         return metrics
 
-    def compared_loss(self) -> float:
-        """The loss on the first documents of the evaluation set, or on those of the last step, to compare two sets of weights."""
-        self._comparing = True
-        try:
-            return self.evaluated()["loss"]
-        finally:
-            self._comparing = False
-
     def evaluation_batches(self, of: Callable[[Any], Any] = lambda steps: steps) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the evaluation set, or what `of` makes of its steps. All ranks synchronise after each of its
         steps, so that no collective waits longer than one step."""
-        steps, first = self.settings.evaluation, 0
-        if steps is None:  # `compared_loss` alone asks then
-            steps, first = self.steps, self.state.global_step - 1
-        most = None if not self._comparing else _COMPARED_STEPS if self.settings.evaluation else 1
-        loader = step_loader(of(steps), first=first, workers=self.settings.loader_workers)
-        for number, batches in enumerate(islice(loader, most)):
+        loader = step_loader(of(self.settings.evaluation), first=0, workers=self.settings.loader_workers)
+        for number, batches in enumerate(loader):
             for batch in batches:
                 self.clock.enter("eval", micro=number)
                 yield batch
