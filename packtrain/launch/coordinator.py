@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -82,16 +82,14 @@ class Coordinator:
         silence_s: float,
         watchdog: Watchdog,
         restarts: Restarts | None = None,
-        returned: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._names, self._per_node, self._silence_s, self._watchdog = dict(names), per_node, silence_s, watchdog
-        self._restarts, self._returned = restarts, returned
-        self._back = ""  # machines for which the run stops, to go on with them
+        self._restarts = restarts
         self._lock = threading.RLock()
         self._silent_s = dict.fromkeys(self._names, 0.0)
         self._looked = time.monotonic()
         self._outcomes: dict[int, Outcome] = {}
-        self._stop: tuple[int, int] | None = None  # signal, machine; -1 for those that have come back
+        self._stop: tuple[int, int] | None = None  # signal, machine
         self._end: tuple[str, int] | None = None  # why, and the machine that reported it
         self._ended_at = 0.0
         self._diagnosis: Diagnosis | None = None
@@ -109,7 +107,7 @@ class Coordinator:
         self._watchdog.stacks(node, report.stacks)
         with self._lock:
             self._silent_s[node] = 0.0
-            if report.signal is not None and (self._stop is None or self._stop[1] < 0):
+            if report.signal is not None and self._stop is None:
                 self._stop = report.signal, node
             if report.failed:
                 self._order_end(report.failed, node)
@@ -120,8 +118,7 @@ class Coordinator:
             stop, why, end = None, "", ""
             if self._stop is not None and self._stop[1] != node:
                 stop = self._stop[0]
-                asked = f"stop asked by {signal.Signals(stop).name} on {self._names.get(self._stop[1])}"
-                why = f"{self._back} came back: the run stops, to go on with it" if self._stop[1] < 0 else asked
+                why = f"stop asked by {signal.Signals(stop).name} on {self._names[self._stop[1]]}"
             if self._end is not None and self._end[1] != node:
                 end = self._end[0]
             return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict)
@@ -139,8 +136,6 @@ class Coordinator:
                 elif self._end is not None and now - self._ended_at > ENDING_S:
                     self._record(node, Outcome(lost=f"its processes had not ended {ENDING_S} s after the failure"))
             goes_on = self._end is None and self._verdict is None
-            if goes_on and self._stop is None and (back := self._returned()):
-                self._back, self._stop = listed(back), (signal.SIGTERM, -1)
         if goes_on and (found := self._watchdog.look()):
             with self._lock:
                 if self._end is None:
@@ -201,10 +196,8 @@ class Coordinator:
         verdict = judge(self._outcomes, self._names, self._per_node, first=first, diagnosis=lines, waits=waits)
         if verdict.lines and verdict.code in MOST_TELLING:  # for packtrain doctor
             self._watchdog.keep("\n".join(verdict.lines))
-        if self._restarts is not None and (self._stop is None or self._stop[1] < 0):
-            in_order = self._back and verdict.code == 128 + signal.SIGTERM
-            restarts, failed = self._restarts, self._end[0] if self._end else ""
-            verdict = restarts.welcome(verdict, self._back) if in_order else restarts.decide(verdict, failed)
+        if self._restarts is not None and self._stop is None and not self._outcomes[0].lost:
+            verdict = self._restarts.decide(verdict, self._end[0] if self._end else "")
         self._verdict = verdict
 
 

@@ -3,7 +3,7 @@
 torchrun ends with 1 whatever happened in its workers, so each worker writes its exit code to a folder of this launch (worker.py).
 The launchers of several machines find each other before they start any worker (rendezvous.py), watch their own (supervisor.py),
 report to machine 0 over the control channel (coordinator.py), and end with the same code (exit_status.py), or meet again and
-start anew (restarts.py).
+start again (restarts.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from packtrain.launch.exit_status import Verdict
 from packtrain.launch.inputs import inputs
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
 from packtrain.launch.restarts import Restarts
-from packtrain.launch.run_lock import RunLock, address_of_run, check_free, is_locked
+from packtrain.launch.run_lock import RunLock, check_free
 from packtrain.launch.slurm.srun import run_srun
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, last_words
@@ -107,95 +107,57 @@ def execute(
             open_attempt(plan, resume)
             opened.append(folder)
 
-        return _Launches(plan, config, folder, lock, open_launch).run()
+        return _Launches(plan, config, folder, open_launch).run()
 
 
 class _Launches:
-    """The launches of a run: one, and as many more as it is started again (trainer.restarts), each with the machines that are left.
-
-    Machine 0 has the control channel. If it is lost, and those left are enough (topology.min_nodes), the next one takes its place,
-    once the lock on the run folder is free: where a link alone is cut, the first machine still has it. A machine that comes
-    back finds the channel by the run folder, whoever has it.
-    """
+    """The launches of a run: one, and as many more as it is started again (trainer.restarts), each with the machines that are left."""
 
     def __init__(
-        self,
-        plan: LaunchPlan,
-        config: RunConfig,
-        folder: RunFolder,
-        lock: RunLock,
-        opened: Callable[[LaunchPlan, str], None],
+        self, plan: LaunchPlan, config: RunConfig, folder: RunFolder, opened: Callable[[LaunchPlan, str], None]
     ) -> None:
-        self._plan, self._config, self._folder, self._lock, self._open = plan, config, folder, lock, opened
+        self._plan, self._config, self._folder, self._open = plan, config, folder, opened
         self._restarts = Restarts(plan.restarts, folder)
-        self._port = plan.accelerate.get("main_process_port") or free_port()
-        self._me, self._launches = _member(plan, config), 0
-        there = address_of_run(folder.root) if plan.makes_do else ""
-        self._main, self._address = (None, there) if there else (0, plan.accelerate.get("main_process_ip", LOOPBACK))
+        self._place = Place(
+            plan.accelerate.get("main_process_ip", LOOPBACK),
+            plan.accelerate.get("main_process_port") or free_port(),
+            config.topology.join_timeout,
+            config.trainer.output_dir,
+            plan.hosts,
+        )
 
     def run(self) -> int:
         """The exit code of the last one."""
-        verdict, living = self._launch(None)
+        me = _member(self._plan, self._config)
+        verdict, living = self._launch(me, self._place)
         while verdict.restart:
-            self._launches += 1
-            if self._me.node == self._main:
+            if me.node == 0:
                 print(self._restarts.sentence(), file=sys.stderr, flush=True)
-            verdict, living = self._launch(living)
+            verdict, living = self._launch(me, replace(self._place, expected=living, least=self._plan.least_nodes))
         return verdict.code
 
-    def _launch(self, expected: frozenset[int] | None) -> tuple[Verdict, frozenset[int] | None]:
-        """A launch with machines of which those `expected` are waited for; its verdict, and who is left after it."""
-        topology, plan = self._config.topology, self._plan
-        place = Place(
-            self._address,
-            self._port,
-            topology.join_timeout,
-            self._config.trainer.output_dir,
-            plan.hosts,
-            expected=expected,
-            least=plan.least_nodes if self._launches else None,
-            restarts=plan.restarts > 0,
-            main=self._main,
-        )
-        with meet(self._me, place, self._prepare) as group:
+    def _launch(self, me: Member, place: Place) -> tuple[Verdict, frozenset[int]]:
+        """A launch of the machines that come to `place`; its verdict and, on machine 0, who is not lost."""
+        with meet(me, place, self._prepare) as group:
             machines = list(group.names)
-            self._main, plan = machines[0], self._plan_of(*machines)
-            if plan.node:
-                self._restarts.follow(group.told["steps"])
-            seen = plan.node and is_locked(self._folder.root)  # else locks here are not those of the first machine
-            names, addresses = (
-                {node: values[machine] for node, machine in enumerate(machines)}
-                for values in (group.names, group.addresses)
-            )
-            config = replace(self._config, trainer=replace(self._config.trainer, resume=group.told["resume"]))
-
-            def late() -> dict[int, str]:
-                return {machine: name for machine, name in group.late().items() if machine not in machines}
-
-            numbered = replace(group, names=names, addresses=addresses, late=late)
-            verdict, left = _launch_here(plan, config, self._folder, numbered, self._restarts)
-            living = left and frozenset(machines[node] for node in left) | frozenset(group.late())
-        if seen and living and len(living) >= plan.least_nodes:  # the main machine is lost
-            self._main, self._address = machines[1], addresses[1]
-        return verdict, living
+            config = replace(self._config, trainer=replace(self._config.trainer, resume=group.prepared))
+            numbered = replace(group, names=dict(enumerate(group.names.values())))
+            verdict, living = _launch_here(self._plan_for(*machines), config, self._folder, numbered, self._restarts)
+        return verdict, frozenset(machines[node] for node in living)
 
     @cache  # noqa: B019 (lives as long as the process)
-    def _plan_of(self, *machines: int) -> LaunchPlan:
-        """The plan for these machines."""
+    def _plan_for(self, *machines: int) -> LaunchPlan:
+        """The plan for these machines, numbered from 0 in their order."""
         if machines == tuple(range(self._plan.nodes)):
             return self._plan
-        config = replace(self._config, topology=replace(self._config.topology, main_address=self._address))
-        return plan_launch(config, look_around(), config.objective.kind, left=machines)
+        return plan_launch(self._config, look_around(), self._config.objective.kind, left=machines)
 
-    def _prepare(self, names: Mapping[int, str]) -> Mapping[str, Any]:
-        """Opens the run folder for a launch with these machines, on the main one; returns what it tells the others."""
-        if self._launches and not self._lock.held:  # it takes another one's place, who may be waiting for others
-            self._lock.wait(self._folder.root, self._config.topology.join_timeout + 2 * _silence_s(self._config))
-            self._restarts.check_unchanged()
+    def _prepare(self, names: Mapping[int, str]) -> str:
+        """Opens the run folder for a launch with these machines, on machine 0; returns its trainer.resume."""
         resume = self._restarts.resume(self._config.trainer.resume)
-        self._open(self._plan_of(*names), resume)
+        self._open(self._plan_for(*names), resume)
         self._restarts.keep(list(names.values()))
-        return {"resume": resume, "steps": self._restarts.steps}
+        return resume
 
 
 def _check_compilers(plan: LaunchPlan) -> None:
@@ -244,9 +206,9 @@ def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: C
 
 def _launch_here(
     plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts
-) -> tuple[Verdict, frozenset[int] | None]:
-    """Runs the workers of this machine; returns the verdict when those of all machines have ended, and who is not lost: on machine
-    0, and where that is lost."""
+) -> tuple[Verdict, frozenset[int]]:
+    """Runs the workers of this machine; returns the verdict when those of all machines have ended and, on machine 0, who is not
+    lost."""
     log, limits, silence_s = _launcher_log(plan, folder), _limits(config), _silence_s(config)
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
         own = Path(made)
@@ -260,18 +222,15 @@ def _launch_here(
             verdict = supervisor.run(
                 argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)], environment
             )
-            lost = reporter.lost and reporter.orders.verdict is None
             if reporter.report.signal is not None:  # it may have come after the verdict
                 verdict = replace(verdict, restart=False)
-            elif lost and reporter.orders.stop is None:
-                verdict = restarts.decide(verdict, reporter.lost)
             if plan.node == 0 or reporter.lost:
                 for line in verdict.lines:
                     print(line, file=sys.stderr, flush=True)
             if isinstance(main, Coordinator):
                 main.wait_until_all_informed()
                 return verdict, main.living()
-    return verdict, frozenset(group.names) - {0} if lost else None
+    return verdict, frozenset()
 
 
 @contextmanager
@@ -284,10 +243,10 @@ def _controlled(
     ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in sorted(group.names.items())]
     watchdog = Watchdog(ranks, limits, folder.logs)
     watchdog.attach(group.server)
-    machines = Coordinator(group.names, per_node, silence_s, watchdog, restarts, lambda: list(group.late().values()))
+    machines = Coordinator(group.names, per_node, silence_s, watchdog, restarts)
     group.server.serve("machine", machines.answer)
     try:
-        with published(folder.logs, group.server, group.addresses[0]):
+        with published(folder.logs, group.server, plan.accelerate.get("main_process_ip", LOOPBACK)):
             yield machines
     finally:
         watchdog.close()

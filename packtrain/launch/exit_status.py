@@ -32,10 +32,11 @@ _PRINTED_BY_RANK_0 = (2, 3, 4)  # its own PacktrainError, on the terminal
 TAIL_LINES = 20
 _HEAD = re.compile(r"error:|error: \d+ problems").fullmatch
 _OF_STEP = re.compile(r"(\S+ \S+ )?step \d+/\d+ .*").fullmatch
+_MACHINE_0 = "; it is machine 0, without which the run ends"
 _LOST = (
     "  likely cause: the machine is down, its link is cut, or its launcher was killed or stopped",
     "  → look whether the machine is up, at its link, at its launcher's terminal or log, and at dmesg there (out of memory, time "
-    "limit); start the same commands again: they resume from the last complete checkpoint",
+    "limit); start the same commands again (Slurm does, with topology.requeue): they go on from the newest checkpoint",
 )
 
 
@@ -275,7 +276,9 @@ class _Ended:
     def lost(self, waits: Sequence[str]) -> list[str]:
         """The lost machines, what the ranks of the others did, and what to do about it."""
         heads = [
-            f"{self._names[node]} was lost: {one.lost}" for node, one in sorted(self._outcomes.items()) if one.lost
+            f"{self._names[node]} was lost: {one.lost}{'' if node else _MACHINE_0}"
+            for node, one in sorted(self._outcomes.items())
+            if one.lost
         ]
         return [*heads, *(f"  {one}" for one in waits), *_LOST] if heads else []
 

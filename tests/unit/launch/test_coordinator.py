@@ -17,12 +17,10 @@ import pytest
 from packtrain.launch import coordinator as machines
 from packtrain.launch.coordinator import Coordinator, Orders, Report, Reporter
 from packtrain.launch.exit_status import BUG, Outcome, Verdict, judge
-from packtrain.launch.restarts import Restarts
 from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.watchdog import Watchdog
-from packtrain.run_folder import RunFolder
 
 LONG_S = 60
 Work = Callable[[Reporter], Verdict]
@@ -132,21 +130,6 @@ def test_a_signal_to_one_launcher_stops_all_in_order(asked: int, tmp_path: Path)
     assert whys == [(15, f"stop asked by SIGTERM on n{asked + 1}")] * 2
 
 
-@pytest.mark.parametrize(("signalled", "code", "restart"), [(False, 143, True), (True, 143, False), (False, 4, True)])
-def test_a_machine_that_has_come_back_stops_all_in_order_for_a_start_with_it(
-    signalled: bool, code: int, restart: bool, tmp_path: Path
-) -> None:
-    """But not if somebody stops the run meanwhile; a failure meanwhile is one."""
-    watchdog, restarts = Watchdog([("n1", range(1))], TimeLimits(), tmp_path), Restarts(1, RunFolder(tmp_path))
-    main = Coordinator({0: "n1"}, 1, 30, watchdog, restarts, lambda: ["n2"])
-    main.look()
-    assert main.hear(Report(0)).why == "n2 came back: the run stops, to go on with it"
-    ended = Outcome(codes={0: 143}, signal=15) if code == 143 else Outcome(lost="its launcher ended")
-    verdict = main.hear(Report(0, signal=15 if signalled else None, outcome=ended)).verdict
-    assert verdict is not None and (verdict.code, verdict.restart) == (code, restart)
-    assert restarts.left == (1 if code == 143 else 0)
-
-
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(
     lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -164,6 +147,7 @@ def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(
     ends = together([leaves if node == lost else waits for node in range(2)], tmp_path)
     other = ends[1 - lost]
     assert other.code == 4 and other.lines[0].startswith(f"n{lost + 1} was lost: its launcher ended")
+    assert ("it is machine 0, without which the run ends" in other.lines[0]) == (lost == 0)
 
 
 @pytest.mark.parametrize("silent", [0, 1])

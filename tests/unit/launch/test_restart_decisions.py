@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.errors import PeerFailed
 from packtrain.launch.exit_status import BUG, Verdict
 from packtrain.launch.restarts import Restarts, newest_step
 from packtrain.run_folder import RunFolder
@@ -61,30 +60,6 @@ def test_a_run_that_is_done_is_not_started_again(folder: RunFolder) -> None:
     assert Restarts(1, folder).decide(KILLED, "").restart
     folder.attempt.root.rmdir()
     assert Restarts(1, folder).decide(KILLED, "").lines[-1] == "not started again: the run was done"
-
-
-def test_machines_that_come_back_are_no_failure(folder: RunFolder) -> None:
-    restarts = Restarts(1, folder)
-    assert restarts.welcome(Verdict(143, ["stopped by SIGTERM"]), "n2") == Verdict(143, (), restart=True)
-    assert restarts.sentence() == "start with n2, too, from the beginning, for there is no checkpoint"
-    restarts.keep(["n1", "n2"])
-    assert [one["why"] for one in folder.restarts()] == [["n2 had come back"]] and restarts.left == 1
-
-
-def test_a_machine_that_takes_the_place_of_the_main_one_knows_of_its_restarts_and_sees_whether_it_lived(
-    folder: RunFolder,
-) -> None:
-    main, next_one = Restarts(2, folder), Restarts(2, folder)
-    checkpoint(folder, 5)
-    main.decide(KILLED, "")
-    main.keep(["n1", "n2"])
-    next_one.follow(main.steps)
-    next_one.check_unchanged()
-    assert next_one.decide(Verdict(4, ["n1 was lost"]), "").restart and next_one.left == 0
-    main.decide(KILLED, "")
-    main.keep(["n1"])
-    with pytest.raises(PeerFailed, match="the run went on without this machine"):
-        next_one.check_unchanged()
 
 
 def test_each_restart_is_kept_also_by_the_launch_that_goes_on(folder: RunFolder) -> None:
