@@ -20,6 +20,7 @@ from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Refused
 from packtrain.monitor.diagnosis import Diagnosis
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.watchdog import Watchdog
+from packtrain.run_folder import as_type
 from packtrain.wording import listed
 
 BEAT_S = 1.0
@@ -45,14 +46,6 @@ class Report:
     failed: str = ""
     outcome: Outcome | None = None
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Report:
-        """The report whose `asdict` came as JSON. Raises KeyError, TypeError or ValueError for anything else."""
-        ranks = {int(rank): ProcessState(**one) for rank, one in values["ranks"].items()}
-        stacks = {int(rank): str(text) for rank, text in values["stacks"].items()}
-        outcome = values["outcome"] and Outcome.from_json(values["outcome"])
-        return cls(**{**values, "ranks": ranks, "stacks": stacks, "outcome": outcome})
-
 
 @dataclass(frozen=True, slots=True)
 class Orders:
@@ -64,12 +57,6 @@ class Orders:
     end: str = ""
     stacks: tuple[int, ...] = ()
     verdict: Verdict | None = None
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Orders:
-        """The orders whose `asdict` came as JSON."""
-        verdict = values["verdict"]
-        return cls(**{**values, "stacks": tuple(values["stacks"]), "verdict": verdict and Verdict(**verdict)})
 
 
 class Coordinator:
@@ -98,7 +85,7 @@ class Coordinator:
 
     def answer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The handler of the channel's call `machine`."""
-        return asdict(self.hear(Report.from_json(body)))
+        return asdict(self.hear(as_type(body, Report)))
 
     def hear(self, report: Report) -> Orders:
         """Takes a report; returns the orders for that machine."""
@@ -267,7 +254,7 @@ class Reporter:
             return
         try:
             answer = self._to.call("machine", asdict(self.report), timeout_s=max(CALL_S, self._silence_s / 2))
-            self.orders = Orders.from_json(answer)
+            self.orders = as_type(answer, Orders)
             self._silent_s, self._called = 0.0, time.monotonic()
         except (NoAnswer, Refused) as error:
             now = time.monotonic()

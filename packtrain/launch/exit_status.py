@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Any
 
 from packtrain.boundary import TRACEBACK, of_system
 from packtrain.errors import PacktrainError, UserError
@@ -176,12 +175,6 @@ class Outcome:
         return (
             any(map(is_failure, self.codes.values())) or bool(self.lost) or (self.launched != 0 and self.signal is None)
         )
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Outcome:
-        """The outcome whose `asdict` came as JSON. Raises KeyError or ValueError for anything else."""
-        codes, tails = ({int(rank): one for rank, one in values[name].items()} for name in ("codes", "tails"))
-        return cls(**{**values, "codes": codes, "tails": tails})
 
 
 @dataclass(frozen=True, slots=True)

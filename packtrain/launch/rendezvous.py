@@ -79,9 +79,9 @@ class Group:
     port: int
     secret: str
     store_port: int
+    prepared: str
     server: Server | None = None
     client: Client | None = None
-    prepared: str = ""
 
 
 Prepare = Callable[[Mapping[int, str]], str]
@@ -116,16 +116,13 @@ def _gather(me: Member, place: Place, server: Server, prepare: Prepare) -> Group
         joined.wait()
         names = names_of(joined.members())
         prepared = prepare(names)
-    except PacktrainError as error:
-        joined.answer({"stop": error.to_json()})
+    except BaseException as error:  # a signal, too
+        why = error if isinstance(error, PacktrainError) else _left(place, "its launcher was stopped")
+        joined.answer({"stop": why.to_json()})
         raise
-    except BaseException:  # a signal
-        joined.answer({"left": "its launcher was stopped"})
-        raise
-    secret = server.secret
-    go = {"names": list(names.items()), "secret": secret, "store_port": store_port, "prepared": prepared}
+    go = {"names": list(names.items()), "secret": server.secret, "store_port": store_port, "prepared": prepared}
     joined.answer({"go": go})
-    return Group(names, "127.0.0.1", place.port, secret, store_port, server, None, prepared)
+    return Group(names, "127.0.0.1", place.port, server.secret, store_port, prepared, server=server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +151,7 @@ class _JoinServer:
         return [self._me, *sorted((one.member for one in dict(self._joined).values()), key=lambda one: one.node)]
 
     def join(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answers a launcher: {"wait": text}, {"go": …}, {"stop": problems}, or {"left": why}."""
+        """Answers a launcher: {"wait": text}, {"go": …}, or {"stop": problems}."""
         if not hmac.compare_digest(str(body.get("secret", "")).encode(), os.environ.get(SECRET, "").encode()):
             return {"stop": _not_for_us(self._place, _ANOTHER_RUN).to_json()}
         try:
@@ -310,15 +307,12 @@ def _asked(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
 def _group_of(answer: Mapping[str, Any], client: Client, place: Place) -> Group | str:
     if "stop" in answer:
         raise of_json(answer["stop"])
-    if "left" in answer:
-        raise _left(place, str(answer["left"]))
     if "go" not in answer:
         return str(answer.get("wait", ""))
     go = answer["go"]
     client.secret = go["secret"]
     names = {int(node): str(name) for node, name in go["names"]}
-    store_port, prepared = int(go["store_port"]), str(go["prepared"])
-    return Group(names, client.address, place.port, go["secret"], store_port, None, client, prepared)
+    return Group(names, client.address, place.port, go["secret"], go["store_port"], go["prepared"], client=client)
 
 
 def _check_address(me: Member, place: Place) -> None:

@@ -21,6 +21,7 @@ from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.watchdog import Watchdog
+from packtrain.run_folder import as_type
 
 LONG_S = 60
 Work = Callable[[Reporter], Verdict]
@@ -252,9 +253,9 @@ def test_a_rank_that_died_is_named_where_another_machine_was_quicker_to_lose_it(
 def test_reports_and_orders_survive_json() -> None:
     outcome = Outcome(codes={2: None, 3: -9}, tails={-1: ["y"], 3: ["x"]}, followers=[2])
     report = Report(1, {2: ProcessState(7, "gone", -9)}, {3: "stack"}, 15, "failed", outcome)
-    assert Report.from_json(json.loads(json.dumps(asdict(report)))) == report
+    assert as_type(json.loads(json.dumps(asdict(report))), Report) == report
     orders = Orders(15, "why", "end", (2, 3), Verdict(4, ["lost"]))
-    assert Orders.from_json(json.loads(json.dumps(asdict(orders)))) == orders
+    assert as_type(json.loads(json.dumps(asdict(orders))), Orders) == orders
 
 
 FOLLOW = {"codes": {0: None, 1: 4}, "followers": (0, 1)}
