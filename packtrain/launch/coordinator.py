@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -50,17 +50,18 @@ class Report:
 @dataclass(frozen=True, slots=True)
 class Orders:
     """What a machine is to do: pass on the signal `stop`, `end` its processes for a reason, dump the `stacks` of ranks; and the
-    `verdict` on the run, once there is one. `why` explains `stop` on the terminal."""
+    `verdict` on the run, once there is one. `why` explains `stop` on the terminal, `running` names the machines that go on."""
 
     stop: int | None = None
     why: str = ""
     end: str = ""
     stacks: tuple[int, ...] = ()
     verdict: Verdict | None = None
+    running: str = ""
 
 
 class Coordinator:
-    """Machine 0's record of all machines, itself included; `hear` is thread-safe, `look` is called once a second."""
+    """Machine 0's record of all machines, itself included; thread-safe. It looks after them whenever it hears of itself."""
 
     def __init__(
         self,
@@ -90,6 +91,8 @@ class Coordinator:
     def hear(self, report: Report) -> Orders:
         """Takes a report; returns the orders for that machine."""
         node = report.node
+        if node == 0:
+            self.look()
         self._watchdog.processes(node, report.ranks)
         self._watchdog.stacks(node, report.stacks)
         with self._lock:
@@ -108,7 +111,8 @@ class Coordinator:
                 why = f"stop asked by {signal.Signals(stop).name} on {self._names[self._stop[1]]}"
             if self._end is not None and self._end[1] != node:
                 end = self._end[0]
-            return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict)
+            running = listed([name for number, name in self._names.items() if number not in self._outcomes] or ["none"])
+            return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict, running)
 
     def look(self) -> None:
         """Records lost machines, and orders the end of a run that stands still."""
@@ -128,16 +132,6 @@ class Coordinator:
                 if self._end is None:
                     self._diagnosis = found
                     self._order_end(found.what, -1)
-
-    def waits_for(self) -> str:
-        """The machines whose processes have not ended, in words."""
-        with self._lock:
-            return listed([name for node, name in self._names.items() if node not in self._outcomes] or ["none"])
-
-    def living(self) -> frozenset[int]:
-        """The machines that are not lost."""
-        with self._lock:
-            return frozenset(self._names) - {node for node, one in self._outcomes.items() if one.lost}
 
     def wait_until_all_informed(self) -> None:
         """Returns when all machines that are not lost have the verdict, or after _INFORM_S."""
@@ -183,21 +177,28 @@ class Coordinator:
         verdict = judge(self._outcomes, self._names, self._per_node, first=first, diagnosis=lines, waits=waits)
         if verdict.lines and verdict.code in MOST_TELLING:  # for packtrain doctor
             self._watchdog.keep("\n".join(verdict.lines))
-        if self._restarts is not None and self._stop is None and not self._outcomes[0].lost:
-            verdict = self._restarts.decide(verdict, self._end[0] if self._end else "")
+        living = tuple(node for node, one in sorted(self._outcomes.items()) if not one.lost)
+        if self._restarts is not None and self._stop is None and 0 in living:
+            verdict = self._restarts.decide(verdict, self._end[0] if self._end else "", living)
         self._verdict = verdict
+
+
+def report_to(machine_0: Client, silence_s: float, report: Report) -> Orders:
+    """Hands a report to machine 0; returns its orders. Raises NoAnswer or Refused."""
+    answer = machine_0.call("machine", asdict(report), timeout_s=max(CALL_S, silence_s / 2))
+    return as_type(answer, Orders)
 
 
 class Reporter:
     """A context with a thread that sends the launcher's `report` to machine 0 once a second, and keeps the last `orders`.
 
-    `to` is the Coordinator on machine 0 itself, elsewhere the channel to it; `main` is its name. `lost` is why machine 0 counts
-    as lost, "" while it does not.
+    `call` hands it to the Coordinator (elsewhere than on machine 0: `report_to`); `main` is the name of machine 0. `lost` is why
+    machine 0 counts as lost, "" while it does not.
     """
 
-    def __init__(self, node: int, main: str, silence_s: float, to: Coordinator | Client) -> None:
+    def __init__(self, node: int, main: str, silence_s: float, call: Callable[[Report], Orders]) -> None:
         self.report, self.orders, self.lost = Report(node), Orders(), ""
-        self._main, self._silence_s, self._to = main, silence_s, to
+        self._main, self._silence_s, self._call = main, silence_s, call
         self._silent_s, self._called = 0.0, time.monotonic()
         self._news, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve, name="launchers", daemon=True)
@@ -235,26 +236,19 @@ class Reporter:
             time.sleep(_LOOK_S)
             if time.monotonic() - printed > _PROGRESS_S:
                 printed = time.monotonic()
-                others = self._to.waits_for() if isinstance(self._to, Coordinator) else "other machines"
-                waits = f"the processes on {host} have ended; waiting {printed - begun:.0f} s for those on {others}"
-                print(waits, file=sys.stderr, flush=True)
+                waits = f"the processes on {host} have ended; waiting {printed - begun:.0f} s for those on"
+                print(f"{waits} {self.orders.running}", file=sys.stderr, flush=True)
         return verdict
 
     def _serve(self) -> None:
         while not self._over.is_set():
             self._hand_in()
-            if isinstance(self._to, Coordinator):
-                self._to.look()
             self._news.wait(BEAT_S)
             self._news.clear()
 
     def _hand_in(self) -> None:
-        if isinstance(self._to, Coordinator):
-            self.orders = self._to.hear(self.report)
-            return
         try:
-            answer = self._to.call("machine", asdict(self.report), timeout_s=max(CALL_S, self._silence_s / 2))
-            self.orders = as_type(answer, Orders)
+            self.orders = self._call(self.report)
             self._silent_s, self._called = 0.0, time.monotonic()
         except (NoAnswer, Refused) as error:
             now = time.monotonic()

@@ -26,7 +26,7 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.durable import write_text
 from packtrain.errors import PacktrainError, Problem, UserError
-from packtrain.launch.coordinator import Coordinator, Reporter
+from packtrain.launch.coordinator import Coordinator, Reporter, report_to
 from packtrain.launch.exit_status import Verdict
 from packtrain.launch.inputs import inputs
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
@@ -36,7 +36,7 @@ from packtrain.launch.slurm.srun import run_srun
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, last_words
 from packtrain.monitor import stacks
-from packtrain.monitor.channel import ADDRESS, SECRET, Client, published
+from packtrain.monitor.channel import ADDRESS, SECRET, published
 from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.watchdog import Watchdog
@@ -107,57 +107,47 @@ def execute(
             open_attempt(plan, resume)
             opened.append(folder)
 
-        return _Launches(plan, config, folder, open_launch).run()
+        return _launch_and_restart(plan, config, folder, open_launch)
 
 
-class _Launches:
-    """The launches of a run: one, and as many more as it is started again (trainer.restarts), each with the machines that are left."""
+def _launch_and_restart(
+    plan: LaunchPlan, config: RunConfig, folder: RunFolder, open_attempt: Callable[[LaunchPlan, str], None]
+) -> int:
+    """The launches of a run, and the exit code of the last one: one, and as many more as it is started again (trainer.restarts),
+    each with the machines that are left. Machine 0 opens the run folder by `open_attempt`."""
+    restarts, me = Restarts(plan.restarts, folder), _member(plan, config)
+    place = Place(
+        plan.accelerate.get("main_process_ip", LOOPBACK),
+        plan.accelerate.get("main_process_port") or free_port(),
+        config.topology.join_timeout,
+        config.trainer.output_dir,
+        plan.hosts,
+    )
 
-    def __init__(
-        self, plan: LaunchPlan, config: RunConfig, folder: RunFolder, opened: Callable[[LaunchPlan, str], None]
-    ) -> None:
-        self._plan, self._config, self._folder, self._open = plan, config, folder, opened
-        self._restarts = Restarts(plan.restarts, folder)
-        self._place = Place(
-            plan.accelerate.get("main_process_ip", LOOPBACK),
-            plan.accelerate.get("main_process_port") or free_port(),
-            config.topology.join_timeout,
-            config.trainer.output_dir,
-            plan.hosts,
-        )
+    @cache
+    def plan_for(*machines: int) -> LaunchPlan:  # numbered from 0 in their order
+        if machines == tuple(range(plan.nodes)):
+            return plan
+        return plan_launch(config, look_around(), config.objective.kind, left=machines)
 
-    def run(self) -> int:
-        """The exit code of the last one."""
-        me = _member(self._plan, self._config)
-        verdict, living = self._launch(me, self._place)
-        while verdict.restart:
-            if me.node == 0:
-                print(self._restarts.sentence(), file=sys.stderr, flush=True)
-            verdict, living = self._launch(me, replace(self._place, expected=living, least=self._plan.least_nodes))
-        return verdict.code
-
-    def _launch(self, me: Member, place: Place) -> tuple[Verdict, frozenset[int]]:
-        """A launch of the machines that come to `place`; its verdict and, on machine 0, who is not lost."""
-        with meet(me, place, self._prepare) as group:
-            machines = list(group.names)
-            config = replace(self._config, trainer=replace(self._config.trainer, resume=group.prepared))
-            numbered = replace(group, names=dict(enumerate(group.names.values())))
-            verdict, living = _launch_here(self._plan_for(*machines), config, self._folder, numbered, self._restarts)
-        return verdict, frozenset(machines[node] for node in living)
-
-    @cache  # noqa: B019 (lives as long as the process)
-    def _plan_for(self, *machines: int) -> LaunchPlan:
-        """The plan for these machines, numbered from 0 in their order."""
-        if machines == tuple(range(self._plan.nodes)):
-            return self._plan
-        return plan_launch(self._config, look_around(), self._config.objective.kind, left=machines)
-
-    def _prepare(self, names: Mapping[int, str]) -> str:
-        """Opens the run folder for a launch with these machines, on machine 0; returns its trainer.resume."""
-        resume = self._restarts.resume(self._config.trainer.resume)
-        self._open(self._plan_for(*names), resume)
-        self._restarts.keep(list(names.values()))
+    def prepare(names: Mapping[int, str]) -> str:
+        resume = restarts.resume(config.trainer.resume)
+        open_attempt(plan_for(*names), resume)
+        restarts.keep(list(names.values()))
         return resume
+
+    while True:
+        with meet(me, place, prepare) as group:
+            machines = list(group.names)
+            resumed = replace(config, trainer=replace(config.trainer, resume=group.prepared))
+            numbered = replace(group, names=dict(enumerate(group.names.values())))
+            verdict = _launch_once(plan_for(*machines), resumed, folder, numbered, restarts)
+        if not verdict.restart:
+            return verdict.code
+        if me.node == 0:
+            print(restarts.sentence(), file=sys.stderr, flush=True)
+        living = frozenset(machines[node] for node in verdict.restart)
+        place = replace(place, expected=living, least=plan.least_nodes)
 
 
 def _check_compilers(plan: LaunchPlan) -> None:
@@ -204,33 +194,29 @@ def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: C
         return train()
 
 
-def _launch_here(
-    plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts
-) -> tuple[Verdict, frozenset[int]]:
-    """Runs the workers of this machine; returns the verdict when those of all machines have ended and, on machine 0, who is not
-    lost."""
+def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts) -> Verdict:
+    """Runs the workers of this machine; returns the verdict when those of all machines have ended."""
     log, limits, silence_s = _launcher_log(plan, folder), _limits(config), _silence_s(config)
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
-        own = Path(made)
-        main: Coordinator | Client = group.client or stack.enter_context(
-            _controlled(plan, folder, group, limits, silence_s, restarts)
-        )
+        own, main = Path(made), None
+        if group.client:
+            call = partial(report_to, group.client, silence_s)
+        else:
+            main = stack.enter_context(_controlled(plan, folder, group, limits, silence_s, restarts))
+            call = main.hear
         argv = _with_files_of_its_own(plan, config, folder, own, group.store_port)
         environment = _environment(plan, folder, group, own, limits)
-        with Reporter(plan.node, group.names[0], silence_s, main) as reporter:
+        with Reporter(plan.node, group.names[0], silence_s, call) as reporter:
             supervisor = Supervisor(own, log, plan.ranks, plan.host, reporter)
-            verdict = supervisor.run(
-                argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)], environment
-            )
-            if reporter.report.signal is not None:  # it may have come after the verdict
-                verdict = replace(verdict, restart=False)
+            command = argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)]
+            verdict = supervisor.run(command, environment)
             if plan.node == 0 or reporter.lost:
                 for line in verdict.lines:
                     print(line, file=sys.stderr, flush=True)
-            if isinstance(main, Coordinator):
+            if main:
                 main.wait_until_all_informed()
-                return verdict, main.living()
-    return verdict, frozenset()
+            # a signal may have come after the verdict
+            return verdict if reporter.report.signal is None else replace(verdict, restart=())
 
 
 @contextmanager

@@ -179,11 +179,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The exit code of every launcher, and what machine 0's terminal shows; `restart`: the machines meet and start again."""
+    """The exit code of every launcher, what machine 0's terminal shows, and the machines that `restart` the run, if any do."""
 
     code: int
     lines: Sequence[str] = ()
-    restart: bool = False
+    restart: tuple[int, ...] = ()
 
 
 def judge(

@@ -47,8 +47,9 @@ class Restarts:
         self._next: Restart | None = None  # the restart that is about to be made
         self._record: list[Mapping[str, Any]] = []
 
-    def decide(self, verdict: Verdict, failed: str) -> Verdict:
-        """The verdict, with `restart` set or a line that says why there is none; `failed` is the first failure in words."""
+    def decide(self, verdict: Verdict, failed: str, living: tuple[int, ...] = (0,)) -> Verdict:
+        """The verdict, with the `living` machines as those that restart, or a line that says why there is no restart; `failed` is
+        the first failure in words."""
         if not self._most or verdict.code not in RESTARTED:
             return verdict
         step = in_time(lambda: newest_step(self._folder), 0)
@@ -62,7 +63,7 @@ class Restarts:
         else:
             why = [clean(line) for line in verdict.lines if line != BUG] or [clean(failed)]
             self._next = Restart(time.strftime("%Y-%m-%d %H:%M:%S"), step, why, [])
-            return replace(verdict, restart=True)
+            return replace(verdict, restart=living)
         return replace(verdict, lines=[*verdict.lines, f"not started again: {why_not}"])
 
     def resume(self, asked: str) -> str:

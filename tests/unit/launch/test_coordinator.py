@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from packtrain.launch import coordinator as machines
-from packtrain.launch.coordinator import Coordinator, Orders, Report, Reporter
+from packtrain.launch.coordinator import Coordinator, Orders, Report, Reporter, report_to
 from packtrain.launch.exit_status import BUG, Outcome, Verdict, judge
 from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.heartbeat import TimeLimits
@@ -50,9 +51,9 @@ def together(works: list[Work], logs: Path, silence_s: float = 30) -> list[Any]:
     with control(len(works), logs, silence_s) as (main, server):
 
         def run(node: int) -> None:
-            to = Client("127.0.0.1", server.port, secret="s") if node else main
+            call = partial(report_to, Client("127.0.0.1", server.port, secret="s"), silence_s) if node else main.hear
             try:
-                with Reporter(node, "n1", silence_s, to) as reporter:
+                with Reporter(node, "n1", silence_s, call) as reporter:
                     ends[node] = works[node](reporter)
                     if not node:
                         main.wait_until_all_informed()
@@ -222,7 +223,7 @@ def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with control(2, tmp_path, silence_s=5) as (main, server):
-        reporter = Reporter(1, "n1", 5, Client("127.0.0.1", server.port, secret="s"))
+        reporter = Reporter(1, "n1", 5, partial(report_to, Client("127.0.0.1", server.port, secret="s"), 5))
         now, clock = time.monotonic(), time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
         main.look()
