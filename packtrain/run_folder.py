@@ -19,9 +19,10 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import NoneType, UnionType
@@ -239,20 +240,24 @@ class RunFolder:
 
 
 def as_type(value: Any, kind: Any) -> Any:
-    """What came as JSON as a value of `kind`: a dataclass, tuple[X, ...], Literal, union, or one of JSON's own types.
+    """What came as JSON as a value of `kind`: a dataclass, tuple[X, ...], Sequence[X], Mapping[int, X], Literal, union, or one of JSON's
+    own types.
 
     Raises ValueError for anything else.
     """
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        types = get_type_hints(kind)
+        types = _types_of(kind)
         with suppress(KeyError, TypeError):  # fields that it does not have, or lacks
             return kind(**{name: as_type(one, types[name]) for name, one in value.items()})
+    elif get_origin(kind) is Mapping and isinstance(value, dict):
+        return {int(key): as_type(one, get_args(kind)[1]) for key, one in value.items()}
     elif get_origin(kind) in (Union, UnionType):
         for one in get_args(kind):
             with suppress(ValueError):
                 return as_type(value, one)
-    elif get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(as_type(one, get_args(kind)[0]) for one in value)
+    elif get_origin(kind) in (tuple, Sequence) and isinstance(value, list):
+        items = [as_type(one, get_args(kind)[0]) for one in value]
+        return tuple(items) if get_origin(kind) is tuple else items
     elif get_origin(kind) is Literal:
         if value in get_args(kind):
             return value
@@ -261,6 +266,11 @@ def as_type(value: Any, kind: Any) -> Any:
     elif kind is float and type(value) in (int, float):
         return float(value)
     raise ValueError(f"{value!r:.80} is no {getattr(kind, '__name__', kind)}")
+
+
+@cache
+def _types_of(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 @contextmanager

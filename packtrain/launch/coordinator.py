@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from packtrain.monitor.channel import CALL_S, Client, NoAnswer, Refused
 from packtrain.monitor.diagnosis import Diagnosis
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.watchdog import Watchdog
+from packtrain.run_folder import as_type
 from packtrain.wording import listed
 
 BEAT_S = 1.0
@@ -45,35 +46,22 @@ class Report:
     failed: str = ""
     outcome: Outcome | None = None
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Report:
-        """The report whose `asdict` came as JSON. Raises KeyError, TypeError or ValueError for anything else."""
-        ranks = {int(rank): ProcessState(**one) for rank, one in values["ranks"].items()}
-        stacks = {int(rank): str(text) for rank, text in values["stacks"].items()}
-        outcome = values["outcome"] and Outcome.from_json(values["outcome"])
-        return cls(**{**values, "ranks": ranks, "stacks": stacks, "outcome": outcome})
-
 
 @dataclass(frozen=True, slots=True)
 class Orders:
     """What a machine is to do: pass on the signal `stop`, `end` its processes for a reason, dump the `stacks` of ranks; and the
-    `verdict` on the run, once there is one. `why` explains `stop` on the terminal."""
+    `verdict` on the run, once there is one. `why` explains `stop` on the terminal, `running` names the machines that go on."""
 
     stop: int | None = None
     why: str = ""
     end: str = ""
     stacks: tuple[int, ...] = ()
     verdict: Verdict | None = None
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Orders:
-        """The orders whose `asdict` came as JSON."""
-        verdict = values["verdict"]
-        return cls(**{**values, "stacks": tuple(values["stacks"]), "verdict": verdict and Verdict(**verdict)})
+    running: str = ""
 
 
 class Coordinator:
-    """Machine 0's record of all machines, itself included; `hear` is thread-safe, `look` is called once a second."""
+    """Machine 0's record of all machines, itself included; thread-safe. It looks after them whenever it hears of itself."""
 
     def __init__(
         self,
@@ -82,16 +70,14 @@ class Coordinator:
         silence_s: float,
         watchdog: Watchdog,
         restarts: Restarts | None = None,
-        returned: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._names, self._per_node, self._silence_s, self._watchdog = dict(names), per_node, silence_s, watchdog
-        self._restarts, self._returned = restarts, returned
-        self._back = ""  # machines for which the run stops, to go on with them
+        self._restarts = restarts
         self._lock = threading.RLock()
         self._silent_s = dict.fromkeys(self._names, 0.0)
         self._looked = time.monotonic()
         self._outcomes: dict[int, Outcome] = {}
-        self._stop: tuple[int, int] | None = None  # signal, machine; -1 for those that have come back
+        self._stop: tuple[int, int] | None = None  # signal, machine
         self._end: tuple[str, int] | None = None  # why, and the machine that reported it
         self._ended_at = 0.0
         self._diagnosis: Diagnosis | None = None
@@ -100,16 +86,18 @@ class Coordinator:
 
     def answer(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """The handler of the channel's call `machine`."""
-        return asdict(self.hear(Report.from_json(body)))
+        return asdict(self.hear(as_type(body, Report)))
 
     def hear(self, report: Report) -> Orders:
         """Takes a report; returns the orders for that machine."""
         node = report.node
+        if node == 0:
+            self.look()
         self._watchdog.processes(node, report.ranks)
         self._watchdog.stacks(node, report.stacks)
         with self._lock:
             self._silent_s[node] = 0.0
-            if report.signal is not None and (self._stop is None or self._stop[1] < 0):
+            if report.signal is not None and self._stop is None:
                 self._stop = report.signal, node
             if report.failed:
                 self._order_end(report.failed, node)
@@ -120,11 +108,11 @@ class Coordinator:
             stop, why, end = None, "", ""
             if self._stop is not None and self._stop[1] != node:
                 stop = self._stop[0]
-                asked = f"stop asked by {signal.Signals(stop).name} on {self._names.get(self._stop[1])}"
-                why = f"{self._back} came back: the run stops, to go on with it" if self._stop[1] < 0 else asked
+                why = f"stop asked by {signal.Signals(stop).name} on {self._names[self._stop[1]]}"
             if self._end is not None and self._end[1] != node:
                 end = self._end[0]
-            return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict)
+            running = listed([name for number, name in self._names.items() if number not in self._outcomes] or ["none"])
+            return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict, running)
 
     def look(self) -> None:
         """Records lost machines, and orders the end of a run that stands still."""
@@ -139,23 +127,11 @@ class Coordinator:
                 elif self._end is not None and now - self._ended_at > ENDING_S:
                     self._record(node, Outcome(lost=f"its processes had not ended {ENDING_S} s after the failure"))
             goes_on = self._end is None and self._verdict is None
-            if goes_on and self._stop is None and (back := self._returned()):
-                self._back, self._stop = listed(back), (signal.SIGTERM, -1)
         if goes_on and (found := self._watchdog.look()):
             with self._lock:
                 if self._end is None:
                     self._diagnosis = found
                     self._order_end(found.what, -1)
-
-    def waits_for(self) -> str:
-        """The machines whose processes have not ended, in words."""
-        with self._lock:
-            return listed([name for node, name in self._names.items() if node not in self._outcomes] or ["none"])
-
-    def living(self) -> frozenset[int]:
-        """The machines that are not lost."""
-        with self._lock:
-            return frozenset(self._names) - {node for node, one in self._outcomes.items() if one.lost}
 
     def wait_until_all_informed(self) -> None:
         """Returns when all machines that are not lost have the verdict, or after _INFORM_S."""
@@ -201,23 +177,28 @@ class Coordinator:
         verdict = judge(self._outcomes, self._names, self._per_node, first=first, diagnosis=lines, waits=waits)
         if verdict.lines and verdict.code in MOST_TELLING:  # for packtrain doctor
             self._watchdog.keep("\n".join(verdict.lines))
-        if self._restarts is not None and (self._stop is None or self._stop[1] < 0):
-            in_order = self._back and verdict.code == 128 + signal.SIGTERM
-            restarts, failed = self._restarts, self._end[0] if self._end else ""
-            verdict = restarts.welcome(verdict, self._back) if in_order else restarts.decide(verdict, failed)
+        living = tuple(node for node, one in sorted(self._outcomes.items()) if not one.lost)
+        if self._restarts is not None and self._stop is None and 0 in living:
+            verdict = self._restarts.decide(verdict, self._end[0] if self._end else "", living)
         self._verdict = verdict
+
+
+def report_to(machine_0: Client, silence_s: float, report: Report) -> Orders:
+    """Hands a report to machine 0; returns its orders. Raises NoAnswer or Refused."""
+    answer = machine_0.call("machine", asdict(report), timeout_s=max(CALL_S, silence_s / 2))
+    return as_type(answer, Orders)
 
 
 class Reporter:
     """A context with a thread that sends the launcher's `report` to machine 0 once a second, and keeps the last `orders`.
 
-    `to` is the Coordinator on machine 0 itself, elsewhere the channel to it; `main` is its name. `lost` is why machine 0 counts
-    as lost, "" while it does not.
+    `call` hands it to the Coordinator (elsewhere than on machine 0: `report_to`); `main` is the name of machine 0. `lost` is why
+    machine 0 counts as lost, "" while it does not.
     """
 
-    def __init__(self, node: int, main: str, silence_s: float, to: Coordinator | Client) -> None:
+    def __init__(self, node: int, main: str, silence_s: float, call: Callable[[Report], Orders]) -> None:
         self.report, self.orders, self.lost = Report(node), Orders(), ""
-        self._main, self._silence_s, self._to = main, silence_s, to
+        self._main, self._silence_s, self._call = main, silence_s, call
         self._silent_s, self._called = 0.0, time.monotonic()
         self._news, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._serve, name="launchers", daemon=True)
@@ -255,26 +236,19 @@ class Reporter:
             time.sleep(_LOOK_S)
             if time.monotonic() - printed > _PROGRESS_S:
                 printed = time.monotonic()
-                others = self._to.waits_for() if isinstance(self._to, Coordinator) else "other machines"
-                waits = f"the processes on {host} have ended; waiting {printed - begun:.0f} s for those on {others}"
-                print(waits, file=sys.stderr, flush=True)
+                waits = f"the processes on {host} have ended; waiting {printed - begun:.0f} s for those on"
+                print(f"{waits} {self.orders.running}", file=sys.stderr, flush=True)
         return verdict
 
     def _serve(self) -> None:
         while not self._over.is_set():
             self._hand_in()
-            if isinstance(self._to, Coordinator):
-                self._to.look()
             self._news.wait(BEAT_S)
             self._news.clear()
 
     def _hand_in(self) -> None:
-        if isinstance(self._to, Coordinator):
-            self.orders = self._to.hear(self.report)
-            return
         try:
-            answer = self._to.call("machine", asdict(self.report), timeout_s=max(CALL_S, self._silence_s / 2))
-            self.orders = Orders.from_json(answer)
+            self.orders = self._call(self.report)
             self._silent_s, self._called = 0.0, time.monotonic()
         except (NoAnswer, Refused) as error:
             now = time.monotonic()

@@ -3,7 +3,7 @@
 torchrun ends with 1 whatever happened in its workers, so each worker writes its exit code to a folder of this launch (worker.py).
 The launchers of several machines find each other before they start any worker (rendezvous.py), watch their own (supervisor.py),
 report to machine 0 over the control channel (coordinator.py), and end with the same code (exit_status.py), or meet again and
-start anew (restarts.py).
+start again (restarts.py).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from packtrain.config.compose import to_yaml
 from packtrain.config.schema import RunConfig
 from packtrain.durable import write_text
 from packtrain.errors import PacktrainError, Problem, UserError
-from packtrain.launch.coordinator import Coordinator, Reporter
+from packtrain.launch.coordinator import Coordinator, Reporter, report_to
 from packtrain.launch.exit_status import Verdict
 from packtrain.launch.inputs import inputs
 from packtrain.launch.rendezvous import Group, Place, meet, own_addresses
 from packtrain.launch.restarts import Restarts
-from packtrain.launch.run_lock import RunLock, address_of_run, check_free, is_locked
+from packtrain.launch.run_lock import RunLock, check_free
 from packtrain.launch.slurm.srun import run_srun
 from packtrain.launch.supervisor import Supervisor
 from packtrain.launch.worker import EXIT_DIR, LOG_DIR, PARENT, last_words
 from packtrain.monitor import stacks
-from packtrain.monitor.channel import ADDRESS, SECRET, Client, published
+from packtrain.monitor.channel import ADDRESS, SECRET, published
 from packtrain.monitor.foreign_launch import watched
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.watchdog import Watchdog
@@ -107,95 +107,47 @@ def execute(
             open_attempt(plan, resume)
             opened.append(folder)
 
-        return _Launches(plan, config, folder, lock, open_launch).run()
+        return _launch_and_restart(plan, config, folder, open_launch)
 
 
-class _Launches:
-    """The launches of a run: one, and as many more as it is started again (trainer.restarts), each with the machines that are left.
+def _launch_and_restart(
+    plan: LaunchPlan, config: RunConfig, folder: RunFolder, open_attempt: Callable[[LaunchPlan, str], None]
+) -> int:
+    """The launches of a run, and the exit code of the last one: one, and as many more as it is started again (trainer.restarts),
+    each with the machines that are left. Machine 0 opens the run folder by `open_attempt`."""
+    restarts, me = Restarts(plan.restarts, folder), _member(plan, config)
+    place = Place(
+        plan.accelerate.get("main_process_ip", LOOPBACK),
+        plan.accelerate.get("main_process_port") or free_port(),
+        config.topology.join_timeout,
+        config.trainer.output_dir,
+        plan.hosts,
+    )
 
-    Machine 0 has the control channel. If it is lost, and those left are enough (topology.min_nodes), the next one takes its place,
-    once the lock on the run folder is free: where a link alone is cut, the first machine still has it. A machine that comes
-    back finds the channel by the run folder, whoever has it.
-    """
-
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        config: RunConfig,
-        folder: RunFolder,
-        lock: RunLock,
-        opened: Callable[[LaunchPlan, str], None],
-    ) -> None:
-        self._plan, self._config, self._folder, self._lock, self._open = plan, config, folder, lock, opened
-        self._restarts = Restarts(plan.restarts, folder)
-        self._port = plan.accelerate.get("main_process_port") or free_port()
-        self._me, self._launches = _member(plan, config), 0
-        there = address_of_run(folder.root) if plan.makes_do else ""
-        self._main, self._address = (None, there) if there else (0, plan.accelerate.get("main_process_ip", LOOPBACK))
-
-    def run(self) -> int:
-        """The exit code of the last one."""
-        verdict, living = self._launch(None)
-        while verdict.restart:
-            self._launches += 1
-            if self._me.node == self._main:
-                print(self._restarts.sentence(), file=sys.stderr, flush=True)
-            verdict, living = self._launch(living)
-        return verdict.code
-
-    def _launch(self, expected: frozenset[int] | None) -> tuple[Verdict, frozenset[int] | None]:
-        """A launch with machines of which those `expected` are waited for; its verdict, and who is left after it."""
-        topology, plan = self._config.topology, self._plan
-        place = Place(
-            self._address,
-            self._port,
-            topology.join_timeout,
-            self._config.trainer.output_dir,
-            plan.hosts,
-            expected=expected,
-            least=plan.least_nodes if self._launches else None,
-            restarts=plan.restarts > 0,
-            main=self._main,
-        )
-        with meet(self._me, place, self._prepare) as group:
-            machines = list(group.names)
-            self._main, plan = machines[0], self._plan_of(*machines)
-            if plan.node:
-                self._restarts.follow(group.told["steps"])
-            seen = plan.node and is_locked(self._folder.root)  # else locks here are not those of the first machine
-            names, addresses = (
-                {node: values[machine] for node, machine in enumerate(machines)}
-                for values in (group.names, group.addresses)
-            )
-            config = replace(self._config, trainer=replace(self._config.trainer, resume=group.told["resume"]))
-
-            def late() -> dict[int, str]:
-                return {machine: name for machine, name in group.late().items() if machine not in machines}
-
-            numbered = replace(group, names=names, addresses=addresses, late=late)
-            verdict, left = _launch_here(plan, config, self._folder, numbered, self._restarts)
-            living = left and frozenset(machines[node] for node in left) | frozenset(group.late())
-        if seen and living and len(living) >= plan.least_nodes:  # the main machine is lost
-            self._main, self._address = machines[1], addresses[1]
-        return verdict, living
-
-    @cache  # noqa: B019 (lives as long as the process)
-    def _plan_of(self, *machines: int) -> LaunchPlan:
-        """The plan for these machines."""
-        if machines == tuple(range(self._plan.nodes)):
-            return self._plan
-        config = replace(self._config, topology=replace(self._config.topology, main_address=self._address))
+    @cache
+    def plan_for(*machines: int) -> LaunchPlan:  # numbered from 0 in their order
+        if machines == tuple(range(plan.nodes)):
+            return plan
         return plan_launch(config, look_around(), config.objective.kind, left=machines)
 
-    def _prepare(self, names: Mapping[int, str]) -> Mapping[str, Any]:
-        """Opens the run folder for a launch with these machines, on the main one; returns what it tells the others."""
-        if self._launches and not self._lock.held:  # it takes another one's place, who may be waiting for others
-            self._lock.wait(self._folder.root, self._config.topology.join_timeout + 2 * _silence_s(self._config))
-            self._restarts.check_unchanged()
-        resume = self._restarts.resume(self._config.trainer.resume)
-        self._open(self._plan_of(*names), resume)
-        self._restarts.keep(list(names.values()))
-        return {"resume": resume, "steps": self._restarts.steps}
+    def prepare(names: Mapping[int, str]) -> str:
+        resume = restarts.resume(config.trainer.resume)
+        open_attempt(plan_for(*names), resume)
+        restarts.keep(list(names.values()))
+        return resume
+
+    while True:
+        with meet(me, place, prepare) as group:
+            machines = list(group.names)
+            resumed = replace(config, trainer=replace(config.trainer, resume=group.prepared))
+            numbered = replace(group, names=dict(enumerate(group.names.values())))
+            verdict = _launch_once(plan_for(*machines), resumed, folder, numbered, restarts)
+        if not verdict.restart:
+            return verdict.code
+        if me.node == 0:
+            print(restarts.sentence(), file=sys.stderr, flush=True)
+        living = frozenset(machines[node] for node in verdict.restart)
+        place = replace(place, expected=living, least=plan.least_nodes)
 
 
 def _check_compilers(plan: LaunchPlan) -> None:
@@ -242,36 +194,29 @@ def _train_here(plan: LaunchPlan, config: RunConfig, folder: RunFolder, train: C
         return train()
 
 
-def _launch_here(
-    plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts
-) -> tuple[Verdict, frozenset[int] | None]:
-    """Runs the workers of this machine; returns the verdict when those of all machines have ended, and who is not lost: on machine
-    0, and where that is lost."""
+def _launch_once(plan: LaunchPlan, config: RunConfig, folder: RunFolder, group: Group, restarts: Restarts) -> Verdict:
+    """Runs the workers of this machine; returns the verdict when those of all machines have ended."""
     log, limits, silence_s = _launcher_log(plan, folder), _limits(config), _silence_s(config)
     with TemporaryDirectory(prefix="packtrain-launch-", ignore_cleanup_errors=True) as made, ExitStack() as stack:
-        own = Path(made)
-        main: Coordinator | Client = group.client or stack.enter_context(
-            _controlled(plan, folder, group, limits, silence_s, restarts)
-        )
+        own, main = Path(made), None
+        if group.client:
+            call = partial(report_to, group.client, silence_s)
+        else:
+            main = stack.enter_context(_controlled(plan, folder, group, limits, silence_s, restarts))
+            call = main.hear
         argv = _with_files_of_its_own(plan, config, folder, own, group.store_port)
         environment = _environment(plan, folder, group, own, limits)
-        with Reporter(plan.node, group.names[0], silence_s, main) as reporter:
+        with Reporter(plan.node, group.names[0], silence_s, call) as reporter:
             supervisor = Supervisor(own, log, plan.ranks, plan.host, reporter)
-            verdict = supervisor.run(
-                argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)], environment
-            )
-            lost = reporter.lost and reporter.orders.verdict is None
-            if reporter.report.signal is not None:  # it may have come after the verdict
-                verdict = replace(verdict, restart=False)
-            elif lost and reporter.orders.stop is None:
-                verdict = restarts.decide(verdict, reporter.lost)
+            command = argv if plan.num_processes == 1 else [sys.executable, *_torchrun(argv, log)]
+            verdict = supervisor.run(command, environment)
             if plan.node == 0 or reporter.lost:
                 for line in verdict.lines:
                     print(line, file=sys.stderr, flush=True)
-            if isinstance(main, Coordinator):
+            if main:
                 main.wait_until_all_informed()
-                return verdict, main.living()
-    return verdict, frozenset(group.names) - {0} if lost else None
+            # a signal may have come after the verdict
+            return verdict if reporter.report.signal is None else replace(verdict, restart=())
 
 
 @contextmanager
@@ -284,10 +229,10 @@ def _controlled(
     ranks = [(name, range(node * per_node, (node + 1) * per_node)) for node, name in sorted(group.names.items())]
     watchdog = Watchdog(ranks, limits, folder.logs)
     watchdog.attach(group.server)
-    machines = Coordinator(group.names, per_node, silence_s, watchdog, restarts, lambda: list(group.late().values()))
+    machines = Coordinator(group.names, per_node, silence_s, watchdog, restarts)
     group.server.serve("machine", machines.answer)
     try:
-        with published(folder.logs, group.server, group.addresses[0]):
+        with published(folder.logs, group.server, plan.accelerate.get("main_process_ip", LOOPBACK)):
             yield machines
     finally:
         watchdog.close()

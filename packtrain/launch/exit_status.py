@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Any
 
 from packtrain.boundary import TRACEBACK, of_system
 from packtrain.errors import PacktrainError, UserError
@@ -32,10 +31,11 @@ _PRINTED_BY_RANK_0 = (2, 3, 4)  # its own PacktrainError, on the terminal
 TAIL_LINES = 20
 _HEAD = re.compile(r"error:|error: \d+ problems").fullmatch
 _OF_STEP = re.compile(r"(\S+ \S+ )?step \d+/\d+ .*").fullmatch
+_MACHINE_0 = "; it is machine 0, without which the run ends"
 _LOST = (
     "  likely cause: the machine is down, its link is cut, or its launcher was killed or stopped",
     "  → look whether the machine is up, at its link, at its launcher's terminal or log, and at dmesg there (out of memory, time "
-    "limit); start the same commands again: they resume from the last complete checkpoint",
+    "limit); start the same commands again (Slurm does, with topology.requeue): they go on from the newest checkpoint",
 )
 
 
@@ -176,20 +176,14 @@ class Outcome:
             any(map(is_failure, self.codes.values())) or bool(self.lost) or (self.launched != 0 and self.signal is None)
         )
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Outcome:
-        """The outcome whose `asdict` came as JSON. Raises KeyError or ValueError for anything else."""
-        codes, tails = ({int(rank): one for rank, one in values[name].items()} for name in ("codes", "tails"))
-        return cls(**{**values, "codes": codes, "tails": tails})
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The exit code of every launcher, and what machine 0's terminal shows; `restart`: the machines meet and start again."""
+    """The exit code of every launcher, what machine 0's terminal shows, and the machines that `restart` the run, if any do."""
 
     code: int
     lines: Sequence[str] = ()
-    restart: bool = False
+    restart: tuple[int, ...] = ()
 
 
 def judge(
@@ -275,7 +269,9 @@ class _Ended:
     def lost(self, waits: Sequence[str]) -> list[str]:
         """The lost machines, what the ranks of the others did, and what to do about it."""
         heads = [
-            f"{self._names[node]} was lost: {one.lost}" for node, one in sorted(self._outcomes.items()) if one.lost
+            f"{self._names[node]} was lost: {one.lost}{'' if node else _MACHINE_0}"
+            for node, one in sorted(self._outcomes.items())
+            if one.lost
         ]
         return [*heads, *(f"  {one}" for one in waits), *_LOST] if heads else []
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import psutil
@@ -42,11 +42,11 @@ _OF_ONE_LINK = ("169.254.", "fe80:")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the machines connect: machine `main` listens on `port`, the others call `address` for up to `timeout_s` seconds.
+    """Where the machines connect: machine 0 listens on `port`, the others call `address` for up to `timeout_s` seconds.
 
-    `main` is None where it is known by its address alone. `job` is the run's folder, by which its launchers recognise each other, `names` are host names by number as far as they are
+    `job` is the run's folder, by which its launchers recognise each other, `names` are host names by number as far as they are
     known beforehand. Those waited for are the numbers `expected` (all of them), and more until there are `least` (all); when the
-    time is over, `least` are enough. `restarts`: who comes while the run goes on waits as long for it to start again.
+    time is over, `least` are enough.
     """
 
     address: str
@@ -56,13 +56,6 @@ class Place:
     names: tuple[str, ...] = ()
     expected: frozenset[int] | None = None
     least: int | None = None
-    restarts: bool = False
-    main: int | None = 0
-
-    @property
-    def main_machine(self) -> str:
-        """The machine that listens, in words."""
-        return "the run's main machine" if self.main is None else self.machine(self.main)
 
     def machine(self, node: int, per_node: int = 0) -> str:
         """A machine in words: "n2 (machine 1, ranks 4 to 7)"."""
@@ -76,11 +69,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The machines of a run after the rendezvous: names by number, the main one first, the channel's place, and the port for
-    torch's store.
+    """The machines of a run after the rendezvous: names by number, the channel's place, and the port for torch's store.
 
-    `server` is machine 0's, `client` that of any other. `told` is what machine 0 has prepared for all. `addresses` are the
-    machines', by number. `late` has the names of those that came later and wait, by number.
+    `server` is machine 0's, `client` that of any other. `prepared` is what machine 0 has prepared for all.
     """
 
     names: Mapping[int, str]
@@ -88,26 +79,24 @@ class Group:
     port: int
     secret: str
     store_port: int
+    prepared: str
     server: Server | None = None
     client: Client | None = None
-    told: Mapping[str, Any] = field(default_factory=dict)
-    addresses: Mapping[int, str] = field(default_factory=dict)
-    late: Callable[[], Mapping[int, str]] = dict
 
 
-Prepare = Callable[[Mapping[int, str]], Mapping[str, Any]]
+Prepare = Callable[[Mapping[int, str]], str]
 
 
 @contextmanager
-def meet(me: Member, place: Place, prepare: Prepare = lambda names: {}) -> Iterator[Group]:
+def meet(me: Member, place: Place, prepare: Prepare = lambda names: "") -> Iterator[Group]:
     """Inside the block every machine has joined, they all agree, and machine 0 serves the channel.
 
-    Machine 0 calls `prepare` with the names of those that have joined, before they go on: they are told what it returns, and
-    its errors end all machines. Raises CheckFailed, the same
-    on every machine, if they disagree or the address or port is wrong; PeerFailed if one is missing after `place.timeout_s`
-    seconds. Prints what it waits for on stderr every PROGRESS_S seconds.
+    Machine 0 calls `prepare` with the names of those that have joined, before they go on: all get what it returns, and its
+    errors end all machines. Raises CheckFailed, the same on every machine, if they disagree or the address or port is wrong;
+    PeerFailed if one is missing after `place.timeout_s` seconds, or comes when the run has started. Prints what it waits for on
+    stderr every PROGRESS_S seconds.
     """
-    if me.node != place.main:
+    if me.node:
         yield _join_machine_0(me, place)
         return
     _check_address(me, place)
@@ -126,29 +115,22 @@ def _gather(me: Member, place: Place, server: Server, prepare: Prepare) -> Group
     try:
         joined.wait()
         names = names_of(joined.members())
-        told = prepare(names)
-    except PacktrainError as error:
-        joined.answer({"stop": error.to_json()})
+        prepared = prepare(names)
+    except BaseException as error:  # a signal, too
+        why = error if isinstance(error, PacktrainError) else _left(place, "its launcher was stopped")
+        joined.answer({"stop": why.to_json()})
         raise
-    except BaseException:  # a signal
-        joined.answer({"left": "its launcher was stopped"})
-        raise
-    go = {"names": list(names.items()), "secret": server.secret, "store_port": store_port, "told": told}
-    addresses = joined.addresses()
-    joined.answer({"go": {**go, "addresses": list(addresses.items())}})
-    port, secret = place.port, server.secret
-    return Group(names, "127.0.0.1", port, secret, store_port, server, None, told, addresses, joined.late)
+    go = {"names": list(names.items()), "secret": server.secret, "store_port": store_port, "prepared": prepared}
+    joined.answer({"go": go})
+    return Group(names, "127.0.0.1", place.port, server.secret, store_port, prepared, server=server)
 
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """A launcher that has joined, or come too late: the times of its first and last call (time.monotonic()), the address that it
-    called from, and whether it got the final answer."""
+    """A launcher that has joined: the time of its last call (time.monotonic()), and whether it got the final answer."""
 
     member: Member
-    begun: float
     heard: float
-    address: str
     answered: bool
 
 
@@ -160,7 +142,6 @@ class _JoinServer:
         self._joined: dict[str, _Joined] = {}  # by token: two launchers may have the same number
         self._answer: dict[str, Any] | None = None
         self._waiting = ""
-        self._late: dict[str, _Joined] = {}
         self._error: PacktrainError | None = None
         self._lock = threading.Lock()
         self._news = threading.Event()
@@ -169,22 +150,12 @@ class _JoinServer:
         """The machines that have joined: this one, and the others by number."""
         return [self._me, *sorted((one.member for one in dict(self._joined).values()), key=lambda one: one.node)]
 
-    def addresses(self) -> dict[int, str]:
-        """The address of each machine, by number."""
-        called = {one.member.node: one.address for one in dict(self._joined).values()}
-        return {self._me.node: self._place.address, **called}
-
-    def late(self) -> dict[int, str]:
-        """The names of machines that came while the run went on, and wait, by number."""
-        since = time.monotonic() - _ABSENT_S
-        return {one.member.node: one.member.host for one in dict(self._late).values() if one.heard > since}
-
     def join(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answers a launcher: {"wait": text}, {"go": …}, {"stop": problems}, or {"left": why}."""
+        """Answers a launcher: {"wait": text}, {"go": …}, or {"stop": problems}."""
         if not hmac.compare_digest(str(body.get("secret", "")).encode(), os.environ.get(SECRET, "").encode()):
             return {"stop": _not_for_us(self._place, _ANOTHER_RUN).to_json()}
         try:
-            member, token, address = Member.from_json(body.get("member")), str(body["token"]), str(body["address"])
+            member, token = Member.from_json(body.get("member")), str(body["token"])
         except (ValueError, KeyError, TypeError):
             return {"stop": _not_for_us(self._place, "machine 0 has another version of packtrain").to_json()}
         if body.get("job") != self._place.job:
@@ -193,25 +164,19 @@ class _JoinServer:
             answer = self._answer
             if token not in self._joined:
                 if answer is not None and "go" in answer:
-                    return self._too_late(token, member, address)
+                    return {"stop": self._too_late(member).to_json()}
                 others = self.members()
                 same = next((twice(one, member) for one in others if one.node == member.node), None)
                 self._error = self._error or same or unlike_counts([*others, member])
-            now = time.monotonic()
-            self._joined[token] = _Joined(member, now, now, address, answer is not None)
+            self._joined[token] = _Joined(member, time.monotonic(), answer is not None)
         self._news.set()
         return answer or {"wait": self._waiting}
 
-    def _too_late(self, token: str, member: Member, address: str) -> Mapping[str, Any]:
-        """The answer to a launcher that comes while the run goes on."""
-        now = time.monotonic()
-        begun = self._late[token].begun if token in self._late else now
-        if self._place.restarts and now - begun < self._place.timeout_s:
-            if error := unlike([self._me, member]):
-                return {"stop": error.to_json()}
-            self._late[token] = _Joined(member, begun, now, address, answered=False)
-            return {"wait": "the run goes on with other machines; this one is waiting for it to start again"}
-        return {"stop": _not_for_us(self._place, "a run has already started, with all its machines").to_json()}
+    def _too_late(self, member: Member) -> PacktrainError:
+        """The error for a launcher that comes when the run has started: one too many, or one of its machines that comes back."""
+        if any(one.node == member.node and one.host != member.host for one in self.members()):
+            return _not_for_us(self._place, "a run has already started, with all its machines")
+        return _without_this_machine(self._place)
 
     def wait(self) -> None:
         """Returns when all have joined and agree. Raises PacktrainError if they disagree, or one is missing."""
@@ -294,7 +259,7 @@ def _join_machine_0(me: Member, place: Place) -> Group:
     token, begun, joined = new_secret(), time.monotonic(), False
     printed = fine_until = begun
     while True:
-        waited = f"waiting {time.monotonic() - begun:.0f} s for {place.main_machine} at {place.address}:{place.port}"
+        waited = f"waiting {time.monotonic() - begun:.0f} s for {place.machine(0)} at {place.address}:{place.port}"
         try:
             answer = _asked(me, place, token, place.timeout_s - (time.monotonic() - begun))
             if isinstance(answer, Group):
@@ -320,14 +285,13 @@ def _asked(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
     try:
         with socket.create_connection((place.address, place.port), timeout=limit_s) as found:
             address = str(found.getpeername()[0])  # so that later calls do not ask the name server, which may be slow
-            own = str(found.getsockname()[0])
     except socket.gaierror as error:
         unknown = _unknown(place, error)
         raise _NotYet(unknown.problems[0].what, None if error.errno == socket.EAI_AGAIN else unknown) from error
     except OSError as error:
         raise _NotYet((error.strerror or str(error)).lower(), _means_itself(place)) from error
     client, secret = Client(address, place.port), os.environ.get(SECRET, "")
-    said = {"member": asdict(me), "token": token, "job": place.job, "secret": secret, "address": own}
+    said = {"member": asdict(me), "token": token, "job": place.job, "secret": secret}
     try:
         answer = client.call("join", said, timeout_s=limit_s)
     except NoAnswer as error:
@@ -343,16 +307,12 @@ def _asked(me: Member, place: Place, token: str, limit_s: float) -> Group | str:
 def _group_of(answer: Mapping[str, Any], client: Client, place: Place) -> Group | str:
     if "stop" in answer:
         raise of_json(answer["stop"])
-    if "left" in answer:
-        raise _left(place, str(answer["left"]))
     if "go" not in answer:
         return str(answer.get("wait", ""))
     go = answer["go"]
     client.secret = go["secret"]
     names = {int(node): str(name) for node, name in go["names"]}
-    addresses = {int(node): str(address) for node, address in go["addresses"]}
-    store_port, told = int(go["store_port"]), go.get("told", {})
-    return Group(names, client.address, place.port, go["secret"], store_port, None, client, told, addresses)
+    return Group(names, client.address, place.port, go["secret"], go["store_port"], go["prepared"], client=client)
 
 
 def _check_address(me: Member, place: Place) -> None:
@@ -433,6 +393,15 @@ def _not_for_us(place: Place, what: str) -> CheckFailed:
     )
 
 
+def _without_this_machine(place: Place) -> PeerFailed:
+    return PeerFailed(
+        f"at {place.address}:{place.port} the run has started, and goes on without this machine",
+        where="rendezvous",
+        fix="A run that has started cannot be joined. If it has to wait for this machine (trainer.restarts without "
+        "topology.min_nodes), machine 0 says so: start the same command here then; else wait for its end.",
+    )
+
+
 def _unknown(place: Place, error: OSError) -> CheckFailed:
     what = f"the name {place.address!r} is not known here ({error.strerror})"
     fix = "Use an address, or make the name known on this machine (DNS, /etc/hosts)."
@@ -458,7 +427,7 @@ def _means_itself(place: Place) -> CheckFailed | None:
 
 def _not_found(place: Place, last: str, waited_s: float) -> PeerFailed:
     return PeerFailed(
-        f"{place.main_machine} could not be reached at {place.address}:{place.port} for {waited_s:.0f} s: {last}",
+        f"{place.machine(0)} could not be reached at {place.address}:{place.port} for {waited_s:.0f} s: {last}",
         where="rendezvous",
         fix="Is packtrain started there, with topology.node_rank=0? Does a firewall let the port through? "
         "topology.join_timeout is how long the others wait.",
@@ -466,5 +435,5 @@ def _not_found(place: Place, last: str, waited_s: float) -> PeerFailed:
 
 
 def _left(place: Place, why: str) -> PeerFailed:
-    what = f"{place.main_machine} left before the run began: {why}"
+    what = f"{place.machine(0)} left before the run began: {why}"
     return PeerFailed(what, where="rendezvous", fix="Its terminal or log says why; start all machines again.")

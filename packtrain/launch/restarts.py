@@ -1,7 +1,8 @@
 """trainer.restarts: whether a run that has failed is started again, and the record of it.
 
-A dead or hung rank, and a lost machine, are restarted from the newest checkpoint; what another attempt would end in again (a
-wrong config, a failed check) is not, nor a run that somebody stopped. The launchers stay: those that live meet anew.
+Machine 0 decides: after a dead or hung rank, or the loss of another machine, the run starts again from its newest checkpoint; not
+after what another attempt would end in again (a wrong config, a failed check), nor after a signal. The launchers that live meet
+again; without machine 0 there is no restart.
 
 torchrun's elastic agent is not used for it: it restarts whatever the exit code, knows nothing of hung ranks and of checkpoints
 that bring no progress, and keeps the arguments that were made for the machines of the first start.
@@ -10,7 +11,7 @@ that bring no progress, and keeps the arguments that were made for the machines 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -42,70 +43,41 @@ class Restarts:
 
     def __init__(self, most: int, folder: RunFolder) -> None:
         self._most, self._folder = most, folder
-        self.steps: list[int] = []
-        """The step of the newest checkpoint at each failure."""
-        self._step, self._what = 0, ""
-        self._why: list[str] = []  # of the restart that is about to be made
-        self._when = ""
+        self._steps: list[int] = []  # of the newest checkpoint at each failure
+        self._next: Restart | None = None  # the restart that is about to be made
         self._record: list[Mapping[str, Any]] = []
 
-    @property
-    def left(self) -> int:
-        """How many failures more are followed by a restart."""
-        return self._most - len(self.steps)
-
-    def follow(self, steps: Sequence[int]) -> None:
-        """Knows of a launch what the machine knows that decides, after failures at these `steps`, and may be lost."""
-        self.steps, self._record = [*steps], [*self._folder.restarts()]
-
-    def decide(self, verdict: Verdict, failed: str) -> Verdict:
-        """The verdict, with `restart` set or a line that says why there is none; `failed` is the first failure in words."""
+    def decide(self, verdict: Verdict, failed: str, living: tuple[int, ...] = (0,)) -> Verdict:
+        """The verdict, with the `living` machines as those that restart, or a line that says why there is no restart; `failed` is
+        the first failure in words."""
         if not self._most or verdict.code not in RESTARTED:
             return verdict
-        self._note([one for one in verdict.lines if one != BUG] or [failed])
-        self.steps.append(self._step)
-        self._what = f"restart {len(self.steps)} of {self._most}"
+        step = in_time(lambda: newest_step(self._folder), 0)
+        self._steps.append(step)
         if in_time(self._done, False):
-            left = "the run was done"
-        elif self.steps[-FRUITLESS - 1 :] == [self._step] * (FRUITLESS + 1):
-            left = f"{FRUITLESS} restarts in a row have brought no new checkpoint"
-        elif self.left < 0:
-            left = f"trainer.restarts={self._most}, and there were as many"
+            why_not = "the run was done"
+        elif self._steps[-FRUITLESS - 1 :] == [step] * (FRUITLESS + 1):
+            why_not = f"{FRUITLESS} restarts in a row have brought no new checkpoint"
+        elif len(self._steps) > self._most:
+            why_not = f"trainer.restarts={self._most}, and there were as many"
         else:
-            return replace(verdict, restart=True)
-        return replace(verdict, lines=[*verdict.lines, f"not started again: {left}"])
-
-    def welcome(self, verdict: Verdict, machines: str) -> Verdict:
-        """The verdict, on a run that was stopped in order, to go on with `machines` that have come back, too: no failure."""
-        self._note([f"{machines} had come back"])
-        self._what = f"start with {machines}, too"
-        return replace(verdict, lines=(), restart=True)
-
-    def _note(self, why: list[str]) -> None:
-        self._when, self._why = time.strftime("%Y-%m-%d %H:%M:%S"), [clean(line) for line in why]
-        self._step = in_time(lambda: newest_step(self._folder), 0)
-
-    def check_unchanged(self) -> None:
-        """Raises PeerFailed if the run has gone on, or ended, without this machine, which was to take the main one's place."""
-        if self._done() or self._folder.restarts() != self._record:
-            what = "the run went on without this machine, and has ended"
-            raise PeerFailed(what, where=str(self._folder.root), fix="summary.json and the report there say how.")
-
-    def _done(self) -> bool:
-        return not self._folder.attempt.root.exists() and self._folder.status() == "done"
+            why = [clean(line) for line in verdict.lines if line != BUG] or [clean(failed)]
+            self._next = Restart(time.strftime("%Y-%m-%d %H:%M:%S"), step, why, [])
+            return replace(verdict, restart=living)
+        return replace(verdict, lines=[*verdict.lines, f"not started again: {why_not}"])
 
     def resume(self, asked: str) -> str:
         """trainer.resume of the next start, where `asked` was that of the first: auto, once this run has a checkpoint."""
         begun = not self._folder.attempt.root.exists()
-        return "auto" if self._why and begun and newest_step(self._folder) else asked
+        return "auto" if self._next and begun and newest_step(self._folder) else asked
 
     def keep(self, machines: list[str]) -> None:
         """Writes the record for a start with these machines, into the run folder that has been opened for it."""
-        if self._why:
-            step = newest_step(self._folder)
-            self._record = [*self._record, asdict(Restart(self._when, step, self._why, machines))]
-            self._why = []
-        elif newest_step(self._folder):  # the run goes on, perhaps after a requeue
+        step = newest_step(self._folder)
+        if self._next:
+            self._record = [*self._record, asdict(replace(self._next, step=step, machines=machines))]
+            self._next = None
+        elif step:  # the run goes on, perhaps after a requeue
             self._record = [*self._folder.restarts()]
         if self._record:
             write_json(self._folder.restarted, self._record)
@@ -114,8 +86,12 @@ class Restarts:
 
     def sentence(self) -> str:
         """What the terminal says of the restart that is about to be made."""
-        place = f"the checkpoint of step {self._step}" if self._step else "the beginning, for there is no checkpoint"
-        return f"{self._what}, from {place}"
+        step = self._steps[-1]
+        place = f"the checkpoint of step {step}" if step else "the beginning, for there is no checkpoint"
+        return f"restart {len(self._steps)} of {self._most}, from {place}"
+
+    def _done(self) -> bool:
+        return not self._folder.attempt.root.exists() and self._folder.status() == "done"
 
 
 def newest_step(folder: RunFolder) -> int:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from packtrain.errors import PeerFailed, UserError
+from packtrain.errors import UserError
 from packtrain.monitor.channel import PUBLISHED
 from packtrain.run_folder import RunFolder, object_of
 
 LOCK = "lock"
-_LOOK_S = 1
+_TAKE_S = 1
 _MOMENT_S = 0.3
 """For as long a lock may be that of another process that only looks: the machines of a run do so together at its start."""
 
@@ -55,31 +54,15 @@ def is_locked(folder: Path) -> bool:
 
 
 class RunLock(ExitStack):
-    """The lock of a run, until its end; taken anew at each of its launches, for logs/ may be another folder then."""
+    """The lock of a run, which machine 0 has until the end; taken again at each launch, for logs/ may be another folder then."""
 
     held = False
-
-    def wait(self, folder: Path, limit_s: float) -> None:
-        """Returns when no other launcher has the lock. Raises PeerFailed if one still has after `limit_s`."""
-        end = time.monotonic() + limit_s
-        while is_locked(folder):
-            if time.monotonic() > end:
-                raise PeerFailed(
-                    f"{_goes_on(folder).problems[0].what}: it was lost from here, but goes on",
-                    where="trainer.output_dir",
-                )
-            time.sleep(_LOOK_S)
 
     def take(self, folder: Path) -> None:
         """Locks `folder`, whose logs/ exists. Raises UserError if another run has."""
         self.close()
-        self.enter_context(locked(folder, _LOOK_S))  # `is_locked` of another process has it for a moment
+        self.enter_context(locked(folder, _TAKE_S))  # `is_locked` of another process has it for a moment
         self.held = True
-
-
-def address_of_run(folder: Path) -> str:
-    """The address of the control channel of the run that is going on in `folder`; "" if there is none."""
-    return str(object_of(folder / "logs" / PUBLISHED).get("address", "")) if is_locked(folder) else ""
 
 
 def check_free(folder: Path) -> None:

@@ -9,20 +9,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from packtrain.launch import coordinator as machines
-from packtrain.launch.coordinator import Coordinator, Orders, Report, Reporter
+from packtrain.launch.coordinator import Coordinator, Orders, Report, Reporter, report_to
 from packtrain.launch.exit_status import BUG, Outcome, Verdict, judge
-from packtrain.launch.restarts import Restarts
 from packtrain.monitor.channel import Client, Server
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.processes import ProcessState
 from packtrain.monitor.watchdog import Watchdog
-from packtrain.run_folder import RunFolder
+from packtrain.run_folder import as_type
 
 LONG_S = 60
 Work = Callable[[Reporter], Verdict]
@@ -51,9 +51,9 @@ def together(works: list[Work], logs: Path, silence_s: float = 30) -> list[Any]:
     with control(len(works), logs, silence_s) as (main, server):
 
         def run(node: int) -> None:
-            to = Client("127.0.0.1", server.port, secret="s") if node else main
+            call = partial(report_to, Client("127.0.0.1", server.port, secret="s"), silence_s) if node else main.hear
             try:
-                with Reporter(node, "n1", silence_s, to) as reporter:
+                with Reporter(node, "n1", silence_s, call) as reporter:
                     ends[node] = works[node](reporter)
                     if not node:
                         main.wait_until_all_informed()
@@ -132,21 +132,6 @@ def test_a_signal_to_one_launcher_stops_all_in_order(asked: int, tmp_path: Path)
     assert whys == [(15, f"stop asked by SIGTERM on n{asked + 1}")] * 2
 
 
-@pytest.mark.parametrize(("signalled", "code", "restart"), [(False, 143, True), (True, 143, False), (False, 4, True)])
-def test_a_machine_that_has_come_back_stops_all_in_order_for_a_start_with_it(
-    signalled: bool, code: int, restart: bool, tmp_path: Path
-) -> None:
-    """But not if somebody stops the run meanwhile; a failure meanwhile is one."""
-    watchdog, restarts = Watchdog([("n1", range(1))], TimeLimits(), tmp_path), Restarts(1, RunFolder(tmp_path))
-    main = Coordinator({0: "n1"}, 1, 30, watchdog, restarts, lambda: ["n2"])
-    main.look()
-    assert main.hear(Report(0)).why == "n2 came back: the run stops, to go on with it"
-    ended = Outcome(codes={0: 143}, signal=15) if code == 143 else Outcome(lost="its launcher ended")
-    verdict = main.hear(Report(0, signal=15 if signalled else None, outcome=ended)).verdict
-    assert verdict is not None and (verdict.code, verdict.restart) == (code, restart)
-    assert restarts.left == (1 if code == 143 else 0)
-
-
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(
     lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -164,6 +149,7 @@ def test_a_launcher_that_ends_without_an_outcome_is_named_by_the_others(
     ends = together([leaves if node == lost else waits for node in range(2)], tmp_path)
     other = ends[1 - lost]
     assert other.code == 4 and other.lines[0].startswith(f"n{lost + 1} was lost: its launcher ended")
+    assert ("it is machine 0, without which the run ends" in other.lines[0]) == (lost == 0)
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -237,7 +223,7 @@ def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with control(2, tmp_path, silence_s=5) as (main, server):
-        reporter = Reporter(1, "n1", 5, Client("127.0.0.1", server.port, secret="s"))
+        reporter = Reporter(1, "n1", 5, partial(report_to, Client("127.0.0.1", server.port, secret="s"), 5))
         now, clock = time.monotonic(), time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
         main.look()
@@ -268,9 +254,9 @@ def test_a_rank_that_died_is_named_where_another_machine_was_quicker_to_lose_it(
 def test_reports_and_orders_survive_json() -> None:
     outcome = Outcome(codes={2: None, 3: -9}, tails={-1: ["y"], 3: ["x"]}, followers=[2])
     report = Report(1, {2: ProcessState(7, "gone", -9)}, {3: "stack"}, 15, "failed", outcome)
-    assert Report.from_json(json.loads(json.dumps(asdict(report)))) == report
+    assert as_type(json.loads(json.dumps(asdict(report))), Report) == report
     orders = Orders(15, "why", "end", (2, 3), Verdict(4, ["lost"]))
-    assert Orders.from_json(json.loads(json.dumps(asdict(orders)))) == orders
+    assert as_type(json.loads(json.dumps(asdict(orders))), Orders) == orders
 
 
 FOLLOW = {"codes": {0: None, 1: 4}, "followers": (0, 1)}

@@ -129,6 +129,7 @@ ERRORS: dict[str, Callable[[], PacktrainError]] = {
     "no GPUs": lambda: unequal(gpus=0),
     "config": lambda: unequal(config={"optim.learning_rate": "0.002"}),
     "versions": lambda: unequal(versions={"torch": "2.12.0"}),
+    "come back": lambda: rendezvous._without_this_machine(PLACE),
     "left": lambda: rendezvous._left(PLACE, "its launcher was stopped"),
 }
 
@@ -148,8 +149,10 @@ def test_the_page_has_the_error_of_a_folder_that_is_taken(tmp_path: Path) -> Non
 def test_the_page_has_what_the_verdict_says() -> None:
     names = {0: "n1", 1: "n2"}
     assert same(judge({0: Outcome(), 1: Outcome(codes={9: 2})}, names, 8).lines[0]) in [what for what, _ in ROWS]
-    for lost in ("silent for 12 s", "its launcher ended", "its processes had not ended 30 s after the failure"):
-        said, cause, advice = judge({0: Outcome(), 1: Outcome(lost=lost)}, names, 8).lines
+    silent, ended = Outcome(lost="silent for 12 s"), Outcome(lost="its launcher ended")
+    late = Outcome(lost="its processes had not ended 30 s after the failure")
+    for outcomes in ((Outcome(), silent), (Outcome(), ended), (Outcome(), late), (silent, Outcome())):
+        said, cause, advice = judge(dict(enumerate(outcomes)), names, 8).lines
         assert (same(said), same(cause.partition(": ")[2]), same(advice.partition("→ ")[2])) in TABLES
 
 

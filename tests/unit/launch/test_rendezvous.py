@@ -45,7 +45,7 @@ class Launchers:
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
 
-    def start(self, me: Member, place: Place, prepare: Prepare = lambda names: {}) -> None:
+    def start(self, me: Member, place: Place, prepare: Prepare = lambda names: "") -> None:
         number = len(self._threads)
 
         def run() -> None:
@@ -80,7 +80,7 @@ def together(place: Place, *members: Member) -> list[Any]:
 def join(place: Place, me: Member, token: str = "visitor", job: str = "job") -> dict[str, Any]:
     """What machine 0 answers to one call, as soon as it serves."""
     until = time.monotonic() + LONG_S
-    said = {"member": asdict(me), "token": token, "job": job, "address": "127.0.0.1"}
+    said = {"member": asdict(me), "token": token, "job": job}
     while True:
         try:
             return Client("127.0.0.1", place.port).call("join", said)
@@ -126,7 +126,7 @@ def test_machines_that_do_not_fit_all_stop_with_the_same_words(
 
 
 def test_what_machine_0_cannot_prepare_is_an_error_for_all(place: Place) -> None:
-    def prepare(names: Mapping[int, str]) -> Mapping[str, Any]:
+    def prepare(names: Mapping[int, str]) -> str:
         raise UserError("the run folder cannot be written", where="trainer.output_dir")
 
     launchers = Launchers()
@@ -254,7 +254,7 @@ def test_who_has_not_the_secret_that_all_were_given_cannot_join(place: Place, mo
     launchers = Launchers()
     launchers.start(member(0), place)
     time.sleep(1)
-    said = {"member": asdict(member(1)), "token": "t", "job": place.job, "secret": "guessed", "address": ""}
+    said = {"member": asdict(member(1)), "token": "t", "job": place.job, "secret": "guessed"}
     assert "another run" in str(Client("127.0.0.1", place.port).call("join", said)["stop"])
     launchers.start(member(1), place)
     first, second = (one.secret for one in launchers.join())
@@ -274,7 +274,7 @@ def test_a_machine_that_left_is_waited_for_again(place: Place, monkeypatch: pyte
 
 
 def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_that_it_has_begun(place: Place) -> None:
-    def stopped(names: Mapping[int, str]) -> Mapping[str, Any]:
+    def stopped(names: Mapping[int, str]) -> str:
         raise RuntimeError
 
     launchers = Launchers()
@@ -288,7 +288,9 @@ def test_machine_0_that_is_stopped_tells_the_others_and_who_comes_late_is_told_t
     begun.start(member(1), place)
     while len(begun.ends) < 2:
         time.sleep(0.01)
-    assert "already started" in json.dumps(join(place, member(1)))
+    back, too_many = (of_json(join(place, member(1, host=host))["stop"]) for host in ("n2", "n7"))
+    assert isinstance(back, PeerFailed) and "goes on without this machine" in str(back)
+    assert isinstance(too_many, CheckFailed) and "already started, with all its machines" in str(too_many)
     begun.join()
 
 

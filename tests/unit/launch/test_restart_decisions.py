@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.errors import PeerFailed
 from packtrain.launch.exit_status import BUG, Verdict
 from packtrain.launch.restarts import Restarts, newest_step
 from packtrain.run_folder import RunFolder
@@ -29,7 +28,7 @@ def checkpoint(folder: RunFolder, step: int) -> None:
 def test_only_a_failure_that_may_not_come_again_is_followed_by_a_restart(
     code: int, again: int, folder: RunFolder
 ) -> None:
-    assert Restarts(1, folder).decide(Verdict(code), "").restart == bool(again)
+    assert Restarts(1, folder).decide(Verdict(code), "", (0, 2)).restart == ((0, 2) if again else ())
     assert not Restarts(0, folder).decide(Verdict(code), "").restart
 
 
@@ -44,7 +43,7 @@ def test_there_are_as_many_as_asked_for_and_fewer_without_progress(folder: RunFo
         *KILLED.lines,
         "not started again: trainer.restarts=3, and there were as many",
     ]
-    assert [stuck.decide(KILLED, "").restart for _ in range(3)] == [True, True, False]
+    assert [stuck.decide(KILLED, "").restart for _ in range(3)] == [(0,), (0,), ()]
 
 
 def test_a_restart_resumes_this_run_and_never_an_earlier_one(folder: RunFolder) -> None:
@@ -61,30 +60,6 @@ def test_a_run_that_is_done_is_not_started_again(folder: RunFolder) -> None:
     assert Restarts(1, folder).decide(KILLED, "").restart
     folder.attempt.root.rmdir()
     assert Restarts(1, folder).decide(KILLED, "").lines[-1] == "not started again: the run was done"
-
-
-def test_machines_that_come_back_are_no_failure(folder: RunFolder) -> None:
-    restarts = Restarts(1, folder)
-    assert restarts.welcome(Verdict(143, ["stopped by SIGTERM"]), "n2") == Verdict(143, (), restart=True)
-    assert restarts.sentence() == "start with n2, too, from the beginning, for there is no checkpoint"
-    restarts.keep(["n1", "n2"])
-    assert [one["why"] for one in folder.restarts()] == [["n2 had come back"]] and restarts.left == 1
-
-
-def test_a_machine_that_takes_the_place_of_the_main_one_knows_of_its_restarts_and_sees_whether_it_lived(
-    folder: RunFolder,
-) -> None:
-    main, next_one = Restarts(2, folder), Restarts(2, folder)
-    checkpoint(folder, 5)
-    main.decide(KILLED, "")
-    main.keep(["n1", "n2"])
-    next_one.follow(main.steps)
-    next_one.check_unchanged()
-    assert next_one.decide(Verdict(4, ["n1 was lost"]), "").restart and next_one.left == 0
-    main.decide(KILLED, "")
-    main.keep(["n1"])
-    with pytest.raises(PeerFailed, match="the run went on without this machine"):
-        next_one.check_unchanged()
 
 
 def test_each_restart_is_kept_also_by_the_launch_that_goes_on(folder: RunFolder) -> None:

@@ -10,27 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from packtrain.errors import PeerFailed, UserError
-from packtrain.launch.run_lock import LOCK, RunLock, address_of_run, check_free, is_locked, locked
-from packtrain.monitor.channel import PUBLISHED
+from packtrain.errors import UserError
+from packtrain.launch.run_lock import LOCK, RunLock, check_free, is_locked, locked
 from packtrain.run_folder import RunFolder
 
 
-def test_a_lock_is_waited_for_and_kept_by_the_launcher_that_takes_it_anew(tmp_path: Path) -> None:
+def test_a_launcher_takes_its_lock_again_and_no_other_does(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.open_attempt("auto")
     with RunLock() as mine, RunLock() as other:
         mine.take(folder.root)
         mine.take(folder.root)
-        with pytest.raises(PeerFailed, match="it was lost from here, but goes on"):
-            other.wait(folder.root, 0.1)
+        with pytest.raises(UserError, match="a run is going on in"):
+            other.take(folder.root)
         mine.close()
-        other.wait(folder.root, 0.1)
         other.take(folder.root)
-        assert is_locked(folder.root) and address_of_run(folder.root) == ""
-        (folder.logs / PUBLISHED).write_text('{"address": "n1"}')
-        assert address_of_run(folder.root) == "n1"
-    assert address_of_run(folder.root) == ""
+        assert is_locked(folder.root)
+    assert not is_locked(folder.root)
 
 
 def test_a_folder_is_locked_by_one_run_until_it_ends_even_when_it_is_moved(tmp_path: Path) -> None:
