@@ -29,7 +29,7 @@ def outlive_terminal() -> None:
 
 
 def wait_for_readers() -> None:
-    """Has this process wait for whoever reads its output, also where another one has had that pipe not waited for (O_NONBLOCK)."""
+    """Makes writes to stdout and stderr block until they are read, also on a pipe that another process made non-blocking."""
     for number in _OUTPUTS.values():
         with suppress(OSError):
             os.set_blocking(number, True)

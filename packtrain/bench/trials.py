@@ -58,7 +58,7 @@ def bench_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     log = Log(folder.log(ranks.rank), main=ranks.main)
     warnings_to(log)
     with telling(peers):
-        lab = Lab(config, ranks, peers, log)
+        lab = Workbench(config, ranks, peers, log)
     trials = Conductor(lab, folder, log).run()
     if ranks.main:
         known = json.loads(folder.benchmark.read_text())
@@ -68,7 +68,7 @@ def bench_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     return 0
 
 
-class Lab:
+class Workbench:
     """The loaded model and data of a config, and a trainer whose steps can be laid out by any candidate."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, peers: Peers | None, log: Log) -> None:
@@ -317,7 +317,7 @@ class Lab:
 class Conductor(TrainerCallback):
     """Leads the trainer's loop through the visits; the loader gives the steps of the one at hand."""
 
-    def __init__(self, lab: Lab, folder: RunFolder, log: Log) -> None:
+    def __init__(self, lab: Workbench, folder: RunFolder, log: Log) -> None:
         self.lab, self._folder, self._log = lab, folder, log
         self._known = json.loads(folder.benchmark.read_text())
         self._limits = Limits(**self._agreed(self._known.get("limits") or asdict(self._own_limits())))
@@ -366,7 +366,7 @@ class Conductor(TrainerCallback):
         return Limits(self._known["seconds"], memory, lab.whole_step(), min(probe, 1.0))
 
     def _agreed(self, own: Any) -> Any:
-        """What the main process says, on all."""
+        """The value of rank 0, on all ranks."""
         if self.lab.ranks.world_size == 1:
             return own
         with waiting("rank 0"):

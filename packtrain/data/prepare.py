@@ -147,7 +147,7 @@ def _also_trained(train: list[Tokenised], evaluated: list[Tokenised]) -> str:
     number = np.count_nonzero(np.isin(held_out, trained))
     rows = counted(len(held_out), "rows")
     return (
-        f"{number:,} of the {rows} of data.eval are in data.train too: their loss praises what is learned by heart"
+        f"{number:,} of the {rows} of data.eval are in data.train too: the held-out loss is too low by what was memorised"
         * bool(number)
     )
 

@@ -28,7 +28,7 @@ _TOLD = (
 )
 
 
-def told(env: Mapping[str, str]) -> dict[str, str]:
+def reported_variables(env: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that change how training runs, by name."""
     return {
         name: value
@@ -48,7 +48,7 @@ def read_host(root: Path = Path("/")) -> Host:
         memory_free=min(memory.available, limit or memory.available),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         uncompiled=lack_of_compiler(),
-        environment=told(os.environ),
+        environment=reported_variables(os.environ),
     )
 
 

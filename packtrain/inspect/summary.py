@@ -16,7 +16,7 @@ from packtrain.data.row_counts import DataReport
 from packtrain.data.sources.chunks import RawRow
 from packtrain.data.tokens.encode import TOO_LONG
 from packtrain.data.tokens.pretrained import load_tokenizer
-from packtrain.inspect.audit import findings, rows_named, told
+from packtrain.inspect.audit import audit_lines, findings, rows_named
 from packtrain.inspect.corpus import Corpus, corpus_of
 from packtrain.inspect.mode_costs import attention_cost, mode_costs
 from packtrain.inspect.places import rows_of
@@ -98,7 +98,7 @@ class Inspection:
             "mode": config.packing.mode,
             "modes": mode_costs(corpus, config.packing, config.batch, config.trainer, self.processes, cost or 0.0),
             "attention_cost": cost,
-            "audit": told(found, {row: place for row, (place, _) in read.items()}),
+            "audit": audit_lines(found, {row: place for row, (place, _) in read.items()}),
             "shown": self.examples(shown, read),
         }
 

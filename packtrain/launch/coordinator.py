@@ -92,7 +92,7 @@ class Coordinator:
         """Takes a report; returns the orders for that machine."""
         node = report.node
         if node == 0:
-            self.look()
+            self.watch()
         self._watchdog.processes(node, report.ranks)
         self._watchdog.stacks(node, report.stacks)
         with self._lock:
@@ -114,7 +114,7 @@ class Coordinator:
             running = listed([name for number, name in self._names.items() if number not in self._outcomes] or ["none"])
             return Orders(stop, why, end, tuple(self._watchdog.wanted_stacks(node)), self._verdict, running)
 
-    def look(self) -> None:
+    def watch(self) -> None:
         """Records lost machines, and orders the end of a run that stands still."""
         with self._lock:
             now = time.monotonic()
@@ -127,7 +127,7 @@ class Coordinator:
                 elif self._end is not None and now - self._ended_at > ENDING_S:
                     self._record(node, Outcome(lost=f"its processes had not ended {ENDING_S} s after the failure"))
             goes_on = self._end is None and self._verdict is None
-        if goes_on and (found := self._watchdog.look()):
+        if goes_on and (found := self._watchdog.diagnose()):
             with self._lock:
                 if self._end is None:
                     self._diagnosis = found

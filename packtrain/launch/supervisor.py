@@ -21,7 +21,7 @@ import psutil
 
 from packtrain.launch.coordinator import Reporter
 from packtrain.launch.exit_status import Outcome, Stopped, Verdict, heard_by, is_failure, tail_of
-from packtrain.launch.worker import left
+from packtrain.launch.worker import read_exits
 from packtrain.monitor.processes import Life, ProcessState, memory_kills, seen
 from packtrain.monitor.stacks import crash_of, dump
 from packtrain.run_folder import in_time
@@ -115,16 +115,16 @@ class Supervisor:
         workers, states = self._workers.items(), dict[int, ProcessState]()
         lives: dict[int, Life] = {rank: seen(one.pid) if one and one.is_running() else "gone" for rank, one in workers}
         # Files are read after `lives`, else a rank that exits in between looks crashed.
-        for rank, facts in left(self._exits).items():
+        for rank, facts in read_exits(self._exits).items():
             pid, life = facts.get("pid"), lives.get(rank, "running")
             if pid is None:  # torchrun ended it before it had started
                 continue
             if rank not in self._workers:
                 self._workers[rank] = _process(pid)
             if "code" in facts:
-                states[rank] = ProcessState(pid, "gone", facts["code"], told=True, lost=facts.get("lost", ""))
+                states[rank] = ProcessState(pid, "gone", facts["code"], reported=True, lost=facts.get("lost", ""))
             elif life == "gone" and self._received is not None:  # a process that is gone needs no further signal
-                states[rank] = ProcessState(pid, life, 128 + self._received, told=True)
+                states[rank] = ProcessState(pid, life, 128 + self._received, reported=True)
             else:
                 states[rank] = ProcessState(pid, life)
         self._reporter.report.ranks = states
@@ -152,15 +152,15 @@ class Supervisor:
     def _failed(self) -> str:
         """The failure of the first failed worker, in words; "" if none failed."""
         for rank, one in sorted(self._reporter.report.ranks.items()):
-            if one.told and is_failure(one.code):
+            if one.reported and is_failure(one.code):
                 return f"rank {rank} on {self._host} failed (exit code {one.code})"
-            if one.state == "gone" and not one.told:
+            if one.state == "gone" and not one.reported:
                 return f"rank {rank} on {self._host} ended without an exit code"
         return ""
 
     def _fails_to_exit(self) -> bool:
         """Whether all workers finished more than EXIT_LIMIT_S ago, but one of them, or torchrun, still runs."""
-        finished = {rank for rank, one in self._reporter.report.ranks.items() if one.told}
+        finished = {rank for rank, one in self._reporter.report.ranks.items() if one.reported}
         if set(self._ranks) - finished:
             return False
         self._all_finished_since = self._all_finished_since or time.monotonic()
@@ -199,12 +199,12 @@ class Supervisor:
 
     def _outcome(self) -> Outcome:
         """How the processes of this machine ended."""
-        facts_of, states = left(self._exits), dict(self._reporter.report.ranks)
+        facts_of, states = read_exits(self._exits), dict(self._reporter.report.ranks)
         codes: dict[int, int | None] = {rank: facts["code"] for rank, facts in facts_of.items() if "code" in facts}
         if self._ending is not None:  # ended by this launcher: 128 + SIGTERM is no information
             codes = {rank: code for rank, code in codes.items() if code is not None and code <= 128}
         for rank, one in states.items():
-            if one.state == "gone" and not one.told and rank not in codes:
+            if one.state == "gone" and not one.reported and rank not in codes:
                 code = facts_of[rank].get("ended", self._signal_of_torchrun())
                 if text := crash_of(self._exits, one.pid):
                     self._reporter.report.stacks = {**self._reporter.report.stacks, rank: text}

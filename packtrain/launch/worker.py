@@ -82,13 +82,13 @@ def leave(exits: Path, rank: int, **facts: int | str) -> None:
     The rank writes its process id (`pid`) as it starts, its exit `code` as it ends, and its message if it ended only because it
     `lost` the others; torchrun writes how the process `ended`: the exit code, negative for a signal.
     """
-    known = left(exits).get(rank, {})
+    known = read_exits(exits).get(rank, {})
     aside = exits / f".{rank}.json"
     aside.write_text(json.dumps({**known, **facts}))
     aside.rename(exits / f"{rank}.json")
 
 
-def left(exits: Path) -> dict[int, dict[str, Any]]:
+def read_exits(exits: Path) -> dict[int, dict[str, Any]]:
     """The facts in `exits`, by rank."""
     return {int(file.stem): json.loads(file.read_text()) for file in exits.glob("*.json") if file.stem.isdigit()}
 

@@ -106,17 +106,17 @@ class RankState:
     @property
     def dead(self) -> bool:
         """Whether its process ended without reporting an exit code."""
-        return self.gone and not self.process.told and self.phase != "done"
+        return self.gone and not self.process.reported and self.phase != "done"
 
     @property
     def failed(self) -> bool:
         """Whether it has ended with an error of its own."""
-        return self.process.told and 0 < (self.process.code or 0) <= 128 and not self.process.lost
+        return self.process.reported and 0 < (self.process.code or 0) <= 128 and not self.process.lost
 
     @property
     def has_finished(self) -> bool:
         """Whether it finished successfully."""
-        return (self.process.told and self.process.code == 0) or (self.phase == "done" and not self.dead)
+        return (self.process.reported and self.process.code == 0) or (self.phase == "done" and not self.dead)
 
     @property
     def waits_for_others(self) -> bool:

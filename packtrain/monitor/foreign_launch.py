@@ -178,11 +178,11 @@ class _WatchedRank:
         """Why all ranks have to be ended, in lines; () while they need not."""
         self._asked = watchdog.hear(self._heartbeat.message(asked=self._asked))["ask"]
         if self._ranks == 1:
-            return found.lines if (found := watchdog.look()) else ()
+            return found.lines if (found := watchdog.diagnose()) else ()
         oom = memory_kills() > self._memory_kills
         here = [one for one in watchdog.states() if one.pid and one.host == socket.gethostname() and not one.gone]
         watchdog.processes(0, {one.rank: ProcessState(one.pid, seen(one.pid), oom=oom) for one in here})
-        if found := watchdog.look():
+        if found := watchdog.diagnose():
             return found.lines
         states = watchdog.states()
         ended = [one for one in states if one.failed or one.dead or one.process.lost]

@@ -16,7 +16,7 @@ Life = Literal["running", "stopped", "gone"]
 class ProcessState:
     """A rank's process as its launcher sees it.
 
-    `code` is its exit code, negative for a signal, None if not known; `told`: the worker reported it before it ended. `lost` is
+    `code` is its exit code, negative for a signal, None if not known; `reported`: the worker reported it before it ended. `lost` is
     the worker's message if it ended only because others were gone, `oom` whether the kernel's out-of-memory killer has killed a
     process on that machine.
     """
@@ -24,7 +24,7 @@ class ProcessState:
     pid: int = 0
     state: Life = "running"
     code: int | None = None
-    told: bool = False
+    reported: bool = False
     lost: str = ""
     oom: bool = False
 

@@ -120,7 +120,9 @@ class Watchdog:
             if "stacks" in message:
                 one.keep_answer(message["stacks"], message["collectives"])
             if "ended" in message:
-                one.process = ProcessState(message["pid"], "gone", message["ended"], told=True, lost=message["lost"])
+                one.process = ProcessState(
+                    message["pid"], "gone", message["ended"], reported=True, lost=message["lost"]
+                )
             one.message = message
             return {"ask": self._is_asked(one), "end": self.end or None}
 
@@ -130,7 +132,7 @@ class Watchdog:
             self._launchers[node] = self._now()
             for rank, state in states.items():
                 one = self._ranks.get(rank)
-                if one is not None and not one.process.told:  # the rank's own report says more
+                if one is not None and not one.process.reported:  # the rank's own report says more
                     one.process = state
                     one.stopped = (one.stopped or self._now()) if state.state == "stopped" else None
 
@@ -191,7 +193,7 @@ class Watchdog:
 
     # -- conclusions
 
-    def look(self) -> Diagnosis | None:
+    def diagnose(self) -> Diagnosis | None:
         """The diagnosis for which the run has to be ended, None while it goes on; called once a second.
 
         None also once a rank has ended with an error or died: the end of the run then has that cause (`aftermath`).

@@ -82,10 +82,10 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 def least_control(moved: float, tolerance: float) -> float:
-    """How far off the control has to be, where with isolation on documents have `moved` that much.
+    """The smallest difference that the control, which runs without isolation, must show; `moved` is the difference with isolation.
 
-    Five times that, and the tolerance at least. In 16 bits nothing moves mostly, while the tolerance is wide for rounding in
-    another row: by five tolerances a small bfloat16 model would be called blind. For no movement stands float32's tolerance.
+    Five times `moved`, and at least the tolerance. In 16 bits `moved` is mostly 0, and then float32's tolerance is taken for it: five
+    times the tolerance of 16 bits, which allows for another row's rounding, is more than the control of a small model shows.
     """
     return max(tolerance, _CONTROL_FACTOR * max(moved, min(tolerance, tolerance_of(torch.float32))))
 

@@ -1,8 +1,8 @@
-"""The largest micro-batch is run before step 1, so that memory that does not suffice shows in the first minute.
+"""The largest micro-batch runs before step 1, so that a run that lacks memory ends in the first minute.
 
-It changes nothing: gradients are given up, buffers and the state of chance are put back, and no optimizer steps. Memory that the
-optimizer will take with its first step is held meanwhile. Out of memory, then or later, is told with the documents, the real use
-against the estimate, and what to set (`told`).
+It changes nothing: its gradients are dropped, buffers and random states are restored, and the optimizer does not step. The memory of
+the optimizer's states is allocated meanwhile. The message for out of memory, here or later, names the documents, compares use and
+estimate, and says what to set (`memory_error`).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class _Uncounted:
             setattr(self._engine, name, value)
 
 
-def told(
+def memory_error(
     error: Exception,
     place: RowAtWork | None,
     limits: RowLimits,

@@ -60,7 +60,7 @@ from packtrain.train import console, results
 from packtrain.train.checkpoint.folder import best_of, find_resume, origin_of, prune, set_aside, step_of
 from packtrain.train.checkpoint.room import remark_before_training
 from packtrain.train.console import Log, quiet_libraries, warnings_to
-from packtrain.train.largest_row import RowLimits, told
+from packtrain.train.largest_row import RowLimits, memory_error
 from packtrain.train.library_errors import explained, words_for_log
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepTrainer, run_steps
@@ -420,7 +420,7 @@ def _lack_of_memory(error: Exception, run: Run, trainer: StepTrainer) -> UserErr
         config.batch, config.packing.mode, config.trainer.gradient_checkpointing, config.objective.traits.documents
     )
     places = spikes.places if spikes else lambda _: []
-    return told(
+    return memory_error(
         error, trainer.place, limits, run.ranks, places, lambda total: estimate(config, run.ranks.world_size, total)
     )
 

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from transformers import Trainer as TransformersTrainer
 
     from packtrain.train.checkpoint.writer import CheckpointWriter
-    from packtrain.train.spikes import SpikeRules, Usual
+    from packtrain.train.spikes import RecentFigures, SpikeRules
 
     class TrainerHooks(TransformersTrainer):
         """The attributes of transformers' Trainer and of StepTrainer that the mixins use."""
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
         lost: LostUpdates
         writer: CheckpointWriter
         spikes: SpikeRules | None
-        usual: Usual
+        usual: RecentFigures
         order: list[str]
         loss_since_line: torch.Tensor
         _last_line: int

@@ -57,7 +57,7 @@ class SpikeRules:
         return self.action != "stop" or self.factor is not None
 
 
-class Usual:
+class RecentFigures:
     """Loss and gradient norm of the last steps whose updates were made."""
 
     def __init__(self, figures: list[list[float]] | None = None) -> None:
@@ -96,7 +96,7 @@ class SpikeHooks(LargestRowHooks):
 
     def open_spikes(self, rules: SpikeRules | None) -> None:
         """Judges steps by these rules from now on."""
-        self.spikes, self.usual = rules, Usual()
+        self.spikes, self.usual = rules, RecentFigures()
         self.decided: dict[int, dict[str, Any]] = {}
         self._given_up = 0
         self._fault, self._guarded = "", False
@@ -116,9 +116,9 @@ class SpikeHooks(LargestRowHooks):
         with waiting("rank 0 to read spikes.jsonl"):
             lines = cast(list, broadcast_object_list(found))[0]
         self.decided = {one["step"]: one for one in lines if one["action"] != "stop"}
-        self.usual = Usual()
+        self.usual = RecentFigures()
         if checkpoint is not None and (state := Path(checkpoint, STATE)).is_file():
-            self.usual = Usual(json.loads(state.read_text()))
+            self.usual = RecentFigures(json.loads(state.read_text()))
         self._leave_out()
 
     def judge(self, model: torch.nn.Module, loss: torch.Tensor, norm: Any, counts: torch.Tensor) -> Judgement:
@@ -214,7 +214,7 @@ class SpikeHooks(LargestRowHooks):
         return (None, None) if found is None else (step, found)
 
     def refuse_nan(self, loss: float) -> None:
-        """As ever, of a loss that is logged; the documents of its step are noted, but their losses are lost with the weights."""
+        """As of LoggingHooks, after a line in spikes.jsonl with the documents of the step, without their losses: the weights are ruined."""
         if not math.isfinite(loss) and self.spikes is not None:
             step = self.state.global_step
             line = {"step": step, "action": "stop", "from": None, "why": f"the loss is {loss:g}", "loss": _number(loss)}
@@ -236,14 +236,14 @@ class SpikeHooks(LargestRowHooks):
         model.zero_grad()
         self.restore(folder)
         self.open_state(folder)
-        self.usual, self._given_up = Usual(json.loads((folder / STATE).read_text())), 0
+        self.usual, self._given_up = RecentFigures(json.loads((folder / STATE).read_text())), 0
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, MetricsFile):  # lines of later steps are made again
                 callback.on_train_begin(self.args, self.state, self.control)
         return self.batches(folder)
 
     def _leave_out(self) -> None:
-        """Gives up the steps since the checkpoints that were gone back to, and leaves the documents of the spikes out for good."""
+        """Excludes from the run the steps that each rollback gave up, and from then on the documents of the step with the spike."""
         out, given_up = dict[int, int](), set[int]()
         for line in self.decided.values():
             if line["action"] == "rollback":

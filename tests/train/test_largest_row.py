@@ -15,7 +15,7 @@ from running import LLAMA, Run, base_config, train
 from packtrain.config.compose import load_config
 from packtrain.errors import UserError
 from packtrain.plan.memory import estimate
-from packtrain.train.largest_row import RowAtWork, RowLimits, told
+from packtrain.train.largest_row import RowAtWork, RowLimits, memory_error
 from packtrain.train.loader import MicroBatch
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.sft import PackedSFTTrainer
@@ -132,12 +132,12 @@ def test_what_to_set_is_said_with_figures(
     config = load_config(str(path), overrides)
     limits = RowLimits(config.batch, config.packing.mode, config.trainer.gradient_checkpointing, 1)
     given = limits, replace(ALONE, strategy=config.strategy.name), lambda numbers: [names[one] for one in numbers]
-    found = told(error, place, *given, lambda total: estimate(config, 1, total))
+    found = memory_error(error, place, *given, lambda total: estimate(config, 1, total))
     assert found is not None
     (problem,) = found.problems
     assert "in step 3 (micro-batch 2)" in problem.what and "in 8,192 token slots (data.jsonl:0" in problem.what
     assert "Planned were 0." in problem.what and problem.where == where and fix in str(problem.fix)
-    assert told(RuntimeError("shapes differ"), place, *given, lambda _: "") is None
+    assert memory_error(RuntimeError("shapes differ"), place, *given, lambda _: "") is None
 
 
 def test_without_it_the_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

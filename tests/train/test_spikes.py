@@ -20,7 +20,7 @@ from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
 from packtrain.train.loop import StepTrainer
 from packtrain.train.metrics import MetricsFile
-from packtrain.train.spikes import IN_A_ROW, Usual, _taken_up
+from packtrain.train.spikes import IN_A_ROW, RecentFigures, _taken_up
 from tests.train import forked
 
 SPIKE = 5
@@ -247,7 +247,7 @@ def test_a_jump_stops_the_run_before_its_update(tmp_path: Path, monkeypatch: pyt
 
 
 def test_what_is_usual_is_a_median_that_jumps_do_not_move() -> None:
-    usual = Usual()
+    usual = RecentFigures()
     for _ in range(8):
         assert usual.fault(100.0, 100.0, 2.0) == ""  # too few steps
         usual.figures.append([1.0, 3.0])

@@ -17,7 +17,7 @@ _FEWEST = 4
 
 @dataclass(frozen=True)
 class TextFaults:
-    """Finds them. `markers` are texts of control tokens, `end` that of EOS; `drops_system`: the template leaves out system prompts."""
+    """Finds the faults of a text. `markers` are texts of control tokens, `end` that of EOS; `drops_system`: the template leaves out system prompts."""
 
     markers: frozenset[str]
     end: str = ""

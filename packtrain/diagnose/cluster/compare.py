@@ -18,7 +18,7 @@ from rich.markup import escape
 from packtrain.diagnose.cluster.all_reduce import in_words
 from packtrain.diagnose.env import check_all, print_check, report_json
 from packtrain.diagnose.facts import GIB, Facts, RunNeeds, Status, size
-from packtrain.diagnose.host import told
+from packtrain.diagnose.host import reported_variables
 from packtrain.errors import CheckFailed, PeerFailed
 from packtrain.plan.agreement import digest_of, shared_values, shared_versions
 from packtrain.redact import Redactor
@@ -47,7 +47,10 @@ def own_report(facts: Facts, needs: RunNeeds, config: Mapping[str, Any]) -> dict
     def hidden(values: Mapping[str, str]) -> dict[str, str]:
         return {name: shown(name, value, redactor) for name, value in values.items()}
 
-    same, variables = hidden({**shared_versions(environment()), **shared_values(config)}), hidden(told(os.environ))
+    same, variables = (
+        hidden({**shared_versions(environment()), **shared_values(config)}),
+        hidden(reported_variables(os.environ)),
+    )
     network = {one.name: one.value for one in needs.network if one.value is not None}
     own = {"network": network, "traits": traits_of(facts, same, variables)}
     return {**report_json(facts, needs, check_all(facts, needs), redactor), "own": own}

@@ -15,7 +15,7 @@ LIKELY = SIMILAR - 0.2
 
 
 @dataclass(frozen=True, eq=False)
-class Twin:
+class Duplicate:
     """Documents (numbers; of pairs the chosen one) that repeat the document of `of`, each int64[n]; `count` of them in all.
 
     Where there are too many to compare, `count` is estimated from a sample, and the documents are those of the sample.
@@ -26,23 +26,23 @@ class Twin:
     count: int
 
 
-def duplicates(corpus: Corpus, scan: TokenScan) -> tuple[Twin, Twin]:
+def duplicates(corpus: Corpus, scan: TokenScan) -> tuple[Duplicate, Duplicate]:
     """Trained examples with the tokens of an earlier one, and others that are almost an earlier one."""
     numbers, hashes = _examples(corpus, scan, corpus.in_train)
     first, again = _first_of(hashes)
-    same = Twin(numbers[again], numbers[first[again]], int(again.sum()))
+    same = Duplicate(numbers[again], numbers[first[again]], int(again.sum()))
     alone = numbers[~again]
     return same, _similar(corpus, scan, alone, np.zeros(len(alone), np.int8), held_out=False)
 
 
-def leaks(corpus: Corpus, scan: TokenScan) -> tuple[Twin, Twin]:
+def leaks(corpus: Corpus, scan: TokenScan) -> tuple[Duplicate, Duplicate]:
     """Held-out examples with the tokens of a trained one, and others that are almost one."""
     trained, of_trained = _examples(corpus, scan, corpus.in_train)
     held, of_held = _examples(corpus, scan, corpus.in_eval)
     order = np.argsort(of_trained, kind="stable")
     at = np.minimum(np.searchsorted(of_trained[order], of_held), len(order) - 1)
     known = of_trained[order][at] == of_held
-    same = Twin(held[known], trained[order][at[known]], int(known.sum()))
+    same = Duplicate(held[known], trained[order][at[known]], int(known.sum()))
     numbers = np.concatenate([trained, held[~known]])
     return same, _similar(corpus, scan, numbers, np.arange(len(numbers)) >= len(trained), held_out=True)
 
@@ -62,7 +62,7 @@ def _first_of(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return first[inverse], first[inverse] != np.arange(len(hashes))
 
 
-def _similar(corpus: Corpus, scan: TokenScan, numbers: np.ndarray, eldest: np.ndarray, *, held_out: bool) -> Twin:
+def _similar(corpus: Corpus, scan: TokenScan, numbers: np.ndarray, eldest: np.ndarray, *, held_out: bool) -> Duplicate:
     best, alike = candidates(scan.signatures, numbers, eldest)
     found = np.flatnonzero((best >= 0) & (alike >= LIKELY))
     if held_out:
@@ -73,7 +73,7 @@ def _similar(corpus: Corpus, scan: TokenScan, numbers: np.ndarray, eldest: np.nd
     true = np.array([_is_similar(corpus, scan, int(numbers[at]), int(best[at])) for at in checked], bool)
     kept = checked[true]
     count = round(len(kept) * len(found) / max(1, len(checked)))
-    return Twin(numbers[kept], best[kept], count)
+    return Duplicate(numbers[kept], best[kept], count)
 
 
 def _is_similar(corpus: Corpus, scan: TokenScan, one: int, other: int) -> bool:

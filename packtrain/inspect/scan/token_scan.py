@@ -47,7 +47,7 @@ class TokenScan:
 
 @dataclass(frozen=True, eq=False)
 class _Scanner:
-    """What a block is looked at with."""
+    """The corpus and what is known of its tokenizer and template, for the scan of one block after another."""
 
     corpus: Corpus
     vocabulary: Vocabulary
@@ -62,7 +62,7 @@ class _Scanner:
     def random(self) -> np.ndarray:
         return np.random.default_rng(5).integers(0, 2**64, len(self.vocabulary), np.uint64)
 
-    def look(self, block: tuple[int, int, int], found: dict[str, np.ndarray]) -> np.ndarray:
+    def scan(self, block: tuple[int, int, int], found: dict[str, np.ndarray]) -> np.ndarray:
         """Writes what a block's documents are into the arrays `found` of all documents; returns what roles say in them."""
         number, first, end = block
         store = self.corpus.stores[number]
@@ -161,7 +161,7 @@ def scan(corpus: Corpus, vocabulary: Vocabulary) -> TokenScan:
     found = {"hashes": np.empty(total, np.uint64), "script": np.empty(total, np.uint8), **flags}
     found["signatures"] = np.zeros((total, HASHES), np.uint32)
     with ThreadPoolExecutor(THREADS) as threads:
-        said = list(threads.map(lambda block: scanner.look(block, found), blocks))
+        said = list(threads.map(lambda block: scanner.scan(block, found), blocks))
     roles: dict[str, np.ndarray] = {}
     for (number, _, _), part in zip(blocks, said, strict=True):
         names = (*headers.names, *PARTS.get(corpus.stores[number].format, ("prompt", "answer")))

@@ -237,7 +237,7 @@ class PackedKTOTrainer(ExampleTrainer, KTOTrainer):
 
 @contextmanager
 def _batches_of_two(args: KTOConfig) -> Iterator[None]:
-    """Inside the block; TRL refuses batches of one, since its KL estimate is made over one batch. A loader's item of ours is a step."""
+    """Sets a batch size of 2 while TRL's constructor runs, which refuses 1: TRL estimates KL over one batch, packtrain over the step."""
     kept = args.per_device_train_batch_size
     args.per_device_train_batch_size = max(kept, 2)
     try:

@@ -41,7 +41,7 @@ class LostUpdates:
         self._found = self._untaken = False
 
     def watch(self, optimizer: Any) -> None:
-        """Is told of each step of the optimizer inside accelerate's and DeepSpeed's."""
+        """Measures the steps of the optimizer that accelerate's or DeepSpeed's wrapper holds."""
         optimizer = optimizer_inside(optimizer)
         if hasattr(optimizer, "lost"):  # float32_step.py, which has float32 tensors in the groups while it steps
             optimizer.lost = self

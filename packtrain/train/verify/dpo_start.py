@@ -32,7 +32,7 @@ from packtrain.train.loader import MicroBatch
 from packtrain.train.settings import LoopSettings
 
 Logps = tuple[torch.Tensor, ...]
-"""float32 [pairs] of chosen and of rejected answers; of answers with labels one of them all."""
+"""Log-probabilities, float32: of pairs two tensors [pairs], chosen and rejected; of answers with labels one tensor [answers]."""
 
 
 class HeldTrainer(Protocol):

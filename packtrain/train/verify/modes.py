@@ -109,7 +109,7 @@ class Comparison:
 
     @property
     def sees(self) -> bool:
-        """Whether the control reaches it."""
+        """Whether the control, which leaks on purpose, differs by at least `least_control`: else the comparison shows nothing."""
         return (self.control.grad_rel_diff or 0.0) >= self.least_control
 
 

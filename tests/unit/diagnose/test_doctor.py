@@ -45,7 +45,7 @@ def leave(
     run = RunFolder(folder)
     run.logs.mkdir(parents=True, exist_ok=True)
     run.mark.touch()
-    ends = [(code is not None and ProcessState(77, "gone", code, told=True)) or UNKNOWN for code in codes]
+    ends = [(code is not None and ProcessState(77, "gone", code, reported=True)) or UNKNOWN for code in codes]
     ranks = [RankState(rank, "n0", 77, phase, 7, heard_s=1.0, process=end) for rank, end in enumerate(ends)]
     (run.logs / RANKS).write_text(json.dumps({"ranks": [asdict(one) for one in ranks]}))
     if status:
@@ -137,7 +137,7 @@ def test_a_run_that_stands_still_is_told_with_its_culprit_and_goes_on(ask: bool,
                     watchdog.hear(heartbeat.message())
                     watchdog._ranks[heartbeat.rank].since = time.monotonic() - 60
                 found = examine(run, ask=ask)
-        assert watchdog.look() is None
+        assert watchdog.diagnose() is None
     assert (found.status, found.exit_code) == ("stalled", 4)
     assert found.to_json()["diagnosis"] == {"cause": "data", "ranks": [1]}
     said = "\n".join(found.lines)

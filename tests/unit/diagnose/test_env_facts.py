@@ -105,7 +105,7 @@ def test_variables_that_change_how_training_runs_are_told_and_no_others() -> Non
         "no_proxy",
     )
     others = ("HOME", "HOSTNAME", "PWD", "PYTHONUNBUFFERED", "SLURM_NODEID")
-    assert tuple(host.told(dict.fromkeys((*others, *matter), "x"))) == matter
+    assert tuple(host.reported_variables(dict.fromkeys((*others, *matter), "x"))) == matter
 
 
 def test_a_folder_that_is_not_there_yet_is_judged_by_its_parent(tmp_path: Path) -> None:

@@ -226,9 +226,9 @@ def test_launchers_that_are_all_suspended_for_a_while_blame_nobody(
         reporter = Reporter(1, "n1", 5, partial(report_to, Client("127.0.0.1", server.port, secret="s"), 5))
         now, clock = time.monotonic(), time.monotonic
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
-        main.look()
+        main.watch()
         reporter._hand_in()
-        main.look()
+        main.watch()
         monkeypatch.setattr(time, "monotonic", clock)
         assert time.monotonic() - now < LONG_S
     assert main.hear(Report(0)).end == "" and reporter.lost == ""

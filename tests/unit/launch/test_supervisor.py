@@ -15,7 +15,7 @@ from packtrain.launch import supervisor
 from packtrain.launch.coordinator import Coordinator, Reporter
 from packtrain.launch.exit_status import Verdict, tail_of
 from packtrain.launch.supervisor import Supervisor
-from packtrain.launch.worker import left
+from packtrain.launch.worker import read_exits
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.monitor.watchdog import Watchdog
 
@@ -81,7 +81,7 @@ def test_what_does_not_end_when_all_are_at_their_end_is_ended_and_the_run_is_don
     assert run(tmp_path, code).code == 0
     assert "n1 have finished but did not exit: they are killed now" in capsys.readouterr().err
     limit = time.monotonic() + 60
-    while psutil.pid_exists(left(tmp_path / "exits")[0]["pid"]) and time.monotonic() < limit:
+    while psutil.pid_exists(read_exits(tmp_path / "exits")[0]["pid"]) and time.monotonic() < limit:
         time.sleep(0.05)
     assert time.monotonic() < limit
 

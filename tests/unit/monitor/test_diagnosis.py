@@ -55,7 +55,7 @@ def named(states: list[RankState]) -> Diagnosis:
         (ended(1, -9, oom=True), "memory"),
         (ended(1, -11, oom=True), "died"),
         (ended(1, 7), "died"),
-        (ended(1, 0, "done", told=True), "ended"),
+        (ended(1, 0, "done", reported=True), "ended"),
         (waits(1, "checkpoint", 7, "gloo:barrier"), "collectives"),
         (waits(1, "counts", what="Long 6"), "collectives"),
         (waits(1, "forward", at=36), "collectives"),
@@ -129,7 +129,7 @@ def test_of_ranks_that_died_those_are_named_that_were_not_ended_for_it() -> None
 
 
 def test_a_run_at_its_end_has_no_diagnosis_and_the_first_rank_writes_its_results_alone() -> None:
-    done = [ended(one, 0, "done", told=True) for one in range(3)]
+    done = [ended(one, 0, "done", reported=True) for one in range(3)]
     assert diagnose(done) is None
     assert named([rank(0, "final", still_s=1700), *done[1:]]).cause == "storage"
 

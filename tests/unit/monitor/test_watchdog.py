@@ -70,7 +70,7 @@ class Ranks:
         for node in (0, 1):
             self.wanted.update(self.watchdog.wanted_stacks(node))
             self.watchdog.processes(node, {rank: self.states[rank] for rank in (2 * node, 2 * node + 1)})
-        return self.watchdog.look()
+        return self.watchdog.diagnose()
 
     def until(self, limit_s: int) -> tuple[Diagnosis | None, int]:
         """What is found, and after how many seconds; None where nothing is until the limit."""
@@ -157,7 +157,7 @@ def test_a_stopped_rank_is_named_within_seconds(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("told", [False, True])
 def test_once_a_rank_is_gone_nobody_else_is_named_for_standing_still(told: bool, ranks: Ranks) -> None:
-    ranks.states[1] = ProcessState(71, "gone", 2 if told else -9, told=told)
+    ranks.states[1] = ProcessState(71, "gone", 2 if told else -9, reported=told)
     assert ranks.until(700)[0] is None
     found = ranks.watchdog.aftermath()
     assert (found and found.cause) == (None if told else "died")
@@ -167,7 +167,7 @@ def test_once_a_rank_is_gone_nobody_else_is_named_for_standing_still(told: bool,
 def test_a_rank_that_has_come_to_its_end_too_early_is_named(ranks: Ranks) -> None:
     ranks.are(0, 1, 2, phase="counts", step=8, **WAITS)
     ranks.are(3, phase="done")
-    ranks.states[3] = ProcessState(73, "gone", 0, told=True)
+    ranks.states[3] = ProcessState(73, "gone", 0, reported=True)
     found, after = ranks.until(100)
     assert found is not None and (found.cause, found.ranks) == ("ended", (3,)) and after <= 32
     assert ranks.watchdog.waiting(but=[3])[0].startswith("ranks 0 to 2 on n1 and n2 wait for the counts")
@@ -200,7 +200,7 @@ def test_a_watchdog_that_was_suspended_does_not_count_the_time(clock: Clock, ran
     ranks.are(0, 1, 2, 3, phase="counts", **WAITS)
     assert ranks.until(100)[0] is None
     clock.now += 5000
-    assert ranks.watchdog.look() is None and ranks.until(100)[0] is None
+    assert ranks.watchdog.diagnose() is None and ranks.until(100)[0] is None
 
 
 def test_beats_go_over_the_channel_and_a_question_is_answered_with_stacks(tmp_path: Path) -> None:
