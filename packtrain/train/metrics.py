@@ -84,6 +84,11 @@ class StepFigures:
         """Excludes `seconds` from the training time."""
         self._since = None if self._since is None else self._since + seconds
 
+    def forget(self) -> None:
+        """Drops the figures since the last line, of steps that are made again."""
+        self._last, self._opened, self._since = None, 0, None
+        self._sum = torch.zeros_like(self._sum)
+
     def close(self, step: int) -> dict[str, Any]:
         """The figures of the line that is logged after `step` steps of the run; resets the sums."""
         _, tokens, slots, examples, _, _ = self._sum.tolist()

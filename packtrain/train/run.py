@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import signal
 import sys
 import time
@@ -435,6 +436,8 @@ def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
     """Joins the other processes of the launch, after comparing versions and config; their first all-reduce is checked."""
     on_cpu, limit_s = not torch.cuda.is_available(), config.topology.join_timeout
     peers = join(timeout_s=limit_s)
+    if "RANK" not in os.environ:  # accelerate takes LOCAL_RANK alone for a launch
+        os.environ.pop("LOCAL_RANK", None)
     heartbeat = own_heartbeat()
     heartbeat.enter("join")  # again: each of these steps may take topology.join_timeout
     own = ("trainer.output_dir",) if verb in ("verify", "bench") else ()  # each launcher makes its own folder

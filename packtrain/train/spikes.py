@@ -230,8 +230,7 @@ class SpikeHooks(LargestRowHooks):
     def go_back(self, model: torch.nn.Module, step: int, folder: Path) -> Iterator[list[MicroBatch]]:
         """Puts everything back to the checkpoint of `step`; returns the micro-batches of the steps from there on."""
         self.clock.enter("checkpoint", step=step)
-        self.step_figures.take_last()
-        self.step_figures.close(step)
+        self.step_figures.forget()
         self.figures()
         model.zero_grad()
         self.restore(folder)

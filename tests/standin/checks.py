@@ -20,9 +20,9 @@ HALF = LayerFeatures(torch.bfloat16, 2, 16, 16, window=True)
 
 
 def joins_on_the_gpu_of_its_local_rank() -> None:
-    """Of LOCAL_RANK, or the first."""
+    """Of LOCAL_RANK where a launcher has set it, or the first."""
+    index = int(os.environ["LOCAL_RANK"]) if "RANK" in os.environ else 0
     ranks, peers = _join("sft", RunConfig())
-    index = int(os.environ.get("LOCAL_RANK", "0"))
     assert peers is None and (ranks.rank, ranks.world_size) == (0, 1)
     assert ranks.device == torch.device("cuda", index) and torch.cuda.current_device() == index
 

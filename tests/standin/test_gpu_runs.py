@@ -75,6 +75,17 @@ def test_a_resumed_run_has_the_same_weights_bit_for_bit(
         assert run.weights()[name].equal(weight), name
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_resume_bit_for_bit(gpus, folder: Path, config: dict[str, Any], strategy: str) -> None:
+    how: dict[str, Any] = {"devices": 2, "ranks": 2}
+    whole = gpus.train(folder, config, f"strategy={strategy}", name=f"whole-{strategy}", **how)
+    after = f"trainer.resume={whole.folder / 'checkpoints' / 'step-000002'}"
+    run = gpus.train(folder, config, f"strategy={strategy}", after, name=f"again-{strategy}", **how)
+    assert run.losses == whole.losses[2:]
+    assert all(run.weights()[name].equal(weight) for name, weight in whole.weights().items())
+
+
 @pytest.mark.exhaustive  # the recipe for LoRA does so as well
 def test_one_process_stays_on_one_of_several_gpus(gpus, folder: Path, config: dict[str, Any], on_gpu: Run) -> None:
     """transformers would split each batch over both."""
@@ -85,12 +96,21 @@ def test_one_process_stays_on_one_of_several_gpus(gpus, folder: Path, config: di
 def test_where_memory_cannot_be_pinned_checkpoints_are_written_all_the_same(
     gpus, folder: Path, config: dict[str, Any], on_gpu: Run
 ) -> None:
-    said = gpus.packtrain(
-        "sft", str(folder / "gpu.yaml"), f"trainer.output_dir={folder / 'unpinned'}", env={"STANDIN_PINS": "0"}
-    )
+    """Refused in the main thread, whose next kernel would end for it: the first checkpoint comes before there are copies."""
+    changes = ["trainer.checkpoint_every=1", f"trainer.output_dir={folder / 'unpinned'}"]
+    said = gpus.packtrain("sft", str(folder / "gpu.yaml"), *changes, env={"STANDIN_PINS": "0"})
     run = Run(folder / "unpinned")
-    assert run.summary["checkpoints"] == on_gpu.summary["checkpoints"] and run.losses == on_gpu.losses
-    assert (said.stdout + said.stderr).count("not pinned") == 1
+    assert run.summary["checkpoints"] == {"written": STEPS, "newest": STEPS, "failed": []}
+    assert run.losses == on_gpu.losses and (said.stdout + said.stderr).count("not pinned") == 1
+
+
+def test_a_run_goes_back_to_before_the_steps_since_the_last_line(gpus, folder: Path) -> None:
+    """With figures of the GPU's peak, which are made over the steps since then."""
+    jumps = {"on_spike": "rollback", "spike_factor": 1.02, "log_every": 12, "checkpoint_every": 2, "max_steps": 14}
+    config = base_config(folder, trainer=jumps, optim={"learning_rate": 0.05, "schedule": "constant"})
+    run = gpus.train(folder, config, name="back")
+    actions = [json.loads(line)["action"] for line in (run.folder / "spikes.jsonl").read_text().splitlines()]
+    assert "rollback" in actions and run.steps[-1]["step"] == 14 and run.steps[-1]["mfu"] > 0
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("zero2", marks=pytest.mark.exhaustive)])

@@ -25,7 +25,8 @@ def test_it(gpus, check, devices: int) -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("launched", [False, True])
-def test_a_process_joins_on_its_own_gpu(gpus, launched: bool, devices: int) -> None:
-    variables = forked.told_by_torchrun(1)[0] | {"LOCAL_RANK": str(devices - 1)}
-    gpus.call(checks.joins_on_the_gpu_of_its_local_rank, devices=devices, env=variables if launched else None)
+@pytest.mark.parametrize("launched", ["by nobody", "by torchrun", "by nobody, in a shell with LOCAL_RANK"])
+def test_a_process_joins_on_its_own_gpu(gpus, launched: str, devices: int) -> None:
+    local = {"LOCAL_RANK": str(devices - 1)} if "LOCAL_RANK" in launched or "torchrun" in launched else {}
+    variables = {**(forked.told_by_torchrun(1)[0] if "torchrun" in launched else {}), **local}
+    gpus.call(checks.joins_on_the_gpu_of_its_local_rank, devices=devices, env=variables)

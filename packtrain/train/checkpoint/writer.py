@@ -128,6 +128,10 @@ class CheckpointWriter:
             if not self._pins or out_of_memory(error):
                 raise
             self._pins, self._stager = False, None
+            with suppress(
+                RuntimeError
+            ):  # the refusal stays CUDA's last error in this thread, and would end the next kernel
+                torch.zeros(1, device="cuda").add_(1)
             copied = self._staged(state)
             self._say(f"checkpoints are copied through memory that is not pinned, which takes longer: {shortly(error)}")
             return copied

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import types
 from typing import Any
 
 import torch
 
-from standin_gpus.device import MEMORY, check, count, current, index_of, make_current, touch
+from standin_gpus.device import MEMORY, check, count, current, index_of, make_current, register_host_memory, touch
 from standin_gpus.tensor import Bytes, waits
 
 PROPERTIES = types.SimpleNamespace(
@@ -166,7 +165,7 @@ def install() -> None:
         "Event": Event,
         "nccl": types.SimpleNamespace(version=lambda: (2, 28, 3)),
         "cudart": lambda: types.SimpleNamespace(
-            cudaHostRegister=lambda *_: 0 if os.environ.get("STANDIN_PINS") != "0" else 2,  # cudaErrorMemoryAllocation
+            cudaHostRegister=register_host_memory,
             cudaHostUnregister=lambda *_: 0,
             cudaError=types.SimpleNamespace(success=0),
         ),

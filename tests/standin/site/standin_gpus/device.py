@@ -17,12 +17,25 @@ broken = ""
 """What a kernel did to the device, after which every call fails with it."""
 
 
+pending = threading.local()
+"""`error`: what a call of this thread has left behind, which the next kernel raises."""
+
+
 def check() -> None:
-    """Raises what broke the device, as CUDA does from then on."""
-    if broken:
+    """Raises what broke the device, as CUDA does from then on, or what is pending in this thread."""
+    error, pending.error = getattr(pending, "error", ""), ""
+    if broken or error:
         import torch
 
-        raise torch.AcceleratorError(broken)
+        raise torch.AcceleratorError(broken or error)
+
+
+def register_host_memory(*_: object) -> int:
+    """`cudaHostRegister`: refused where STANDIN_PINS=0, as containers and WSL do."""
+    if os.environ.get("STANDIN_PINS") != "0":
+        return 0
+    pending.error = "CUDA error: out of memory"
+    return 2
 
 
 def count() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from standin_gpus.tensor import GpuTensor
 
@@ -12,6 +13,7 @@ from standin_gpus.tensor import GpuTensor
 def install() -> None:
     torch.Generator = _generator(torch.Generator)
     torch.nn.Module.to = _module_to(torch.nn.Module.to)
+    torch.load = _load(torch.load)
     _groups_over_gloo()
     _fsdp()
     _staging()
@@ -42,6 +44,18 @@ def _module_to(own: Any) -> Any:
         return self
 
     return to
+
+
+def _load(own: Any) -> Any:
+    """What is loaded onto a device is loaded on the CPU first: storages are made below the dispatcher."""
+
+    def load(*args: Any, map_location: Any = None, **kwargs: Any) -> Any:
+        if not isinstance(map_location, (str, torch.device)) or torch.device(map_location).type != "cuda":
+            return own(*args, map_location=map_location, **kwargs)
+        found = own(*args, map_location="cpu", **kwargs)
+        return tree_map_only(torch.Tensor, lambda one: one.to(map_location), found)
+
+    return load
 
 
 def _groups_over_gloo() -> None:
