@@ -6,6 +6,7 @@ The config.yaml of a run lists every key: one that stands at its old default say
 from typing import Any
 
 REMOVED = {
+    "data.workers": "packtrain tokenises in one process per CPU core that it may use, 16 at most: taskset limits the cores.",
     "topology.account": "It is now a line of topology.sbatch: --account=NAME.",
     "topology.constraint": "It is now a line of topology.sbatch: --constraint=FEATURES.",
     "topology.container": "Start it in topology.command, which ends with packtrain: docs/slurm.md has the lines.",
@@ -19,6 +20,7 @@ REMOVED = {
     "topology.partition": "It is now a line of topology.sbatch: --partition=NAME.",
     "topology.qos": "It is now a line of topology.sbatch: --qos=NAME.",
     "topology.venv": "Set topology.command=VENV/bin/packtrain, or activate it in topology.setup and set topology.command=packtrain.",
+    "trainer.loader_workers": "packtrain assembles batches in one process ahead of each GPU, and in the training process on a CPU.",
 }
 """The path of a removed key → the sentence that tells what to do."""
 _DEFAULTS: dict[str, Any] = {

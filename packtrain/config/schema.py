@@ -137,7 +137,6 @@ class Data:
     )
     bad_rows: Literal["error", "skip"] = key("error", "Stop at the first unreadable row, or count and skip them.")
     shuffle: bool = key(True, "New order of the documents in every epoch, from trainer.seed.")
-    workers: int | None = key(None, "Processes that tokenise; none for one per CPU core.", minimum=1, maximum=1024)
     cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
 
 
@@ -294,12 +293,6 @@ class Trainer:
     torch_compile: bool = key(
         False,
         "Compile the parts of the layers, attention apart, at the first step (docs/planning.md); needs a C++ compiler.",
-    )
-    loader_workers: int | None = key(
-        None,
-        "Processes that assemble batches ahead of the model; none for 1 on a GPU, 0 on a CPU.",
-        minimum=0,
-        maximum=1024,
     )
     samples: list[str] = key([], "Prompts answered before and after training, printed at the end.")
     sample_tokens: int = key(64, "Most new tokens of such an answer.", minimum=1)

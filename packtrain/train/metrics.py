@@ -221,7 +221,7 @@ class LoggingHooks(TrainerHooks):
         if steps is None:  # `compared_loss` alone asks then
             steps, first = self.steps, self.state.global_step - 1
         most = None if not self._comparing else _COMPARED_STEPS if self.settings.evaluation else 1
-        loader = step_loader(of(steps), first=first, workers=self.settings.loader_workers)
+        loader = step_loader(of(steps), first=first)
         for number, batches in enumerate(islice(loader, most)):
             for batch in batches:
                 self.clock.enter("eval", micro=number)

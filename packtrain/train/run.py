@@ -335,7 +335,6 @@ def _build(
         origin,
         keep_checkpoints=config.trainer.keep_checkpoints,
         first_step=step_of(checkpoint) if checkpoint else 0,
-        loader_workers=config.trainer.loader_workers,
         machines=run.peers.machines() if run.peers and ranks.main else (),
         say=log.warn,
         strategy=ranks.strategy,

@@ -39,7 +39,6 @@ class LoopSettings:
     origin: dict[str, Any]
     keep_checkpoints: int | None = None
     first_step: int = 0
-    loader_workers: int | None = None
     machines: Machines = ()
     say: Callable[[str], None] = print
     strategy: str = "ddp"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -447,7 +448,7 @@ RESTARTED = ["trainer.restarts=1", "trainer.checkpoint_every=5"]
         (["trainer.epochs=1e9"], "trainer.epochs", "at most 1000000"),
         (["trainer.max_steps=1000000000000000000"], "trainer.max_steps", "at most 1000000000"),
         (["optim.warmup_steps=1e300"], "optim.warmup_steps", "at most 1000000000"),
-        (["data.workers=1000000"], "data.workers", "at most 1024"),
+        (["topology.gpus_per_node=1000000"], "topology.gpus_per_node", "at most 1024"),
         (["data.train=[a/b,{path: c/d, weight: 1e9}]"], "data.train[1].weight", "at most 10000"),
         (["data.columns={promt: question}"], "data.columns.promt", "Did you mean prompt?"),
         (["data.columns={question: prompt}"], "data.columns.question", "Ours comes first: {prompt: question}."),
@@ -563,10 +564,12 @@ def test_a_removed_key_is_refused_with_what_to_write_in_its_place(path: str, adv
 
 
 def test_removed_keys_at_their_old_defaults_are_passed_over() -> None:
-    lists = ("modules", "container_mounts")
-    old = {path: [] if path.endswith(lists) else None for path in REMOVED} | {"topology.container_runtime": "pyxis"}
-    text = yaml.safe_dump({"topology": {path.partition(".")[2]: value for path, value in old.items()}})
-    assert load_config(str(write(text)), [*COMPLETE]).topology == load_config(None, [*COMPLETE]).topology
+    old: dict[str, dict[str, Any]] = {}
+    for path in REMOVED:
+        group, _, name = path.partition(".")
+        old.setdefault(group, {})[name] = None
+    old["topology"] |= {"modules": [], "container_mounts": [], "container_runtime": "pyxis"}
+    assert load_config(str(write(yaml.safe_dump(old))), COMPLETE) == load_config(None, COMPLETE)
 
 
 def test_docs_config_md_is_what_the_dataclasses_say() -> None:
