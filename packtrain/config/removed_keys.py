@@ -21,12 +21,14 @@ REMOVED = {
     "topology.qos": "It is now a line of topology.sbatch: --qos=NAME.",
     "topology.venv": "Set topology.command=VENV/bin/packtrain, or activate it in topology.setup and set topology.command=packtrain.",
     "trainer.loader_workers": "packtrain assembles batches in one process ahead of each GPU, and in the training process on a CPU.",
+    "trainer.sample_tokens": "Answers to trainer.samples have up to 64 tokens.",
 }
 """The path of a removed key → the sentence that tells what to do."""
 _DEFAULTS: dict[str, Any] = {
     "topology.container_mounts": [],
     "topology.container_runtime": "pyxis",
     "topology.modules": [],
+    "trainer.sample_tokens": 64,
 }
 """Of those whose default was not null."""
 

@@ -294,8 +294,7 @@ class Trainer:
         False,
         "Compile the parts of the layers, attention apart, at the first step (docs/planning.md); needs a C++ compiler.",
     )
-    samples: list[str] = key([], "Prompts answered before and after training, printed at the end.")
-    sample_tokens: int = key(64, "Most new tokens of such an answer.", minimum=1)
+    samples: list[str] = key([], "Prompts answered in up to 64 tokens before and after training, printed at the end.")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

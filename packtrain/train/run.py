@@ -544,14 +544,12 @@ def _describe_data(run: Run, data: PreparedData) -> None:
 
 def _answers(run: Run) -> list[str]:
     """Answers to trainer.samples, without touching the random state; only the main process answers if it has the whole model."""
-    settings = run.config.trainer
-    if not (settings.samples and (run.ranks.main or run.ranks.sharded)):
+    samples = run.config.trainer.samples
+    if not (samples and (run.ranks.main or run.ranks.sharded)):
         return []
     with torch.random.fork_rng([run.ranks.device] if run.ranks.device.type == "cuda" else []):
         base = base_model(run.model)
-        return results.answer(
-            base, run.tokenizer, settings.samples, attention=run.attention, max_tokens=settings.sample_tokens
-        )
+        return results.answer(base, run.tokenizer, samples, attention=run.attention)
 
 
 def _write_summary(run: Run, summary: dict) -> None:

@@ -84,7 +84,7 @@ def test_answers_restore_the_random_state_of_their_device_alone(monkeypatch: pyt
     monkeypatch.setattr(run_module.results, "answer", lambda *_, **__: ["yes"])
     monkeypatch.setattr(run_module, "base_model", lambda model: model)
     for device in (torch.device("cuda", 3), torch.device("cpu")):
-        trainer: Any = type("Trainer", (), {"samples": ["?"], "sample_tokens": 1})
+        trainer: Any = type("Trainer", (), {"samples": ["?"]})
         config: Any = type("Config", (), {"trainer": trainer})
         run: Any = run_module.Run(config, Ranks(0, 1, device), None, *[None] * 4)  # type: ignore[arg-type]
         assert run_module._answers(run) == ["yes"]
