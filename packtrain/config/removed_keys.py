@@ -7,6 +7,7 @@ from typing import Any
 
 REMOVED = {
     "data.workers": "packtrain tokenises in one process per CPU core that it may use, 16 at most: taskset limits the cores.",
+    "optim.epsilon": "AdamW's epsilon is transformers' default, 1e-8.",
     "topology.account": "It is now a line of topology.sbatch: --account=NAME.",
     "topology.constraint": "It is now a line of topology.sbatch: --constraint=FEATURES.",
     "topology.container": "Start it in topology.command, which ends with packtrain: docs/slurm.md has the lines.",
@@ -25,6 +26,7 @@ REMOVED = {
 }
 """The path of a removed key → the sentence that tells what to do."""
 _DEFAULTS: dict[str, Any] = {
+    "optim.epsilon": 1e-8,
     "topology.container_mounts": [],
     "topology.container_runtime": "pyxis",
     "topology.modules": [],

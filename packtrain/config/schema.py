@@ -190,7 +190,6 @@ class Optim:
     weight_decay: float = key(0.0, "Decoupled weight decay, not on biases and norms.", minimum=0)
     beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0, below=1)
     beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0, below=1)
-    epsilon: float = key(1e-8, "AdamW's epsilon.", above=0)
     max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0)
     master_weights: Literal["auto"] | bool = key(
         "auto",

@@ -200,7 +200,9 @@ def test_sources_can_be_mappings_with_weights() -> None:
 @pytest.mark.parametrize("text", ["${x}", r"\${x}", r"a\\${b}", "2e-5", "no", "null", "é: #", "  ", "a\nb", "07"])
 def test_the_resolved_yaml_is_read_back_to_an_equal_config(text: str) -> None:
     config = load_config(None, COMPLETE)
-    config = replace(config, trainer=replace(config.trainer, samples=[text], max_steps=3), optim=Optim(epsilon=1e-9))
+    config = replace(
+        config, trainer=replace(config.trainer, samples=[text], max_steps=3), optim=Optim(learning_rate=1e-9)
+    )
     assert load_config(write(to_yaml(config)), []) == config
 
 
@@ -570,6 +572,7 @@ def test_removed_keys_at_their_old_defaults_are_passed_over() -> None:
         old.setdefault(group, {})[name] = None
     old["topology"] |= {"modules": [], "container_mounts": [], "container_runtime": "pyxis"}
     old["trainer"] |= {"sample_tokens": 64}
+    old["optim"] |= {"epsilon": 1e-8}
     assert load_config(str(write(yaml.safe_dump(old))), COMPLETE) == load_config(None, COMPLETE)
 
 
