@@ -280,10 +280,6 @@ class Trainer:
         "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU that is found to be "
         "faster in it.",
     )
-    float32_matmul: Literal["highest", "high", "medium"] = key(
-        "highest",
-        "Precision of float32 products, as torch.set_float32_matmul_precision: high takes TF32 on GPUs. Proofs take highest.",
-    )
     deterministic: bool = key(
         False,
         "Only operations that give the same bits every time, on GPUs too; slower, and a model that needs others is refused.",

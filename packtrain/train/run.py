@@ -40,7 +40,7 @@ from packtrain.inspect.corpus import corpus_of
 from packtrain.inspect.places import rows_of
 from packtrain.model.compiled import compile_layers
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
-from packtrain.model.precision import Precision, decide_precision, multiply_in
+from packtrain.model.precision import Precision, decide_precision, multiply_without_tf32
 from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.score_head import is_reward_model, outputs_of_tokens
 from packtrain.model.spread import Ranks, open_proofs, open_strategy, spread
@@ -115,7 +115,7 @@ def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
     Returns the exit code; raises PacktrainError for the user.
     """
     quiet_libraries(on_cpu=not torch.cuda.is_available())
-    multiply_in(config.trainer.float32_matmul)
+    multiply_without_tf32()
     own_heartbeat().enter("join")
     ranks, peers = _join(verb, config)
     own_heartbeat().enter("proof")
