@@ -22,6 +22,7 @@ REMOVED = {
     "topology.qos": "It is now a line of topology.sbatch: --qos=NAME.",
     "topology.venv": "Set topology.command=VENV/bin/packtrain, or activate it in topology.setup and set topology.command=packtrain.",
     "trainer.float32_matmul": "float32 products are IEEE's. Any GPU with TF32 has bfloat16, which is faster: trainer.mixed_precision.",
+    "trainer.largest_first": "The largest micro-batch runs before step 1 on GPUs, except with trainer.torch_compile.",
     "trainer.loader_workers": "packtrain assembles batches in one process ahead of each GPU, and in the training process on a CPU.",
     "trainer.sample_tokens": "Answers to trainer.samples have up to 64 tokens.",
 }
@@ -32,6 +33,7 @@ _DEFAULTS: dict[str, Any] = {
     "topology.container_runtime": "pyxis",
     "topology.modules": [],
     "trainer.float32_matmul": "highest",
+    "trainer.largest_first": "auto",
     "trainer.sample_tokens": 64,
 }
 """Of those whose default was not null."""

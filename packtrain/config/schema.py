@@ -259,9 +259,6 @@ class Trainer:
         "stop", "What a spike does, before its update is made: stop, skip the update, or roll back (docs/resume.md)."
     )
     spike_factor: float | None = key(None, "A loss or gradient norm over this × its median is a spike too.", above=1)
-    largest_first: Literal["auto"] | bool = key(
-        "auto", "Run the largest micro-batch before step 1, so that a lack of memory shows; auto does on GPUs."
-    )
     restarts: int = key(
         0, "Most times to start again after a dead or hung process, or a lost machine (docs/resume.md).", minimum=0
     )

@@ -343,7 +343,7 @@ def _build(
         optim=config.optim,
         limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
         spikes=_spike_rules(run, data),
-        largest_first=_tries_largest(config.trainer, ranks),
+        largest_first=tries_largest(config.trainer, ranks),
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, precision, settings)
     trainer = _trainer(run, objective, arguments, settings)
@@ -424,10 +424,9 @@ def _lack_of_memory(error: Exception, run: Run, trainer: StepTrainer) -> UserErr
     )
 
 
-def _tries_largest(trainer: Trainer, ranks: Ranks) -> bool:
-    """Whether the largest micro-batch runs before step 1; not by itself where the kernels of compiled layers depend on what is first."""
-    wanted = trainer.largest_first
-    return wanted if wanted != "auto" else ranks.device.type == "cuda" and not trainer.torch_compile
+def tries_largest(trainer: Trainer, ranks: Ranks) -> bool:
+    """Whether the largest micro-batch runs before step 1; not where the kernels of compiled layers depend on what is first."""
+    return ranks.device.type == "cuda" and not trainer.torch_compile
 
 
 def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:

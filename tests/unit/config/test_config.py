@@ -571,7 +571,7 @@ def test_removed_keys_at_their_old_defaults_are_passed_over() -> None:
         group, _, name = path.partition(".")
         old.setdefault(group, {})[name] = None
     old["topology"] |= {"modules": [], "container_mounts": [], "container_runtime": "pyxis"}
-    old["trainer"] |= {"sample_tokens": 64, "float32_matmul": "highest"}
+    old["trainer"] |= {"sample_tokens": 64, "float32_matmul": "highest", "largest_first": "auto"}
     old["optim"] |= {"epsilon": 1e-8}
     assert load_config(str(write(yaml.safe_dump(old))), COMPLETE) == load_config(None, COMPLETE)
 
