@@ -114,7 +114,7 @@ class Setup:
                 "checkpoint_every": CHECKPOINT_EVERY,
                 "eval_every": EVAL_EVERY,
                 **({"on_spike": "skip"} if self.spike else {}),
-                **({} if scored else {"samples": ["river stone"], "sample_tokens": 2}),
+                **({} if scored else {"samples": ["river stone"]}),
             },
         }
 

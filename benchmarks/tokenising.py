@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from packtrain.config.schema import Data
+from packtrain.data import prepare as preparing
 from packtrain.data.dataset import TokenDataset
-from packtrain.data.prepare import prepare
 from packtrain.data.tokens.chat_template import choose_template
 
 
@@ -157,19 +157,19 @@ def main() -> None:
         data = Data(
             train=str(path),
             cache_dir=f"{folder}/cache",
-            workers=arguments.workers,
             chat_template=arguments.template,
         )
+        preparing.tokenising_processes = lambda: arguments.workers
         peaks, stop = [0, 0], threading.Event()
         watcher = threading.Thread(target=watch, args=(peaks, stop))
         watcher.start()
         started, cpu = time.perf_counter(), cpu_seconds()
-        made = prepare(data, tokenizer, seed=0, progress=True).train
+        made = preparing.prepare(data, tokenizer, seed=0, progress=True).train
         seconds, cpu, report = time.perf_counter() - started, cpu_seconds() - cpu, made.report
         stop.set()
         watcher.join()
         started = time.perf_counter()
-        prepare(data, tokenizer, seed=0)
+        preparing.prepare(data, tokenizer, seed=0)
         figures = {
             "rows": report.rows,
             "tokens": report.tokens,

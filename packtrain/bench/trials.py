@@ -147,7 +147,6 @@ class Workbench:
             StopRequest(),
             RunFolder.of(config.trainer).checkpoints,
             {},
-            loader_workers=config.trainer.loader_workers,
             say=log.warn,
             strategy=self.ranks.strategy,
             autocast=self.precision.autocast,
@@ -402,7 +401,7 @@ class Conductor(TrainerCallback):
         short = replace(steps, schedule=replace(steps.schedule, total_steps=last))
         reset_peak(lab.ranks.device)
         self._begun = self._since = time.perf_counter()
-        return iter(step_loader(short, first=visit.first, workers=lab.config.trainer.loader_workers))
+        return iter(step_loader(short, first=visit.first))
 
     def _batches(self) -> Iterator[list[MicroBatch]]:
         while (visit := self._visit) is not None:

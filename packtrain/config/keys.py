@@ -25,7 +25,6 @@ _OTHER_NAMES = {
     "data.loss_on": ("assistant_only_loss", "completion_only_loss"),
     "data.max_length": ("cutoff_len", "max_seq_length", "sequence_len"),
     "data.train": ("dataset", "dataset_name", "dataset_path", "datasets", "train_dataset"),
-    "data.workers": ("dataset_num_proc",),
     "data.eval": ("eval_dataset", "val_set_size"),
     "trainer.eval_every": ("eval_steps",),
     "topology.gpus_per_node": ("gpus", "nproc_per_node", "num_gpus", "num_processes"),
@@ -60,6 +59,8 @@ ADVICE = {
     "lora": "Choose peft=lora; r, alpha and the others are keys of peft.",
     "gradient_accumulation_steps": "Accumulation is derived: set batch.examples_per_step, and what fits a device "
     "with batch.examples_per_device or batch.tokens_per_device.",
+    "dataloader_num_workers": REMOVED["trainer.loader_workers"],
+    "dataset_num_proc": REMOVED["data.workers"],
     "per_device_eval_batch_size": "Evaluation uses the same limits: batch.examples_per_device, batch.tokens_per_device.",
     "warmup_ratio": "Set optim.warmup_steps; a value below 1 is a fraction of all steps.",
 }

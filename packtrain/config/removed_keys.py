@@ -6,6 +6,8 @@ The config.yaml of a run lists every key: one that stands at its old default say
 from typing import Any
 
 REMOVED = {
+    "data.workers": "packtrain tokenises in one process per CPU core that it may use, 16 at most: taskset limits the cores.",
+    "optim.epsilon": "AdamW's epsilon is transformers' default, 1e-8.",
     "topology.account": "It is now a line of topology.sbatch: --account=NAME.",
     "topology.constraint": "It is now a line of topology.sbatch: --constraint=FEATURES.",
     "topology.container": "Start it in topology.command, which ends with packtrain: docs/slurm.md has the lines.",
@@ -19,12 +21,20 @@ REMOVED = {
     "topology.partition": "It is now a line of topology.sbatch: --partition=NAME.",
     "topology.qos": "It is now a line of topology.sbatch: --qos=NAME.",
     "topology.venv": "Set topology.command=VENV/bin/packtrain, or activate it in topology.setup and set topology.command=packtrain.",
+    "trainer.float32_matmul": "float32 products are IEEE's. Any GPU with TF32 has bfloat16, which is faster: trainer.mixed_precision.",
+    "trainer.largest_first": "The largest micro-batch runs before step 1 on GPUs, except with trainer.torch_compile.",
+    "trainer.loader_workers": "packtrain assembles batches in one process ahead of each GPU, and in the training process on a CPU.",
+    "trainer.sample_tokens": "Answers to trainer.samples have up to 64 tokens.",
 }
 """The path of a removed key → the sentence that tells what to do."""
 _DEFAULTS: dict[str, Any] = {
+    "optim.epsilon": 1e-8,
     "topology.container_mounts": [],
     "topology.container_runtime": "pyxis",
     "topology.modules": [],
+    "trainer.float32_matmul": "highest",
+    "trainer.largest_first": "auto",
+    "trainer.sample_tokens": 64,
 }
 """Of those whose default was not null."""
 

@@ -137,7 +137,6 @@ class Data:
     )
     bad_rows: Literal["error", "skip"] = key("error", "Stop at the first unreadable row, or count and skip them.")
     shuffle: bool = key(True, "New order of the documents in every epoch, from trainer.seed.")
-    workers: int | None = key(None, "Processes that tokenise; none for one per CPU core.", minimum=1, maximum=1024)
     cache_dir: str | None = key(None, "Folder of tokenised data; none for ~/.cache/packtrain (or $PACKTRAIN_CACHE).")
 
 
@@ -191,7 +190,6 @@ class Optim:
     weight_decay: float = key(0.0, "Decoupled weight decay, not on biases and norms.", minimum=0)
     beta1: float = key(0.9, "AdamW's first decay rate.", minimum=0, below=1)
     beta2: float = key(0.999, "AdamW's second decay rate.", minimum=0, below=1)
-    epsilon: float = key(1e-8, "AdamW's epsilon.", above=0)
     max_grad_norm: float = key(1.0, "Gradients are clipped to this global norm; 0 for no clipping.", minimum=0)
     master_weights: Literal["auto"] | bool = key(
         "auto",
@@ -261,9 +259,6 @@ class Trainer:
         "stop", "What a spike does, before its update is made: stop, skip the update, or roll back (docs/resume.md)."
     )
     spike_factor: float | None = key(None, "A loss or gradient norm over this × its median is a spike too.", above=1)
-    largest_first: Literal["auto"] | bool = key(
-        "auto", "Run the largest micro-batch before step 1, so that a lack of memory shows; auto does on GPUs."
-    )
     restarts: int = key(
         0, "Most times to start again after a dead or hung process, or a lost machine (docs/resume.md).", minimum=0
     )
@@ -282,10 +277,6 @@ class Trainer:
         "Compute in bfloat16 over weights in model.dtype. auto: on GPUs that have it; fast: also on a CPU that is found to be "
         "faster in it.",
     )
-    float32_matmul: Literal["highest", "high", "medium"] = key(
-        "highest",
-        "Precision of float32 products, as torch.set_float32_matmul_precision: high takes TF32 on GPUs. Proofs take highest.",
-    )
     deterministic: bool = key(
         False,
         "Only operations that give the same bits every time, on GPUs too; slower, and a model that needs others is refused.",
@@ -295,14 +286,7 @@ class Trainer:
         False,
         "Compile the parts of the layers, attention apart, at the first step (docs/planning.md); needs a C++ compiler.",
     )
-    loader_workers: int | None = key(
-        None,
-        "Processes that assemble batches ahead of the model; none for 1 on a GPU, 0 on a CPU.",
-        minimum=0,
-        maximum=1024,
-    )
-    samples: list[str] = key([], "Prompts answered before and after training, printed at the end.")
-    sample_tokens: int = key(64, "Most new tokens of such an answer.", minimum=1)
+    samples: list[str] = key([], "Prompts answered in up to 64 tokens before and after training, printed at the end.")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -125,7 +125,7 @@ def _prepared(
     console = Console(stderr=True, quiet=not progress)
     mix = partial(mixed, seed=seed, together=TRAITS[objective].documents)
     with ExitStack() as stack:
-        workers = _Workers(encoder, data.workers or min(_cores(), MOST_WORKERS), stack)
+        workers = _Workers(encoder, tokenising_processes(), stack)
         make = _Tokeniser(workers, data, objective, cache_folder(data.cache_dir), seed, console)
         train = [make.tokenised(source, "train") for source in sources(data.train, "train")]
         if data.eval in (None, 0):
@@ -256,8 +256,8 @@ class _Workers:
         try:
             yield from self._in_parallel(chain(first, chunks), format)
         except BrokenProcessPool as error:
-            fix = "Out of memory, most likely: set data.workers lower."
-            raise PacktrainError("a tokenising process died", where="data.workers", fix=fix) from error
+            fix = "Out of memory, most likely: with fewer cores (taskset -c 0-3 packtrain …) there are fewer of them."
+            raise PacktrainError("a tokenising process died", where="data.train", fix=fix) from error
 
     def _in_parallel(self, chunks: Iterator[Chunk], format: Format) -> Iterator[tuple[Chunk, EncodedChunk]]:
         pool = self.pool = self.pool or self._started()
@@ -315,5 +315,7 @@ def _encode(chunk: Chunk, format: Format) -> EncodedChunk:
     return _encoder.encode(chunk, format)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+def tokenising_processes() -> int:
+    """One for each CPU core that this process may use, up to MOST_WORKERS."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(cores, MOST_WORKERS)

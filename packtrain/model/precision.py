@@ -89,15 +89,12 @@ def bf16_speed(limit_s: float = 0.2) -> float:
     return best[torch.float32] / best[torch.bfloat16]
 
 
-def multiply_in(float32_matmul: str) -> None:
-    """Has float32 products of this process computed as trainer.float32_matmul says, whatever the environment's TF32 settings.
-
-    Convolutions follow on GPUs. NVIDIA_TF32_OVERRIDE stands above torch: it is removed where it asks for what the config does not.
-    """
-    if float32_matmul == "highest" and os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":
+def multiply_without_tf32() -> None:
+    """Has float32 products and convolutions of this process computed in IEEE's precision, whatever the environment asks for."""
+    if os.environ.get("NVIDIA_TF32_OVERRIDE", "0") != "0":  # it stands above torch
         del os.environ["NVIDIA_TF32_OVERRIDE"]
-    torch.set_float32_matmul_precision(float32_matmul)
-    torch.backends.cudnn.allow_tf32 = float32_matmul != "highest"
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:

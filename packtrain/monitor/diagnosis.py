@@ -30,7 +30,7 @@ Cause = Literal["memory", "died", "stopped", "ended", "data", "storage", "stuck"
 CAUSES: Mapping[Cause, tuple[str, str]] = {
     "memory": (
         "the system killed it because memory ran out",
-        "give the job more memory, or take less: fewer trainer.loader_workers, a sharded strategy, another model.dtype",
+        "give the job more memory, or take less: a sharded strategy, another model.dtype",
     ),
     "died": (
         "the process was killed, crashed outside Python, or ended itself (os._exit)",
@@ -47,8 +47,8 @@ CAUSES: Mapping[Cause, tuple[str, str]] = {
     ),
     "data": (
         "reading the data does not return, or its loader processes deliver nothing",
-        "its stack shows which: look at the file system that the data and its cache (data.cache_dir) are on; try "
-        "trainer.loader_workers=0; if reading is always this slow, raise topology.step_timeout",
+        "its stack shows which: look at the file system that the data and its cache (data.cache_dir) are on; if "
+        "reading is always this slow, raise topology.step_timeout",
     ),
     "storage": (
         "slow or stalled storage: the write has not returned",

@@ -57,7 +57,7 @@ def recall(model: Model, data: Data, kind: str, seed: int) -> DataSize | None:
 
 def _note(model: Model, data: Data, kind: str, seed: int) -> Path:
     held_out = data.eval if isinstance(data.eval, (int, float)) else None  # else the training set is all of data.train
-    told = asdict(replace(data, eval=held_out, workers=None, cache_dir=None, shuffle=True))
+    told = asdict(replace(data, eval=held_out, cache_dir=None, shuffle=True))
     tokenizer = model.tokenizer or model.path or ""
     files = [
         *(one.path for one in sources(data.train)),

@@ -119,13 +119,9 @@ def about_model(
 
 
 def _products() -> str:
-    """A clause on products of float32, where they are not as everywhere: by the config, or although the environment asks."""
-    now, asked = torch.get_float32_matmul_precision(), "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
-    if now != "highest":
-        off = ", but NVIDIA_TF32_OVERRIDE=0 turns TF32 off" if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0" else ""
-        return f", float32 products in {now} precision{off}"
-    overruled = f" ({asked} is overruled by trainer.float32_matmul)"
-    return f", float32 products without TF32{overruled}" if os.environ.get(asked, "0") != "0" else ""
+    """A clause on products of float32, where the environment asks for TF32."""
+    asked = "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    return f", float32 products without TF32 ({asked} is overruled)" if os.environ.get(asked, "0") != "0" else ""
 
 
 def _updated(optim: Optim, model: PreTrainedModel, strategy: str) -> str:

@@ -55,8 +55,7 @@ def explained(error: BaseException, ranks: Ranks, folder: RunFolder, batch: Batc
         fix = f"packtrain env shows what its driver says (Xid, ECC), CUDA_LAUNCH_BLOCKING=1 where it happens; then {_GO_ON}"
         return PeerFailed(f"{ranks.device} of rank {ranks.rank} failed: {said}", fix=fix)
     if "DataLoader worker (pid" in said:
-        fix = "the system kills for want of memory: set it lower, or to 0"
-        return PeerFailed(said, where="trainer.loader_workers", fix=fix)
+        return PeerFailed(said, fix=f"the system kills for want of memory: give the job more of it, and {_GO_ON}")
     if is_of_storage(error) and (not isinstance(error, OSError) or error.errno in _FULL):
         named = error.filename if isinstance(error, OSError) else None
         where = named if isinstance(named, str) else f"trainer.output_dir ({folder.root})"

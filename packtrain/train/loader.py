@@ -313,15 +313,19 @@ def _exit_on_signal_of_parent(parent: int, numbers: set[signal.Signals]) -> None
     os._exit(0)
 
 
-def step_loader(steps: Steps | MismatchedSteps, *, first: int = 0, workers: int | None = 0) -> DataLoader:
-    """Loads `steps` from number `first` on, in `workers` processes ahead of the model; None for one on a GPU, none on a CPU."""
-    workers = int(torch.cuda.is_available()) if workers is None else workers
+def loader_processes() -> int:
+    """How many processes assemble batches: one ahead of a GPU, which never waits for it; none on a CPU, whose cores are at work."""
+    return int(torch.cuda.is_available())
+
+
+def step_loader(steps: Steps | MismatchedSteps, *, first: int = 0) -> DataLoader:
+    """Loads `steps` from number `first` on."""
     return DataLoader(
         steps,
         batch_size=None,
         sampler=_FromStep(first, len(steps)),
-        num_workers=workers,
-        worker_init_fn=_ignore_signals_except_from_parent if workers else None,
+        num_workers=loader_processes(),
+        worker_init_fn=_ignore_signals_except_from_parent,
         pin_memory=torch.cuda.is_available(),
         # its own generator: a base seed drawn from the global one would make a resumed run differ from an unbroken one
         generator=torch.Generator().manual_seed(0),

@@ -177,7 +177,7 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
         """The micro-batches of each step to come, on this rank; the state of chance is that of `checkpoint`."""
         if checkpoint is not None:
             self._load_rng_state(str(checkpoint))
-        return iter(step_loader(self.steps, first=self.state.global_step, workers=self.settings.loader_workers))
+        return iter(step_loader(self.steps, first=self.state.global_step))
 
     def notify(self, event: str) -> None:
         """Tells those that listen to the run: metrics.jsonl, the terminal, trackers (run.py)."""

@@ -209,7 +209,7 @@ class LoggingHooks(TrainerHooks):
     def evaluation_batches(self, of: Callable[[Any], Any] = lambda steps: steps) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the evaluation set, or what `of` makes of its steps. All ranks synchronise after each of its
         steps, so that no collective waits longer than one step."""
-        loader = step_loader(of(self.settings.evaluation), first=0, workers=self.settings.loader_workers)
+        loader = step_loader(of(self.settings.evaluation), first=0)
         for number, batches in enumerate(loader):
             for batch in batches:
                 self.clock.enter("eval", micro=number)

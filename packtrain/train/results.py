@@ -131,14 +131,9 @@ def saves_whole_model(settings: Model, peft: Peft) -> bool:
 
 @torch.no_grad()
 def answer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    *,
-    attention: str,
-    max_tokens: int,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], *, attention: str
 ) -> list[str]:
-    """Greedy answers of at most `max_tokens` tokens, under the model's original attention implementation.
+    """Greedy answers of at most 64 tokens, under the model's original attention implementation.
 
     A prompt is a user turn if the tokenizer has a chat template, else plain text to continue.
     """
@@ -157,7 +152,7 @@ def answer(
             output = cast(Any, model).generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=max_tokens,
+                max_new_tokens=64,
                 do_sample=False,
                 pad_token_id=tokenizer.pad_token_id,
             )

@@ -41,7 +41,7 @@ from packtrain.inspect.corpus import corpus_of
 from packtrain.inspect.places import rows_of
 from packtrain.model.compiled import compile_layers
 from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
-from packtrain.model.precision import Precision, decide_precision, multiply_in
+from packtrain.model.precision import Precision, decide_precision, multiply_without_tf32
 from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.score_head import is_reward_model, outputs_of_tokens
 from packtrain.model.spread import Ranks, open_proofs, open_strategy, spread
@@ -116,7 +116,7 @@ def train(verb: str, config: RunConfig, work: Work | None = None) -> int:
     Returns the exit code; raises PacktrainError for the user.
     """
     quiet_libraries(on_cpu=not torch.cuda.is_available())
-    multiply_in(config.trainer.float32_matmul)
+    multiply_without_tf32()
     own_heartbeat().enter("join")
     ranks, peers = _join(verb, config)
     own_heartbeat().enter("proof")
@@ -336,7 +336,6 @@ def _build(
         origin,
         keep_checkpoints=config.trainer.keep_checkpoints,
         first_step=step_of(checkpoint) if checkpoint else 0,
-        loader_workers=config.trainer.loader_workers,
         machines=run.peers.machines() if run.peers and ranks.main else (),
         say=log.warn,
         strategy=ranks.strategy,
@@ -345,7 +344,7 @@ def _build(
         optim=config.optim,
         limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
         spikes=_spike_rules(run, data),
-        largest_first=_tries_largest(config.trainer, ranks),
+        largest_first=tries_largest(config.trainer, ranks),
     )
     arguments = training_arguments(config.trainer, config.optim, config.tracking, precision, settings)
     trainer = _trainer(run, objective, arguments, settings)
@@ -426,10 +425,9 @@ def _lack_of_memory(error: Exception, run: Run, trainer: StepTrainer) -> UserErr
     )
 
 
-def _tries_largest(trainer: Trainer, ranks: Ranks) -> bool:
-    """Whether the largest micro-batch runs before step 1; not by itself where the kernels of compiled layers depend on what is first."""
-    wanted = trainer.largest_first
-    return wanted if wanted != "auto" else ranks.device.type == "cuda" and not trainer.torch_compile
+def tries_largest(trainer: Trainer, ranks: Ranks) -> bool:
+    """Whether the largest micro-batch runs before step 1; not where the kernels of compiled layers depend on what is first."""
+    return ranks.device.type == "cuda" and not trainer.torch_compile
 
 
 def _join(verb: str, config: RunConfig) -> tuple[Ranks, Peers | None]:
@@ -548,14 +546,12 @@ def _describe_data(run: Run, data: PreparedData) -> None:
 
 def _answers(run: Run) -> list[str]:
     """Answers to trainer.samples, without touching the random state; only the main process answers if it has the whole model."""
-    settings = run.config.trainer
-    if not (settings.samples and (run.ranks.main or run.ranks.sharded)):
+    samples = run.config.trainer.samples
+    if not (samples and (run.ranks.main or run.ranks.sharded)):
         return []
     with torch.random.fork_rng([run.ranks.device] if run.ranks.device.type == "cuda" else []):
         base = base_model(run.model)
-        return results.answer(
-            base, run.tokenizer, settings.samples, attention=run.attention, max_tokens=settings.sample_tokens
-        )
+        return results.answer(base, run.tokenizer, samples, attention=run.attention)
 
 
 def _write_summary(run: Run, summary: dict) -> None:

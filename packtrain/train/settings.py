@@ -39,7 +39,6 @@ class LoopSettings:
     origin: dict[str, Any]
     keep_checkpoints: int | None = None
     first_step: int = 0
-    loader_workers: int | None = None
     machines: Machines = ()
     say: Callable[[str], None] = print
     strategy: str = "ddp"
@@ -149,7 +148,6 @@ def training_arguments(
         "weight_decay": optim.weight_decay,
         "adam_beta1": optim.beta1,
         "adam_beta2": optim.beta2,
-        "adam_epsilon": optim.epsilon,
         "max_grad_norm": optim.max_grad_norm,
         "activation_checkpointing": trainer.gradient_checkpointing,
         "use_cpu": not torch.cuda.is_available(),  # else several CPU processes silently train separate copies

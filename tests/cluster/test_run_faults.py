@@ -61,7 +61,9 @@ def broken_loss(trainer, *given):
     return loss(trainer, *given)
 
 if os.environ["RANK"] == "1":
-    if fault == "loader": steps.__getitem__ = wait_for_the_lock
+    if fault == "loader":
+        steps.__getitem__ = wait_for_the_lock
+        loader.loader_processes = lambda: 1
     if fault == "storage": trainer._save_rng_state = stalled_write
     if fault == "slow": trainer._save_rng_state = slow_write
     if fault == "slow evaluation": trainer.evaluation_batches = slow_batches
@@ -98,7 +100,6 @@ CHANGES = {
     "storage": ["trainer.checkpoint_every=2", f"topology.checkpoint_timeout={STEP_S}"],
     "slow": ["trainer.checkpoint_every=2"],
     "slow evaluation": ["data.eval=eval.jsonl"],
-    "loader": ["trainer.loader_workers=1"],
     HEALTHY: ["topology.gpus_per_node=2"],
     "interface": [f"+topology.environment.{IFNAME}={NOWHERE}", f"topology.join_timeout={JOIN_S}"],
 }

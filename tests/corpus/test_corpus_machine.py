@@ -386,7 +386,10 @@ CASES = [
             "sft",
             *RUN,
             "-m",
-            *(f"optim.{key}=range(1,20)" for key in ("beta1", "beta2", "epsilon", "warmup_steps", "weight_decay")),
+            *(
+                f"optim.{key}=range(1,20)"
+                for key in ("beta1", "beta2", "learning_rate", "warmup_steps", "weight_decay")
+            ),
         ),
         says=("1,000",),
     ),

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(folder: Path) -> dict[str, Any]:
     """A few steps of some rows each, an evaluation, checkpoints and answers to a sample."""
     checkpoints = {"checkpoint_every": 2, "keep_checkpoints": 9, "eval_every": 3}
-    trainer = {"max_steps": STEPS, "samples": ["Say backwards: river stone"], "sample_tokens": 4, **checkpoints}
+    trainer = {"max_steps": STEPS, "samples": ["Say backwards: river stone"], **checkpoints}
     return base_config(folder, data={"eval": 0.2}, trainer=trainer)
 
 

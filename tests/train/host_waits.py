@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from packtrain.config.compose import load_config
 from packtrain.model.spread import Ranks
+from packtrain.train import loader
 from packtrain.train.loop import StepTrainer
 
 FIRST, LAST = 5, 7
@@ -107,6 +108,7 @@ def train_watched(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepTrainer, "next_batches", watched)
+        patch.setattr(loader, "loader_processes", lambda: 1)  # what the loader does is no part of the step
         train_here(config, folder / "run", ranks)
 
 
@@ -116,5 +118,4 @@ def tiny_run(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
     sizes = [f"+model.config.{name}={value}" for name, value in LLAMA.items()]
     model = ["model.init=random", "model.tokenizer=quickstart", *sizes]
     batch = ["batch.examples_per_step=6", "batch.tokens_per_device=512", "data.max_length=200"]
-    # what the loader does is no part of the step
-    return [*model, *batch, f"data.train={data}", f"data.cache_dir={folder / 'cache'}", "trainer.loader_workers=1"]
+    return [*model, *batch, f"data.train={data}", f"data.cache_dir={folder / 'cache'}"]

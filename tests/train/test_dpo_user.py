@@ -53,7 +53,7 @@ def start(tmp_path: Path) -> RunConfig:
     data = write_jsonl(tmp_path / "pairs.jsonl", pairs(15))
     return RunConfig(
         model=Model(init="random", config=dict(LLAMA), tokenizer="quickstart"),
-        data=Data(train=str(data), max_length=64, cache_dir=str(tmp_path / "cache"), workers=1),
+        data=Data(train=str(data), max_length=64, cache_dir=str(tmp_path / "cache")),
         batch=Batch(examples_per_step=7, tokens_per_device=256),
         objective=Objective(kind="dpo"),
         optim=Optim(learning_rate=1e-3, schedule="constant"),
@@ -72,7 +72,7 @@ def test_prompts_that_are_not_token_exact_or_too_short_to_share_are_told_of(tmp_
         {"prompt": "Say back", "chosen": "wards", "rejected": "bone"},
         {"prompt": "a", "chosen": " b", "rejected": " c"},
     ]
-    data = Data(train=str(write_jsonl(tmp_path / "pairs.jsonl", rows)), cache_dir=str(tmp_path), workers=1)
+    data = Data(train=str(write_jsonl(tmp_path / "pairs.jsonl", rows)), cache_dir=str(tmp_path))
     report = prepare_pairs(data, load_tokenizer(Model(tokenizer="quickstart")), seed=0).train.report
     assert report.apart and report.pairs and report.pairs.pairs - report.pairs.shareable == 1
     said = _documents(report)

@@ -13,8 +13,10 @@ from here import ALONE, train_here
 from running import LLAMA, Run, base_config, train
 
 from packtrain.config.compose import load_config
+from packtrain.config.schema import Trainer
 from packtrain.errors import UserError
 from packtrain.plan.memory import estimate
+from packtrain.train import run as run_module
 from packtrain.train.largest_row import RowAtWork, RowLimits, memory_error
 from packtrain.train.loader import MicroBatch
 from packtrain.train.loop import StepTrainer
@@ -27,10 +29,16 @@ DROPOUT = {"attention_dropout": 0.1}  # so that a change of the random state wou
 NEEDS_DEEPSPEED = pytest.mark.skipif("deepspeed" not in forked.WARM, reason="needs deepspeed")
 
 
-def config_of(folder: Path, **trainer: Any) -> dict[str, Any]:
-    config = base_config(folder, trainer={"max_steps": 4, **trainer})
+def config_of(folder: Path) -> dict[str, Any]:
+    config = base_config(folder, trainer={"max_steps": 4})
     config["model"]["config"] = {**LLAMA, **DROPOUT}
     return config
+
+
+def as_on_a_gpu(*given: Any) -> None:
+    """The command, which tries the largest micro-batch on a CPU, too."""
+    run_module.tries_largest = lambda *_: True
+    forked.run(*given)
 
 
 @pytest.mark.parametrize(
@@ -54,12 +62,12 @@ def test_it_changes_no_bit_of_the_training(tmp_path: Path, strategy: str, proces
             tmp_path,
             config,
             f"strategy={strategy}",
-            f"trainer.largest_first={tried}",
-            name=tried,
+            name=name,
             processes=processes,
             command=verb,
+            begin=begin,
         )
-        for tried in ("false", "true")
+        for name, begin in (("plain", None), ("tried", as_on_a_gpu))
     ]
     assert runs[0].losses == runs[1].losses
     weights = runs[0].weights()
@@ -80,8 +88,8 @@ def cramped(monkeypatch: pytest.MonkeyPatch, room: int = ROOM, *, from_step: int
     monkeypatch.setattr(PackedSFTTrainer, "loss_of", watched(PackedSFTTrainer.loss_of))
 
 
-def refused(folder: Path, **trainer: Any) -> UserError:
-    (path := folder / "run.yaml").write_text(yaml.safe_dump(config_of(folder, **trainer)))
+def refused(folder: Path) -> UserError:
+    (path := folder / "run.yaml").write_text(yaml.safe_dump(config_of(folder)))
     with pytest.raises(UserError) as caught:
         train_here(load_config(str(path), []), folder / "run")
     return caught.value
@@ -91,7 +99,8 @@ def test_a_lack_of_memory_shows_before_step_1_with_documents_and_what_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cramped(monkeypatch)
-    (problem,) = refused(tmp_path, largest_first=True).problems
+    monkeypatch.setattr(run_module, "tries_largest", lambda *_: True)
+    (problem,) = refused(tmp_path).problems
     assert "before step 1" in problem.what and "token slots" in problem.what and "data.jsonl:" in problem.what
     assert "Tried to allocate 2.00 GiB" in problem.what
     # the longest document has all 200 tokens, so that fewer tokens a micro-batch are no way
@@ -142,7 +151,7 @@ def test_what_to_set_is_said_with_figures(
 
 def test_without_it_the_step_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cramped(monkeypatch, room=0, from_step=2)
-    (problem,) = refused(tmp_path, largest_first=False).problems
+    (problem,) = refused(tmp_path).problems
     assert "in step 3 (micro-batch 1)" in problem.what
     assert len(Run(tmp_path / "run").losses) == 2
 
@@ -163,9 +172,18 @@ def test_what_is_tried_is_what_no_other_micro_batch_exceeds(tmp_path: Path, monk
 
     monkeypatch.setattr(StepTrainer, "at_work", noted)
     monkeypatch.setattr(StepTrainer, "try_largest", tried)
-    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(tmp_path, largest_first=True)))
+    monkeypatch.setattr(run_module, "tries_largest", lambda *_: True)
+    (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(tmp_path)))
     for mode in ("packed", "padding"):
         seen.clear()
         config = load_config(str(path), [f"packing.mode={mode}"])
         train_here(replace(config, trainer=replace(config.trainer, resume="never")), tmp_path / mode)
         assert seen[0] == seen[1] == max(seen[2:])
+
+
+@pytest.mark.parametrize(
+    ("device", "compiled", "tried"), [("cpu", False, False), ("cuda", False, True), ("cuda", True, False)]
+)
+def test_it_is_tried_on_gpus_unless_the_layers_are_compiled(device: str, compiled: bool, tried: bool) -> None:
+    ranks = replace(ALONE, device=torch.device(device))
+    assert run_module.tries_largest(Trainer(torch_compile=compiled), ranks) == tried

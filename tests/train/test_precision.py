@@ -16,7 +16,7 @@ from running import Run, base_config, packtrain, train
 from tiny_models import tiny_model
 
 from packtrain.model import precision
-from packtrain.model.precision import bf16_speed, decide_precision, multiply_in
+from packtrain.model.precision import bf16_speed, decide_precision, multiply_without_tf32
 from packtrain.model.spread import Ranks
 from packtrain.plan.origin import origin_in
 from packtrain.proof import isolation
@@ -59,7 +59,9 @@ def restored() -> Any:
 
 
 @pytest.mark.usefixtures("restored")
-def test_proofs_compute_in_ieee_float32_and_training_as_the_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_computes_in_ieee_float32_and_so_do_proofs_in_a_process_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def settings() -> tuple[str, bool, bool]:
         matmul = torch.backends.cuda.matmul.allow_tf32
         return torch.get_float32_matmul_precision(), matmul, torch.backends.cudnn.allow_tf32
@@ -68,12 +70,13 @@ def test_proofs_compute_in_ieee_float32_and_training_as_the_config_says(monkeypa
     inner = isolation.logits_of
     monkeypatch.setattr(isolation, "logits_of", lambda *given: seen.append(settings()) or inner(*given))
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
-    multiply_in("high")
-    assert settings() == ("high", True, True) and "NVIDIA_TF32_OVERRIDE" in os.environ
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    assert settings() == ("high", True, True)
     assert isolation.prove_isolation(tiny_model("llama"), "segmented").verdict == "exact"
     assert set(seen) == {("highest", False, False)}
     assert settings() == ("high", True, True)
-    multiply_in("highest")
+    multiply_without_tf32()
     assert settings() == ("highest", False, False) and "NVIDIA_TF32_OVERRIDE" not in os.environ
 
 
@@ -84,7 +87,7 @@ def test_answers_restore_the_random_state_of_their_device_alone(monkeypatch: pyt
     monkeypatch.setattr(run_module.results, "answer", lambda *_, **__: ["yes"])
     monkeypatch.setattr(run_module, "base_model", lambda model: model)
     for device in (torch.device("cuda", 3), torch.device("cpu")):
-        trainer: Any = type("Trainer", (), {"samples": ["?"], "sample_tokens": 1})
+        trainer: Any = type("Trainer", (), {"samples": ["?"]})
         config: Any = type("Config", (), {"trainer": trainer})
         run: Any = run_module.Run(config, Ranks(0, 1, device), None, *[None] * 4)  # type: ignore[arg-type]
         assert run_module._answers(run) == ["yes"]
@@ -94,20 +97,18 @@ def test_answers_restore_the_random_state_of_their_device_alone(monkeypatch: pyt
 def test_a_run_says_what_it_computes_in_and_a_resumed_one_refuses_another_format(tmp_path: Path) -> None:
     trainer = {"max_steps": 2, "checkpoint_every": 1, "keep_checkpoints": None}
     config = base_config(tmp_path, trainer=trainer)
-    run = train(tmp_path, config, "trainer.mixed_precision=fast", "trainer.float32_matmul=high")
+    run = train(tmp_path, config, "trainer.mixed_precision=fast")
     said = (run.folder / "logs" / "rank-00000.log").read_text()
     assert re.search(r"precision +float32 weights, computed in \w+ \(this CPU multiplies [\d.]+ times as fast", said)
-    assert "float32 products in high precision" in said
     first = run.folder / "checkpoints" / "step-000001"
     decided = origin_in(first)["trainer.mixed_precision"]
     assert decided in ("no", "bf16")
     other = {"no": "bf16", "bf16": "no"}[decided]
     file, resumed = str(tmp_path / "run.yaml"), f"trainer.resume={first}"
     apart = f"trainer.output_dir={tmp_path / 'again'}"
-    high = "trainer.float32_matmul=high"
-    refused = packtrain("sft", file, f"trainer.mixed_precision={other}", high, resumed, apart, expect=2)
+    refused = packtrain("sft", file, f"trainer.mixed_precision={other}", resumed, apart, expect=2)
     assert "trainer.mixed_precision" in refused.stderr and f"made with {decided}" in refused.stderr
-    done = packtrain("sft", file, "trainer.mixed_precision=auto", high, resumed, apart)
+    done = packtrain("sft", file, "trainer.mixed_precision=auto", resumed, apart)
     assert "as before the checkpoint" in done.stdout
     assert Run(tmp_path / "again").losses == run.losses[1:]
 

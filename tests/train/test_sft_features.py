@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from packtrain.config.schema import Data
 from packtrain.data.prepare import prepare
 from packtrain.packing.collate import IGNORE, shifted_labels
+from packtrain.train import loader
+from tests.train import forked
 
 
 def eval_loss_by_definition(model_folder: Path, documents: Path, cache: Path) -> float:
@@ -119,7 +122,6 @@ def test_adapters_on_a_base_that_cannot_be_named_are_merged_into_final(tmp_path:
     "overrides",
     [
         ["trainer.gradient_checkpointing=true"],
-        ["trainer.loader_workers=2"],
         ["optim.name=adamw_torch"],
     ],
     ids=lambda overrides: overrides[0],
@@ -128,6 +130,17 @@ def test_what_saves_memory_or_time_does_not_change_the_losses(plain: tuple[Path,
     folder, expected = plain
     config = base_config(folder, trainer={"max_steps": 4})
     assert train(folder, config, *overrides, name=overrides[0]).losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def with_loader_processes(*given: Any) -> None:
+    loader.loader_processes = lambda: 2
+    forked.run(*given)
+
+
+def test_processes_that_load_ahead_do_not_change_the_losses(plain: tuple[Path, Run]) -> None:
+    folder, expected = plain
+    config = base_config(folder, trainer={"max_steps": 4})
+    assert train(folder, config, name="ahead", begin=with_loader_processes).losses == expected.losses
 
 
 def test_bf16_modes_agree_within_bf16(plain: tuple[Path, Run], tmp_path: Path) -> None:

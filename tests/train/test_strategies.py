@@ -56,7 +56,6 @@ def config_of(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
         "keep_checkpoints": None,
         "eval_every": 4,
         "samples": ["river stone"],
-        "sample_tokens": 3,
     }
     config = base_config(folder, trainer={**trainer, **groups.pop("trainer", {})}, **groups)
     config["optim"] |= {"schedule": "linear", "warmup_steps": 2, "max_grad_norm": 0.5}

@@ -15,8 +15,8 @@ KEPT = ("model", "data", "packing", "objective", "optim", "batch", "trainer", "p
 """The groups that a checkpoint records, by key; and then what became of them: the facts that are no keys."""
 _FREE = re.compile(
     r"model\.(?!config\.|dtype|weights).*|data\.(?!train$|shuffle$).*|packing\.(mode|share_prefix)"
-    r"|batch\.(examples|tokens)_per_device|trainer\.(?!seed|mixed_precision|float32_matmul|max_steps).*|peft\.merge"
-    r"|strategy\.name|[^.]+"  # the last: versions, processes, and the like
+    r"|batch\.(examples|tokens)_per_device|trainer\.(?!seed|mixed_precision|max_steps).*|peft\.merge"
+    r"|strategy\.name|optim\.epsilon|[^.]+"  # a removed key (the config is refused for it); versions, processes, and the like
 )
 _FIXED = re.compile(
     r"checkpoint\.format|model|peft\.(kind|r|target_modules|modules_to_save)|optim\.name|objective\.kind"

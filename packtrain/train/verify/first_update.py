@@ -73,7 +73,6 @@ def _maker(optim: Optim, *, in_float32: bool) -> Callable[[Any], torch.optim.Opt
         learning_rate=optim.learning_rate,
         adam_beta1=optim.beta1,
         adam_beta2=optim.beta2,
-        adam_epsilon=optim.epsilon,
         use_cpu=not torch.cuda.is_available(),
         report_to="none",
     )

@@ -11,7 +11,7 @@ from packtrain.config.rules.resume_keys import is_fixed, is_free, resume_rules
 from packtrain.config.schema import Trainer
 
 FREE = (
-    "data.workers trainer.log_every trainer.output_dir packing.mode batch.tokens_per_device strategy.name model.path torch "
+    "data.bad_rows trainer.log_every trainer.output_dir packing.mode batch.tokens_per_device strategy.name model.path torch "
     "peft.merge trainer.checkpoint_every data.max_length model.attention"
 )
 DECISIVE = (

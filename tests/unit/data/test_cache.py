@@ -230,8 +230,9 @@ def test_many_processes_give_the_same_as_one_and_an_error_in_one_arrives_whole(t
     Path(bad).write_text("\n".join([*lines[:650], '{"text": 5}', *lines[650:]]))
     alone = go(tmp_path / "alone", path).train
     monkeypatch.setattr(module, "FEW_ROWS", 100)
+    monkeypatch.setattr(module, "tokenising_processes", lambda: 2)
     with pytest.raises(UserError, match=r"bad.jsonl:651, text: expected a string, found a number: 5"):
-        go(tmp_path / "parallel", [path, bad], workers=2)
+        go(tmp_path / "parallel", [path, bad])
     parallel = go(tmp_path / "parallel", path).train
     assert parallel.fingerprint == alone.fingerprint
     assert (parallel.report.rows, parallel.report.seconds) == (700, 0)  # what the two processes made
@@ -298,7 +299,7 @@ def test_a_weight_that_takes_nothing_is_an_error_that_names_its_source(tmp_path)
 
 def test_quickstart_trains_on_one_split_and_evaluates_on_the_other(tmp_path, monkeypatch):
     monkeypatch.setitem(quickstart.COUNTS, "train", 500)
-    prepared = go(tmp_path, "quickstart", eval="quickstart", workers=1, max_length=512)
+    prepared = go(tmp_path, "quickstart", eval="quickstart", max_length=512)
     assert prepared.eval is not None
     assert prepared.train.report.format == "messages"
     assert len(prepared.train) > len(prepared.eval) > 0

@@ -231,9 +231,10 @@ def test_workers_make_what_one_process_makes(tmp_path, monkeypatch, waits):
         return pool
 
     monkeypatch.setattr(prepare_module._Workers, "_started", started)
-    alone = ready(tmp_path, rows(600), workers=1).train
+    alone = ready(tmp_path, rows(600)).train
     monkeypatch.setattr(prepare_module, "FEW_ROWS", 100)
-    other = ready(tmp_path, rows(600), workers=2, cache_dir=str(tmp_path / "other")).train
+    monkeypatch.setattr(prepare_module, "tokenising_processes", lambda: 2)
+    other = ready(tmp_path, rows(600), cache_dir=str(tmp_path / "other")).train
     assert other.report.seconds > 0 and other.fingerprint == alone.fingerprint
 
 

@@ -230,7 +230,8 @@ def test_ctrl_c_is_for_the_process_that_has_the_workers_alone(tmp_path):
 
         if __name__ == "__main__":
             start, module._Workers._started, module.FEW_ROWS = module._Workers._started, started, 10
-            module.prepare(Data(train="x.jsonl", cache_dir="cache", workers=2), tokenizer_of("smollm"), seed=0)
+            module.tokenising_processes = lambda: 2
+            module.prepare(Data(train="x.jsonl", cache_dir="cache"), tokenizer_of("smollm"), seed=0)
     """
     (tmp_path / "program.py").write_text(textwrap.dedent(program))
     done = subprocess.run(
@@ -250,8 +251,8 @@ def test_workers_that_die_before_they_start_are_an_error_and_no_endless_wait(tmp
         from data_tokenizers import tokenizer_of
         from packtrain.config.schema import Data
         from packtrain.data import prepare as module
-        module.FEW_ROWS = 10
-        data = Data(train="x.jsonl", cache_dir="cache", workers=2, chat_template="big.jinja")
+        module.FEW_ROWS, module.tokenising_processes = 10, lambda: 2
+        data = Data(train="x.jsonl", cache_dir="cache", chat_template="big.jinja")
         try:
             module.prepare(data, tokenizer_of("smollm"), seed=0)
         except module.PacktrainError as error:
