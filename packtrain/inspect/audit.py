@@ -36,7 +36,7 @@ _TOGETHER = {SCRIPTS.index("Japanese"): SCRIPTS.index("Chinese")}
 
 
 @dataclass(frozen=True, eq=False)
-class Finding:
+class Oddity:
     """A finding: the numbers of its `rows` int[n], of `total` of the `unit`, a sentence and what to do.
 
     `twins` are the rows that the first of them repeat; `count` is their number where not all are in `rows`.
@@ -63,19 +63,19 @@ class Finding:
         return self.number / max(1, self.total)
 
 
-def findings(corpus: Corpus, scan: TokenScan) -> list[Finding]:
+def findings(corpus: Corpus, scan: TokenScan) -> list[Oddity]:
     """All findings, the worst first; `rows_named` says which rows need a place before `audit_lines`."""
     order: list[Severity] = ["bad", "warn", "note"]
     found = [one for one in _all(corpus, scan) if len(one.rows)]
     return sorted(found, key=lambda one: (order.index(one.severity), -one.share))
 
 
-def rows_named(found: Sequence[Finding]) -> set[int]:
+def rows_named(found: Sequence[Oddity]) -> set[int]:
     """The rows that are shown as examples."""
     return {int(row) for one in found for row in (*one.rows[:EXAMPLES], *one.twins[:EXAMPLES])}
 
 
-def audit_lines(found: Sequence[Finding], places: Mapping[int, str]) -> list[dict[str, Any]]:
+def audit_lines(found: Sequence[Oddity], places: Mapping[int, str]) -> list[dict[str, Any]]:
     """The findings as plain containers, with the places of their first rows."""
     made = []
     for one in found:
@@ -99,7 +99,7 @@ def _beside(place: str, other: str) -> str:
     return f"line {line}" if colon and other.startswith(f"{file}:") else place
 
 
-def _all(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
+def _all(corpus: Corpus, scan: TokenScan) -> Iterator[Oddity]:
     yield from _of_rows(corpus)
     yield from _of_ends(corpus, scan)
     yield from _of_tokens(corpus, scan)
@@ -107,7 +107,7 @@ def _all(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
     yield from _of_twins(corpus, scan)
 
 
-def _of_rows(corpus: Corpus) -> Iterator[Finding]:
+def _of_rows(corpus: Corpus) -> Iterator[Oddity]:
     """What rows tell."""
     of_train, fates, rows = corpus.rows_of_train, corpus.fates, int(corpus.rows_of_train.sum())
 
@@ -118,7 +118,7 @@ def _of_rows(corpus: Corpus) -> Iterator[Finding]:
         return np.flatnonzero(of_train & corpus.dropped_for(reasons))
 
     untrained = dropped(UNTRAINED, UNTRAINED_ONCE_CUT)
-    yield Finding(
+    yield Oddity(
         "no_trained_token",
         untrained,
         rows,
@@ -128,13 +128,13 @@ def _of_rows(corpus: Corpus) -> Iterator[Finding]:
     )
     if corpus.pairs:
         same = "the chosen and the rejected answer are the same, so these pairs are left out"
-        yield Finding(
+        yield Oddity(
             "identical_answers", dropped(SAME, SAME_ONCE_CUT), rows, same, "Take them out, or see data.max_length."
         )
         prefix = "one answer is the beginning of the other: the pair teaches length alone"
         fix = "See whether one of them was cut short when it was made; take such pairs out."
-        yield Finding("prefix_answers", flagged("prefix"), rows, prefix, fix)
-    yield Finding(
+        yield Oddity("prefix_answers", flagged("prefix"), rows, prefix, fix)
+    yield Oddity(
         "marker_in_content",
         flagged("marker"),
         rows,
@@ -142,22 +142,22 @@ def _of_rows(corpus: Corpus) -> Iterator[Finding]:
         "Take the markers out of the texts: they end or begin turns in the middle of one.",
     )
     echo = "an answer is the very text that it answers"
-    yield Finding("answer_is_prompt", flagged("echo"), rows, echo, "See whether a column is used twice (data.columns).")
+    yield Oddity("answer_is_prompt", flagged("echo"), rows, echo, "See whether a column is used twice (data.columns).")
     garbled = "the text holds replacement characters (�), or letters that UTF-8 becomes when it is read as latin-1 (Ã©)"
     fix = "Write the file anew from its source, as UTF-8; what became � is lost."
-    yield Finding("broken_encoding", flagged("garbled"), rows, garbled, fix)
+    yield Oddity("broken_encoding", flagged("garbled"), rows, garbled, fix)
     unsaid = "the chat template leaves the system prompt out, so the model never sees it"
     fix = "Set data.chat_template to one that has system prompts, or put them into the first question."
-    yield Finding("dropped_system_prompt", flagged("unsaid"), rows, unsaid, fix)
+    yield Oddity("dropped_system_prompt", flagged("unsaid"), rows, unsaid, fix)
 
 
-def _of_ends(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
+def _of_ends(corpus: Corpus, scan: TokenScan) -> Iterator[Oddity]:
     """Whether answers end, and once."""
     rows, fates = corpus.row_of, corpus.fates
     cut = fates["truncated"][rows]
     total = int(corpus.rows_of_train.sum())
     if corpus.data.overlong != "keep_end":
-        yield Finding(
+        yield Oddity(
             "answer_cut",
             np.unique(rows[corpus.in_train & cut & scan.open]),
             total,
@@ -166,7 +166,7 @@ def _of_ends(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
         )
     endless = np.unique(rows[corpus.in_train & ~cut & ~fates["split"][rows] & ~scan.ends])
     token = corpus.end_names
-    yield Finding(
+    yield Oddity(
         "end_never_trained",
         endless,
         total,
@@ -174,7 +174,7 @@ def _of_ends(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
         "Give rows of tokens their EOS, with a label; else see eos_token of the tokenizer, and data.chat_template.",
         severity="bad" if len(endless) >= POINTLESS * total else "warn",
     )
-    yield Finding(
+    yield Oddity(
         "end_trained_twice",
         np.unique(rows[corpus.in_train & scan.ends_twice]),
         total,
@@ -183,15 +183,15 @@ def _of_ends(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
     )
 
 
-def _of_tokens(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
+def _of_tokens(corpus: Corpus, scan: TokenScan) -> Iterator[Oddity]:
     """Faults that show in token ids."""
     rows, total = corpus.row_of, int(corpus.rows_of_train.sum())
     bos = "documents begin with BOS twice: the template writes it, and the text or the tokens hold it already"
     fix = "Take BOS out of the texts, or of the template."
-    yield Finding("doubled_bos", np.unique(rows[corpus.in_train & scan.two_bos]), total, bos, fix)
+    yield Oddity("doubled_bos", np.unique(rows[corpus.in_train & scan.two_bos]), total, bos, fix)
     unknown = "the tokenizer has no token for part of the text, which becomes its token for unknown text"
     fix = "Take the tokenizer of the model, or one that knows these characters."
-    yield Finding("unknown_tokens", np.unique(rows[corpus.in_train & scan.unknown]), total, unknown, fix)
+    yield Oddity("unknown_tokens", np.unique(rows[corpus.in_train & scan.unknown]), total, unknown, fix)
     script = scan.script.copy()
     for one, other in _TOGETHER.items():
         script[script == one] = other
@@ -203,10 +203,10 @@ def _of_tokens(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
         found = ", ".join(SCRIPTS[one] for one in np.argsort(-times, kind="stable") if times[one] and one != usual)
         what = f"most of the text is in another script ({found}) than that of the others ({SCRIPTS[usual]})"
         fix = "Look whether they are meant; broken encodings look like this, too."
-        yield Finding("other_script", np.unique(rows[others]), total, what, fix, severity="note")
+        yield Oddity("other_script", np.unique(rows[others]), total, what, fix, severity="note")
 
 
-def _of_lengths(corpus: Corpus) -> Iterator[Finding]:
+def _of_lengths(corpus: Corpus) -> Iterator[Oddity]:
     lengths = corpus.lengths[corpus.in_train]
     usual = float(np.percentile(lengths, 99))
     longest = np.flatnonzero(corpus.in_train & (corpus.lengths > OUTLIER * usual))
@@ -216,7 +216,7 @@ def _of_lengths(corpus: Corpus) -> Iterator[Finding]:
         what = f"far longer than the others: up to {most:,} tokens, where 99 % have at most {usual:,.0f}"
         fix = f"Look at them; data.max_length={_rounded(usual)} cuts them, with data.overlong=drop they are left out."
         numbers = corpus.row_of[longest]
-        yield Finding("length_outliers", numbers, len(lengths), what, fix, "documents", "note")
+        yield Oddity("length_outliers", numbers, len(lengths), what, fix, "documents", "note")
 
 
 def _rounded(length: float) -> int:
@@ -224,7 +224,7 @@ def _rounded(length: float) -> int:
     return -(-int(length) // 128) * 128
 
 
-def _of_twins(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
+def _of_twins(corpus: Corpus, scan: TokenScan) -> Iterator[Oddity]:
     """Examples that are there more than once, and held-out ones that are trained."""
     unit, total = corpus.unit, int(corpus.in_train.sum()) // corpus.together
     same, similar = duplicates(corpus, scan)
@@ -246,9 +246,9 @@ def _of_twins(corpus: Corpus, scan: TokenScan) -> Iterator[Finding]:
 
 def _twins(
     name: str, found: Duplicate, corpus: Corpus, total: int, what: str, fix: str, unit: str, severity: Severity
-) -> Finding:
+) -> Oddity:
     rows, twins = corpus.row_of[found.documents], corpus.row_of[found.of].tolist()
-    return Finding(name, rows, total, what, fix, unit, severity, twins, found.count)
+    return Oddity(name, rows, total, what, fix, unit, severity, twins, found.count)
 
 
 def pointless(data: TokenDataset | PairDataset, tokenizer: Any, max_length: int | None) -> list[str]:

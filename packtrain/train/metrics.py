@@ -150,6 +150,7 @@ class LoggingHooks(TrainerHooks):
 
     def log_step(self, norm: Any, rate: float) -> None:
         """Logs the steps since the last line: their mean loss and exact counts, and the last one's gradient `norm` and learning `rate`."""
+        self.clock.enter("step end")
         step, total = self.state.global_step, self.loss_since_line
         with waiting("the loss of all ranks"):
             loss = cast(torch.Tensor, self.accelerator.gather(total)).mean().item() / (step - self._last_line)
@@ -159,7 +160,6 @@ class LoggingHooks(TrainerHooks):
             "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
             "learning_rate": rate,
         }
-        self.clock.enter("step end")
         self.refuse_nan(loss)
         self.take_counts()
         line |= {"tokens": self.state.num_input_tokens_seen, **self.step_figures.close(step)}

@@ -32,7 +32,7 @@ def on_gpus(
 @pytest.mark.parametrize(
     "tests",
     [
-        pytest.param(["test_waits.py"], id="waits"),
+        pytest.param(["test_waits.py"], id="waits", marks=pytest.mark.exhaustive),
         # layers are compiled for real devices alone
         pytest.param(["test_models.py", "test_kernels.py", "-k", "not compiled"], marks=pytest.mark.exhaustive),
     ],

@@ -176,7 +176,7 @@ def test_what_is_no_reward_training_ends_with_a_sentence_and_2(tmp_path: Path) -
         ),
         (
             [f"data.train={pairs}", *new[:2], unknown, *new[3:]],
-            "transformers has no classifier of cohere",
+            "CohereConfig",
             "docs/reward.md",
         ),
     ]
