@@ -80,7 +80,7 @@ WORKER = WORKER.replace("SLOW_S", str(SLOW_S)).replace("SLOW_BATCH_S", str(SLOW_
 SAID = {
     "storage": ["rank 1 on n2 ", "in the checkpoint after step 2", "slow or stalled storage", "in stalled_write"],
     "loader": ["rank 1 on n2 ", "in loading data of step 4", "loader processes deliver nothing"],
-    "ended": ["rank 1 on n2 ", "which the others do not enter, in logging after step 3", "rank 0 on n1 waits in "],
+    "ended": ["rank 1 on n2 ", "has finished, the others have not", "rank 0 on n1 "],
     "memory": [
         "rank 1 on n2 ",
         "ended without an error message (SIGKILL), in ",
