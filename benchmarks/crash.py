@@ -262,17 +262,21 @@ def mark_phases(passed: Any) -> None:
 
 def break_step(number: int) -> None:
     """Multiplies the loss and the gradients of this step by no number."""
-    from packtrain.train.objectives.sft import PackedSFTTrainer
+    from packtrain.train.loop import StepTrainer
 
-    loss_of = PackedSFTTrainer.loss_of
+    step = StepTrainer.forward_and_backward
 
     def broken(self: Any, *given: Any) -> Any:
         import torch
 
-        bad = self.state.global_step + 1 == number and torch.is_grad_enabled()
-        return loss_of(self, *given) * (float("nan") if bad else 1)
+        own, bad = self.loss.of, self.state.global_step + 1 == number
+        self.loss.of = lambda *given: own(*given) * (float("nan") if bad and torch.is_grad_enabled() else 1)
+        try:
+            return step(self, *given)
+        finally:
+            self.loss.of = own
 
-    PackedSFTTrainer.loss_of = broken
+    StepTrainer.forward_and_backward = broken
 
 
 # In the process that watches them

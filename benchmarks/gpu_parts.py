@@ -258,13 +258,13 @@ def train(folder: Path, *, tiny: bool, task: str, changes: list[str]) -> dict[st
     from packtrain.train.loop import StepTrainer
 
     what, (steps, warm) = task_of(task, tiny=tiny), steps_of(tiny=tiny)
-    watch, open_loop = stopwatch(steps, warm), StepTrainer.open_loop
+    watch, init = stopwatch(steps, warm), StepTrainer.__init__
 
-    def with_watch(self: StepTrainer, settings: Any) -> None:
-        open_loop(self, settings)
-        self.add_callback(watch)
+    def with_watch(self: StepTrainer, *given: Any) -> None:
+        init(self, *given)
+        self.listeners.append(watch)
 
-    StepTrainer.open_loop = with_watch
+    StepTrainer.__init__ = with_watch
     if tiny:
         compiled.BACKEND = "eager"  # graphs are made, and not compiled: that takes a CPU a minute
     alone = "WORLD_SIZE" not in os.environ

@@ -18,8 +18,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerCallback
 
 from packtrain.config.compose import load_config
+from packtrain.model.load import base_model
 from packtrain.train import run
-from packtrain.train.objectives import sft
+from packtrain.train.loop import StepTrainer
 
 inside = {"forward": 0.0, "backward": 0.0, "clipping": 0.0, "optimizer": 0.0}
 
@@ -53,15 +54,15 @@ def main() -> None:
     Accelerator.backward = timed("backward", Accelerator.backward)
     Accelerator.clip_grad_norm_ = timed("clipping", Accelerator.clip_grad_norm_)
     AcceleratedOptimizer.step = timed("optimizer", AcceleratedOptimizer.step)
-    init = sft.PackedSFTTrainer.__init__
+    init = StepTrainer.__init__
 
-    def with_clocks(self: sft.PackedSFTTrainer, model: Any, *arguments: Any, **keywords: Any) -> None:
-        init(self, model, *arguments, **keywords)
-        self.add_callback(clock)
-        base = sft.base_model(model)
+    def with_clocks(self: StepTrainer, *arguments: Any) -> None:
+        init(self, *arguments)
+        self.listeners.append(clock)
+        base = base_model(self.model)
         base.forward = timed("forward", base.forward)
 
-    sft.PackedSFTTrainer.__init__ = with_clocks
+    StepTrainer.__init__ = with_clocks
     run.train("sft", load_config(sys.argv[1], sys.argv[2:]))
     total = clock.ends[-1] - clock.ends[0]
     steps = len(clock.ends) - 1

@@ -105,7 +105,7 @@ class Workbench:
         self.trainer.close_proofs = close_proofs
         if config.objective.kind == "sft":  # fits the output head; the others have none to fit
             objective.prove(self.trainer, log, own, preflight=False, ranks=ranks, precision=self.precision)
-        forwards = self.trainer.more_forwards
+        forwards = self.trainer.loss.extra_forwards
         self.flops = training_flops(self.model, forwards=forwards) if self.trainer.step_figures.peak else None
         self._known: dict[tuple[Candidate, float], Steps] = {}
 
@@ -154,7 +154,7 @@ class Workbench:
             limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
         )
         arguments = training_arguments(config.trainer, config.optim, Tracking(), self.precision, settings)
-        return objective.trainer(self.model, arguments, tokenizer, settings=settings, callbacks=[])
+        return StepTrainer(objective.loss(self.model, arguments, tokenizer, settings), settings)
 
     def _with_stand_ins(self, objective: Any, schedule: Schedule) -> Steps:
         """The steps, with stand-ins for precomputed log-probabilities, if any."""
@@ -232,7 +232,7 @@ class Workbench:
         """Has the model, and the reference, run the rows of a candidate until the stack is closed."""
         stack = ExitStack()
         if candidate.mode != "padding" and self.decision is not None:
-            for model in (self.trainer.model, getattr(self.trainer, "ref_model", None)):
+            for model in (self.trainer.model, getattr(self.trainer.loss.trl, "ref_model", None)):
                 if model is not None:
                     stack.enter_context(attending_by(base_model(model), self.decision.backend.name))
         return stack
@@ -340,7 +340,7 @@ class Conductor(TrainerCallback):
         if self._trials is not None:
             return self._trials
         trainer: Any = self.lab.trainer
-        trainer.add_callback(self)
+        trainer.listeners.append(self)
         trainer.batches = lambda _: self._batches()
         trainer.forward_and_backward = self._caught(trainer.forward_and_backward)
         try:
@@ -413,10 +413,10 @@ class Conductor(TrainerCallback):
     def _caught(self, step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The trainer's step; running out of memory ends the visit, or, of several processes, the launch."""
 
-        def forward_and_backward(model: Any, batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
+        def forward_and_backward(batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
             self._counts += [sum(one.tokens for one in batches), sum(one.slots for one in batches), len(batches)]
             try:
-                return step(model, batches, counts)
+                return step(batches, counts)
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 if not out_of_memory(error):
                     raise
@@ -424,10 +424,10 @@ class Conductor(TrainerCallback):
                 if self.lab.ranks.world_size > 1 or self.lab.ranks.strategy != "ddp":
                     self._note()
                     raise
-            model.zero_grad()
+            self.lab.trainer.engine.wrapped.zero_grad()
             gc.collect()
             torch.cuda.empty_cache()
-            return torch.zeros((), device=self.lab.trainer.args.device)
+            return torch.zeros((), device=self.lab.ranks.device)
 
         return forward_and_backward
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,10 +19,13 @@ from packtrain.errors import UserError
 from packtrain.model.precision import weights_cast_once
 from packtrain.model.spread import Ranks
 from packtrain.plan.memory import Memory, optimizer_bytes
+from packtrain.train.engine import Engine
 from packtrain.train.library_errors import out_of_memory, shortly
 from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.optim.lost_updates import local, optimizer_inside
-from packtrain.train.settings import TrainerHooks
+from packtrain.train.objectives.loss import Loss
+from packtrain.train.optim.lost_updates import local
+from packtrain.train.patches import counting_no_step
+from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted, size
 
 _LOOKED_AT = 16
@@ -80,91 +82,73 @@ def largest_row(steps: Steps, first_step: int) -> np.ndarray:
     return max(parts, key=slots)
 
 
-class LargestRowHooks(TrainerHooks):
-    """The hooks of a step that know which micro-batch is at work."""
+class WorkRecord:
+    """The micro-batch at work, for the message about memory."""
 
-    trying = False
-    """Whether what runs is no step: DeepSpeed's engine then gives its gradients up (spikes.py)."""
-    _work: tuple[int, int, MicroBatch] | None = None
-    _tried: np.ndarray | None = None
-    _held = 0
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._held = device, 0
+        self._work: tuple[int, int, MicroBatch] | None = None
+        self._tried: np.ndarray | None = None
 
-    def at_work(self, micro: int, batch: MicroBatch) -> None:
-        """Notes the micro-batch that runs next, for the message about memory."""
+    def begin(self, step: int, micro: int, batch: MicroBatch, tried: np.ndarray | None = None) -> None:
+        """Notes the micro-batch that runs next; `tried` are the numbers of its examples, before step 1."""
         if micro == 1:
-            self._held = _allocated(self.args.device)
-        self._work = self.state.global_step, micro, batch
+            self._held = _allocated(self._device)
+        self._work, self._tried = (step, micro, batch), tried
+
+    def end(self) -> None:
+        """Notes that none is at work."""
+        self._work = self._tried = None
 
     @property
-    def place(self) -> RowAtWork | None:
-        """The micro-batch at work, if there is one."""
+    def tries(self) -> bool:
+        """Whether what runs is no step, but a micro-batch that is tried before step 1."""
+        return self._tried is not None
+
+    def row(self, steps: Steps) -> RowAtWork | None:
+        """The micro-batch at work, if there is one; `steps` are the run's."""
         if self._work is None:
             return None
-        steps, (step, micro, batch) = self.steps, self._work
-        numbers = self._tried
+        (step, micro, batch), numbers, number = self._work, self._tried, BEFORE
         if numbers is None:
-            numbers = steps.schedule.micro_batches(step, steps.rank, steps.world_size)[micro - 1]
-        number = BEFORE if self._tried is not None else step + 1
+            numbers, number = steps.schedule.micro_batches(step, steps.rank, steps.world_size)[micro - 1], step + 1
         return RowAtWork(number, micro, numbers.tolist(), batch, self._held, int(steps.schedule.lengths.max()))
 
-    def try_largest(self, model: torch.nn.Module) -> None:
-        """Runs the largest micro-batch forward and backward, on every rank; twice, as gradients are there from the second on."""
-        numbers = largest_row(self.steps, self.settings.first_step)
-        batch = self.steps.collate(numbers)
-        device = self.args.device
-        buffers = [(one, one.detach().clone()) for one in self.model.buffers()]
-        counts = torch.tensor(batch.counts, device=device)
-        self._tried = numbers
-        self.at_work(1, batch)
-        model.train()
-        self.trying = True
-        try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []), cast(Any, self).figures_apart():
-                held = torch.empty(self._states_to_come(), dtype=torch.uint8, device=device)
-                for _ in range(2):
-                    with nullcontext() if self.settings.sharded else weights_cast_once(), self._alone(model):
-                        with cast(Any, self).maybe_activation_offload_context:
-                            loss = cast(Any, self).loss_of(model, batch, counts)
-                        cast(Any, self).open_judgement(loss.detach(), counts)
-                        self.accelerator.backward(loss)
-                del held
-        finally:
-            self.trying = False
-        model.zero_grad()
-        for one, before in buffers:
-            one.copy_(before)
-        self._tried = self._work = None
 
-    def _alone(self, model: torch.nn.Module) -> Any:
-        """DDP exchanges no gradients of it; DeepSpeed's engine takes it for a step, counts apart."""
-        if not self.is_deepspeed_enabled:
-            return cast(Any, self)._gradients_kept(model, last=False)
-        self.accelerator.gradient_state._set_sync_gradients(True)
-        return _Uncounted(cast(Any, self.model_wrapped))
+def try_largest(
+    steps: Steps, first_step: int, engine: Engine, loss: Loss, work: WorkRecord, settings: LoopSettings
+) -> None:
+    """Runs the largest micro-batch forward and backward, on every rank; twice, as gradients are there from the second on.
 
-    def _states_to_come(self) -> int:
-        """Bytes of the optimizer's states, of this process's share, while they are not there."""
-        if self.is_deepspeed_enabled or optimizer_inside(self.optimizer).state:
-            return 0
-        trained = [one for one in self.model.parameters() if one.requires_grad]
-        number, width = sum(local(one).numel() for one in trained), trained[0].itemsize
-        return optimizer_bytes(self.settings.optim, self.settings.strategy, number, width)
+    DeepSpeed's engine takes it for a step, whose update is to be refused (`ask_before_update`).
+    """
+    numbers = largest_row(steps, first_step)
+    batch, device = steps.collate(numbers), loss.device
+    buffers = [(buffer, buffer.detach().clone()) for buffer in engine.model.buffers()]
+    counts = torch.tensor(batch.counts, device=device)
+    work.begin(first_step, 1, batch, numbers)
+    engine.wrapped.train()
+    counted = counting_no_step(engine.wrapped) if engine.deepspeed else nullcontext()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), loss.keeping_figures(), counted:
+        held = torch.empty(_states_to_come(engine, settings), dtype=torch.uint8, device=device)
+        for _ in range(2):
+            cast_once = nullcontext() if settings.sharded else weights_cast_once()
+            with cast_once, engine.exchanging_gradients(last=engine.deepspeed):
+                engine.accelerator.backward(loss.of(engine.wrapped, batch, counts))
+        del held
+    engine.wrapped.zero_grad()
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    work.end()
 
 
-class _Uncounted:
-    """Puts the counts of DeepSpeed's engine back after the block."""
-
-    _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> None:
-        self._before = {name: getattr(self._engine, name) for name in self._COUNTS}
-
-    def __exit__(self, *_: object) -> None:
-        for name, value in self._before.items():
-            setattr(self._engine, name, value)
+def _states_to_come(engine: Engine, settings: LoopSettings) -> int:
+    """Bytes of the optimizer's states, of this process's share, while they are not there."""
+    if engine.deepspeed or engine.plain_optimizer.state:
+        return 0
+    trained = [weight for weight in engine.model.parameters() if weight.requires_grad]
+    number, width = sum(local(weight).numel() for weight in trained), trained[0].itemsize
+    return optimizer_bytes(settings.optim, settings.strategy, number, width)
 
 
 def memory_error(

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 
 from packtrain.data.dataset import Document
@@ -111,6 +111,10 @@ class Steps(Dataset):
         layout = self.schedule.layout(step, self.world_size)
         return next(np.asarray(some) for part in (layout[self.rank], *layout) for some in part if len(some))
 
+    def first_batch(self, first_step: int) -> MicroBatch:
+        """The micro-batch of `first_examples`, which proofs run before step 1."""
+        return self.collate(self.first_examples(first_step))
+
     def collate(self, numbers: Sequence[int] | np.ndarray) -> MicroBatch:
         """One forward pass over the documents of these numbers."""
         documents: Any = [self.data[int(number)] for number in numbers]
@@ -178,14 +182,14 @@ class UnpairedSteps(Steps):
     """As Steps, of answers with labels (an UnpairedDataset), rows padded or flat.
 
     The KL estimate of kto is made over mismatched pairs: the prompt of each document of a step with the completion of the one
-    before it, of the first with that of the last, cut to `max_length` tokens. Not if it has none to make (`estimates`). `one` takes
+    before it, of the first with that of the last, cut to `max_length` tokens. Not if it has none to make (`estimates`). `whole` takes
     all steps for one, which is an evaluation, and has its pairs apart (`mismatched`).
     Log-probabilities of the reference, if precomputed: float32 [documents], and of the mismatched pairs in the order of the steps.
     """
 
     max_length: int | None = None
     estimates: bool = True
-    one: bool = False
+    whole: bool = False
     reference: np.ndarray | None = None
     reference_mismatched: np.ndarray | None = None
 
@@ -197,7 +201,12 @@ class UnpairedSteps(Steps):
 
     def __getitem__(self, step: int) -> list[MicroBatch]:
         batches = super().__getitem__(step)
-        return self.with_mismatched(batches, step) if self.estimates and not self.one else batches
+        return self.with_mismatched(batches, step) if self.estimates and not self.whole else batches
+
+    def first_batch(self, first_step: int) -> MicroBatch:
+        """As of Steps, with the mismatched pairs of that step; a run may be resumed after its last one."""
+        batch = super().first_batch(first_step)
+        return self.with_mismatched([batch], first_step % len(self))[0] if self.estimates else batch
 
     def with_mismatched(self, batches: Sequence[MicroBatch], step: int) -> list[MicroBatch]:
         """The micro-batches of a step with its mismatched pairs."""
@@ -211,7 +220,7 @@ class UnpairedSteps(Steps):
         """int64 [n, 2]: the numbers of the documents of a step's mismatched pairs, prompt and completion."""
         documents = self.schedule.documents(step)
         before = np.roll(documents, 1)
-        if self.one:
+        if self.whole:
             before[0] = self.schedule.documents((step or len(self)) - 1)[-1]
         return np.stack([documents, before], axis=1)
 
@@ -282,19 +291,6 @@ class MismatchedSteps(Dataset):
         )
 
 
-class _FromStep(Sampler[int]):
-    """Counts from a step to the last one, but has the length of the whole run: transformers takes the run's length from it."""
-
-    def __init__(self, first: int, total: int) -> None:
-        self.first, self.total = first, total
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.first, self.total))
-
-    def __len__(self) -> int:
-        return self.total
-
-
 def _ignore_signals_except_from_parent(worker: int) -> None:
     """Makes a loader process ignore SIGINT and SIGTERM unless its parent sent them.
 
@@ -323,7 +319,7 @@ def step_loader(steps: Steps | MismatchedSteps, *, first: int = 0) -> DataLoader
     return DataLoader(
         steps,
         batch_size=None,
-        sampler=_FromStep(first, len(steps)),
+        sampler=range(first, len(steps)),
         num_workers=loader_processes(),
         worker_init_fn=_ignore_signals_except_from_parent,
         pin_memory=torch.cuda.is_available(),

@@ -1,40 +1,40 @@
 """The loop over optimizer steps, from top to bottom (`run_steps`), and the parts that it calls (`StepTrainer`).
 
-transformers makes optimizer and schedule, accelerate spreads the model, TRL's trainers have the loss; the loop is ours.
+The loop is ours. The objective has the loss, which it asks of the TRL trainer that it holds (objectives/loss.py); accelerate
+spreads the model, transformers makes optimizer and schedule (engine.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from transformers import PrinterCallback, TrainerState
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import align_special_tokens
 
-from packtrain.boundary import boundary
-from packtrain.config.rules.paths_and_packages import without_package
-from packtrain.model.load import base_model
 from packtrain.model.precision import weights_cast_once
-from packtrain.model.spread import check_active
+from packtrain.model.spread import most_of_all
 from packtrain.monitor.heartbeat import waiting
-from packtrain.packing.collate import to_device
-from packtrain.train.checkpoint.hooks import CheckpointHooks
-from packtrain.train.checkpoint.writer import CheckpointWriter
+from packtrain.packing.collate import on_device, to_device
+from packtrain.train.checkpoint.folder import folder_of
+from packtrain.train.checkpoint.state import Checkpoints
+from packtrain.train.engine import Engine
+from packtrain.train.largest_row import WorkRecord, try_largest
 from packtrain.train.loader import MicroBatch, step_loader
-from packtrain.train.metrics import LoggingHooks, StepFigures
-from packtrain.train.optim.float32_step import loses_updates, stepping_in_float32
-from packtrain.train.optim.lost_updates import LostUpdates, advice
+from packtrain.train.metrics import MetricsFile, StepFigures
+from packtrain.train.objectives.loss import Loss
+from packtrain.train.optim.lost_updates import MOST, LostUpdates
+from packtrain.train.patches import ask_before_update
 from packtrain.train.preflight import WATCHED_STEPS, FirstStepWatch
 from packtrain.train.settings import LoopSettings
-from packtrain.train.spikes import SpikeHooks
+from packtrain.train.spikes import Judgement, SpikeJudge
 from packtrain.train.sync.rank_times import EXCHANGE_EVERY, RankTimes, StepClock
 
 
@@ -43,9 +43,9 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
 
     Raises CheckFailed where a step's figures end the run.
     """
-    model = trainer.prepare(checkpoint)
+    trainer.prepare(checkpoint)
     trainer.notify("train_begin")
-    if trainer.settings.evaluation and not trainer.settings.first_step:
+    if trainer.evaluation and not trainer.settings.first_step:
         trainer.evaluate()
     batches = trainer.batches(checkpoint)
     while trainer.goes_on():
@@ -55,21 +55,20 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
         # 2. counts: trained targets, tokens, slots and examples of the step, summed over ranks before the first forward pass
         counts = trainer.sum_counts(micro_batches)
         # 3. forward and backward: the loss is the sum over the step's tokens (or examples) over their number
-        part = trainer.forward_and_backward(model, micro_batches, counts)
+        loss = trainer.forward_and_backward(micro_batches, counts)
         # 4. clip
-        norm = trainer.clip(model)
+        norm = trainer.clip()
         # 5. judge: whether the step is a spike, whose update is not made
-        judged = trainer.judge(model, part, norm, counts)
-        if judged.back is not None:
-            batches = trainer.go_back(model, *judged.back)
+        judgement = trainer.judge(loss, norm, counts)
+        if judgement.back is not None:
+            batches = trainer.go_back(*judgement.back)
             continue
         # 6. update
-        trainer.clock.enter("optimizer")
-        rate = trainer.update(model, judged.loss)
+        rate = trainer.update(judgement.loss)
         trainer.notify("step_end")
         # 7. log
         if trainer.logs():
-            trainer.log_step(judged.norm, rate)
+            trainer.log_step(judgement.norm, rate)
         # 8. evaluate
         if trainer.evaluates():
             trainer.evaluate()
@@ -80,136 +79,83 @@ def run_steps(trainer: StepTrainer, checkpoint: Path | None) -> None:
     trainer.notify("train_end")
 
 
-class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
-    """Trains by LoopSettings. A subclass calls `open_loop` in its __init__ and defines `loss_of` and `evaluated`."""
+class StepTrainer:
+    """Trains by LoopSettings with the `loss` of an objective; what listens to the run are transformers' `callbacks`."""
 
-    model: Any  # never None here
-    state: Any
-    maybe_activation_offload_context: Any
-    more_forwards = 0
-    """Forward passes of a step beside the trained one: of a reference, of what an estimate is made over."""
-
-    def open_loop(self, settings: LoopSettings) -> None:
-        """Replaces TRL's own data, progress lines and checkpoints."""
-        for callback in (PrinterCallback, DefaultFlowCallback):
-            self.remove_callback(callback)
-        self.settings, self.steps = settings, settings.steps
-        self.writer = CheckpointWriter(settings.say, settings.first_step or None)
-        self.open_spikes(settings.spikes)
+    def __init__(self, loss: Loss, settings: LoopSettings, callbacks: Sequence[TrainerCallback] = ()) -> None:
+        self.loss, self.settings = loss, settings
+        self.steps, self.evaluation = settings.steps, settings.evaluation
+        self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
+        self.engine = Engine(loss, settings.strategy)
+        self.checkpoints = Checkpoints(self.engine, settings, loss.trl)
+        self.writer = self.checkpoints.writer
+        self.spikes = SpikeJudge(settings.spikes, self.accelerator, settings.say)
+        self.work = WorkRecord(loss.device)
         self.watch: FirstStepWatch | None = None
-        self._watched = 0
         self.lost = LostUpdates()
         self.close_proofs: Callable[[], None] = lambda: None
-        self.last_loss = torch.zeros((), device=self.args.device)
-        self._signals = [0, 0]
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        self.clock = StepClock(self.args.device, rank, ranks, limits=settings.limits)
+        self.clock = StepClock(loss.device, rank, ranks, limits=settings.limits)
         self.times = RankTimes(ranks, settings.say, settings.machines)
-        figured: Any = (self.accelerator, self.model, self.compute_dtype, settings.steps)
-        self.step_figures = StepFigures(*figured, forwards=self.more_forwards)
-        # under FSDP2 the weights are spread already, see model/spread.py
-        self.is_distributed_loading_by_transformers = settings.strategy == "fsdp2"
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The number format of computation."""
-        return self.settings.autocast or base_model(self.model).dtype
-
-    def autocast_of_forward(self, settings: LoopSettings) -> torch.dtype | None:
-        """The autocast format to wrap the forward in: accelerate does this itself, except under DeepSpeed."""
-        return settings.autocast if self.is_deepspeed_enabled else None
-
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """As the base class, but DDP's buckets are the gradients: it need not copy what it has reduced back to them."""
-        arguments = super()._build_accelerator_args(**kwargs)
-        for handler in arguments["kwargs_handlers"]:
-            if isinstance(handler, DistributedDataParallelKwargs):
-                handler.gradient_as_bucket_view = True
-        return arguments
-
-    # Defined by the objective.
-
-    def loss_of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        """Scalar: what a micro-batch adds to the loss of the step, times the number of processes.
-
-        `counts` int64 are those of the whole step: trained targets, tokens, slots, examples.
-        """
-        raise NotImplementedError
-
-    def open_step(self, batches: list[MicroBatch]) -> None:
-        """Called before the micro-batches of a step."""
+        forwards = loss.extra_forwards
+        self.step_figures = StepFigures(
+            self.accelerator, self.model, loss.compute_dtype, settings.steps, forwards=forwards
+        )
+        loss.enter = self.clock.enter
+        self.state, self.control = TrainerState(), TrainerControl()
+        self.listeners: list[Any] = list(callbacks)
+        self._watched, self._begun = 0, None
+        self._signals = [0, 0]
+        self._last_loss = self._loss_since_line = torch.zeros((), device=loss.device)
+        self._last_line = 0
 
     # Before the first step.
 
-    def prepare(self, checkpoint: Path | None) -> Any:
-        """The model as it is called in a step: spread, with optimizer and schedule, and in the state of `checkpoint`."""
+    def prepare(self, checkpoint: Path | None) -> None:
+        """Spreads the model, makes optimizer and schedule, and takes up the state of `checkpoint`."""
         self.open_state(checkpoint)
-        self.accelerator.free_memory()
-        if self.args.activation_checkpointing:
-            how = self.args.activation_checkpointing_kwargs or None
-            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-        align_special_tokens(self.model, self.processing_class)
+        align_special_tokens(self.model, self.loss.trl.processing_class)
         self.close_proofs()
-        model, _ = self._prepare_for_training(len(self.steps), None, None)
-        check_active(self.settings.strategy, self.model_wrapped, self.model)
+        self.engine.prepare(len(self.steps), self.settings.optim, self.settings.say)
         if checkpoint is not None:
-            self.restore(checkpoint)
-        self.lost.watch(self.optimizer)
+            self.checkpoints.restore(checkpoint)
+        self.lost.advice = self.engine.advice
+        self.lost.watch(self.engine.optimizer)
         self.lost.measured = sum("updates_lost" in line for line in self.state.log_history)
-        self.read_spikes(checkpoint)
+        if self.engine.deepspeed:
+            ask_before_update(self.engine.wrapped.optimizer, self._judge_for_engine)
+        self.spikes.read(checkpoint)
+        self._begun = checkpoint
+        self.steps = self.spikes.leave_out(self.steps)
         if self.settings.largest_first and self.settings.first_step < len(self.steps):
             self.clock.enter("proof")
-            self.try_largest(model)
-        model.zero_grad()
-        return model
+            try_largest(self.steps, self.settings.first_step, self.engine, self.loss, self.work, self.settings)
+        self.engine.wrapped.zero_grad()
 
     def open_state(self, checkpoint: Path | None) -> None:
         """Begins the state of the run, or takes it up from `checkpoint`; this run's log_every, eval_every and length hold."""
         self.state = TrainerState()
         if checkpoint is not None:
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        self.state.init_training_references(self, len(self.steps), 1, None)
+        self.state.max_steps, self.state.num_train_epochs = len(self.steps), 1
+        self.state.is_local_process_zero = self.accelerator.is_local_main_process
+        self.state.is_world_process_zero = self.accelerator.is_main_process
         self.state.compute_steps(self.args, len(self.steps))
-        self.loss_since_line = torch.zeros((), device=self.args.device)
+        self._loss_since_line = torch.zeros((), device=self.loss.device)
         self._last_line = self.state.global_step
 
     def batches(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step to come, on this rank; the state of chance is that of `checkpoint`."""
         if checkpoint is not None:
-            self._load_rng_state(str(checkpoint))
+            self.checkpoints.restore_random_state(checkpoint, self.state.global_step)
         return iter(step_loader(self.steps, first=self.state.global_step))
 
-    def notify(self, event: str) -> None:
+    def notify(self, event: str, **given: Any) -> None:
         """Tells those that listen to the run: metrics.jsonl, the terminal, trackers (run.py)."""
-        self.control = getattr(self.callback_handler, f"on_{event}")(self.args, self.state, self.control)
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As the base class; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does so."""
-        name = self.settings.optim.name
-        making = partial(boundary, f"the optimizer {name} cannot be made", "optim.name", without_package(name))
-        with making():
-            chosen, arguments = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        optim, coarse = self.settings.optim, any(map(loses_updates, self.model.parameters()))
-        coarse = coarse and not self.is_deepspeed_enabled
-        self.lost.advice = advice(rounds_plainly=coarse and not optim.steps_in_float32)
-        asked = optim.master_weights is True or optim.rounding == "stochastic"
-        if asked and not coarse and not self.is_deepspeed_enabled:  # of dtype auto config/rules/ cannot know
-            self.settings.say(
-                "optim.master_weights and optim.rounding have nothing to do: no trained weight is bfloat16"
-            )
-        if coarse and optim.steps_in_float32:
-            how: Any = {"masters": optim.keeps_masters, "rounding": optim.rounding, "seed": self.args.seed}
-            self.optimizer_cls_and_kwargs = stepping_in_float32(chosen, **how), arguments
-        with making():
-            optimizer = super().create_optimizer(model)
-        names = {weight: name for name, weight in self.model.named_parameters()}
-        self.order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
-        return optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As the base class; raises UserError for options that its schedule does not take."""
-        with boundary(f"the schedule {self.settings.optim.schedule} cannot be made", "optim.schedule_options"):
-            return super().create_scheduler(num_training_steps, optimizer)
+        given |= {"model": self.model, "processing_class": self.loss.trl.processing_class}
+        for listener in self.listeners:
+            answer = getattr(listener, f"on_{event}")(self.args, self.state, self.control, **given)
+            self.control = answer or self.control
 
     # The parts of a step, in order.
 
@@ -223,7 +169,7 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
         self.clock.enter("data", step=self.state.global_step + 1)
         self.writer.tell(". Training goes on")
         if self.state.global_step == self.settings.first_step + 1:
-            self.prepare_checkpoints()
+            self.checkpoints.make_memory()
         return next(batches)
 
     def sum_counts(self, batches: list[MicroBatch]) -> torch.Tensor:
@@ -239,87 +185,12 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
         with_times = (self.state.global_step + 1) % max(self.state.logging_steps, EXCHANGE_EVERY) == 0
         timed = self.clock.steps if with_times else 0
         times = self.clock.slots() if timed else []
-        total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times]), self.args.device)
+        total = to_device(torch.tensor([*counts, *self.settings.stop.counts(), *times]), self.loss.device)
         with waiting("the counts of all ranks"):
             total = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         self.step_figures.open(total[:6])
         self.times.take(total[6:], timed)
         return total[:4]
-
-    def forward_and_backward(self, model: Any, batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
-        """Over all micro-batches; gradients are exchanged with the last one only.
-
-        Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
-        """
-        self._watch_first_steps(batches)
-        self.lost.open_step(self.state.global_step + 1)
-        model.train()
-        part = torch.zeros((), device=self.args.device)
-        self.open_step(batches)
-        # sharded weights are whole for one layer at a time, which copies of all of them would undo
-        with nullcontext() if self.settings.sharded else weights_cast_once():
-            for number, batch in enumerate(batches, start=1):
-                self.at_work(number, batch)
-                self.clock.enter("forward", micro=number)
-                with self._gradients_kept(model, last=number == len(batches)):
-                    with self.maybe_activation_offload_context:
-                        loss = self.loss_of(model, batch, counts)
-                    part += loss.detach()
-                    self.open_judgement(part, counts)
-                    self.clock.enter("backward", micro=number)
-                    self.accelerator.backward(loss)
-        if self.accelerator.num_processes == 1:  # nobody to agree with
-            self.settings.stop.agree(*self.settings.stop.counts())
-        self._work = None
-        return part
-
-    def clip(self, model: Any) -> Any:
-        """The norm of the step's gradients, which are clipped to optim.max_grad_norm; DeepSpeed's engine has done so."""
-        self.clock.enter("optimizer")
-        norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
-        return self._get_grad_norm(model, norm)
-
-    def update(self, model: Any, loss: torch.Tensor) -> float:
-        """Makes the update of the step, whose part of the loss on this rank is `loss`; returns its learning rate."""
-        self.last_loss = loss
-        self.loss_since_line += loss
-        cast(Any, self.optimizer).step()
-        rate = self._get_learning_rate()
-        if not self.accelerator.optimizer_step_was_skipped:
-            cast(Any, self.lr_scheduler).step()
-        model.zero_grad()
-        self.state.global_step += 1
-        self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
-        return rate
-
-    def logs(self) -> bool:
-        """Whether this step has a line: the first, every trainer.log_every, and the last."""
-        step, state = self.state.global_step, self.state
-        return (
-            step == 1 or step % state.logging_steps == 0 or step >= state.max_steps or bool(self.settings.stop.agreed)
-        )
-
-    def evaluates(self) -> bool:
-        """Whether the evaluation set is run after this step: every trainer.eval_every, and the last."""
-        step, state = self.state.global_step, self.state
-        return self.args.eval_strategy == "steps" and (step % state.eval_steps == 0 or step >= state.max_steps)
-
-    def saves(self) -> bool:
-        """Whether this step has a checkpoint: every trainer.checkpoint_every, the last, the best one, one that the run stops after."""
-        step = self.state.global_step
-        timely = step % self.state.save_steps == 0 or step >= self.state.max_steps
-        wanted = self.control.should_save or bool(self.settings.stop.agreed)
-        return wanted or (timely and self.args.save_strategy != "no")
-
-    @contextmanager
-    def without_gathering(self) -> Iterator[None]:
-        """Keeps TRL from gathering figures: processes may have different numbers of micro-batches, and would hang."""
-        accelerator = self.accelerator
-        self.accelerator = cast(Accelerator, _LocalAccelerator(accelerator))
-        try:
-            yield
-        finally:
-            self.accelerator = accelerator
 
     def take_counts(self) -> None:
         """Reads the counts of the last step: tokens, for lines and checkpoints, and the requests to stop, for the next step."""
@@ -329,52 +200,224 @@ class StepTrainer(SpikeHooks, CheckpointHooks, LoggingHooks):
             _, tokens, _, _, *self._signals = counts
             self.state.num_input_tokens_seen += tokens
 
-    def _prepare_input(self, data: Any) -> Any:
-        """`data` (a tensor, or a dict, list or tuple of them) on this device, bit for bit.
+    def forward_and_backward(self, batches: list[MicroBatch], counts: torch.Tensor) -> torch.Tensor:
+        """Over all micro-batches; gradients are exchanged with the last one only.
 
-        transformers would cast floating-point tensors to the format of DeepSpeed's weights: in bfloat16 a precomputed
-        log-probability of -387.3 becomes -388.
+        Returns this rank's part of the loss, scaled so that the mean over ranks is the loss of the global step.
         """
-        if isinstance(data, torch.Tensor):
-            return to_device(data, self.args.device)
-        return super()._prepare_input(data) if isinstance(data, (dict, list, tuple)) else data
+        self._watch_first_steps(batches)
+        self.lost.open_step(self.state.global_step + 1)
+        model = self.engine.wrapped
+        model.train()
+        total = torch.zeros((), device=self.loss.device)
+        self.loss.open_step(batches)
+        # sharded weights are whole for one layer at a time, which copies of all of them would undo
+        with nullcontext() if self.settings.sharded else weights_cast_once():
+            for number, batch in enumerate(batches, start=1):
+                self.work.begin(self.state.global_step, number, batch)
+                self.clock.enter("forward", micro=number)
+                with self.engine.exchanging_gradients(last=number == len(batches)):
+                    loss = self.loss.of(model, batch, counts)
+                    total += loss.detach()
+                    self._of_step = total, counts
+                    self.clock.enter("backward", micro=number)
+                    self.accelerator.backward(loss)
+        if self.accelerator.num_processes == 1:  # nobody to agree with
+            self.settings.stop.agree(*self.settings.stop.counts())
+        self.work.end()
+        return total
+
+    def clip(self) -> Any:
+        """The norm of the step's gradients, which are clipped to optim.max_grad_norm."""
+        self.clock.enter("optimizer")
+        return self.engine.clip()
+
+    def judge(self, loss: torch.Tensor, norm: Any, counts: torch.Tensor) -> Judgement:
+        """Called before the update with this rank's part of the step's loss and the norm of its gradients.
+
+        Raises CheckFailed where the run stops at a spike.
+        """
+        if not self.spikes.watches:
+            return Judgement(loss, norm)
+        step = self.state.global_step + 1
+        # DeepSpeed's engine has asked within the backward pass
+        if not self.engine.deepspeed and self.spikes.is_spike(step, loss, norm, counts):
+            self.engine.wrapped.zero_grad()  # an optimizer passes over weights without gradients
+            self.lost.leave_out()
+        if not self.spikes.fault:
+            return Judgement(loss, norm)
+        if not self.spikes.loss_is_finite:
+            self.loss.drop_figures()  # no numbers either
+        back = self.spikes.decide(step, self._newest_checkpoint, self._losses_of_examples)
+        return Judgement(*self.spikes.usual_of(self.loss.device), back)
+
+    def update(self, loss: torch.Tensor) -> float:
+        """Makes the update of the step, whose part of the loss on this rank is `loss`; returns its learning rate."""
+        self.clock.enter("optimizer")
+        self._last_loss = loss
+        self._loss_since_line += loss
+        rate = self.engine.update()
+        self.state.global_step += 1
+        self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
+        return rate
+
+    def logs(self) -> bool:
+        """Whether this step has a line: the first, every trainer.log_every, and the last."""
+        step, state = self.state.global_step, self.state
+        last = step >= state.max_steps or bool(self.settings.stop.agreed)
+        return step == 1 or step % state.logging_steps == 0 or last
+
+    def log_step(self, norm: Any, rate: float) -> None:
+        """Logs the steps since the last line: their mean loss and exact counts, and the last one's gradient `norm` and learning `rate`."""
+        self.clock.enter("step end")
+        step, total = self.state.global_step, self._loss_since_line
+        with waiting("the loss of all ranks"):
+            loss = cast(torch.Tensor, self.accelerator.gather(total)).mean().item() / (step - self._last_line)
+        self._loss_since_line, self._last_line = torch.zeros_like(total), step
+        self._refuse_nan(loss)
+        self.take_counts()
+        line = {
+            "loss": loss,
+            "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
+            "learning_rate": rate,
+            "tokens": self.state.num_input_tokens_seen,
+        }
+        line |= self.step_figures.close(step) | self.loss.figures() | self.times.figures()
+        self._log(line | self._updates_lost() | self.spikes.figures())
+
+    def evaluates(self) -> bool:
+        """Whether the evaluation set is run after this step: every trainer.eval_every, and the last."""
+        step, state = self.state.global_step, self.state
+        return self.args.eval_strategy == "steps" and (step % state.eval_steps == 0 or step >= state.max_steps)
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Logs the objective's figures over the whole evaluation set, whatever the layout and the number of ranks."""
+        started = time.perf_counter()
+        self.clock.enter("eval", step=self.state.global_step)
+        self.take_counts()
+        self.model.eval()
+        figures = {f"eval_{name}": value for name, value in self.loss.evaluate(self._evaluation_batches).items()}
+        self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
+        self._log(dict(figures))
+        self.notify("evaluate", metrics=figures)
+        self.model.train()
+        self.step_figures.leave_out(time.perf_counter() - started)
+
+    def saves(self) -> bool:
+        """Whether this step has a checkpoint: every trainer.checkpoint_every, the last, the best one, one that the run stops after."""
+        step = self.state.global_step
+        timely = step % self.state.save_steps == 0 or step >= self.state.max_steps
+        wanted = self.control.should_save or bool(self.settings.stop.agreed)
+        return wanted or (timely and self.args.save_strategy != "no")
+
+    def save_checkpoint(self) -> None:
+        """Begins the checkpoint of this step, which is written while training goes on. Raises CheckFailed if the loss is not finite."""
+        self.clock.enter("checkpoint", step=self.state.global_step)
+        self.take_counts()
+        with waiting("the loss of all ranks"):
+            loss = cast(torch.Tensor, self.accelerator.reduce(self._last_loss, reduction="sum")).item()
+        self._refuse_nan(loss)
+        self.checkpoints.save(self.state, self.spikes.recent)
+        self.control.should_save = False
+
+    def go_back(self, step: int, folder: Path) -> Iterator[list[MicroBatch]]:
+        """Puts everything back to the checkpoint of `step`; returns the micro-batches of the steps from there on."""
+        self.clock.enter("checkpoint", step=step)
+        self.step_figures.forget()
+        self.loss.figures()
+        self.engine.wrapped.zero_grad()
+        self.checkpoints.restore(folder)
+        self.open_state(folder)
+        self.spikes.go_back(folder)
+        self.steps = self.spikes.leave_out(self.steps)
+        for listener in self.listeners:
+            if isinstance(listener, MetricsFile):  # lines of later steps are made again
+                listener.on_train_begin(self.args, self.state, self.control)
+        return self.batches(folder)
+
+    # What these call.
 
     def _watch_first_steps(self, batches: list[MicroBatch]) -> None:
         """Compares the first packed rows with their documents alone; this time does not count as training."""
         rows = [batch.inputs for batch in batches if "segments" in batch.inputs]
         if self.watch is None or not rows:
             return
-        started, row = time.perf_counter(), self._prepare_inputs(rows[0])
+        started, row = time.perf_counter(), on_device(rows[0], self.loss.device)
         self.watch.check(self.model, row, step=self.state.global_step + 1)
         self._watched += 1
         if self._watched == WATCHED_STEPS:
             self.watch = None
         self.step_figures.leave_out(time.perf_counter() - started)
 
-    def _gradients_kept(self, model: torch.nn.Module, *, last: bool) -> AbstractContextManager[Any]:
-        """Context of a micro-batch. DDP exchanges gradients with the last one only; sharded strategies do so with each.
+    def _judge_for_engine(self, norm: Callable[[], torch.Tensor]) -> bool | None:
+        """As `SpikeJudge.is_spike`, for DeepSpeed's engine before it updates; None where steps are not judged."""
+        if self.work.tries:
+            return True
+        loss, counts = self._of_step
+        return self.spikes.is_spike(self.state.global_step + 1, loss, norm(), counts) if self.spikes.watches else None
 
-        DeepSpeed's engine steps within the backward pass of the micro-batch that is marked as the last.
-        """
-        if self.is_deepspeed_enabled:
-            self.accelerator.gradient_state._set_sync_gradients(last)
-            return nullcontext()
-        return nullcontext() if last else self.accelerator.no_sync(model)
+    def _newest_checkpoint(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest checkpoint, as rank 0 finds it; None if there is none, or someone has removed it."""
+        self.clock.enter("checkpoint")
+        self.writer.wait()
+        step, folder = self.writer.outcome.newest, None
+        if step is not None and self.accelerator.is_main_process:
+            begun = self._begun if step == self.settings.first_step else None  # maybe in another run folder
+            places = (folder_of(self.settings.checkpoints, step), begun)
+            folder = next((place for place in places if place is not None and place.is_dir()), None)
+        with waiting("rank 0 to find the checkpoint"):
+            folder = cast(list, broadcast_object_list([folder]))[0]
+        return None if step is None or folder is None else (step, folder)
 
-    def _send_telemetry(self) -> None:
-        """packtrain sends nothing to anyone."""
+    def _losses_of_examples(self) -> list[tuple[int, float]]:
+        """Number and loss, by the model as it is, of each example of the step at hand, on all ranks together."""
+        step, steps, losses = self.state.global_step, self.steps, list[tuple[int, float]]()
+        parts = steps.schedule.micro_batches(step, steps.rank, steps.world_size)
+        mine = [number for number in np.concatenate(parts).tolist() if steps.trains_on(number, step)]
+        self.model.eval()
+        with torch.no_grad(), self.loss.keeping_figures():
+            for at in range(most_of_all(len(mine), self.loss.device)):  # sharded weights are called equally often
+                batch = steps.collate(np.array(mine[at : at + 1], np.int64))
+                counts = torch.tensor(batch.counts, device=self.loss.device)
+                loss = self.loss.of(self.model, batch, counts).item() / self.accelerator.num_processes
+                losses += [(number, loss) for number in mine[at : at + 1]]
+        self.model.train()
+        with waiting("the documents of all ranks"):
+            return gather_object(losses)
 
+    def _refuse_nan(self, loss: float) -> None:
+        """Raises CheckFailed on every process if the loss is not finite."""
+        step = self.state.global_step
+        self.spikes.refuse_nan(step, loss, self.steps.schedule.documents(step - 1).tolist())
 
-class _LocalAccelerator:
-    """An accelerator whose gather returns this process's tensor."""
+    def _log(self, line: dict[str, Any]) -> None:
+        """Gives a line to those that listen, and keeps it in the state of the run."""
+        line["epoch"] = self.state.epoch
+        self.state.log_history.append({**line, "step": self.state.global_step})
+        self.notify("log", logs=line)
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def _updates_lost(self) -> dict[str, float]:
+        """`updates_lost` of the steps since the last line, of all processes, if any was measured; warned of once."""
+        counts = self.lost.take(self.loss.device)
+        if counts is None:
+            return {}
+        with waiting("the lost updates of all ranks"):
+            lost, updates = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum")).tolist()
+        if not updates:
+            return {}
+        share = lost / updates
+        if share > MOST and not self.lost.warned:
+            self.lost.warned = True
+            self.settings.say(f"{share:.0%} of the updates are lost in rounding: {self.lost.advice}")
+        return {"updates_lost": share}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    gather_for_metrics = gather
+    def _evaluation_batches(self, of: Callable[[Any], Any] = lambda steps: steps) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the evaluation set, or what `of` makes of its steps. All ranks synchronise after each of its
+        steps, so that no collective waits longer than one step."""
+        for number, batches in enumerate(step_loader(of(self.evaluation))):
+            for batch in batches:
+                self.clock.enter("eval", micro=number)
+                yield batch
+            with waiting("the others' part of the evaluation"):
+                self.accelerator.reduce(torch.zeros((), device=self.loss.device))

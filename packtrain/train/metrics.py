@@ -1,7 +1,4 @@
-"""Measuring and logging: the figures of the steps, evaluation, metrics.jsonl, the terminal's lines, early stopping.
-
-Nothing here changes the weights. `LoggingHooks` overrides the hooks of transformers' Trainer for it.
-"""
+"""Measuring and logging: the figures of the steps, metrics.jsonl, the terminal's lines, early stopping. Nothing here changes the weights."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import torch
@@ -24,13 +21,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from trl.trainer.utils import get_peak_flops_per_device
 
 from packtrain.durable import write_text
-from packtrain.errors import CheckFailed
 from packtrain.model.flops import training_flops
-from packtrain.monitor.heartbeat import waiting
 from packtrain.train.console import Log
-from packtrain.train.loader import MicroBatch, Steps, step_loader
-from packtrain.train.optim.lost_updates import MOST
-from packtrain.train.settings import TrainerHooks
+from packtrain.train.loader import Steps
 from packtrain.wording import counted
 
 _OURS = {"learning_rate": "lr"}  # transformers' name: ours
@@ -135,87 +128,6 @@ def _peak(accelerator: Accelerator, dtype: torch.dtype) -> Peak | None:
     named = str(dtype).removeprefix("torch.")
     flops = get_peak_flops_per_device(accelerator, named)
     return Peak(flops, f"{torch.cuda.get_device_name(accelerator.device)}, {named}") if flops else None
-
-
-class LoggingHooks(TrainerHooks):
-    """The hooks of a step that report: logging and evaluation."""
-
-    def figures(self) -> dict[str, Any]:
-        """The objective's own figures of a logged training line; called on every rank."""
-        return {}
-
-    def evaluated(self) -> dict[str, float]:
-        """Figures over the evaluation set by name, `loss` among them; called in eval mode, on every rank."""
-        raise NotImplementedError
-
-    def log_step(self, norm: Any, rate: float) -> None:
-        """Logs the steps since the last line: their mean loss and exact counts, and the last one's gradient `norm` and learning `rate`."""
-        self.clock.enter("step end")
-        step, total = self.state.global_step, self.loss_since_line
-        with waiting("the loss of all ranks"):
-            loss = cast(torch.Tensor, self.accelerator.gather(total)).mean().item() / (step - self._last_line)
-        self.loss_since_line, self._last_line = torch.zeros_like(total), step
-        line = {
-            "loss": loss,
-            "grad_norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
-            "learning_rate": rate,
-        }
-        self.refuse_nan(loss)
-        self.take_counts()
-        line |= {"tokens": self.state.num_input_tokens_seen, **self.step_figures.close(step)}
-        self.log(line | self.figures() | self.times.figures() | self._updates_lost() | self.spike_figures())
-
-    def _updates_lost(self) -> dict[str, float]:
-        """`updates_lost` of the steps since the last line, of all processes, if any was measured; warned of once."""
-        counts = self.lost.take(self.args.device)
-        if counts is None:
-            return {}
-        with waiting("the lost updates of all ranks"):
-            lost, updates = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum")).tolist()
-        if not updates:
-            return {}
-        share = lost / updates
-        if share > MOST and not self.lost.warned:
-            self.lost.warned = True
-            self.settings.say(f"{share:.0%} of the updates are lost in rounding: {self.lost.advice}")
-        return {"updates_lost": share}
-
-    def refuse_nan(self, loss: float) -> None:
-        """Raises CheckFailed on every process if the loss is not finite: the weights are lost from then on."""
-        if not math.isfinite(loss):
-            raise CheckFailed(
-                f"the loss is {loss:g} at step {self.state.global_step}",
-                where="optim.learning_rate",
-                fix="lower it, warm up, or clip (optim.max_grad_norm); the checkpoints before this step are kept",
-            )
-
-    @torch.no_grad()
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """The objective's figures over the whole evaluation set, whatever the layout and the number of ranks."""
-        started = time.perf_counter()
-        self.clock.enter("eval", step=self.state.global_step)
-        self.take_counts()
-        self.model.eval()
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluated().items()}
-        self.state.epoch = self.steps.schedule.epoch_of(self.state.global_step)
-        self.log(dict(metrics))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self.model.train()
-        self.step_figures.leave_out(time.perf_counter() - started)
-        return metrics
-
-    def evaluation_batches(self, of: Callable[[Any], Any] = lambda steps: steps) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the evaluation set, or what `of` makes of its steps. All ranks synchronise after each of its
-        steps, so that no collective waits longer than one step."""
-        loader = step_loader(of(self.settings.evaluation), first=0)
-        for number, batches in enumerate(loader):
-            for batch in batches:
-                self.clock.enter("eval", micro=number)
-                yield batch
-            with waiting("the others' part of the evaluation"):
-                self.accelerator.reduce(torch.zeros((), device=self.args.device))
 
 
 class MetricsFile(TrainerCallback):

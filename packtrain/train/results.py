@@ -75,9 +75,9 @@ def save_final(
     main = trainer.accelerator.is_main_process
     with _published([*saved] if main else []):
         if peft.kind == "none" and dtype == base_model(model).dtype:
-            trainer.save_model(str(_staging(adapters)))
+            trainer.checkpoints.save_model(_staging(adapters))
         else:
-            trainer.save_weights_in(dtype, _staging(adapters), seed)
+            trainer.checkpoints.save_weights_in(dtype, _staging(adapters), seed)
         if not main:
             return []
         if merged:

@@ -66,7 +66,7 @@ from packtrain.train.library_errors import explained, words_for_log
 from packtrain.train.loader import Steps, attention_cost
 from packtrain.train.loop import StepTrainer, run_steps
 from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
-from packtrain.train.objectives.training_objective import TrainingObjective
+from packtrain.train.objectives.objective import TrainingObjective
 from packtrain.train.optim.final_weights import format_of
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.spikes import SpikeRules
@@ -306,15 +306,15 @@ def _build(
 
     cost, pad = attention_cost(model), int(cast(Any, tokenizer.pad_token_id) or 0)
 
-    def steps_over(part: Any, **length: Any) -> Steps:
+    def steps_over(part: Any, *, evaluation: bool = False, **length: Any) -> Steps:
         """The steps over a data set: one pass in order, unless `length` says otherwise."""
         slots, seed = objective.slots(part), config.trainer.seed
         schedule = make_schedule(slots, config.packing, config.batch, seed=seed, attention_cost=cost, **length)
-        return objective.steps(part, schedule, pad, ranks)
+        return objective.steps(part, schedule, pad, ranks, evaluation=evaluation)
 
     until: Any = {"max_steps": config.trainer.max_steps, "epochs": config.trainer.epochs}
     steps = steps_over(data.train, **until, shuffle=config.data.shuffle)
-    evaluation = steps_over(data.eval) if data.eval else None
+    evaluation = steps_over(data.eval, evaluation=True) if data.eval else None
     origin |= length_of(config.optim.schedule, config.optim.warmup_steps, len(steps))
     if checkpoint is not None:
         check_length(checkpoint, step_of(checkpoint), len(steps))
@@ -364,7 +364,7 @@ def _trainer(run: Run, objective: TrainingObjective, arguments: dict[str, Any], 
         run.trackers = trackers_of(run.config.tracking.report_to, run.folder, run.log.warn)
     together: Any = [*callbacks, *run.trackers]
     with boundary("the trainer cannot be made", "optim"):
-        return objective.trainer(run.model, arguments, run.tokenizer, settings=settings, callbacks=together)
+        return StepTrainer(objective.loss(run.model, arguments, run.tokenizer, settings), settings, together)
 
 
 def _origin(
@@ -421,7 +421,12 @@ def _lack_of_memory(error: Exception, run: Run, trainer: StepTrainer) -> UserErr
     )
     places = spikes.places if spikes else lambda _: []
     return memory_error(
-        error, trainer.place, limits, run.ranks, places, lambda total: estimate(config, run.ranks.world_size, total)
+        error,
+        trainer.work.row(trainer.steps),
+        limits,
+        run.ranks,
+        places,
+        lambda total: estimate(config, run.ranks.world_size, total),
     )
 
 
@@ -503,11 +508,11 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     """The end of a completed run: last evaluation, final/, summary.json, last lines."""
     config, folder = run.config, run.folder
     evaluated = [line["step"] for line in trainer.state.log_history if "eval_loss" in line]
-    if trainer.settings.evaluation and evaluated[-1:] != [trainer.state.global_step]:
+    if trainer.evaluation and evaluated[-1:] != [trainer.state.global_step]:
         trainer.evaluate()
     trainer.clock.enter("final")
     if summary.early:
-        trainer.load_best_weights()
+        trainer.checkpoints.restore_best_weights(trainer.state)
     kept = {
         "dtype": format_of(config.trainer.save_dtype, base_model(run.model).dtype),
         "seed": config.trainer.seed if config.optim.rounding == "stochastic" else None,

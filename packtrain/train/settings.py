@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-import datasets
 import torch
-from transformers import SchedulerType, TrainingArguments
+from transformers import SchedulerType
 
 from packtrain.config.schema import SHARDED_WEIGHTS, Optim, Tracking, Trainer
 from packtrain.model.precision import Precision
 from packtrain.monitor.heartbeat import TimeLimits
 from packtrain.plan.launcher_settings import deepspeed_config
-from packtrain.train.loader import MicroBatch, Steps
-from packtrain.train.optim.lost_updates import LostUpdates
-from packtrain.train.sync.rank_times import Machines, RankTimes, StepClock
-
-Arguments = TypeVar("Arguments", bound=TrainingArguments)
+from packtrain.train.loader import Steps
+from packtrain.train.spikes import SpikeRules
+from packtrain.train.sync.rank_times import Machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,42 +50,6 @@ class LoopSettings:
     def sharded(self) -> bool:
         """Whether no process has all weights."""
         return self.strategy in SHARDED_WEIGHTS
-
-
-if TYPE_CHECKING:
-    from transformers import Trainer as TransformersTrainer
-
-    from packtrain.train.checkpoint.writer import CheckpointWriter
-    from packtrain.train.spikes import RecentFigures, SpikeRules
-
-    class TrainerHooks(TransformersTrainer):
-        """The attributes of transformers' Trainer and of StepTrainer that the mixins use."""
-
-        model: Any
-        state: Any
-        settings: LoopSettings
-        steps: Steps
-        clock: StepClock
-        times: RankTimes
-        step_figures: Any
-        last_loss: torch.Tensor
-        lost: LostUpdates
-        writer: CheckpointWriter
-        spikes: SpikeRules | None
-        usual: RecentFigures
-        order: list[str]
-        loss_since_line: torch.Tensor
-        _last_line: int
-
-        def open_state(self, checkpoint: Path | None) -> None: ...
-        def batches(self, checkpoint: Path | None) -> Iterator[list[MicroBatch]]: ...
-        def refuse_nan(self, loss: float) -> None: ...
-        def take_counts(self) -> None: ...
-        def restore(self, checkpoint: Path) -> None: ...
-        def spike_figures(self) -> dict[str, int]: ...
-        def figures(self) -> dict[str, Any]: ...
-else:  # at run time the mixins come before the real Trainer
-    TrainerHooks = object
 
 
 class StopRequest:
@@ -174,16 +135,3 @@ def training_arguments(
         "bf16": precision.weights == torch.bfloat16 if deepspeed else precision.autocast is not None,
         **({"deepspeed": deepspeed} if deepspeed else {}),
     }
-
-
-def on_one_gpu(kind: type[Arguments], **arguments: Any) -> Arguments:
-    """TRL's arguments of that `kind`. A process that is alone would split its batches over all GPUs that it sees, or be refused."""
-    made = kind(**arguments)
-    made._n_gpu = min(made.n_gpu, 1)
-    return made
-
-
-def unread_data(columns: dict[str, list[Any]], *, evaluates: bool) -> dict[str, Any]:
-    """The arguments of TRL's trainers about data: they require a datasets.Dataset, which is never read."""
-    looked_at = datasets.Dataset.from_dict(columns)
-    return {"data_collator": list, "train_dataset": looked_at, "eval_dataset": looked_at if evaluates else None}

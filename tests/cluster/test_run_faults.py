@@ -22,9 +22,9 @@ from packtrain.train import loader
 from packtrain.train.objectives import sft
 from packtrain.__main__ import _work
 
-fault, steps, trainer = os.environ["FAULT"], loader.Steps, sft.PackedSFTTrainer
-whole, read, loss, write = steps.__len__, steps.__getitem__, trainer.loss_of, trainer._save_rng_state
-evaluated = trainer.evaluation_batches
+fault, steps, loss, trl = os.environ["FAULT"], loader.Steps, sft.SFTLoss, sft.SFTTrainer
+whole, read, of, write, evaluate = steps.__len__, steps.__getitem__, loss.of, trl._save_rng_state, loss.evaluate
+begun_steps = []
 Path("begun").touch()
 
 def wait_for_the_lock(steps, step):
@@ -45,30 +45,33 @@ def slow_write(trainer, folder):
     Path("written").write_text(str(time.monotonic() - begun))
     write(trainer, folder)
 
-def slow_batches(trainer):
-    begun = time.monotonic()
-    for batch in evaluated(trainer):
-        if trainer.state.global_step == 0: time.sleep(SLOW_BATCH_S)
-        yield batch
-    if trainer.state.global_step == 0: Path("evaluated").write_text(str(time.monotonic() - begun))
+def slow_evaluation(loss, batches):
+    def slowly():
+        begun = time.monotonic()
+        for batch in batches():
+            if not begun_steps: time.sleep(SLOW_BATCH_S)
+            yield batch
+        if not begun_steps: Path("evaluated").write_text(str(time.monotonic() - begun))
+    return evaluate(loss, slowly)
 
-def broken_loss(trainer, *given):
-    if trainer.state.global_step == 2 and fault == "raises":
+def broken_loss(loss, *given):
+    if len(begun_steps) == 3 and fault == "raises":
         raise ValueError("shapes do not fit")
-    if trainer.state.global_step == 2:
+    if len(begun_steps) == 3:
         Path(os.environ["GROUP"], "cgroup.procs").write_text(str(os.getpid()))
         eaten = [bytearray(os.urandom(2**20)) * 16 for _ in range(200)]
-    return loss(trainer, *given)
+    return of(loss, *given)
 
+sft.SFTLoss.open_step = lambda loss, batches: begun_steps.append(1)
 if os.environ["RANK"] == "1":
     if fault == "loader":
         steps.__getitem__ = wait_for_the_lock
         loader.loader_processes = lambda: 1
-    if fault == "storage": trainer._save_rng_state = stalled_write
-    if fault == "slow": trainer._save_rng_state = slow_write
-    if fault == "slow evaluation": trainer.evaluation_batches = slow_batches
+    if fault == "storage": trl._save_rng_state = stalled_write
+    if fault == "slow": trl._save_rng_state = slow_write
+    if fault == "slow evaluation": loss.evaluate = slow_evaluation
     if fault == "ended": steps.__len__ = lambda steps: whole(steps) - 1
-    if fault in ("raises", "memory"): trainer.loss_of = broken_loss
+    if fault in ("raises", "memory"): loss.of = broken_loss
 run_worker(_work)
 """
 NOWHERE = "nowhere0"

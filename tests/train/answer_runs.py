@@ -21,7 +21,7 @@ from packtrain.config.compose import load_config
 from packtrain.config.schema import Model, Peft
 from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.model.load import load_model
-from packtrain.train.checkpoint import hooks as checkpoint_hooks
+from packtrain.train.checkpoint import state as checkpoint_state
 from tests.train import forked
 
 
@@ -140,11 +140,11 @@ class AnswerRuns:
 
 
 def _killed_after_a_checkpoint(*given: Any) -> None:
-    complete = checkpoint_hooks.complete
+    complete = checkpoint_state.complete
 
     def last(staging: Path, target: Path) -> None:
         complete(staging, target)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint_hooks.complete = last
+    checkpoint_state.complete = last
     forked.run(*given)

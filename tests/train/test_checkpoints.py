@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
 from packtrain.config.compose import load_config
-from packtrain.train.checkpoint import hooks, room, writer
+from packtrain.train.checkpoint import room, state, writer
 from packtrain.train.checkpoint.writer import CheckpointWriter
 from packtrain.train.loop import StepTrainer
 from packtrain.train.metrics import MetricsFile
@@ -45,7 +45,7 @@ def checkpoints(run: Run) -> list[str]:
 def test_steps_go_on_while_a_checkpoint_is_written_and_it_is_of_its_step(
     unbroken: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained, complete, step = threading.Event(), hooks.complete, StepTrainer.forward_and_backward
+    trained, complete, step = threading.Event(), state.complete, StepTrainer.forward_and_backward
 
     def after_two_more_steps(staging: Path, target: Path) -> None:
         if target.name == "step-000002":
@@ -57,7 +57,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_is_of_its_step(
             trained.set()
         return step(self, *given, **named)
 
-    monkeypatch.setattr(hooks, "complete", after_two_more_steps)
+    monkeypatch.setattr(state, "complete", after_two_more_steps)
     monkeypatch.setattr(StepTrainer, "forward_and_backward", counted)
     run = train_here(config_in(tmp_path), tmp_path / "run")
     assert run.summary["checkpoints"] == {"written": 3, "newest": 6, "failed": []}
@@ -218,7 +218,7 @@ def with_a_full_disk_at_the_end(*given: Any) -> None:
 
 def with_a_stalled_disk(*given: Any) -> None:
     writer._PATIENCE_S = 1.0
-    hooks.complete = lambda *_: time.sleep(1000)
+    state.complete = lambda *_: time.sleep(1000)
     forked.run(*given)
 
 

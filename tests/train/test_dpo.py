@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -25,9 +26,9 @@ from packtrain.packing.collate import PairRows, collate_pairs
 from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.train import console
 from packtrain.train.loader import PairSteps
+from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.dpo import DPO
-from packtrain.train.objectives.dpo_trainer import _COLUMNS, FIGURES, PackedDPOTrainer
-from packtrain.train.settings import unread_data
+from packtrain.train.objectives.dpo_loss import FIGURES
 
 SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
 ALONE = {"exo_pair": {"label_smoothing": 0.1}, "robust": {"label_smoothing": 0.1}, "aot": {"label_smoothing": 0.1}}
@@ -60,7 +61,7 @@ def trl_trainer(folder: Path, **objective: Any) -> _TRL:
         ref_model=cast(Any, another()),
         args=arguments(folder, **objective),
         processing_class=TOKENIZER,
-        train_dataset=unread_data(_COLUMNS, evaluates=False)["train_dataset"],
+        train_dataset=datasets.Dataset.from_dict({"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}),
     )
     trainer.model.train()
     return trainer
@@ -107,7 +108,7 @@ def test_losses_together_and_their_settings_equal_trl_padding(objective: dict[st
     assert_all_equal_trl(tmp_path, **objective)
 
 
-def variant(folder: Path, layout: PairRows, *, dtype: torch.dtype, lora: bool, checkpointed: bool) -> PackedDPOTrainer:
+def variant(folder: Path, layout: PairRows, *, dtype: torch.dtype, lora: bool, checkpointed: bool) -> StepTrainer:
     model = cast(Any, policy().to(dtype))
     if lora:
         model = add_adapters(model, Peft(kind="lora", r=4), seed=0)
@@ -156,13 +157,12 @@ def test_modes_agree_with_adapters_with_recomputed_activations_and_in_bfloat16(
 def test_a_loss_that_is_not_a_mean_over_pairs_is_told_from_those_that_are(tmp_path: Path) -> None:
     """Each loss of pairs, sorted ones aside, is that of each pair alone, averaged: what the parts of a step are joined by."""
     trainer = ours(tmp_path, "padding", loss_type=["sigmoid"], label_smoothing=0.1)
-    steps = cast(PairSteps, trainer.steps)
+    steps, loss = cast(PairSteps, trainer.steps), cast(Any, trainer.loss)
     apart, numbers = set(), range(len(PAIRS))
     for name in known_to_trl():
-        trainer.loss_types = [name]
-        trainer.all_loss_weights = [1.0]
-        one_by_one = np.mean([trainer.loss_alone(steps.collate([number])) for number in numbers])
-        if trainer.loss_alone(steps.collate(numbers)) != pytest.approx(one_by_one, rel=1e-4):
+        loss.trl.loss_types = [name]
+        one_by_one = np.mean([loss.alone(steps.collate([number])) for number in numbers])
+        if loss.alone(steps.collate(numbers)) != pytest.approx(one_by_one, rel=1e-4):
             apart.add(name)
     assert apart == {"aot", "aot_unpaired", "sft"}
     assert tuple(one for one in sorted(apart) if one in SORTING_LOSSES) == SORTING_LOSSES

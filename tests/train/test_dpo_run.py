@@ -16,7 +16,7 @@ from trl import DPOConfig, DPOTrainer
 
 from packtrain.config.compose import load_config
 from packtrain.errors import UserError
-from packtrain.train.objectives.dpo_trainer import FIGURES
+from packtrain.train.objectives.dpo_loss import FIGURES
 
 PAIRS, HELD_OUT, A_STEP, STEPS = 22, 5, 7, 6  # step 4 has one pair, step 5 is of the second epoch
 SMALL = "batch.tokens_per_device=190"  # one to four pairs, so that steps have several micro-batches

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_dpo import LAYOUTS, PAIRS, another, ours, policy
+from tiny_dpo import LAYOUTS, PAIRS, another, check_forward, ours, policy, start_loss
 from tiny_models import tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -26,16 +26,15 @@ from packtrain.model.adapters import add_adapters
 from packtrain.packing.collate import PairRows
 from packtrain.packing.segments import Segments
 from packtrain.train.loader import PairSteps
-from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
-from packtrain.train.verify import dpo_start
-from packtrain.train.verify.dpo_start import check_pair_forward, check_start
+from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives import first_loss
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_model_that_is_its_own_reference_starts_at_ln_2(layout: PairRows, tmp_path: Path) -> None:
     trainer = ours(tmp_path, layout, reference=policy(), loss_type=["sigmoid"])
-    assert check_start(trainer) == pytest.approx(math.log(2), abs=1e-6)
-    check_pair_forward(trainer, "sdpa")
+    assert start_loss(trainer) == pytest.approx(math.log(2), abs=1e-6)
+    check_forward(trainer, "sdpa")
 
 
 @pytest.mark.parametrize(
@@ -49,22 +48,22 @@ def test_a_model_that_is_its_own_reference_starts_at_ln_2(layout: PairRows, tmp_
 )
 def test_other_losses_start_at_their_own_value_of_a_zero_margin(objective: dict[str, Any], tmp_path: Path) -> None:
     trainer = ours(tmp_path, "shared", reference=policy(), **objective)
-    found = check_start(trainer)
+    found = start_loss(trainer)
     if objective["loss_type"] == ["sppo_hard"]:
         assert found == pytest.approx(2 * (0.5 / 0.1) ** 2, rel=1e-6)
     with pytest.raises(CheckFailed):
-        check_start(ours(tmp_path, "shared", reference=another(), **objective))
+        start_loss(ours(tmp_path, "shared", reference=another(), **objective))
 
 
 def test_16_bits_hide_no_difference_of_two_sides_that_compute_the_same(tmp_path: Path) -> None:
     for layout in LAYOUTS:
         same = ours(tmp_path, layout, model=policy().bfloat16(), reference=policy().bfloat16(), loss_type=["sigmoid"])
-        assert check_start(same) == pytest.approx(math.log(2), abs=1e-6)
+        assert start_loss(same) == pytest.approx(math.log(2), abs=1e-6)
     adapted = add_adapters(cast(Any, policy().bfloat16()), Peft(kind="lora", r=4), seed=0)
-    assert check_start(ours(tmp_path, "shared", model=adapted, reference=None)) == pytest.approx(math.log(2), abs=1e-6)
+    assert start_loss(ours(tmp_path, "shared", model=adapted, reference=None)) == pytest.approx(math.log(2), abs=1e-6)
     dropping = tiny_model("llama", attention_dropout=0.05).bfloat16()
     with pytest.raises(CheckFailed, match=r"dropout is on in the model"):
-        check_start(ours(tmp_path, "flat", model=dropping, reference=policy().bfloat16(), loss_type=["sigmoid"]))
+        start_loss(ours(tmp_path, "flat", model=dropping, reference=policy().bfloat16(), loss_type=["sigmoid"]))
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
@@ -72,7 +71,7 @@ def test_log_probabilities_that_are_out_of_date_are_told_from_those_computed_ane
     trainer = kept(tmp_path)
     trainer.steps.reference[2, ["chosen", "rejected"].index(side)] += 0.01
     with pytest.raises(CheckFailed, match=r"the first loss is 0\.69\d+, but 0\.6931") as caught:
-        check_start(trainer)
+        start_loss(trainer)
     said, answer = str(caught.value), rf"the {side} answer of pair \d"
     assert re.search(rf"{answer} .* has log-probability -[\d.]+ by the model and -[\d.]+ by the reference", said)
     assert re.search(rf"kept are stale: {answer} has -[\d.]+, computed anew -", said)
@@ -81,11 +80,11 @@ def test_log_probabilities_that_are_out_of_date_are_told_from_those_computed_ane
 
 def test_log_probabilities_that_were_rounded_to_16_bits_are_no_rounding_of_the_model(tmp_path: Path) -> None:
     trainer = kept(tmp_path, model=policy().bfloat16())
-    assert check_start(trainer) == pytest.approx(math.log(2), abs=1e-6)
+    assert start_loss(trainer) == pytest.approx(math.log(2), abs=1e-6)
     known = torch.from_numpy(trainer.steps.reference)
     trainer.steps = replace(trainer.steps, reference=known.bfloat16().float().numpy())
     with pytest.raises(CheckFailed, match="the log-probabilities that were kept are stale"):
-        check_start(trainer)
+        start_loss(trainer)
 
 
 def kept(folder: Path, model: Any = None) -> Any:
@@ -94,12 +93,12 @@ def kept(folder: Path, model: Any = None) -> Any:
     trainer = ours(folder, "padding", model=model, reference=None, **given)
     with torch.no_grad():
         batch = cast(PairSteps, trainer.steps).collate(range(len(PAIRS)))
-        known = np.stack([part.numpy() for part in trainer.policy_logps(batch)], axis=1)
+        known = np.stack([part.numpy() for part in trainer.loss.policy_logps(batch)], axis=1)
     trainer.steps = replace(cast(PairSteps, trainer.steps), reference=known)
     return trainer
 
 
-def start(folder: Path, model: Any, reference: Any, spoil: Callable[[Any], Any] = id) -> PackedDPOTrainer:
+def start(folder: Path, model: Any, reference: Any, spoil: Callable[[Any], Any] = id) -> StepTrainer:
     """A trainer whose two sides are not the same, or no longer once it is spoilt."""
     trainer = ours(folder, "flat", model=model, reference=reference, loss_type=["sigmoid"])
     spoil(trainer)
@@ -111,7 +110,7 @@ def dropping() -> Any:
 
 
 def drop_by_a_hook(trainer: Any) -> None:
-    layer = trainer.ref_model.model.layers[0]
+    layer = trainer.loss.trl.ref_model.model.layers[0]
     layer.mlp.register_forward_hook(lambda _, __, out: torch.nn.functional.dropout(out, 0.1))
 
 
@@ -134,13 +133,13 @@ def adapted(*, beside: bool = False) -> Any:
     return model
 
 
-FAULTS: dict[str, tuple[Callable[[Path], PackedDPOTrainer], str]] = {
+FAULTS: dict[str, tuple[Callable[[Path], StepTrainer], str]] = {
     "dropout of attention": (
         lambda folder: start(folder, dropping(), dropping()),
         r"dropout is on in the model: a second call differs by \d.*\n.*set model.config.attention_dropout=0",
     ),
     "a reference in training mode": (
-        lambda folder: start(folder, policy(), dropping(), lambda trainer: trainer.ref_model.train()),
+        lambda folder: start(folder, policy(), dropping(), lambda trainer: trainer.loss.trl.ref_model.train()),
         r"dropout is on in the reference: .*\n.*set model.config.attention_dropout=0",
     ),
     "dropout without a name": (
@@ -173,16 +172,16 @@ FAULTS: dict[str, tuple[Callable[[Path], PackedDPOTrainer], str]] = {
 @pytest.mark.parametrize(("fault", "said"), FAULTS.values(), ids=FAULTS.keys())
 def test_what_makes_the_model_differ_from_its_reference_is_named(fault: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(CheckFailed, match=r"the first loss is \d.* but 0.6931472 while") as caught:
-        check_start(fault(tmp_path))
+        start_loss(fault(tmp_path))
     assert re.search(said, str(caught.value)) and caught.value.exit_code == 3
     assert "please report" not in str(caught.value)
 
 
 def test_a_fault_that_is_none_of_those_known_is_said_to_be_so(tmp_path: Path) -> None:
     trainer = ours(tmp_path, "padding", reference=policy(), loss_type=["sigmoid"])
-    trainer.ref_model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out * 1.01)
+    trainer.loss.trl.ref_model.model.layers[0].mlp.register_forward_hook(lambda _, __, out: out * 1.01)
     with pytest.raises(CheckFailed, match=r"nothing that is known to cause this was found: please report"):
-        check_start(trainer)
+        start_loss(trainer)
 
 
 @pytest.mark.parametrize("precomputed", [False, True])
@@ -191,30 +190,27 @@ def test_the_first_check_makes_few_logits_whatever_the_layout_and_the_reference(
     layout: PairRows, precomputed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most, made = 8 * 5 * cast(Any, policy()).config.vocab_size, []
-    monkeypatch.setattr(dpo_start, "CHECKED_LOGITS", most)
+    monkeypatch.setattr(first_loss, "CHECKED_LOGITS", most)
     given: dict[str, Any] = {"reference": None if precomputed else policy(), "loss_type": ["sigmoid"]}
     trainer = ours(tmp_path, layout, precompute_ref_log_probs=precomputed, **given)
-    for model in filter(None, (trainer.model, trainer.ref_model)):
+    for model in filter(None, (trainer.model, trainer.loss.trl.ref_model)):
         model.lm_head.register_forward_hook(lambda *call: made.append(call[-1].numel()))
-    check_pair_forward(trainer, "sdpa")
+    check_forward(trainer, "sdpa")
     assert made and max(made) <= most
     trainer.model.lm_head.register_forward_hook(lambda *call: 1.1 * call[-1])  # which the fused head does not know
     with pytest.raises(CheckFailed, match="from padded batches and full logits"):
-        check_pair_forward(trainer, "sdpa")
+        check_forward(trainer, "sdpa")
 
 
 @pytest.mark.parametrize("layout", ["flat", "shared"])
-def test_a_row_whose_tokens_see_too_much_or_come_back_wrong_is_caught(
-    layout: PairRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_whose_tokens_see_too_much_or_come_back_wrong_is_caught(layout: PairRows, tmp_path: Path) -> None:
     trainer = ours(tmp_path, layout, loss_type=["sigmoid"])
     attention = own_attention(policy())
-    check_pair_forward(trainer, attention)
+    check_forward(trainer, attention)
     batch = cast(PairSteps, trainer.steps).collate(range(len(PAIRS)))
     told = batch.inputs["layout"]
     one = Segments((sum(told.segments.lengths),), ())  # all one document
     for broken in (replace(told, segments=one), replace(told, rows=told.rows.roll(1))):
         wrong = replace(batch, inputs={**batch.inputs, "layout": broken})
-        monkeypatch.setattr(dpo_start, "_first", lambda _, wrong=wrong: wrong)
         with pytest.raises(CheckFailed, match="from padded batches and full logits of LlamaForCausalLM"):
-            check_pair_forward(trainer, attention)
+            first_loss.check_pair_forward(cast(Any, trainer.loss), wrong, attention)

@@ -28,8 +28,8 @@ from packtrain.model.precision import precision_of
 from packtrain.run_folder import RunFolder
 from packtrain.train import metrics
 from packtrain.train.console import _documents
-from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
-from packtrain.train.objectives.of_reference import identity_of_reference
+from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.reference_objective import identity_of_reference
 from packtrain.train.run import verify_in
 from packtrain.train.verify.command import show
 
@@ -174,9 +174,9 @@ def test_with_kept_log_probabilities_no_reference_is_in_memory(
         gc.collect()
         return sum(issubclass(type(one), PreTrainedModel) and hasattr(one, "lm_head") for one in gc.get_objects())
 
-    before, step, found = models(), PackedDPOTrainer.forward_and_backward, []
+    before, step, found = models(), StepTrainer.forward_and_backward, []
     monkeypatch.setattr(
-        PackedDPOTrainer, "forward_and_backward", lambda *given: [found.append(models() - before), step(*given)][1]
+        StepTrainer, "forward_and_backward", lambda *given: [found.append(models() - before), step(*given)][1]
     )
     trained(start, "counted", objective=against(kind))
     assert found == [expected] * 3

@@ -19,7 +19,7 @@ from running import LLAMA, Run, base_config, train, write_jsonl
 from safetensors.torch import load_file
 
 from packtrain.config.compose import load_config
-from packtrain.train.checkpoint import hooks
+from packtrain.train.checkpoint import state
 from tests.train import forked
 
 MODEL = {**LLAMA, "hidden_size": 128, "intermediate_size": 256}  # weights that ZeRO-3 does not keep whole
@@ -124,7 +124,7 @@ OTHERWISE = {
 
 def without_names(*arguments: Any) -> None:
     """The command where weights can be read by the files of their strategy alone."""
-    hooks.put_into_torch = hooks.put_into_zero = None  # type: ignore[assignment]
+    state.put_into_torch = state.put_into_zero = None  # type: ignore[assignment]
     command(*arguments)
 
 
@@ -180,7 +180,7 @@ def test_the_states_of_the_optimizer_are_what_makes_it_the_same(
     place = folder / f"states-{kept}"
     shutil.copytree(broken.folder, place, ignore=shutil.ignore_patterns("final", "summary.json", "step-000014"))
     if not kept:
-        monkeypatch.setattr(hooks, "put_into_torch", lambda *_: None)
+        monkeypatch.setattr(state, "put_into_torch", lambda *_: None)
     config = load_config(str(folder / "unbroken.yaml"), [f"trainer.max_steps={2 * len(WORLDS)}"])
     loss, _ = differences(train_here(config, place), unbroken)
     assert (loss < 1e-5) == kept, loss

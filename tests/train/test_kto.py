@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import datasets
 import pytest
 import torch
 from tiny_dpo import TOKENIZER, another, gradient, in_parts, policy
@@ -17,8 +18,7 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from packtrain.config.objective import UnpairedLoss
 from packtrain.train.loader import UnpairedSteps
-from packtrain.train.objectives.kto_trainer import _COLUMNS, MARGINS, UNITS
-from packtrain.train.settings import unread_data
+from packtrain.train.objectives.kto_loss import MARGINS, UNITS
 
 SPLITS = ([[0, 1, 2, 3, 4, 5, 6]], [[2, 0, 5], [6], [], [4, 1, 3]])
 OBJECTIVES: list[dict[str, Any]] = [
@@ -42,7 +42,7 @@ def trl_trainer(folder: Path, **objective: Any) -> _TRL:
         ref_model=cast(Any, another()),
         args=arguments(folder, **objective),
         processing_class=TOKENIZER,
-        train_dataset=unread_data(_COLUMNS, evaluates=False)["train_dataset"],
+        train_dataset=datasets.Dataset.from_dict({"prompt_ids": [[0]], "completion_ids": [[0]], "label": [True]}),
     )
     trainer.model.train()
     return trainer
@@ -111,17 +111,16 @@ def test_mismatched_pairs_are_cut_as_by_trl_and_keep_to_the_limits_of_a_micro_ba
 def test_an_evaluation_is_one_step_over_the_whole_set(tmp_path: Path) -> None:
     loss, _, figures = of_trl(tmp_path)
     trainer = ours(tmp_path, "flat")
-    evaluation = replace(steps_of("flat", 40, a_step=3), one=True)
-    trainer.settings = replace(trainer.settings, evaluation=cast(Any, evaluation))
-    trainer.model.eval()
-    with torch.no_grad():
-        found = trainer.evaluated()
+    trainer.evaluation = replace(steps_of("flat", 40, a_step=3), whole=True)
+    trainer.evaluate()
+    found = {name.removeprefix("eval_"): value for name, value in trainer.state.log_history[-1].items()}
+    assert found.pop("step") == 0 and found.pop("epoch") == 0
     assert found.pop("loss") == pytest.approx(loss, rel=1e-5) and found.pop("answers") == 7
     assert found == pytest.approx({name: figures[name] for name in found}, rel=1e-5, abs=1e-5)
 
 
 def test_pairs_of_an_evaluation_go_across_its_steps() -> None:
-    steps: UnpairedSteps = replace(steps_of("flat", a_step=3), one=True)
+    steps: UnpairedSteps = replace(steps_of("flat", a_step=3), whole=True)
     assert [steps.pairs_of(step).tolist() for step in range(3)] == [
         [[0, 6], [1, 0], [2, 1]],
         [[3, 2], [4, 3], [5, 4]],

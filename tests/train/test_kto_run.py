@@ -21,7 +21,7 @@ from trl import KTOConfig, KTOTrainer
 from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
 from packtrain.run_folder import RunFolder
-from packtrain.train.objectives.kto_trainer import MARGINS, UNITS
+from packtrain.train.objectives.kto_loss import MARGINS, UNITS
 from packtrain.train.run import verify_in
 from packtrain.train.verify.modes import MODES
 

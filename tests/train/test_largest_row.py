@@ -19,8 +19,7 @@ from packtrain.plan.memory import estimate
 from packtrain.train import run as run_module
 from packtrain.train.largest_row import RowAtWork, RowLimits, memory_error
 from packtrain.train.loader import MicroBatch
-from packtrain.train.loop import StepTrainer
-from packtrain.train.objectives.sft import PackedSFTTrainer
+from packtrain.train.objectives.sft import SFTLoss
 from tests.train import forked
 
 ROOM = 180
@@ -78,14 +77,19 @@ def cramped(monkeypatch: pytest.MonkeyPatch, room: int = ROOM, *, from_step: int
     """A forward pass in training of more than `room` tokens lacks memory."""
 
     def watched(own: Any) -> Any:
-        def loss_of(self: Any, model: Any, batch: Any, counts: Any) -> Any:
-            if batch.slots > room and self.state.global_step >= from_step:
+        def of(self: Any, model: Any, batch: Any, counts: Any) -> Any:
+            if batch.slots > room and steps[0] > from_step:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return own(self, model, batch, counts)
 
-        return loss_of
+        return of
 
-    monkeypatch.setattr(PackedSFTTrainer, "loss_of", watched(PackedSFTTrainer.loss_of))
+    def counted(self: Any, batches: Any) -> None:
+        steps[0] += 1
+
+    steps = [int(from_step == 0)]
+    monkeypatch.setattr(SFTLoss, "of", watched(SFTLoss.of))
+    monkeypatch.setattr(SFTLoss, "open_step", counted)
 
 
 def refused(folder: Path) -> UserError:
@@ -158,20 +162,14 @@ def test_without_it_the_step_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_is_tried_is_what_no_other_micro_batch_exceeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    at_work, attempt = StepTrainer.at_work, StepTrainer.try_largest
+    own = SFTLoss.of
 
-    def noted(self: Any, micro: int, batch: Any) -> None:
-        seen.append(batch.slots)
-        at_work(self, micro, batch)
+    def of(self: Any, model: Any, batch: Any, counts: Any) -> Any:
+        if torch.is_grad_enabled():
+            seen.append(batch.slots)
+        return own(self, model, batch, counts)
 
-    def tried(self: Any, model: Any) -> None:
-        open_judgement = self.open_judgement
-        self.open_judgement = lambda *given: (seen.append(self.place.batch.slots), open_judgement(*given))
-        attempt(self, model)
-        del self.open_judgement
-
-    monkeypatch.setattr(StepTrainer, "at_work", noted)
-    monkeypatch.setattr(StepTrainer, "try_largest", tried)
+    monkeypatch.setattr(SFTLoss, "of", of)
     monkeypatch.setattr(run_module, "tries_largest", lambda *_: True)
     (path := tmp_path / "run.yaml").write_text(yaml.safe_dump(config_of(tmp_path)))
     for mode in ("packed", "padding"):

@@ -49,7 +49,7 @@ def hold_in_a_run(arguments: list[str], file: Path) -> None:
         weights = list(self.model.parameters())
         held["weights"] = _bytes(weights)
         held["gradients"] = _bytes(one.grad for one in weights if one.grad is not None)
-        states = self.optimizer.state.values()
+        states = self.engine.plain_optimizer.state.values()
         held["optimizer"] = _bytes(one for state in states for one in state.values() if isinstance(one, torch.Tensor))
         return loss
 

@@ -22,7 +22,7 @@ from trl import RewardConfig, RewardTrainer
 
 from packtrain.config.compose import load_config
 from packtrain.config.schema import Model
-from packtrain.train.objectives.reward_trainer import FIGURES
+from packtrain.train.objectives.reward_loss import FIGURES
 
 PAIRS, HELD_OUT, A_STEP, STEPS = 22, 5, 7, 10  # step 4 of an epoch has one pair
 SMALL = "batch.tokens_per_device=190"  # one to four pairs, so that steps have several micro-batches

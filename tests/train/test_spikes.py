@@ -34,14 +34,14 @@ def broken_at(step: int, times: float = math.nan, last: int = 0) -> Any:
     """A `forward_and_backward` whose loss and gradients are multiplied in `step`, or from there to the `last`, each time it comes."""
     backward = StepTrainer.forward_and_backward
 
-    def forward_and_backward(self: Any, model: Any, inputs: Any, counts: Any) -> Any:
-        own = self.loss_of
+    def forward_and_backward(self: Any, inputs: Any, counts: Any) -> Any:
+        own = self.loss.of
         if step <= self.state.global_step + 1 <= max(step, last):
-            self.loss_of = lambda *given: own(*given) * times if torch.is_grad_enabled() else own(*given)
+            self.loss.of = lambda *given: own(*given) * times if torch.is_grad_enabled() else own(*given)
         try:
-            return backward(self, model, inputs, counts)
+            return backward(self, inputs, counts)
         finally:
-            self.loss_of = own
+            self.loss.of = own
 
     return forward_and_backward
 

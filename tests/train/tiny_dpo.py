@@ -19,7 +19,9 @@ from packtrain.model.load import base_model
 from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import PairSteps, Steps, UnpairedSteps
-from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
+from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.dpo_loss import DPOLoss
+from packtrain.train.objectives.first_loss import check_pair_forward, check_start
 from packtrain.train.settings import LoopSettings, StopRequest
 
 TOKENIZER = load_tokenizer(Model(tokenizer="quickstart"))
@@ -86,23 +88,19 @@ def ours(
     reference: Any = OTHER,
     steps: PairSteps | None = None,
     **given: Any,
-) -> PackedDPOTrainer:
+) -> StepTrainer:
     """packtrain's trainer, ready for step 1; without a `model` on `policy`, without a `reference` against `another`."""
     steps, settings = steps or steps_of(layout), arguments(folder, **given)
-    return trainer_of(PackedDPOTrainer, folder, settings, steps, model=model, reference=reference)
+    return trainer_of(DPOLoss, folder, settings, steps, model=model, reference=reference)
 
 
 def trainer_of(kind: type[Any], folder: Path, settings: Any, steps: Steps, *, model: Any, reference: Any) -> Any:
-    """A trainer of that kind over `steps`, on models that attend by Segments unless they are padded."""
-    trainer = kind(
-        model or policy(),
-        settings,
-        TOKENIZER,
-        settings=LoopSettings(steps, None, StopRequest(), folder, {}),
-        reference=another() if reference == OTHER else reference,
-    )
+    """A trainer by a loss of that kind over `steps`, on models that attend by Segments unless they are padded."""
+    of_loop = LoopSettings(steps, None, StopRequest(), folder, {})
+    held_to = another() if reference == OTHER else reference
+    trainer = StepTrainer(kind(model or policy(), settings, TOKENIZER, of_loop, held_to), of_loop)
     if steps.layout != "padding":
-        for one in filter(None, (trainer.model, trainer.ref_model)):
+        for one in filter(None, (trainer.model, trainer.loss.trl.ref_model)):
             attend_by(base_model(one), "segmented")
     return trainer
 
@@ -120,10 +118,20 @@ def in_parts(trainer: Any, parts: list[list[int]]) -> tuple[float, torch.Tensor,
     if isinstance(trainer.steps, UnpairedSteps):
         batches = trainer.steps.with_mismatched(batches, 0)
     counts = torch.tensor([batch.counts for batch in batches]).sum(0)
-    trainer.open_step(batches)
+    trainer.loss.open_step(batches)
     total = 0.0
     for batch in batches:
-        loss = trainer.loss_of(trainer.model, batch, counts)
+        loss = trainer.loss.of(trainer.model, batch, counts)
         loss.backward()
         total += loss.item()
-    return total, gradient(trainer.model), trainer.figures()
+    return total, gradient(trainer.model), trainer.loss.figures()
+
+
+def start_loss(trainer: Any) -> float:
+    """The loss of the first pairs, once it was checked to be that of a zero margin."""
+    return check_start(trainer.loss, trainer.steps.first_batch(0))
+
+
+def check_forward(trainer: Any, attention: str) -> None:
+    """Compares the log-probabilities of the first pairs with those of a padded batch."""
+    check_pair_forward(trainer.loss, trainer.steps.first_batch(0), attention)

@@ -15,7 +15,8 @@ from packtrain.data.dataset import Document
 from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import UnpairedSteps
-from packtrain.train.objectives.kto_trainer import PackedKTOTrainer
+from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.kto_loss import KTOLoss
 
 LAYOUTS: tuple[PairRows, ...] = ("padding", "flat")
 SHAPES = [(10, 5), (1, 4), (33, 2), (2, 7), (5, 20), (18, 6), (1, 1)]
@@ -89,7 +90,7 @@ def ours(
     reference: Any = OTHER,
     steps: UnpairedSteps | None = None,
     **given: Any,
-) -> PackedKTOTrainer:
+) -> StepTrainer:
     """packtrain's trainer, ready for step 1; without a `model` on `policy`, without a `reference` against `another`."""
     steps, settings = steps or steps_of(layout), arguments(folder, **given)
-    return tiny_dpo.trainer_of(PackedKTOTrainer, folder, settings, steps, model=model, reference=reference)
+    return tiny_dpo.trainer_of(KTOLoss, folder, settings, steps, model=model, reference=reference)

@@ -1,6 +1,6 @@
 """Direct preference optimisation as an objective: pairs instead of documents, the reference, and their proofs.
 
-The trainer and its loss are in dpo_trainer.py.
+The loss is in dpo_loss.py.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.train import console
 from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, PairSteps, Steps
-from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer, objective_arguments
-from packtrain.train.objectives.of_pairs import OfPairs
-from packtrain.train.objectives.of_reference import OfReference
-from packtrain.train.settings import on_one_gpu
+from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.dpo_loss import DPOLoss, objective_arguments
+from packtrain.train.objectives.pair_objective import PairObjective
+from packtrain.train.objectives.reference_objective import ReferenceObjective
+from packtrain.train.patches import arguments_on_one_gpu
+from packtrain.train.settings import LoopSettings
 
 
-class DPO(OfReference, OfPairs):
+class DPO(ReferenceObjective, PairObjective):
     """The TrainingObjective of preference optimisation."""
 
     prepare_data = staticmethod(prepare_pairs)
@@ -49,10 +51,12 @@ class DPO(OfReference, OfPairs):
         cache: Path,
     ) -> None:
         """Precomputed log-probabilities go to the folder `cache`."""
-        OfPairs.__init__(self, packing, batch)
-        OfReference.__init__(self, objective, model, peft, reference, cache)
+        PairObjective.__init__(self, packing, batch)
+        ReferenceObjective.__init__(self, objective, model, peft, reference, cache)
 
-    def steps(self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> PairSteps:
+    def steps(
+        self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
+    ) -> PairSteps:
         """The optimizer steps over `data`. Raises UserError if a loss that sorts all pairs of a step would get only some."""
         steps = PairSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
         if sorting := self.objective.sorting_losses:
@@ -67,18 +71,21 @@ class DPO(OfReference, OfPairs):
                 )
         return steps
 
-    def trainer(
-        self, model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, **given: Any
-    ) -> PackedDPOTrainer:
-        """The trainer, before its proofs; `given` are its settings and callbacks."""
+    def loss(
+        self,
+        model: PreTrainedModel,
+        arguments: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: LoopSettings,
+    ) -> DPOLoss:
+        """The loss of pairs on `model`."""
         own = objective_arguments(self.objective, precomputed=self.reference.kind == "precomputed")
-        return PackedDPOTrainer(
-            model, on_one_gpu(DPOConfig, **arguments, **own), tokenizer, reference=self._reference_model, **given
-        )
+        args = arguments_on_one_gpu(DPOConfig, **arguments, **own)
+        return DPOLoss(model, args, tokenizer, settings, self._reference_model)
 
     def prove(
         self,
-        trainer: PackedDPOTrainer,
+        trainer: StepTrainer,
         log: Log,
         attention: str,
         *,
@@ -90,21 +97,21 @@ class DPO(OfReference, OfPairs):
         console.pairs(log, self.objective, self.layout, self.unshared, self.reference, self._peft.dropout)
         self.hold(trainer, attention, preflight=preflight, ranks=ranks, precision=precision)
 
-    def with_reference(self, steps: Steps, trainer: PackedDPOTrainer, ranks: Ranks, precision: Precision) -> PairSteps:
+    def with_reference(self, steps: Steps, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> PairSteps:
         """`steps` with the reference's log-probabilities of every pair; the reference is the model before step 1.
 
         They are computed in the rows of the first pass: in 16 bits an answer has another one in another row.
         """
-        pairs, schedule = cast(PairSteps, steps), steps.schedule
+        pairs, schedule, loss = cast(PairSteps, steps), steps.schedule, cast(DPOLoss, trainer.loss)
 
         def logps(batch: MicroBatch) -> torch.Tensor:
             trainer.clock.enter("proof")
-            return torch.stack(trainer.policy_logps(batch), dim=1)
+            return torch.stack(loss.policy_logps(batch), dim=1)
 
         rows = None
-        if trainer.compute_dtype.itemsize == 2:
+        if loss.compute_dtype.itemsize == 2:
             rows = (schedule.settings, pairs.layout, trainer.settings.backend, ranks.world_size, computer(ranks.device))
         formats = (precision.weights, precision.autocast)
-        key = cache_key(pairs.data.fingerprint, self.identity, formats, trainer.ld_alpha, rows)
+        key = cache_key(pairs.data.fingerprint, self.identity, formats, loss.trl.ld_alpha, rows)
         shape = (len(pairs.data), 2)
         return replace(pairs, reference=precompute(self._cache / key, shape, pairs.first_pass(), ranks, logps))

@@ -1,6 +1,6 @@
 """Kahneman-Tversky optimisation as an objective: answers with labels, the reference, the KL estimate's rows, and their proofs.
 
-The trainer and its loss are in kto_trainer.py.
+The loss is in kto_loss.py.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from packtrain.proof.choice import AttentionChoice
 from packtrain.train import console
 from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, Steps, UnpairedSteps
-from packtrain.train.objectives.kto_trainer import PackedKTOTrainer, objective_arguments
-from packtrain.train.objectives.of_reference import OfReference
+from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.kto_loss import KTOLoss, objective_arguments
+from packtrain.train.objectives.reference_objective import ReferenceObjective
+from packtrain.train.patches import arguments_on_one_gpu
 from packtrain.train.preflight import choose_together
-from packtrain.train.settings import LoopSettings, on_one_gpu
+from packtrain.train.settings import LoopSettings
 from packtrain.wording import counted
 
 
-class KTO(OfReference):
+class KTO(ReferenceObjective):
     """The TrainingObjective of answers with labels."""
 
     prepare_data = staticmethod(prepare_unpaired)
@@ -83,30 +85,31 @@ class KTO(OfReference):
             raise UserError(what, where="batch.tokens_per_device", fix=fix)
         return data.lengths
 
-    def steps(self, data: UnpairedDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> UnpairedSteps:
+    def steps(
+        self, data: UnpairedDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
+    ) -> UnpairedSteps:
         """The optimizer steps over `data`."""
         shape: Any = (self.layout, pad_token_id, ranks.rank, ranks.world_size)
         estimates = self.objective.kto_loss == "kto"
-        return UnpairedSteps(data, schedule, *shape, max_length=self._max_length, estimates=estimates)
+        return UnpairedSteps(data, schedule, *shape, max_length=self._max_length, estimates=estimates, whole=evaluation)
 
-    def trainer(
-        self, model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, **given: Any
-    ) -> PackedKTOTrainer:
-        """The trainer, before its proofs; `given` are its settings and callbacks."""
+    def loss(
+        self,
+        model: PreTrainedModel,
+        arguments: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: LoopSettings,
+    ) -> KTOLoss:
+        """The loss of answers with labels on `model`. Raises UserError as `check_sizes`."""
         own = objective_arguments(self.objective, precomputed=self.reference.kind == "precomputed")
-        settings: LoopSettings = given["settings"]
-        if settings.evaluation is not None:
-            of_whole_set: Any = replace(cast(UnpairedSteps, settings.evaluation), one=True)
-            given["settings"] = replace(settings, evaluation=of_whole_set)
         if self.objective.kto_loss == "kto":
             check_sizes(settings)
-        return PackedKTOTrainer(
-            model, on_one_gpu(KTOConfig, **{**arguments, **own}), tokenizer, reference=self._reference_model, **given
-        )
+        args = arguments_on_one_gpu(KTOConfig, **arguments, **own)
+        return KTOLoss(model, args, tokenizer, settings, self._reference_model)
 
     def prove(
         self,
-        trainer: PackedKTOTrainer,
+        trainer: StepTrainer,
         log: Log,
         attention: str,
         *,
@@ -116,33 +119,31 @@ class KTO(OfReference):
     ) -> None:
         """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
         console.unpaired(log, self.objective, self.reference, self._peft.dropout)
-        if (remark := balance(trainer.steps.data.report.labels, self.objective)) is not None:
+        if (remark := balance(cast(UnpairedSteps, trainer.steps).data.report.labels, self.objective)) is not None:
             log.warn(remark)
         self.hold(trainer, attention, preflight=preflight, ranks=ranks, precision=precision)
 
-    def with_reference(
-        self, steps: Steps, trainer: PackedKTOTrainer, ranks: Ranks, precision: Precision
-    ) -> UnpairedSteps:
+    def with_reference(self, steps: Steps, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> UnpairedSteps:
         """`steps` with the reference's log-probabilities; the reference is the model before step 1.
 
         Those of the answers are computed in the rows of the first pass: in 16 bits an answer has another one in another row. The
         mismatched pairs are other ones in every step of the run, and are computed for all of them.
         """
-        steps, schedule = cast(UnpairedSteps, steps), steps.schedule
+        steps, schedule, loss = cast(UnpairedSteps, steps), steps.schedule, cast(KTOLoss, trainer.loss)
 
         def logps(batch: MicroBatch) -> torch.Tensor:
             trainer.clock.enter("proof")
-            return trainer.policy_logps(batch)[0]
+            return loss.policy_logps(batch)[0]
 
         rows = None
-        if trainer.compute_dtype.itemsize == 2:
+        if loss.compute_dtype.itemsize == 2:
             rows = (schedule.settings, steps.layout, trainer.settings.backend, ranks.world_size, computer(ranks.device))
         depends = (steps.data.fingerprint, self.identity, (precision.weights, precision.autocast), rows)
         place = self._cache / cache_key("kto", *depends)
         steps = replace(steps, reference=precompute(place, (len(steps.data),), steps.first_pass(), ranks, logps))
         if self.objective.kto_loss != "kto":
             return steps
-        every = (schedule.settings, schedule.total_steps, steps.max_length, steps.one)
+        every = (schedule.settings, schedule.total_steps, steps.max_length, steps.whole)
         place, pairs = self._cache / cache_key("kto", *depends, every), steps.mismatched()
         shape = (schedule.documents_before(schedule.total_steps),)
         return replace(steps, reference_mismatched=precompute(place, shape, pairs.every_step(), ranks, logps))

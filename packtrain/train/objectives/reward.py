@@ -1,6 +1,6 @@
 """Reward models as an objective: pairs with margins, and the proof that rows are scored as padded batches are.
 
-The trainer and its loss are in reward_trainer.py, the model's side in model/score_head.py.
+The loss is in reward_loss.py, the model's side in model/score_head.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from packtrain.proof.isolation import evaluating, refusals_of_a_model, tolerance
 from packtrain.train import console
 from packtrain.train.console import Log
 from packtrain.train.loader import ScoredSteps
-from packtrain.train.objectives.of_pairs import OfPairs
-from packtrain.train.objectives.reward_trainer import PackedRewardTrainer, objective_arguments
-from packtrain.train.settings import on_one_gpu
+from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.pair_objective import PairObjective
+from packtrain.train.objectives.reward_loss import RewardLoss, objective_arguments
+from packtrain.train.patches import arguments_on_one_gpu
+from packtrain.train.settings import LoopSettings
 
 
-class Reward(OfPairs):
+class Reward(PairObjective):
     """The TrainingObjective of reward models."""
 
     prepare_data = staticmethod(prepare_with_margins)
@@ -45,18 +47,24 @@ class Reward(OfPairs):
         """Nothing: there is no reference."""
         return {}
 
-    def steps(self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> ScoredSteps:
+    def steps(
+        self, data: PairDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
+    ) -> ScoredSteps:
         """The optimizer steps over `data`."""
         return ScoredSteps(data, schedule, self.layout, pad_token_id, ranks.rank, ranks.world_size)
 
-    def trainer(
-        self, model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, **given: Any
-    ) -> PackedRewardTrainer:
-        """The trainer, before its proofs; `given` are its settings and callbacks."""
-        own = objective_arguments(self.objective)
-        return PackedRewardTrainer(model, on_one_gpu(RewardConfig, **arguments, **own), tokenizer, **given)
+    def loss(
+        self,
+        model: PreTrainedModel,
+        arguments: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: LoopSettings,
+    ) -> RewardLoss:
+        """The loss of pairs on `model`."""
+        args = arguments_on_one_gpu(RewardConfig, **arguments, **objective_arguments(self.objective))
+        return RewardLoss(model, args, tokenizer, settings)
 
-    def prove(self, trainer: PackedRewardTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
+    def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Says what is trained, and compares the first scores with those of padded batches."""
         console.prompts(log, self.layout, self.unshared)
         margins = cast(PairDataset, trainer.steps.data).margins
@@ -71,26 +79,27 @@ class Reward(OfPairs):
 
 
 @torch.no_grad()
-def check_scores(trainer: PackedRewardTrainer, attention: str) -> float:
+def check_scores(trainer: StepTrainer, attention: str) -> float:
     """Compares scores of the first pairs in their row with those by the model's own call of a padded batch, of COMPARED_PAIRS pairs.
 
     `attention` is the model's original implementation. Returns the largest difference, relative to the largest score; raises
     CheckFailed if it is more than rounding.
     """
-    model, base, steps = trainer.model, base_model(trainer.model), cast(ScoredSteps, trainer.steps)
+    loss, steps = cast(RewardLoss, trainer.loss), cast(ScoredSteps, trainer.steps)
+    model, base = loss.model, base_model(loss.model)
     numbers = steps.first_examples(trainer.settings.first_step)
     few = numbers[:COMPARED_PAIRS]
     rows = [*range(len(few)), *range(len(numbers), len(numbers) + len(few))]
     padded = ScoredSteps(steps.data, steps.schedule, "padding", steps.pad_token_id)
     with evaluating(model):
-        ours = trainer.scores_of(steps.collate(numbers))[rows]
+        ours = loss.scores(steps.collate(numbers))[rows]
         with (
             attention_of(base, attention),
             refusals_of_a_model(f"{type(base).__name__} cannot run padded pairs", fix="please report this model"),
         ):
-            theirs = trainer.scores_of(padded.collate(few))
+            theirs = loss.scores(padded.collate(few))
     off = ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-8)).item()
-    if not off <= tolerance_of(trainer.compute_dtype):  # NaN fails too
+    if not off <= tolerance_of(loss.compute_dtype):  # NaN fails too
         worst = int((ours - theirs).abs().argmax())
         raise CheckFailed(
             f"an answer of the first pairs scores {ours[worst]:.6g} in its row, but {theirs[worst]:.6g} by "

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: TRL's SFTTrainer over whole steps, with exact normalisation, and its proofs.
+"""Supervised fine-tuning: its loss, with exact normalisation, and the objective with its proofs.
 
 The loss is Σ of token losses over the global batch / Σ of its trained tokens, plus the weighted loss of routers if set.
 Evaluation is exact over the whole set, without the routers' loss.
@@ -6,12 +6,14 @@ Evaluation is exact over the whole set, without the routers' loss.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import SFTConfig, SFTTrainer
 
@@ -26,61 +28,49 @@ from packtrain.model.precision import Precision
 from packtrain.model.routers import router_loss, without_labels
 from packtrain.model.spread import Ranks
 from packtrain.monitor.heartbeat import waiting
-from packtrain.packing.collate import collate_flat, collate_padded
+from packtrain.packing.collate import collate_flat, collate_padded, on_device
 from packtrain.packing.schedule import Schedule
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import tolerance_of
 from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, Steps
 from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.loss import EvaluationBatches, Loss
+from packtrain.train.patches import arguments_on_one_gpu, hold_trainer
 from packtrain.train.preflight import FirstStepWatch, choose_together
-from packtrain.train.settings import LoopSettings, on_one_gpu, unread_data
+from packtrain.train.settings import LoopSettings
 
 _PROBE_TOKENS = 64
 _COLUMNS: dict[str, list[Any]] = {"input_ids": [[0]], "labels": [[0]]}
 
 
-class PackedSFTTrainer(StepTrainer, SFTTrainer):
-    """Trains `model` by `settings`. See the module's docstring for what differs from TRL's."""
+class SFTLoss(Loss):
+    """The loss of documents on `model`: Σ of token losses / trained tokens, and that of routers. TRL's head makes the former."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         args: SFTConfig,
         tokenizer: PreTrainedTokenizerBase,
-        *,
         settings: LoopSettings,
         objective: Objective,
-        callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        text_config = base_model(model).config.get_text_config()
-        routers = getattr(text_config, "output_router_logits", None)
-        super().__init__(
-            model=model,
-            args=args,
-            processing_class=tokenizer,
-            callbacks=callbacks,
-            **unread_data(_COLUMNS, evaluates=settings.evaluation is not None),
-        )
-        if routers is not None:  # TRL turns them on for its own auxiliary loss, which is not used
-            text_config.output_router_logits = routers
-        base = base_model(self.model)
+        super().__init__(hold_trainer(SFTTrainer, model, args, tokenizer, _COLUMNS), settings)
+        base = base_model(model)
         self.routers = router_loss(base, objective.router_aux_coef)
-        autocast = self.autocast_of_forward(settings)
-        head = patch_forward(base, documents=objective, autocast=autocast, backend=settings.backend)
+        head = patch_forward(base, documents=objective, autocast=self.autocast, backend=settings.backend)
         self.head = cast(Head, head)
-        self.open_loop(settings)
 
-    def open_step(self, batches: list[MicroBatch]) -> None:
+    def open_step(self, batches: Sequence[MicroBatch]) -> None:
         """Has the routers' load counted over the step."""
         if self.routers is not None:
             self.routers.open_step(batches, self._run_without_labels, self.accelerator)
 
-    def loss_of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+    def of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """Σ of the token losses / trained tokens of the step, and the micro-batch's part of the routers' loss."""
         # DDP averages gradients over ranks; clamped so that a step without trained tokens is a zero and not 0 / 0
         scale = self.accelerator.num_processes / counts[0].clamp(min=1)
-        inputs = self._prepare_inputs(batch.inputs)
+        inputs = self.inputs(batch)
         if self.routers is None:
             return model(**inputs, loss_sum=True) * scale
         with self.routers.watching(real=batch.examples > 0) as loads:
@@ -91,28 +81,37 @@ class PackedSFTTrainer(StepTrainer, SFTTrainer):
         """The routers' loss, unweighted."""
         return {} if self.routers is None else {"router_aux_loss": self.routers.value()}
 
-    def evaluated(self) -> dict[str, float]:
+    @contextmanager
+    def keeping_figures(self) -> Iterator[None]:
+        """As of Loss: the routers are not watched."""
+        routers, self.routers = self.routers, None
+        try:
+            yield
+        finally:
+            self.routers = routers
+
+    def evaluate(self, batches: EvaluationBatches) -> dict[str, float]:
         """Mean loss per trained token."""
-        device = self.args.device
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        trained = torch.zeros((), dtype=torch.float64, device=device)
-        for batch in self.evaluation_batches():
-            loss_sum += self.model(**self._prepare_inputs(batch.inputs), loss_sum=True).double()
-            trained += batch.trained
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches():
+            loss = self.model(**self.inputs(batch), loss_sum=True).double()
+            total += torch.stack([loss, torch.full_like(loss, batch.trained)])
         with waiting("the loss of all ranks"):
-            loss_sum, trained = self.accelerator.reduce(torch.stack([loss_sum, trained]), reduction="sum")
+            loss_sum, trained = cast(torch.Tensor, self.accelerator.reduce(total, reduction="sum"))
         return {"loss": (loss_sum / trained.clamp(min=1)).item(), "tokens": int(trained.item())}
 
-    def probe(self) -> dict[str, Any]:
+    def probe(self, steps: Steps) -> dict[str, Any]:
         """Inputs of one short real document with every token trained, to check the output head with."""
-        data, padded = cast(TokenDataset, self.steps.data), self.steps.layout == "padding"
+        data = cast(TokenDataset, steps.data)
         ids = data[int(data.lengths.argmax())].input_ids[:_PROBE_TOKENS]
         document = Document(ids, np.ones(len(ids), dtype=bool))
-        inputs = collate_padded([document], self.steps.pad_token_id) if padded else collate_flat([document])
-        return self._prepare_inputs(inputs)
+        padded = steps.layout == "padding"
+        return on_device(
+            collate_padded([document], steps.pad_token_id) if padded else collate_flat([document]), self.device
+        )
 
     def _run_without_labels(self, batch: MicroBatch) -> None:
-        self.model(**self._prepare_inputs(without_labels(batch.inputs)), loss_sum=True)
+        self.model(**on_device(without_labels(batch.inputs), self.device), loss_sum=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,28 +141,35 @@ class SFT:
         """int [documents]: token slots of each in a row."""
         return data.lengths
 
-    def steps(self, data: TokenDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> Steps:
+    def steps(
+        self, data: TokenDataset, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
+    ) -> Steps:
         """The optimizer steps over `data`."""
         layout = "padding" if self.packing.mode == "padding" else "flat"
         return Steps(data, schedule, layout, pad_token_id, ranks.rank, ranks.world_size)
 
-    def trainer(
-        self, model: PreTrainedModel, arguments: dict[str, Any], tokenizer: PreTrainedTokenizerBase, **given: Any
-    ) -> PackedSFTTrainer:
-        """The trainer, before its proofs; `given` are its settings and callbacks."""
-        args = on_one_gpu(SFTConfig, **arguments, dataset_kwargs={"skip_prepare_dataset": True})
-        return PackedSFTTrainer(model, args, tokenizer, objective=self.objective, **given)
+    def loss(
+        self,
+        model: PreTrainedModel,
+        arguments: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: LoopSettings,
+    ) -> SFTLoss:
+        """The loss of documents on `model`."""
+        args = arguments_on_one_gpu(SFTConfig, **arguments, dataset_kwargs={"skip_prepare_dataset": True})
+        return SFTLoss(model, args, tokenizer, settings, self.objective)
 
-    def prove(self, trainer: PackedSFTTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
+    def prove(self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, **_: Any) -> None:
         """Checks the output head and the routers, and has the first steps watched; `attention` is the model's original one."""
-        model, autocast = base_model(trainer.model), trainer.settings.autocast
-        if preflight and not trainer.settings.sharded and trainer.settings.backend not in (None, PER_DOCUMENT):
-            trainer.watch = FirstStepWatch(attention, tolerance_of(trainer.compute_dtype))
-        off = choose_head(model, trainer.head, trainer.probe(), autocast=autocast)
-        if not trainer.head.fused:
-            lack = trainer.head.refusal or f"does not fit {type(model).__name__} (its loss is off by {off:.1g})"
+        loss, settings = cast(SFTLoss, trainer.loss), trainer.settings
+        model, autocast, probe = base_model(loss.model), settings.autocast, loss.probe(trainer.steps)
+        if preflight and not settings.sharded and settings.backend not in (None, PER_DOCUMENT):
+            trainer.watch = FirstStepWatch(attention, tolerance_of(loss.compute_dtype))
+        off = choose_head(model, loss.head, probe, autocast=autocast)
+        if not loss.head.fused:
+            lack = loss.head.refusal or f"does not fit {type(model).__name__} (its loss is off by {off:.1g})"
             log.fact("head", f"full logits, which take far more memory: the fused one {lack}")
-        if trainer.routers is not None:
-            log.fact("routers", f"{trainer.routers.weight:g} × load-balancing loss over the tokens of a step")
+        if loss.routers is not None:
+            log.fact("routers", f"{loss.routers.weight:g} × load-balancing loss over the tokens of a step")
             if preflight:
-                trainer.routers.check(model, trainer.probe(), autocast=autocast)
+                loss.routers.check(model, probe, autocast=autocast)

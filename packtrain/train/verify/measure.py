@@ -2,7 +2,7 @@
 
 Every process loads the model as training would and measures (1) isolation and (2) equality with each document alone
 (proof/isolation.py), (3) loss and gradients of the three modes with the loss of the objective (modes.py), and of preference
-pairs (4) the first loss against the reference of the config (dpo_start.py), and in any case what rounding would lose of the first
+pairs (4) the first loss against the reference of the config (objectives/first_loss.py), and in any case what rounding would lose of the first
 update (first_update.py), which is told and no part of the verdict. A sharded model is proved as it is sharded, by
 all processes together; under ZeRO-3, whose weights have no gradients before there is an optimizer, (3) and (4) run on a whole
 model in each process. The main process writes the worst report into the run folder. All documents are random tokens.
@@ -44,13 +44,13 @@ from packtrain.proof.isolation import Proof, check_as_it_comes, least_control
 from packtrain.proof.leak import Leak, find_leak
 from packtrain.run_folder import RunFolder, write_json
 from packtrain.train.objectives.dpo import DPO
+from packtrain.train.objectives.first_loss import Start
 from packtrain.train.objectives.kto import KTO
 from packtrain.train.objectives.reward import Reward
 from packtrain.train.preflight import why_not_together
 from packtrain.train.sync.checks import agree_on_model
 from packtrain.train.sync.store_barrier import Peers
 from packtrain.train.verify.command import finite
-from packtrain.train.verify.dpo_start import Start
 from packtrain.train.verify.first_update import lost_in_first_update
 from packtrain.train.verify.modes import (
     MODES,
@@ -60,9 +60,9 @@ from packtrain.train.verify.modes import (
     compare_pairs,
     compare_preferences,
     compare_unpaired,
+    loss_on_random_pairs,
     random_documents,
     start_on_random_pairs,
-    trainer_on_random_pairs,
 )
 
 _BADNESS = ("exact", "unsupported", "leaks")
@@ -231,14 +231,14 @@ def _modes(
     objective, dpo, kto, autocast = subject.objective, subject.dpo, subject.kto, subject.autocast
     padded = backend is None or subject.packing.mode == "padding"
     if kto is not None:
-        trainer, start = trainer_on_random_pairs(kto, model, tokenizer, subject.trainer), None
+        (loss, steps), start = loss_on_random_pairs(kto, model, tokenizer, subject.trainer), None
         if kto.reference.at_start:
             layout = "padding" if padded else "flat"
-            start = start_on_random_pairs(trainer, backend, layout, precomputed=kto.reference.kind == "precomputed")
-        return Head(objective.loss), compare_unpaired(trainer, backend), start
+            start = start_on_random_pairs(loss, steps, backend, layout, precomputed=kto.reference.kind == "precomputed")
+        return Head(objective.loss), compare_unpaired(loss, steps, backend), start
     if subject.reward is not None:
-        scorer = trainer_on_random_pairs(subject.reward, model, tokenizer, subject.trainer)
-        return Head(objective.loss), compare_pairs(scorer, scorer.steps, backend, shares=shares), None
+        loss, steps = loss_on_random_pairs(subject.reward, model, tokenizer, subject.trainer)
+        return Head(objective.loss), compare_pairs(loss, steps, backend, shares=shares), None
     if dpo is None:
         base, pad = base_model(model), int(tokenizer.pad_token_id or 0)
         add_fused_lm_head(base)
@@ -246,12 +246,12 @@ def _modes(
         probe = collate_padded(random_documents(base)[-1:], pad)
         choose_head(base, head, on_device(probe, base.device), autocast=autocast)
         return head, compare_documents(model, backend, pad_token_id=pad, loss=objective.loss, autocast=autocast), None
-    trainer, start = trainer_on_random_pairs(dpo, model, tokenizer, subject.trainer), None
+    (loss, steps), start = loss_on_random_pairs(dpo, model, tokenizer, subject.trainer), None
     if dpo.reference.at_start:
         layout = "padding" if padded else "shared" if shares else "flat"
-        start = start_on_random_pairs(trainer, backend, layout, precomputed=dpo.reference.kind == "precomputed")
+        start = start_on_random_pairs(loss, steps, backend, layout, precomputed=dpo.reference.kind == "precomputed")
     split = not objective.sorting_losses
-    return Head(objective.loss), compare_preferences(trainer, backend, shares=shares, split=split), start
+    return Head(objective.loss), compare_preferences(loss, steps, backend, shares=shares, split=split), start
 
 
 def _isolation(subject: Subject, ranks: Ranks, model: PreTrainedModel) -> Isolation:

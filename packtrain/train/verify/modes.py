@@ -43,13 +43,13 @@ from packtrain.packing.segments import Segments
 from packtrain.proof.isolation import evaluating, positions_of, refusals_of_a_model, vocabulary_of
 from packtrain.train.loader import MicroBatch, PairSteps, ScoredSteps, UnpairedSteps
 from packtrain.train.objectives.dpo import DPO
-from packtrain.train.objectives.dpo_trainer import PackedDPOTrainer
+from packtrain.train.objectives.dpo_loss import DPOLoss
+from packtrain.train.objectives.first_loss import Start, check_pair_forward, start_of
 from packtrain.train.objectives.kto import KTO
-from packtrain.train.objectives.kto_trainer import PackedKTOTrainer
+from packtrain.train.objectives.kto_loss import KTOLoss
 from packtrain.train.objectives.reward import Reward
-from packtrain.train.objectives.reward_trainer import PackedRewardTrainer
+from packtrain.train.objectives.reward_loss import RewardLoss
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
-from packtrain.train.verify.dpo_start import Start, check_pair_forward, start_of
 from packtrain.train.verify.first_update import Sampled, sample
 
 MODES = ("padding", "padding_free", "packed")
@@ -174,50 +174,50 @@ def compare_documents(
     return compare(model, lengths, layouts, loss_of, backend, autocast)
 
 
-def compare_preferences(trainer: PackedDPOTrainer, backend: str | None, *, shares: bool, split: bool) -> Comparison:
+def compare_preferences(
+    loss: DPOLoss, padded: PairSteps, backend: str | None, *, shares: bool, split: bool
+) -> Comparison:
     """As `compare_pairs`, of preference training, against a reference that is the model and some nats of noise.
 
     Raises also CheckFailed where the output head is not the model's (`check_pair_forward`).
     """
-    padded = cast(PairSteps, trainer.steps)
-    trainer.precompute_ref_logps, trainer.ref_model = True, None
-    logps = _logps_of(trainer, ([number] for number in range(len(padded.data))))
+    loss.trl.ref_model = None
+    logps = _logps_of(loss, padded, ([number] for number in range(len(padded.data))))
     padded = replace(padded, reference=logps + np.random.default_rng(0).normal(0, _OFF, logps.shape).astype(np.float32))
-    check_pair_forward(trainer, own_attention(base_model(trainer.model)))
-    return compare_pairs(trainer, padded, backend, shares=shares, split=split)
+    check_pair_forward(loss, padded.first_batch(0), own_attention(base_model(loss.model)))
+    return compare_pairs(loss, padded, backend, shares=shares, split=split)
 
 
-def compare_unpaired(trainer: PackedKTOTrainer, backend: str | None) -> Comparison:
+def compare_unpaired(loss: KTOLoss, steps: UnpairedSteps, backend: str | None) -> Comparison:
     """As `compare_preferences`, of answers with labels; each mode makes its own KL estimate, which the noise keeps above 0."""
-    trainer.ref_model = None
-    known = _with_own_logps(trainer, cast(UnpairedSteps, trainer.steps))
+    loss.trl.ref_model = None
+    known = _with_own_logps(loss, steps)
     own, others = np.random.default_rng(0).normal(0, _OFF, (2, len(known.data))).astype(np.float32)
     said, of_mismatched = cast(np.ndarray, known.reference), cast(np.ndarray, known.reference_mismatched)
     padded = replace(known, reference=said + own, reference_mismatched=of_mismatched - np.abs(others))
-    trainer.steps = padded
-    check_pair_forward(trainer, own_attention(base_model(trainer.model)))
-    return compare_examples(trainer, padded, tuple(padded.data.lengths.tolist()), backend)
+    check_pair_forward(loss, padded.first_batch(0), own_attention(base_model(loss.model)))
+    return compare_examples(loss, padded, tuple(padded.data.lengths.tolist()), backend)
 
 
 def compare_pairs(
-    trainer: PackedDPOTrainer | PackedRewardTrainer,
+    loss: DPOLoss | RewardLoss,
     padded: PairSteps,
     backend: str | None,
     *,
     shares: bool,
     split: bool = True,
 ) -> Comparison:
-    """Compares the modes on the model of `trainer_on_random_pairs`, on the pairs of `padded`; `shares` prompts too. Not `split`:
+    """Compares the modes on the model of `loss_on_random_pairs`, on the pairs of `padded`; `shares` prompts too. Not `split`:
     the loss sorts the pairs of a step, and takes all of them at once everywhere.
 
     Raises as `compare`.
     """
     lengths = tuple(len(side.input_ids) for pair in padded.data for side in (pair.chosen, pair.rejected))
-    return compare_examples(trainer, padded, lengths, backend, shares=shares, split=split)
+    return compare_examples(loss, padded, lengths, backend, shares=shares, split=split)
 
 
 def compare_examples(
-    trainer: PackedDPOTrainer | PackedRewardTrainer | PackedKTOTrainer,
+    loss: DPOLoss | RewardLoss | KTOLoss,
     padded: Any,
     lengths: tuple[int, ...],
     backend: str | None,
@@ -226,14 +226,14 @@ def compare_examples(
     split: bool = True,
 ) -> Comparison:
     """As `compare_pairs`, of the pairs or answers of `padded` steps, whose documents have `lengths`."""
-    model, autocast = trainer.model, trainer.settings.autocast
+    model, autocast = loss.model, loss.settings.autocast
     flat, shared = replace(padded, layout="flat"), replace(padded, layout="shared")
     every = list(range(len(padded.data)))
     parts = [every[:_FIRST_PAIRS], every[_FIRST_PAIRS:]] if split else [every]
     alone = [padded.collate(part) for part in ([[number] for number in every] if split else parts)]
 
     def part_of_loss(batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
-        return trainer.loss_of(model, batch, counts) / trainer.accelerator.num_processes
+        return loss.of(model, batch, counts) / loss.accelerator.num_processes
 
     def loss_of(batches: Sequence[Any] | None) -> float:
         batches, total = alone if batches is None else batches, 0.0
@@ -242,7 +242,7 @@ def compare_examples(
         if isinstance(steps, UnpairedSteps):
             batches = steps.with_mismatched(batches, 0)
         with evaluating(base_model(model), autocast):
-            trainer.open_step(list(batches))
+            loss.open_step(list(batches))
         for batch in batches:
             kind = "a flattened row of pairs" if "layout" in batch.inputs else "a padded batch of pairs"
             total += _backward(model, kind, autocast, partial(part_of_loss, batch, counts))
@@ -359,10 +359,10 @@ class RandomAnswers:
         return self.documents[number]
 
 
-def trainer_on_random_pairs(
+def loss_on_random_pairs(
     objective: DPO | KTO | Reward, model: Any, tokenizer: PreTrainedTokenizerBase, settings: Trainer
-) -> Any:
-    """The trainer of a run of one step of all pairs, padded, by the objective (and against the reference that it has loaded).
+) -> tuple[Any, Any]:
+    """The loss of the objective (against the reference that it has loaded), and the steps of a run of one of all pairs, padded.
 
     Of packtrain kto the pairs are split into their answers.
 
@@ -386,50 +386,44 @@ def trainer_on_random_pairs(
     of_loop = LoopSettings(steps, None, StopRequest(), Path(settings.output_dir), {}, autocast=precision.autocast)
     once = replace(settings, checkpoint_every=None, eval_every=None)
     arguments = training_arguments(once, Optim(), Tracking(), precision, of_loop)
-    return objective.trainer(model, arguments, tokenizer, settings=of_loop)
+    return objective.loss(model, arguments, tokenizer, of_loop), steps
 
 
 def start_on_random_pairs(
-    trainer: PackedDPOTrainer | PackedKTOTrainer, backend: str | None, layout: PairRows, *, precomputed: bool
+    loss: DPOLoss | KTOLoss, steps: Any, backend: str | None, layout: PairRows, *, precomputed: bool
 ) -> Start:
     """The Start on random pairs of a run whose model is its own reference, in its `layout` and by its `backend`.
 
     With `precomputed` log-probabilities, those of the random pairs are computed here.
     """
-    padded: Any = trainer.steps
-    trainer.steps = laid_out = replace(padded, layout=layout)
+    steps = replace(steps, layout=layout)
 
     def attending(model: Any) -> AbstractContextManager[Any]:
         packs = model is not None and backend is not None and layout != "padding"
         return attending_by(base_model(cast(Any, model)), cast(str, backend)) if packs else nullcontext()
 
-    with attending(trainer.model), attending(trainer.ref_model):
-        if precomputed:
-            trainer.steps = (
-                _with_own_logps(trainer, laid_out)
-                if isinstance(trainer, PackedKTOTrainer)
-                else replace(laid_out, reference=_logps_of(trainer, [range(len(padded.data))]))
-            )
-        start = start_of(trainer)
-    trainer.steps = padded
-    return start
+    with attending(loss.model), attending(loss.trl.ref_model):
+        if precomputed and isinstance(loss, KTOLoss):
+            steps = _with_own_logps(loss, steps)
+        elif precomputed:
+            steps = replace(steps, reference=_logps_of(loss, steps, [range(len(steps.data))]))
+        return start_of(loss, steps.first_batch(0))
 
 
-def _with_own_logps(trainer: PackedKTOTrainer, steps: UnpairedSteps) -> UnpairedSteps:
+def _with_own_logps(loss: KTOLoss, steps: UnpairedSteps) -> UnpairedSteps:
     """`steps` with the log-probabilities of the model itself as the reference's."""
     (order,), (pairs,) = steps.mismatched().layout(0)[0], steps.mismatched()[0]
     others = np.empty(len(steps.data), np.float32)
-    with torch.no_grad(), evaluating(base_model(trainer.model)):
-        own = trainer.policy_logps(steps.collate(range(len(steps.data))))[0].float().cpu().numpy()
-        others[order] = trainer.policy_logps(pairs)[0].float().cpu().numpy()
+    with torch.no_grad(), evaluating(base_model(loss.model)):
+        own = loss.policy_logps(steps.collate(range(len(steps.data))))[0].float().cpu().numpy()
+        others[order] = loss.policy_logps(pairs)[0].float().cpu().numpy()
     return replace(steps, reference=own, reference_mismatched=others)
 
 
-def _logps_of(trainer: PackedDPOTrainer, micro_batches: Iterable[Sequence[int]]) -> np.ndarray:
+def _logps_of(loss: DPOLoss | KTOLoss, steps: PairSteps, micro_batches: Iterable[Sequence[int]]) -> np.ndarray:
     """float32 [pairs, 2]: log-probabilities of the pairs of these `micro_batches`, by the model."""
-    steps = cast(PairSteps, trainer.steps)
-    with torch.no_grad(), evaluating(base_model(trainer.model)):
-        each = [trainer.policy_logps(steps.collate(numbers)) for numbers in micro_batches]
+    with torch.no_grad(), evaluating(base_model(loss.model)):
+        each = [loss.policy_logps(steps.collate(numbers)) for numbers in micro_batches]
     return torch.cat([torch.stack(one, dim=1).float().cpu() for one in each]).numpy()
 
 

@@ -15,7 +15,7 @@ from packtrain.proof.choice import AttentionChoice, prove_pairs
 from packtrain.train.preflight import choose_together, same_everywhere
 
 
-class OfPairs:
+class PairObjective:
     """Parts of a TrainingObjective. `unshared` says why prompts are not computed once, where they are not."""
 
     def __init__(self, packing: Packing, batch: Batch) -> None:

@@ -1,4 +1,4 @@
-"""What an objective is to a run: its data, attention, steps and trainer, and the proofs of these."""
+"""What an objective is to a run: its data, attention, steps and loss, and the proofs of these."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from packtrain.proof.choice import AttentionChoice
 from packtrain.train.console import Log
 from packtrain.train.loader import Steps
 from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.loss import Loss
+from packtrain.train.settings import LoopSettings
 
 
 class TrainingObjective(Protocol):
@@ -41,14 +43,18 @@ class TrainingObjective(Protocol):
         """int [examples]: token slots that each example takes in a row."""
         raise NotImplementedError
 
-    def steps(self, data: Any, schedule: Schedule, pad_token_id: int, ranks: Ranks) -> Steps:
-        """The optimizer steps over a data set."""
+    def steps(
+        self, data: Any, schedule: Schedule, pad_token_id: int, ranks: Ranks, *, evaluation: bool = False
+    ) -> Steps:
+        """The optimizer steps over a data set, or those of an `evaluation`."""
         raise NotImplementedError
 
-    def trainer(self, model: Any, arguments: dict[str, Any], tokenizer: Any, **given: Any) -> StepTrainer:
-        """The trainer, before its proofs; `given` are its settings and callbacks."""
+    def loss(self, model: Any, arguments: dict[str, Any], tokenizer: Any, settings: LoopSettings) -> Loss:
+        """The loss on `model`, whose forward it patches; `arguments` are those of TRL's trainers."""
         raise NotImplementedError
 
-    def prove(self, trainer: Any, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Any) -> None:
+    def prove(
+        self, trainer: StepTrainer, log: Log, attention: str, *, preflight: bool, ranks: Ranks, precision: Any
+    ) -> None:
         """Checks the trainer before step 1, fully with `preflight`; `attention` is the model's original implementation."""
         raise NotImplementedError

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,65 +29,26 @@ from packtrain.packing.collate import IGNORE
 from packtrain.plan.memory import CHECKED_LOGITS, COMPARED_PAIRS
 from packtrain.proof.isolation import evaluating, loss_tolerance_of, refusals_of_a_model, vocabulary_of
 from packtrain.train.loader import MicroBatch
-from packtrain.train.settings import LoopSettings
-
-Logps = tuple[torch.Tensor, ...]
-"""Log-probabilities, float32: of pairs two tensors [pairs], chosen and rejected; of answers with labels one tensor [answers]."""
-
-
-class HeldTrainer(Protocol):
-    """What is proved of a trainer whose model is held to a reference; as PackedDPOTrainer and PackedKTOTrainer have it."""
-
-    model: Any
-    ref_model: Any
-    processing_class: Any
-    settings: LoopSettings
-    steps: Any
-    args: Any
-    accelerator: Any
-    beta: float
-    answers: tuple[str, ...]
-    """What the answers of each part of Logps are called."""
-
-    @property
-    def compute_dtype(self) -> torch.dtype: ...
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]: ...
-
-    def policy_logps(self, batch: MicroBatch) -> Logps:
-        """Log-probabilities of the answers by the trained model."""
-        raise NotImplementedError
-
-    def reference_logps(self, batch: MicroBatch) -> Logps:
-        """The same by the reference, or as they were precomputed."""
-        raise NotImplementedError
-
-    def loss_alone(self, batch: MicroBatch, *, reference: Logps | None = None) -> float:
-        """The loss of one micro-batch as if it were a step, against `reference` log-probabilities if given."""
-        raise NotImplementedError
-
-    def loss_of_zero_margin(self, batch: MicroBatch) -> float | None:
-        """What that loss is while the model is its own reference; None where no formula says it."""
-        raise NotImplementedError
+from packtrain.train.objectives.loss import HeldLoss, Logps
 
 
 @torch.no_grad()
-def check_pair_forward(trainer: HeldTrainer, attention: str) -> None:
+def check_pair_forward(loss: HeldLoss, batch: MicroBatch, attention: str) -> None:
     """Compares log-probabilities of the first answers as training computes them with those of a padded batch and the model's logits.
 
     Those of COMPARED_PAIRS pairs and at most CHECKED_LOGITS logits: of all tokens of short answers, of every n-th of long ones.
     `attention` is the model's original implementation. Raises CheckFailed if they differ.
     """
-    model, base = trainer.model, base_model(trainer.model)
-    inputs = trainer._prepare_inputs(_first(trainer).inputs)
+    model, base = loss.model, base_model(loss.model)
+    inputs = loss.inputs(batch)
     call = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, IGNORE)
-    sides = len(trainer.answers)
+    sides = len(loss.answers)
     each = len(labels) // sides
     few = [side * each + row for side in range(sides) for row in range(min(each, 2 * COMPARED_PAIRS // sides))]
     columns = _spread(labels[few, 1:], CHECKED_LOGITS // (len(few) * vocabulary_of(base)))
     cut = {"logits_to_keep": columns} if "logits_to_keep" in signature(type(base).forward).parameters else {}
-    with evaluating(model), trainer.accelerator.autocast():
+    with evaluating(model), loss.accelerator.autocast():
         layout = {"layout": inputs["layout"]} if "layout" in inputs else {}
         ours = model(**call, **layout, labels=labels, fused_lm_head=True).log_probs[few][:, columns].sum(dim=1).float()
         with (
@@ -100,7 +61,7 @@ def check_pair_forward(trainer: HeldTrainer, attention: str) -> None:
     nll = F.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), reduction="none")
     theirs = -nll.view(answers.shape).sum(dim=1)
     off = ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-8)).item()
-    if not off <= loss_tolerance_of(trainer.compute_dtype):  # NaN fails too
+    if not off <= loss_tolerance_of(loss.compute_dtype):  # NaN fails too
         worst = int((ours - theirs).abs().argmax())
         raise CheckFailed(
             f"an answer of the first pairs has log-probability {ours[worst]:.6g}, but {theirs[worst]:.6g} from padded batches "
@@ -128,34 +89,33 @@ class Start:
     problems: tuple[Problem, ...] = ()
 
 
-def check_start(trainer: HeldTrainer) -> float:
+def check_start(loss: HeldLoss, batch: MicroBatch) -> float:
     """The loss of the first pairs; raises CheckFailed unless it is that of a zero margin."""
-    start = start_of(trainer)
+    start = start_of(loss, batch)
     if start.problems:
         raise CheckFailed(list(start.problems))
     return start.loss
 
 
 @torch.no_grad()
-def start_of(trainer: HeldTrainer) -> Start:
+def start_of(loss: HeldLoss, batch: MicroBatch) -> Start:
     """The Start of a model that is its own reference. Called on all processes together."""
-    batch = _first(trainer)
-    with _training(trainer.model):
-        policy, reference = trainer.policy_logps(batch), trainer.reference_logps(batch)
-        found = trainer.loss_alone(batch)
-        expected = trainer.loss_alone(batch, reference=policy)
-        rounding = _rounding(trainer, batch, max(part.abs().max().item() for part in (*policy, *reference)))
-        tolerance = max(1e-6, rounding * trainer.beta) * max(1.0, abs(expected))
-        zero_margin = trainer.loss_of_zero_margin(batch)
+    with _training(loss.model):
+        policy, reference = loss.policy_logps(batch), loss.reference_logps(batch)
+        found = loss.alone(batch)
+        expected = loss.alone(batch, reference=policy)
+        rounding = _rounding(loss, batch, max(part.abs().max().item() for part in (*policy, *reference)))
+        tolerance = max(1e-6, rounding * loss.beta) * max(1.0, abs(expected))
+        zero_margin = loss.of_zero_margin(batch)
         zero_margin = expected if zero_margin is None else zero_margin
         fine = abs(found - expected) <= tolerance and abs(expected - zero_margin) <= 1e-6
         start = Start(found, zero_margin, tolerance)
-        if not most_of_all(not fine, trainer.args.device):
+        if not most_of_all(not fine, loss.device):
             return start
-        causes = list(_causes(trainer, batch, policy, reference, rounding))
+        causes = list(_causes(loss, batch, policy, reference, rounding))
     if fine:  # another process has the problem
         return start
-    ours, theirs, answer = _furthest(trainer, policy, reference)
+    ours, theirs, answer = _furthest(loss, policy, reference)
     what = (
         f"the first loss is {found:.7g}, but {zero_margin:.7g} while the model is its own reference: {answer} of the first "
         f"micro-batch has log-probability {ours:.7g} by the model and {theirs:.7g} by the reference"
@@ -164,7 +124,7 @@ def start_of(trainer: HeldTrainer) -> Start:
     return replace(start, problems=(Problem(what, "objective.reference", unknown), *causes))
 
 
-def _rounding(trainer: HeldTrainer, batch: MicroBatch, longest: float) -> float:
+def _rounding(loss: HeldLoss, batch: MicroBatch, longest: float) -> float:
     """Nats by which the two log-probabilities of an answer may differ by rounding alone; `longest` is the largest of any.
 
     Sums are made in float32. In 16 bits the same row has, by the same weights, what two calls of the model have (precomputed
@@ -173,54 +133,54 @@ def _rounding(trainer: HeldTrainer, batch: MicroBatch, longest: float) -> float:
     SmolLM2-135M in bfloat16, where that is 0.0078).
     """
     rounding = 4 * torch.finfo(torch.float32).eps * longest
-    if trainer.compute_dtype.itemsize > 2:
+    if loss.compute_dtype.itemsize > 2:
         return rounding
-    with evaluating(trainer.model):
-        rounding += 4 * _apart(trainer.policy_logps(batch), trainer.policy_logps(batch))
+    with evaluating(loss.model):
+        rounding += 4 * _apart(loss.policy_logps(batch), loss.policy_logps(batch))
     tokens = int(batch.inputs["completion_mask"].sum(dim=1).max())
-    otherwise = 16 * torch.finfo(trainer.compute_dtype).eps * math.sqrt(tokens)
-    weights = trainer.model.named_parameters()
+    otherwise = 16 * torch.finfo(loss.compute_dtype).eps * math.sqrt(tokens)
+    weights = loss.model.named_parameters()
     adapts = any("lora_B" in name and bool(_local(weight).any()) for name, weight in weights)
-    if trainer.ref_model is not None and most_of_all(adapts, trainer.args.device):
+    if loss.trl.ref_model is not None and most_of_all(adapts, loss.device):
         return rounding + otherwise
     return rounding + (otherwise / 100 if _precomputed(batch) else 0)
 
 
-def _causes(trainer: HeldTrainer, batch: MicroBatch, policy: Logps, kept: Logps, rounding: float) -> Iterator[Problem]:
+def _causes(loss: HeldLoss, batch: MicroBatch, policy: Logps, kept: Logps, rounding: float) -> Iterator[Problem]:
     """The known causes of a difference between model and reference that apply here.
 
     `policy` and `kept` are the log-probabilities by the two in training mode. Called on all processes together.
     """
-    model = cast(Any, trainer.model)
-    yield from _dropout("model", model, _apart(policy, trainer.policy_logps(batch)), rounding)
+    model = cast(Any, loss.model)
+    yield from _dropout("model", model, _apart(policy, loss.policy_logps(batch)), rounding)
     if _precomputed(batch):
         with evaluating(model):
-            now = trainer.policy_logps(batch)
-        then, anew, answer = _furthest(trainer, kept, now)
+            now = loss.policy_logps(batch)
+        then, anew, answer = _furthest(loss, kept, now)
         if abs(then - anew) > rounding:
             yield Problem(
                 f"the log-probabilities that were kept are stale: {answer} has {then:.6g}, computed anew {anew:.6g}",
                 "objective.reference=precomputed",
                 "take the folder `reference` of the data cache away: they are computed again",
             )
-    elif trainer.ref_model is None:
+    elif loss.trl.ref_model is None:
         yield from _adapters(model)
     else:
-        reference = cast(Any, trainer.accelerator.unwrap_model(trainer.ref_model))
-        yield from _dropout("reference", reference, _apart(kept, trainer.reference_logps(batch)), rounding)
+        reference = cast(Any, loss.accelerator.unwrap_model(loss.trl.ref_model))
+        yield from _dropout("reference", reference, _apart(kept, loss.reference_logps(batch)), rounding)
         path, own = (getattr(one.config, "_name_or_path", "") for one in (reference, base_model(model)))
-        tokenizer = cast(Any, trainer.processing_class)
+        tokenizer = cast(Any, loss.trl.processing_class)
         if path not in ("", own) and load_tokenizer(Model(path=path)).get_vocab() != tokenizer.get_vocab():
             fix = "hold the model to a reference with its own tokenizer"
             yield Problem(f"the reference has another tokenizer ({path}) than the data", "model.tokenizer", fix)
         yield from _weights(base_model(model), reference)
 
 
-def _furthest(trainer: HeldTrainer, one: Logps, other: Logps) -> tuple[float, float, str]:
+def _furthest(loss: HeldLoss, one: Logps, other: Logps) -> tuple[float, float, str]:
     """The two log-probabilities of the answer on which they differ most, and the name of that answer."""
     ours, theirs = (torch.stack(logps).float() for logps in (one, other))
     side, number = divmod(int((ours - theirs).abs().argmax()), ours.shape[1])
-    return ours[side, number].item(), theirs[side, number].item(), f"{trainer.answers[side]} {number + 1}"
+    return ours[side, number].item(), theirs[side, number].item(), f"{loss.answers[side]} {number + 1}"
 
 
 def _apart(one: Logps, other: Logps) -> float:
@@ -294,8 +254,3 @@ def _training(model: Any) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-
-
-def _first(trainer: HeldTrainer) -> MicroBatch:
-    """The first micro-batch of this process."""
-    return trainer.steps.collate(trainer.steps.first_examples(trainer.settings.first_step))

@@ -1,14 +1,10 @@
-"""What the objectives share whose model is held to a reference: how it is loaded, and what TRL's trainers must not do with it."""
+"""What the objectives share whose model is held to a reference: how it is loaded, and when its log-probabilities are computed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -23,10 +19,12 @@ from packtrain.model.reference import load_reference
 from packtrain.model.spread import Ranks
 from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.train.loader import Steps
-from packtrain.train.verify.dpo_start import check_pair_forward, check_start
+from packtrain.train.loop import StepTrainer
+from packtrain.train.objectives.first_loss import check_pair_forward, check_start
+from packtrain.train.objectives.loss import HeldLoss
 
 
-class OfReference:
+class ReferenceObjective:
     """Parts of a TrainingObjective. `identity` is what precomputed log-probabilities depend on of the reference."""
 
     def __init__(self, objective: Objective, model: Model, peft: Peft, reference: ReferenceChoice, cache: Path) -> None:
@@ -62,21 +60,23 @@ class OfReference:
         self.identity = identity_of_reference(model, self._peft, weights)
         return {"objective.reference": f"one of weights with hash {weights[:12]}"}
 
-    def with_reference(self, steps: Steps, trainer: Any, ranks: Ranks, precision: Precision) -> Steps:
+    def with_reference(self, steps: Steps, trainer: StepTrainer, ranks: Ranks, precision: Precision) -> Steps:
         """`steps` with the reference's log-probabilities, computed by the model of `trainer` before step 1."""
         raise NotImplementedError
 
-    def hold(self, trainer: Any, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision) -> None:
+    def hold(
+        self, trainer: StepTrainer, attention: str, *, preflight: bool, ranks: Ranks, precision: Precision
+    ) -> None:
         """Precomputes the reference's log-probabilities if configured, then checks the forward and the first loss."""
         if self.reference.kind == "precomputed":
-            settings = trainer.settings
-            steps = self.with_reference(settings.steps, trainer, ranks, precision)
-            held_out = settings.evaluation and self.with_reference(settings.evaluation, trainer, ranks, precision)
-            trainer.settings, trainer.steps = replace(settings, steps=steps, evaluation=held_out), steps
+            trainer.steps = self.with_reference(trainer.steps, trainer, ranks, precision)
+            if trainer.evaluation:
+                trainer.evaluation = self.with_reference(trainer.evaluation, trainer, ranks, precision)
         if preflight:
-            check_pair_forward(trainer, attention)
+            loss, batch = cast(HeldLoss, trainer.loss), trainer.steps.first_batch(trainer.settings.first_step)
+            check_pair_forward(loss, batch, attention)
             if self.reference.at_start:
-                check_start(trainer)
+                check_start(loss, batch)
 
 
 def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> str:
@@ -86,25 +86,6 @@ def identity_of_reference(model: PreTrainedModel, peft: Peft, weights: str) -> s
     return (
         f"{weights} {json.dumps(kept, sort_keys=True, default=str)} {peft.alpha / peft.r if peft.kind == 'lora' else 1}"
     )
-
-
-@contextmanager
-def keep_weights_untouched(model: PreTrainedModel, trl: Any) -> Iterator[None]:
-    """Inside the block, disables two things of the module `trl` of a TRL trainer that fail on sharded weights and are done elsewhere.
-
-    TRL hashes the weights for precomputed log-probabilities (see model/reference.py), and copies adapters as a reference.
-    The copy is not needed: new adapters are zero, like adapters off; continued ones are also loaded as `ref` (adapters.py).
-    """
-    hash_of, trl.hash_module = trl.hash_module, lambda _: ""
-    adapted: Any = model if hasattr(model, "peft_config") else SimpleNamespace(get_parameter=None)
-    find = adapted.get_parameter
-    adapted.add_adapter = lambda *_, **__: None
-    adapted.get_parameter = lambda name: find(name.replace(".ref.", ".default."))
-    try:
-        yield
-    finally:
-        del adapted.add_adapter, adapted.get_parameter
-        trl.hash_module = hash_of
 
 
 def _check_routers(model: PreTrainedModel, verb: str) -> None:

@@ -1,8 +1,6 @@
-"""Reward models: TRL's RewardTrainer over whole steps, its loss code unmodified.
+"""The loss of reward models: that of TRL's RewardTrainer, unmodified, over the pairs of a whole step.
 
-TRL computes the loss and its figures for one padded batch on each process. Here a micro-batch is such a batch (the model
-runs on a flattened row if packing is on, model/score_head.py), and results are combined exactly: loss and figures are means
-over the pairs of the global step, the least and the greatest reward are those of all its answers.
+The least and the greatest reward are those of all answers of the global step.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
 
@@ -21,9 +19,9 @@ from packtrain.model.forward import patch_forward
 from packtrain.model.load import base_model
 from packtrain.monitor.heartbeat import waiting
 from packtrain.train.loader import MicroBatch
-from packtrain.train.objectives.of_examples import ExampleTrainer
-from packtrain.train.objectives.weighted_figures import WeightedFigures
-from packtrain.train.settings import LoopSettings, unread_data
+from packtrain.train.objectives.loss import ExampleLoss, WeightedFigures
+from packtrain.train.patches import hold_trainer
+from packtrain.train.settings import LoopSettings
 
 _COLUMNS: dict[str, list[Any]] = {"chosen_ids": [[0]], "rejected_ids": [[0]]}
 MEANS = ("mean_reward", "accuracy", "margin")
@@ -33,49 +31,34 @@ PAIRS = 0
 FIGURES = (LEAST, "mean_reward", GREATEST, "accuracy", "margin")
 
 
-class PackedRewardTrainer(ExampleTrainer, RewardTrainer):
-    """Trains `model`, a sequence classifier with one label, by `settings`."""
+class RewardLoss(ExampleLoss):
+    """The loss of pairs on `model`, a sequence classifier with one label."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        args: RewardConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        settings: LoopSettings,
-        callbacks: list[TrainerCallback] | None = None,
+        self, model: PreTrainedModel, args: RewardConfig, tokenizer: PreTrainedTokenizerBase, settings: LoopSettings
     ) -> None:
-        super().__init__(
-            model=model,
-            args=args,
-            processing_class=tokenizer,
-            callbacks=callbacks,
-            **unread_data(_COLUMNS, evaluates=settings.evaluation is not None),
-        )
-        autocast = self.autocast_of_forward(settings)
-        patch_forward(base_model(self.model), scores=True, autocast=autocast, backend=settings.backend)
-        self.noted = self.new_figures()
-        self.open_loop(settings)
+        super().__init__(hold_trainer(RewardTrainer, model, args, tokenizer, _COLUMNS), settings)
+        patch_forward(base_model(model), scores=True, autocast=self.autocast, backend=settings.backend)
 
     def new_figures(self) -> WeightedFigures:
         """Sums of TRL's figures, of nothing yet."""
         return RewardFigures()
 
-    def weighted_loss(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
         """The micro-batch's part of the mean loss over the pairs of the step."""
-        inputs = self._prepare_inputs(batch.inputs)
+        inputs = self.inputs(batch)
         if not batch.examples:  # a filler, of a process that has fewer micro-batches
             return model(**inputs, use_cache=False).logits.sum() * 0.0
-        with self.without_gathering(), self.accelerator.autocast():
-            loss = cast(torch.Tensor, self.compute_loss(model, inputs))
-        self.noted.take(self._metrics["train" if self.model.training else "eval"], {PAIRS: batch.examples})
+        with self.accelerator.autocast():
+            loss = self.trl.compute_loss(model, inputs)
+        self.add_figures({PAIRS: batch.examples})
         return loss * (batch.examples / counts[3])
 
     @torch.no_grad()
-    def scores_of(self, batch: MicroBatch) -> torch.Tensor:
+    def scores(self, batch: MicroBatch) -> torch.Tensor:
         """float32 [2 × pairs]: the rewards of a micro-batch, those of the chosen answers first."""
         with self.accelerator.autocast():
-            return self.model(**self._prepare_inputs(batch.inputs), use_cache=False).logits[:, 0].float()
+            return self.model(**self.inputs(batch), use_cache=False).logits[:, 0].float()
 
 
 class RewardFigures(WeightedFigures):

@@ -1,0 +1,234 @@
+"""What a checkpoint holds of a run, written and read: weights, optimizer, schedule, chance and the figures of the run (`Checkpoints`).
+
+FSDP2's are torch's distributed checkpoints (model/spread.py), DeepSpeed's its engine's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate.utils import broadcast_object_list
+from transformers import set_seed
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+
+from packtrain.model.load import base_model
+from packtrain.model.save import weights_at_least
+from packtrain.model.spread import load_shards, save_shards, shards_of, whole_weights
+from packtrain.monitor.heartbeat import waiting
+from packtrain.plan.origin import ORIGIN, same_format, world_of
+from packtrain.run_folder import write_json
+from packtrain.train.checkpoint.folder import complete, folder_of, prune, staging_of
+from packtrain.train.checkpoint.reshard import go_on, put_into_torch, put_into_zero, put_weights, settings_of
+from packtrain.train.checkpoint.room import checkpoint_bytes, lack_of_room
+from packtrain.train.checkpoint.saved import ORDER, saved_in
+from packtrain.train.checkpoint.writer import CheckpointWriter
+from packtrain.train.engine import Engine
+from packtrain.train.optim.final_weights import exact_weights, in_format, name_format
+from packtrain.train.optim.lost_updates import local
+from packtrain.train.settings import LoopSettings
+from packtrain.train.spikes import STATE, RecentFigures
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run, in the background (`writer`), and reads them."""
+
+    def __init__(self, engine: Engine, settings: LoopSettings, trl: Any) -> None:
+        """`trl` is the TRL trainer that the objective holds: its base class writes the files beside the weights."""
+        self._engine, self._settings, self._trl = engine, settings, trl
+        self._model, self._accelerator = engine.model, engine.accelerator
+        self._adapts = base_model(engine.model) is not engine.model
+        self.writer = CheckpointWriter(settings.say, settings.first_step or None)
+
+    def save(self, state: TrainerState, spikes: RecentFigures) -> None:
+        """Begins the checkpoint of this step, in a hidden folder that is renamed when all ranks have written (writer.py)."""
+        writer = self.writer
+        writer.wait()
+        writer.tell()
+        step, main, folder = state.global_step, self._accelerator.is_main_process, self._settings.checkpoints
+        staging = staging_of(folder, step)
+        if lack := self._open(staging):
+            writer.outcome.failed.append((step, lack))
+            return
+        if not self._settings.sharded and main:  # sharded weights are saved with the optimizer, without gathering them
+            writer.later(partial(self._write_model, staging, writer.copied(self._saved_weights(), alone=True)))
+        self._save_optimizer(staging)
+        writer.at_once(lambda: self._trl._save_rng_state(str(staging)))
+        if main:
+            writer.at_once(lambda: torch.save(self._engine.schedule.state_dict(), staging / SCHEDULER_NAME))
+            writer.at_once(lambda: state.save_to_json(str(staging / TRAINER_STATE_NAME)))
+            writer.at_once(lambda: write_json(staging / ORIGIN, self._settings.origin))
+            usual = list(spikes.figures)
+            writer.at_once(lambda: write_json(staging / STATE, usual))
+        writer.begin(step, staging, partial(self._seal, step, state.best_global_step) if main else None)
+
+    def make_memory(self) -> None:
+        """Begins to make the memory of copies; to be called when the first step has made the optimizer's states.
+
+        Not where each step makes them anew: the old ones would be kept beside the new ones until they are copied.
+        """
+        main, strategy = self._accelerator.is_main_process, self._settings.strategy
+        alone, optimizer = strategy == "ddp", self._engine.plain_optimizer
+        if self._engine.args.save_strategy == "no" or (alone and not main) or not getattr(optimizer, "masters", True):
+            return
+        weights = self._saved_weights() if strategy == "fsdp2" or (main and not self._settings.sharded) else {}
+        kept = [value for states in optimizer.state.values() for value in states.values()]
+        states = [value for value in kept if isinstance(value, torch.Tensor)]
+        masters = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self.writer.make_memory([local(it.detach()) for it in (*weights.values(), *masters, *states)], alone=alone)
+
+    def _saved_weights(self) -> dict[str, torch.Tensor]:
+        """The state dict of the model; of adapters without the frozen weights."""
+        frozen = {name for name, weight in self._model.named_parameters() if self._adapts and not weight.requires_grad}
+        return {name: weight for name, weight in self._model.state_dict().items() if name not in frozen}
+
+    def _open(self, staging: Path) -> str:
+        """Makes the folder of a checkpoint if its disk has room; returns, on all ranks, why there is none."""
+        lack = ""
+        if self._accelerator.is_main_process:
+            shutil.rmtree(staging, ignore_errors=True)  # an interrupted write, maybe by more ranks
+            try:
+                of_run = self._settings.optim, self._settings.strategy, self._settings.checkpoints
+                lack = lack_of_room(staging, checkpoint_bytes(self._model, *of_run))
+                if not lack:
+                    staging.mkdir(parents=True)
+            except OSError as error:
+                lack = str(error)
+        with waiting("rank 0 to make the folder of the checkpoint"):
+            return cast(list, broadcast_object_list([lack]))[0]
+
+    def _seal(self, step: int, best: int | None) -> None:
+        """Completes the checkpoint that all ranks have written, and removes what gives way to it."""
+        folder, keep = self._settings.checkpoints, self._settings.keep_checkpoints
+        complete(staging_of(folder, step), folder_of(folder, step))
+        with suppress(OSError):  # the next one tries again
+            prune(folder, keep, best, self._settings.origin)
+
+    def _save_optimizer(self, folder: Path) -> None:
+        """Of copies and in the background."""
+        writer, optimizer = self.writer, self._engine.optimizer
+        if self._engine.deepspeed:
+            self._save_engine(folder)
+        elif self._settings.strategy == "fsdp2":
+            shards = writer.copied(shards_of(self._model, optimizer.optimizer))
+            writer.later(lambda: save_shards(shards, folder, writer.group))
+        elif self._accelerator.is_main_process:
+            states = writer.copied({**optimizer.state_dict(), ORDER: self._engine.order}, alone=True)
+            writer.later(partial(torch.save, states, folder / OPTIMIZER_NAME))
+
+    def _save_engine(self, folder: Path) -> None:
+        """DeepSpeed's checkpoint: its engine says what is in which file, the files are written in the background."""
+        engine, writer = self._engine.wrapped, self.writer
+        files = engine.checkpoint_engine
+        save, add_scripts = files.save, engine._copy_recovery_script
+        files.save = lambda state_dict, path: writer.later(partial(save, writer.copied(state_dict), path))
+        engine._copy_recovery_script = lambda path: writer.later(partial(add_scripts, path))
+        tag = f"global_step{engine.global_steps}"
+        try:
+            engine.save_checkpoint(str(folder), tag, save_latest=False, exclude_frozen_parameters=self._adapts)
+        finally:
+            del files.save, engine._copy_recovery_script
+        if self._accelerator.is_main_process:
+            writer.later(partial((folder / "latest").write_text, tag))
+
+    def restore(self, checkpoint: Path) -> None:
+        """Puts weights, optimizer and schedule of `checkpoint` in place, whichever strategy wrote it on however many processes.
+
+        What this run's config says of optimizer and schedule holds from here on.
+        """
+        settings = settings_of(self._engine.plain_optimizer)
+        self._restore_states(checkpoint)
+        steps = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)["last_epoch"]
+        go_on(self._engine.plain_optimizer, self._engine.schedule, settings, steps)
+
+    def _restore_states(self, checkpoint: Path) -> None:
+        """Weights and optimizer: as they were written where the world is the same, else by name."""
+        strategy, processes = world_of(checkpoint)
+        engine, model, optimizer = self._engine, self._model, self._engine.plain_optimizer
+        names = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
+        beside = {} if self._adapts else model.state_dict(keep_vars=True)
+        buffers = {value: name for name, value in beside.items() if not isinstance(value, torch.nn.Parameter)}
+        saved = saved_in(checkpoint, strategy, model)
+        same = strategy == self._settings.strategy and same_format(checkpoint, self._settings.origin)
+        same = same and saved.order in (None, engine.order)  # which libraries of another version may number otherwise
+        if same and strategy == "fsdp2":
+            load_shards(model, optimizer, checkpoint)
+        elif same and strategy == "ddp":
+            put_weights(saved, names | buffers)
+            device = engine.args.device if self._accelerator.num_processes > 1 else "cpu"
+            states = torch.load(checkpoint / OPTIMIZER_NAME, map_location=device, weights_only=True)
+            engine.optimizer.load_state_dict(states)
+        elif same and processes == self._accelerator.num_processes:
+            deepspeed_load_checkpoint(engine.wrapped, str(checkpoint), load_module_strict=not self._adapts)
+            engine.wrapped.optimizer.clip_grad = engine.args.max_grad_norm
+        elif engine.deepspeed:
+            put_into_zero(saved, engine.wrapped.optimizer, names)
+            put_weights(saved, buffers)
+        else:
+            put_weights(saved, names | buffers)
+            put_into_torch(saved, optimizer, names)
+
+    def restore_random_state(self, checkpoint: Path, step: int) -> None:
+        """That of this rank; processes of another number draw anew, each from the seed, the `step` and its rank."""
+        if world_of(checkpoint)[1] == self._accelerator.num_processes:
+            self._trl._load_rng_state(str(checkpoint))
+            return
+        drawn = f"{self._engine.args.seed} {step} {self._accelerator.process_index}".encode()
+        set_seed(int.from_bytes(hashlib.blake2b(drawn, digest_size=4).digest(), "big"))
+
+    def restore_best_weights(self, state: TrainerState) -> None:
+        """Puts the weights of the evaluation with the lowest loss back into the model."""
+        best = state.best_global_step
+        folder = folder_of(self._settings.checkpoints, best or 0)
+        if best == state.global_step:
+            return
+        if not folder.is_dir():  # not written for want of room, or in another run folder
+            self._settings.say(
+                f"{folder} is not there: final/ has the weights of the last step, not those of the best one"
+            )
+            state.best_metric = state.best_global_step = None
+            return
+        state.best_model_checkpoint = str(folder)
+        self._restore_states(folder)  # masters too, which final/ may be made of
+
+    def save_model(self, folder: Path) -> None:
+        """Writes a folder that from_pretrained loads; called by all processes, written by the main one."""
+        self._write_whole(folder, self._whole_weights())
+
+    def save_weights_in(self, dtype: torch.dtype, folder: Path, seed: int | None) -> None:
+        """As `save_model`, with the weights in `dtype` (but for adapters, which are float32): made of the float32 masters, if any.
+
+        With a `seed` they are rounded by chance.
+        """
+        whole, main = self._whole_weights(), self._accelerator.is_main_process
+        if whole is None:
+            whole = self._model.state_dict() if main else {}
+        exact = exact_weights(self._engine.optimizer, deepspeed=self._engine.deepspeed)
+        self._write_whole(folder, in_format(whole if main else {}, self._model, exact, dtype, seed))
+        if main and not self._adapts:
+            name_format(folder, dtype)
+
+    def _whole_weights(self) -> dict[str, torch.Tensor] | None:
+        """The state dict on the main process, of sharded weights; None where that process has them whole."""
+        if self._settings.strategy == "fsdp2":
+            return whole_weights(self._model, trained_only=self._adapts)
+        if not self._settings.sharded:
+            return None
+        engine = self._engine.wrapped
+        return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=self._adapts) or {}
+
+    def _write_whole(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
+        if self._accelerator.is_main_process:
+            self._write_model(folder, weights)
+
+    def _write_model(self, folder: Path, weights: dict[str, torch.Tensor] | None) -> None:
+        """Writes model and tokenizer; the weights whatever becomes of config and tokenizer."""
+        with weights_at_least(self._model, folder, weights):
+            self._trl._save(str(folder), state_dict=weights)

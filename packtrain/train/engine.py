@@ -1,0 +1,113 @@
+"""The model in the hands of accelerate: spread, with its optimizer and schedule, under DDP, DeepSpeed or FSDP2 alike (`Engine`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import get_scheduler
+from transformers.integrations.deepspeed import deepspeed_init
+
+from packtrain.boundary import boundary
+from packtrain.config.rules.paths_and_packages import without_package
+from packtrain.config.schema import Optim
+from packtrain.model.spread import check_active
+from packtrain.train.objectives.loss import Loss
+from packtrain.train.optim.float32_step import loses_updates, stepping_in_float32
+from packtrain.train.optim.lost_updates import advice, optimizer_inside
+
+
+class Engine:
+    """`model` is the plain model, `wrapped` the one that a step calls, once `prepare` was called.
+
+    The base class of the TRL trainer that the `loss` holds makes the optimizer.
+    """
+
+    optimizer: Any
+    schedule: Any
+
+    def __init__(self, loss: Loss, strategy: str) -> None:
+        """`strategy` is strategy.name."""
+        self._trl, self.strategy = loss.trl, strategy
+        self.model, self.accelerator, self.args = loss.model, loss.accelerator, loss.trl.args
+        self.wrapped: Any = self.model
+        self.deepspeed: bool = loss.trl.is_deepspeed_enabled
+        self.order: list[str] = []
+        """The names of the trained weights, in the order of the optimizer."""
+        self.advice = ""
+        """What to do where updates are lost in rounding."""
+
+    def prepare(self, steps: int, optim: Optim, say: Callable[[str], None]) -> None:
+        """Makes optimizer and schedule for so many `steps`, and spreads the model. Raises UserError for what cannot be made."""
+        self.accelerator.free_memory()
+        if self.args.activation_checkpointing:
+            how = self.args.activation_checkpointing_kwargs or None
+            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+        optimizer = self._make_optimizer(steps, optim, say)
+        names = {weight: name for name, weight in self.model.named_parameters()}
+        self.order = [names[weight] for group in optimizer.param_groups for weight in group["params"]]
+        if self.strategy == "fsdp2":  # sharded already (model/spread.py)
+            self.wrapped = self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+            self.optimizer = self.accelerator.prepare(optimizer)
+        else:
+            self.wrapped, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+        with boundary(f"the schedule {optim.schedule} cannot be made", "optim.schedule_options"):
+            self.schedule = get_scheduler(
+                self.args.lr_scheduler_type,
+                optimizer=self.optimizer,
+                num_warmup_steps=self.args.get_warmup_steps(steps),
+                num_training_steps=steps,
+                scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+            )
+        check_active(self.strategy, self.wrapped, self.model)
+
+    def _make_optimizer(self, steps: int, optim: Optim, say: Callable[[str], None]) -> Any:
+        """transformers' optimizer; one that steps in float32 where weights would lose updates, except under DeepSpeed, which does so."""
+        making = partial(
+            boundary, f"the optimizer {optim.name} cannot be made", "optim.name", without_package(optim.name)
+        )
+        with making():
+            kind, arguments = self._trl.get_optimizer_cls_and_kwargs(self.args, self.model)
+        coarse = any(map(loses_updates, self.model.parameters())) and not self.deepspeed
+        self.advice = advice(rounds_plainly=coarse and not optim.steps_in_float32)
+        asked = optim.master_weights is True or optim.rounding == "stochastic"
+        if asked and not coarse and not self.deepspeed:  # of dtype auto config/rules/ cannot know
+            say("optim.master_weights and optim.rounding have nothing to do: no trained weight is bfloat16")
+        if coarse and optim.steps_in_float32:
+            how: Any = {"masters": optim.keeps_masters, "rounding": optim.rounding, "seed": self.args.seed}
+            self._trl.optimizer_cls_and_kwargs = stepping_in_float32(kind, **how), arguments
+        with making():
+            return deepspeed_init(self._trl, steps)[0] if self.deepspeed else self._trl.create_optimizer()
+
+    def exchanging_gradients(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Context of a micro-batch. DDP exchanges gradients with the `last` one only; sharded strategies do so with each.
+
+        DeepSpeed's engine steps within the backward pass of the micro-batch that is marked as the last.
+        """
+        if self.deepspeed:
+            self.accelerator.gradient_state._set_sync_gradients(last)
+            return nullcontext()
+        return nullcontext() if last else self.accelerator.no_sync(self.wrapped)
+
+    def clip(self) -> Any:
+        """The norm of the step's gradients, which are clipped to optim.max_grad_norm; DeepSpeed's engine has done so."""
+        norm: Any = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), self.args.max_grad_norm or math.inf)
+        return norm.item() if self.deepspeed and isinstance(norm, torch.Tensor) else norm
+
+    def update(self) -> float:
+        """Makes the update; returns its learning rate."""
+        self.optimizer.step()
+        rate = self.schedule.get_last_lr()[0]
+        if not self.accelerator.optimizer_step_was_skipped:
+            self.schedule.step()
+        self.wrapped.zero_grad()
+        return rate.item() if isinstance(rate, torch.Tensor) else rate
+
+    @property
+    def plain_optimizer(self) -> Any:
+        """torch's optimizer inside accelerate's and DeepSpeed's."""
+        return optimizer_inside(self.optimizer)

@@ -1,0 +1,112 @@
+"""The loss of direct preference optimisation: that of TRL's DPOTrainer, unmodified, over the pairs of a whole step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from trl import DPOConfig, DPOTrainer
+
+from packtrain.config.objective import Objective
+from packtrain.train.loader import MicroBatch
+from packtrain.train.objectives.loss import HeldLoss, Logps, WeightedFigures
+from packtrain.train.patches import hold_trainer
+from packtrain.train.settings import LoopSettings
+
+_COLUMNS: dict[str, list[Any]] = {"prompt_ids": [[0]], "chosen_ids": [[0]], "rejected_ids": [[0]]}
+TOKEN_LOSSES = ("sft",)
+"""Losses that are a mean over the trained tokens of the chosen answers."""
+PAIRS, CHOSEN, REJECTED, ANSWERS = range(4)
+FIGURES = {
+    "entropy": ANSWERS,
+    "logits/chosen": CHOSEN,
+    "logits/rejected": REJECTED,
+    "mean_token_accuracy": CHOSEN,
+    "rewards/chosen": PAIRS,
+    "rewards/rejected": PAIRS,
+    "rewards/accuracies": PAIRS,
+    "rewards/margins": PAIRS,
+    "logps/chosen": PAIRS,
+    "logps/rejected": PAIRS,
+}
+"""The figures that TRL logs, and the unit that each is a mean over."""
+
+
+class DPOLoss(HeldLoss):
+    """The loss of pairs on `model`, held to `reference`."""
+
+    answers = ("the chosen answer of pair", "the rejected answer of pair")
+    reference_names = ("ref_chosen_logps", "ref_rejected_logps")
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: DPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: LoopSettings,
+        reference: PreTrainedModel | None,
+    ) -> None:
+        trl = hold_trainer(DPOTrainer, model, args, tokenizer, _COLUMNS, ref_model=reference)
+        outputs = ("log_probs", "entropy", "mean_logits", "is_top1")
+        super().__init__(trl, settings, (*outputs, "log_sum_sq_probs") if trl.use_weighting else outputs)
+        self._weights = list(trl.loss_weights)
+
+    def new_figures(self) -> WeightedFigures:
+        """Sums of TRL's figures, of nothing yet."""
+        return WeightedFigures(FIGURES)
+
+    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """The micro-batch's part of the mean loss over the pairs of the step; `sft` is a mean over its trained tokens."""
+        inputs = self.inputs(batch)
+        if not batch.examples:
+            return self.zero(model, inputs)
+        pairs = batch.examples / counts[3]
+        tokens = batch.trained / counts[0].clamp(min=1)
+        # TRL means each loss over this micro-batch; weighted by its share of the step's pairs or tokens
+        self.trl.loss_weights = [
+            weight * (tokens if name in TOKEN_LOSSES else pairs)
+            for name, weight in zip(self.trl.loss_types, self._weights, strict=True)
+        ]
+        loss = self.by_trl(model, inputs)
+        chosen, rejected = batch.trained, batch.rejected
+        self.add_figures({PAIRS: batch.examples, CHOSEN: chosen, REJECTED: rejected, ANSWERS: chosen + rejected})
+        return loss
+
+    def open_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
+        """Has TRL mean over the micro-batch."""
+        self.trl.loss_weights = self._weights
+
+    def of_zero_margin(self, batch: MicroBatch) -> float | None:
+        """That of the sigmoid loss; of other losses it is not said here."""
+        plain = self._weights == [1.0] and not self.trl.use_weighting
+        return math.log(2) if self.trl.loss_types == ["sigmoid"] and plain else None
+
+    def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
+        """By TRL."""
+        reference, self.trl.ref_model = self.trl.ref_model, model  # else TRL turns adapters off
+        try:
+            return self.trl.compute_ref_log_probs(model, inputs)
+        finally:
+            self.trl.ref_model = reference
+
+    def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """As of HeldLoss, by TRL."""
+        if self.reference_names[0] in inputs:
+            return inputs
+        model = self.model if self.trl.ref_model is None else self.trl.ref_model
+        return inputs | dict(zip(self.reference_names, self.trl.compute_ref_log_probs(model, inputs), strict=True))
+
+
+def objective_arguments(objective: Objective, *, precomputed: bool) -> dict[str, Any]:
+    """The loss as arguments of TRL's DPOConfig; `precomputed`: the reference's log-probabilities come with the batches."""
+    same = ("beta", "label_smoothing", "f_divergence_type", "f_alpha_divergence_coef", "ld_alpha", "use_weighting")
+    return {
+        **{name: getattr(objective, name) for name in (*same, "discopop_tau")},
+        "precompute_ref_log_probs": precomputed,
+        "loss_type": list(objective.losses),
+        "loss_weights": list(objective.loss_weights) if objective.loss_weights else None,
+        "router_aux_loss_coef": 0.0,
+    }

@@ -1,0 +1,259 @@
+"""The loss of an objective, by the TRL trainer that it holds (`Loss`); of examples it is weighted exactly (`ExampleLoss`),
+and may be held to a reference (`HeldLoss`).
+
+TRL computes the loss and its figures for one padded batch on each process. Here a micro-batch is such a batch (the model runs on
+a flattened row if packing is on, model/forward.py), and results are combined exactly: losses are means over the examples or
+tokens of the global step, and each figure is weighted by its own count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+
+from packtrain.model.compiled import compile_layers, is_compiled
+from packtrain.model.forward import patch_forward
+from packtrain.model.load import base_model
+from packtrain.monitor.heartbeat import waiting
+from packtrain.packing.collate import IGNORE, on_device
+from packtrain.train.loader import MicroBatch
+from packtrain.train.patches import without_gathering
+from packtrain.train.settings import LoopSettings
+
+_NOT_FIGURES = ("num_tokens",)  # counted by packtrain, exactly even after a resume
+Logps = tuple[torch.Tensor, ...]
+"""Log-probabilities, float32: of pairs two tensors [pairs], chosen and rejected; of answers with labels one tensor [answers]."""
+EvaluationBatches = Callable[..., Iterator[MicroBatch]]
+"""This rank's micro-batches of the evaluation set, or, given a function, of what it makes of its steps."""
+
+
+class Loss:
+    """The loss of a micro-batch by `trl`, a TRL trainer, which is held for it and never trains.
+
+    A subclass defines `of` and `evaluate`, and patches the forward of the model.
+    """
+
+    extra_forwards = 0
+    """Forward passes of a step beside the trained one: of a reference, of what an estimate is made over."""
+
+    def __init__(self, trl: Any, settings: LoopSettings) -> None:
+        self.trl, self.settings = trl, settings
+        self.model, self.accelerator, self.device = trl.model, trl.accelerator, trl.args.device
+        trl.accelerator = without_gathering(trl.accelerator)
+        self.compute_dtype: torch.dtype = settings.autocast or base_model(self.model).dtype
+        """The number format of computation."""
+        # accelerate wraps the forward in autocast, except under DeepSpeed
+        self.autocast = settings.autocast if trl.is_deepspeed_enabled else None
+        self.enter: Callable[..., object] = lambda phase, **_: None
+        """Is called with the phase of the step where a loss runs the model more than once (loop.py sets it)."""
+
+    def of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """Scalar: what a micro-batch adds to the loss of the step, times the number of processes, since gradients are averaged.
+
+        `counts` int64 [4] are those of the whole step: trained targets, tokens, slots, examples.
+        """
+        raise NotImplementedError
+
+    def open_step(self, batches: Sequence[MicroBatch]) -> None:
+        """Called before the micro-batches of a step."""
+
+    def figures(self) -> dict[str, Any]:
+        """The objective's own figures of the steps since the last call; called on every rank."""
+        return {}
+
+    def evaluate(self, batches: EvaluationBatches) -> dict[str, float]:
+        """Figures over the evaluation set by name, `loss` among them; called in eval mode, on every rank."""
+        raise NotImplementedError
+
+    def drop_figures(self) -> None:
+        """Forgets the figures since the last line."""
+
+    @contextmanager
+    def keeping_figures(self) -> Iterator[None]:
+        """Inside the block no figure of the step is changed."""
+        yield
+
+    def inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        """The inputs of a micro-batch on this device, bit for bit."""
+        return on_device(batch.inputs, self.device)
+
+
+class ExampleLoss(Loss):
+    """A Loss that is a mean over the examples of a step: pairs, or answers with labels.
+
+    A subclass defines `part` and `new_figures`.
+    """
+
+    examples = "pairs"
+    """What they are called in the figures of an evaluation."""
+
+    def __init__(self, trl: Any, settings: LoopSettings) -> None:
+        super().__init__(trl, settings)
+        self._figures = self.new_figures()
+
+    def part(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """Scalar: the micro-batch's part of the mean loss over the examples of a step of these `counts`; adds its figures."""
+        raise NotImplementedError
+
+    def new_figures(self) -> WeightedFigures:
+        """Sums of TRL's figures, of nothing yet."""
+        raise NotImplementedError
+
+    def open_evaluation(self, batches: EvaluationBatches) -> None:
+        """Called before the losses of an evaluation."""
+
+    def of(self, model: torch.nn.Module, batch: MicroBatch, counts: torch.Tensor) -> torch.Tensor:
+        """As of Loss, by TRL's own code."""
+        return self.part(model, batch, counts) * self.accelerator.num_processes
+
+    def add_figures(self, over: Mapping[Any, int]) -> None:
+        """Adds TRL's figures of a micro-batch, in which there are so many of each unit."""
+        self._figures.take(self.trl._metrics["train" if self.model.training else "eval"], over)
+
+    def figures(self) -> dict[str, Any]:
+        """TRL's figures over the examples and tokens of all processes since the last call."""
+        return self._figures.values(self.accelerator)
+
+    def drop_figures(self) -> None:
+        """As of Loss."""
+        self._figures = self.new_figures()
+
+    @contextmanager
+    def keeping_figures(self) -> Iterator[None]:
+        """As of Loss."""
+        kept, self._figures = self._figures, self.new_figures()
+        try:
+            yield
+        finally:
+            self._figures = kept
+
+    def evaluate(self, batches: EvaluationBatches) -> dict[str, float]:
+        """The loss and all figures over the evaluation set."""
+        with self.keeping_figures():
+            counts = torch.zeros(4, dtype=torch.int64, device=self.device)
+            for batch in batches():
+                counts += torch.tensor(batch.counts, device=counts.device)
+            with waiting("the counts of all ranks"):
+                counts = cast(torch.Tensor, self.accelerator.reduce(counts, reduction="sum"))
+            self.open_evaluation(batches)
+            loss = torch.zeros((), dtype=torch.float64, device=self.device)
+            for batch in batches():
+                loss += self.part(self.model, batch, counts).double()
+            with waiting("the loss of all ranks"):
+                loss = cast(torch.Tensor, self.accelerator.reduce(loss, reduction="sum"))
+            return {"loss": loss.item(), self.examples: int(counts[3].item()), **self.figures()}
+
+
+class HeldLoss(ExampleLoss):
+    """An ExampleLoss whose model is held to a reference: a separate model, or `model` with its adapters off (or replaced by its
+    adapters named `ref`), or log-probabilities that come with the batches.
+
+    A subclass defines `logps`, `with_reference` and `of_zero_margin`.
+    """
+
+    answers: tuple[str, ...]
+    """What the answers of each part of Logps are called (first_loss.py)."""
+    _beside = ("completion_mask", "label", "ref_logps", "ref_KL_logps", "ref_chosen_logps", "ref_rejected_logps")
+    """What of a batch is not for the model."""
+
+    def __init__(self, trl: Any, settings: LoopSettings, outputs: tuple[str, ...]) -> None:
+        """`outputs` are those of TRL's fused head that its loss reads."""
+        super().__init__(trl, settings)
+        base, reference = base_model(self.model), trl.ref_model and self.accelerator.unwrap_model(trl.ref_model)
+        patches: Any = {"autocast": self.autocast, "backend": settings.backend}
+        patch_forward(base, pairs=outputs, **patches)
+        if reference is not None:
+            if is_compiled(base):  # else it would round otherwise, and the first margins not be zero
+                compile_layers(reference)
+            patch_forward(reference, pairs=("log_probs",), **patches)
+        self.beta: float = trl.beta
+        self.extra_forwards = int(not trl.precompute_ref_logps)
+        trl.precompute_ref_logps = True  # TRL would run the reference later, while activations are held
+
+    def policy_logps(self, batch: MicroBatch) -> Logps:
+        """Log-probabilities of the answers of a micro-batch by the trained model, as TRL sums them."""
+        return self.logps(self.model, self.inputs(batch))
+
+    def reference_logps(self, batch: MicroBatch) -> Logps:
+        """The same by the reference; precomputed ones are taken from the batch."""
+        inputs = self.with_reference(self.inputs(batch))
+        return tuple(inputs[name] for name in self.reference_names)
+
+    reference_names: tuple[str, ...]
+    """Names of the reference's log-probabilities in a batch."""
+
+    def logps(self, model: Any, inputs: dict[str, Any]) -> Logps:
+        """Log-probabilities by `model` as it is."""
+        raise NotImplementedError
+
+    def with_reference(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """`inputs` with the log-probabilities of the reference, if they do not come with them."""
+        raise NotImplementedError
+
+    def of_zero_margin(self, batch: MicroBatch) -> float | None:
+        """What the loss of a micro-batch is while the model is its own reference; None where no formula says it."""
+        raise NotImplementedError
+
+    def open_alone(self, batch: MicroBatch, *, estimated: bool) -> None:
+        """Called before the loss of a micro-batch alone."""
+
+    def alone(self, batch: MicroBatch, *, reference: Logps | None = None) -> float:
+        """The loss of one micro-batch as if it were a step, against `reference` log-probabilities if given."""
+        inputs = self.inputs(batch)
+        if reference is not None:
+            inputs |= dict(zip(self.reference_names, reference, strict=True))
+        self.open_alone(batch, estimated=reference is None)
+        try:
+            return self.by_trl(self.model, inputs).item()
+        finally:
+            for noted in self.trl._metrics.values():
+                noted.clear()
+
+    def by_trl(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """TRL's loss of a micro-batch."""
+        with self.accelerator.autocast():
+            return self.trl._compute_loss(model, self.with_reference(inputs), False)
+
+    def call(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What of `inputs` is for the model."""
+        return {name: value for name, value in inputs.items() if name not in self._beside}
+
+    def zero(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """A zero that reaches every parameter, for the filler of an empty micro-batch.
+
+        With sharded weights the reference is called too, and first, since processes with examples call it.
+        """
+        if self.settings.sharded:
+            self.with_reference(inputs)
+        labels = torch.full_like(inputs["input_ids"], IGNORE)
+        return model(**self.call(inputs), labels=labels, fused_lm_head=True, use_cache=False).log_probs.sum() * 0.0
+
+
+class WeightedFigures:
+    """Sums of figures, each weighted by the number of units that it is a mean over; `units` has the unit of each figure."""
+
+    def __init__(self, units: Mapping[str, Any], *, derived: tuple[str, ...] = ()) -> None:
+        """`derived` figures follow from others, and are passed over."""
+        self.units, self._passed_over = units, (*_NOT_FIGURES, *derived)
+        self._sums = torch.zeros(len(units), 2, dtype=torch.float64)
+
+    def take(self, noted: dict[str, list[float]], over: Mapping[Any, int]) -> None:
+        """Moves what TRL has `noted` of a micro-batch into the sums; `over` is how many of each unit there are in it."""
+        for index, (name, unit) in enumerate(self.units.items()):
+            for value in noted.pop(name, ()):
+                self._sums[index] += torch.tensor([value * over[unit], over[unit]], dtype=torch.float64)
+        for name in self._passed_over:
+            noted.pop(name, None)
+        if noted:
+            raise NotImplementedError(f"figures of TRL that packtrain does not know: {sorted(noted)}")
+
+    def values(self, accelerator: Accelerator) -> dict[str, float]:
+        """Each figure of which there was anything on any process; the sums begin anew."""
+        sums, self._sums = self._sums, torch.zeros_like(self._sums)
+        with waiting("the figures of all ranks"):
+            sums = cast(torch.Tensor, accelerator.reduce(sums.to(accelerator.device), reduction="sum")).tolist()
+        return {name: total / weight for name, (total, weight) in zip(self.units, sums, strict=True) if weight}
