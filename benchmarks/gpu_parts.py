@@ -254,7 +254,7 @@ def train(folder: Path, *, tiny: bool, task: str, changes: list[str]) -> dict[st
 
     from packtrain import cli
     from packtrain.model import compiled, reference
-    from packtrain.train import run
+    from packtrain.train import preparation
     from packtrain.train.loop import StepTrainer
 
     what, (steps, warm) = task_of(task, tiny=tiny), steps_of(tiny=tiny)
@@ -269,7 +269,7 @@ def train(folder: Path, *, tiny: bool, task: str, changes: list[str]) -> dict[st
         compiled.BACKEND = "eager"  # graphs are made, and not compiled: that takes a CPU a minute
     alone = "WORLD_SIZE" not in os.environ
     if alone:  # drawing 8 billion numbers takes minutes on a CPU
-        run.load_model = reference.load_model = drawn_on_device(run.load_model)
+        preparation.load_model = reference.load_model = drawn_on_device(preparation.load_model)
     output = folder / f"run-{os.getpid() if alone else os.environ['MASTER_PORT']}"
     arguments = [
         "model.init=random",

@@ -57,20 +57,20 @@ def watch(out: str, began: float) -> None:
     def entered(self: Heartbeat, phase: str, **place: Any) -> float:
         if "config, plan" in marks and "imports" not in marks:  # `train` of packtrain.train.run has begun
             mark("imports")
-            from packtrain.train import run
+            from packtrain.train import preparation
 
-            marked(run, "load_tokenizer", begins="join", ends="tokenizer")
-            marked(run, "agree_on_data", ends="data")
-            marked(run, "check_positions", ends="model")
-            objective_of = run._objective
+            marked(preparation, "load_tokenizer", begins="join", ends="tokenizer")
+            marked(preparation, "agree_on_data", ends="data")
+            marked(preparation, "check_positions", ends="model")
+            objective_of = preparation.objective_of
 
             def objective(config: Any) -> Any:
                 made = objective_of(config)
-                marked(type(made), "trainer", begins="steps and proof", ends="trainer")
+                marked(type(made), "loss", begins="steps and proof", ends="loss")
                 marked(type(made), "prove", ends="proofs on it")
                 return made
 
-            run._objective = objective
+            preparation.objective_of = objective
         if phase == "step end" or place.get("step") == 2:
             mark("first step")
             usage = os.times()

@@ -21,32 +21,37 @@ from accelerate.utils import broadcast_object_list, gather_object
 from rich.markup import escape
 from transformers import TrainerCallback, TrainerControl
 
-from packtrain.attention.backends import attending_by, own_attention
+from packtrain.attention.backends import attending_by
 from packtrain.bench.peak_memory import free_memory, peak_memory, reset_peak
 from packtrain.bench.search import Candidate, Limits, Measured, Trial, Visit, best_of, families, is_clear, search
 from packtrain.config.rules.combinations import check
 from packtrain.config.schema import PackingMode, RunConfig, Tracking
-from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import CheckFailed, PacktrainError, UserError
 from packtrain.model.flops import training_flops
-from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
-from packtrain.model.precision import decide_precision
+from packtrain.model.load import base_model, check_positions
 from packtrain.model.score_head import outputs_of_tokens
-from packtrain.model.spread import Ranks, open_proofs, spread
-from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
+from packtrain.model.spread import Ranks
+from packtrain.monitor.heartbeat import TimeLimits, waiting
 from packtrain.packing.schedule import Schedule, make_schedule
 from packtrain.plan.batch import plan_batch
-from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
-from packtrain.train.console import Log, warnings_to
 from packtrain.train.library_errors import out_of_memory
 from packtrain.train.loader import MicroBatch, PairSteps, ScoredSteps, Steps, attention_cost, step_loader
+from packtrain.train.log.console import Log, warnings_to
 from packtrain.train.loop import StepTrainer, run_steps
-from packtrain.train.run import objective_of
+from packtrain.train.preparation import (
+    begin,
+    check_model,
+    choose_attention,
+    load,
+    objective_of,
+    prepare_data,
+    settle_precision,
+    spread_model,
+)
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
-from packtrain.train.sync.checks import agree_on_data, agree_on_model
-from packtrain.train.sync.store_barrier import Peers, preparing_s, telling
+from packtrain.train.sync.store_barrier import Peers, telling
 
 _ENDLESS = 10**6
 _COMPARED_STEPS = 8
@@ -76,48 +81,36 @@ class Workbench:
         self.pairs = config.objective.traits.pairs
         # what packed rows can do decides on all modes; `share_prefix` is tried both ways
         asked = replace(config, packing=replace(config.packing, mode="packed", share_prefix=None))
-        objective, seed = objective_of(asked), config.trainer.seed
-        heartbeat, preparing = own_heartbeat(), preparing_s(config.topology.step_timeout)
-        heartbeat.enter("prepare")
-        tokenizer, scores = load_tokenizer(config.model), config.objective.traits.scores
-        check_before_loading(config.model, config.peft, tokenizer, scores=scores)
-        self.data: Any = objective.prepare_data(config.data, tokenizer, seed=seed, progress=False)
-        agree_on_data(peers, self.data, timeout_s=preparing)
-        heartbeat.enter("load")
-        self.model = load_model(config.model, config.peft, tokenizer, seed=seed, scores=scores)
-        agree_on_model(peers, self.model, timeout_s=preparing)
-        check_trainable(self.model)
-        self.longest = objective.longest_document(self.data.train)
-        check_positions(self.model, self.longest, padded=False)
-        heartbeat.enter("proof")
-        base = base_model(self.model)
-        own = own_attention(base)
-        self.precision = decide_precision(self.model, config.trainer.mixed_precision, ranks)
-        objective.take_reference(self.model, tokenizer, ranks, self.precision, seed=seed)
-        spread(self.model, ranks, self.precision.autocast)
-        close_proofs = open_proofs(self.model, ranks)
-        self.decision, self.lack = self._choose_attention(objective)
+        self.run = run = begin(asked, ranks, peers)
+        prepare_data(run)
+        self.data: Any = run.data
+        load(run)
+        self.model, self.longest = run.model, run.objective.longest_document(run.data.train)
+        check_model(run, padded=False)
+        settle_precision(run)
+        self.precision = run.precision
+        spread_model(run)
+        self.lack = self._choose_attention()
+        objective: Any = run.objective
         self.shares, self.unshared = getattr(objective, "layout", "") == "shared", getattr(objective, "unshared", "")
         self.padding_lack = self._why_not_padded()
-        self.cost, self.pad = attention_cost(self.model), int(cast(Any, tokenizer.pad_token_id) or 0)
-        self.trainer = self._trainer(objective, tokenizer, log)
+        self.cost, self.pad = attention_cost(self.model), int(run.tokenizer.pad_token_id or 0)
+        self.trainer = self._trainer(objective, run.tokenizer, log)
         self.visits: tuple[Visit, ...] = ()
-        self.trainer.close_proofs = close_proofs
+        self.trainer.close_proofs = run.close_proofs
         if config.objective.kind == "sft":  # fits the output head; the others have none to fit
-            objective.prove(self.trainer, log, own, preflight=False, ranks=ranks, precision=self.precision)
+            objective.prove(self.trainer, log, run.attention, preflight=False, ranks=ranks, precision=self.precision)
         forwards = self.trainer.loss.extra_forwards
         self.flops = training_flops(self.model, forwards=forwards) if self.trainer.step_figures.peak else None
         self._known: dict[tuple[Candidate, float], Steps] = {}
 
-    def _choose_attention(self, objective: Any) -> tuple[AttentionChoice | None, str]:
-        """The attention of packed rows as a run chooses it; None and why, if there is none."""
-        base, config, ranks = base_model(self.model), self.config, self.ranks
+    def _choose_attention(self) -> str:
+        """Chooses the attention of packed rows as a run does; returns why there is none, "" if there is one."""
         try:
-            prove = config.verify.preflight
-            with outputs_of_tokens(base):
-                return objective.decide_attention(config.model.attention, base, ranks, self.precision, prove=prove), ""
+            choose_attention(self.run)
         except CheckFailed as refused:
-            return None, refused.problems[0].what
+            return refused.problems[0].what
+        return ""
 
     def _why_not_padded(self) -> str:
         base = base_model(self.model)
@@ -231,10 +224,10 @@ class Workbench:
     def attend(self, candidate: Candidate) -> ExitStack:
         """Has the model, and the reference, run the rows of a candidate until the stack is closed."""
         stack = ExitStack()
-        if candidate.mode != "padding" and self.decision is not None:
+        if candidate.mode != "padding" and self.run.backend is not None:
             for model in (self.trainer.model, getattr(self.trainer.loss.trl, "ref_model", None)):
                 if model is not None:
-                    stack.enter_context(attending_by(base_model(model), self.decision.backend.name))
+                    stack.enter_context(attending_by(base_model(model), self.run.backend.backend.name))
         return stack
 
     def tokens(self, steps: Steps, numbers: range) -> int:
@@ -277,7 +270,7 @@ class Workbench:
             "processes": self.ranks.world_size,
             "strategy": self.ranks.strategy,
             "precision": f"{formats}{f' computed in {mixed}' if mixed else ''}",
-            "attention": self.decision and f"{self.decision.backend.name} ({self.decision.backend.why})",
+            "attention": self.run.backend and f"{self.run.backend.backend.name} ({self.run.backend.backend.why})",
             "step": {
                 "size": f"{min(batch.examples_per_step, len(self.data.train))} {unit}"
                 if batch.examples_per_step

@@ -28,7 +28,7 @@ from packtrain.train.checkpoint.state import Checkpoints
 from packtrain.train.engine import Engine
 from packtrain.train.largest_row import WorkRecord, try_largest
 from packtrain.train.loader import MicroBatch, step_loader
-from packtrain.train.metrics import MetricsFile, StepFigures
+from packtrain.train.log.metrics import MetricsFile, StepFigures
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.optim.lost_updates import MOST, LostUpdates
 from packtrain.train.patches import ask_before_update

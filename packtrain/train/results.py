@@ -38,7 +38,7 @@ from packtrain.plan.reference_choice import base_of
 from packtrain.proof.choice import AttentionChoice
 from packtrain.run_folder import RunFolder
 from packtrain.train.checkpoint.folder import tidy
-from packtrain.train.console import Log
+from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.optim.final_weights import merged_in
 

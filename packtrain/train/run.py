@@ -23,63 +23,61 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.markup import escape
-from transformers import TrainerCallback
 
-from packtrain.attention.backends import own_attention
 from packtrain.attention.determinism import deterministic
 from packtrain.boundary import boundary, staying
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown
 from packtrain.data.dataset import size_of
 from packtrain.data.prepare import PreparedData
-from packtrain.data.tokens.cache import cache_folder
-from packtrain.data.tokens.chat_template import give_template
-from packtrain.data.tokens.pretrained import load_tokenizer
 from packtrain.errors import PacktrainError, UserError
 from packtrain.inspect.audit import pointless
 from packtrain.inspect.corpus import corpus_of
 from packtrain.inspect.places import rows_of
-from packtrain.model.compiled import compile_layers
-from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
-from packtrain.model.precision import Precision, decide_precision, multiply_without_tf32
+from packtrain.model.load import base_model
+from packtrain.model.precision import multiply_without_tf32
 from packtrain.model.save import mend_generation_config, try_saving
 from packtrain.model.score_head import is_reward_model, outputs_of_tokens
-from packtrain.model.spread import Ranks, open_proofs, open_strategy, spread
+from packtrain.model.spread import Ranks, open_strategy
 from packtrain.monitor import retries
 from packtrain.monitor.foreign_launch import beat_to_rank_0
 from packtrain.monitor.heartbeat import TimeLimits, own_heartbeat, waiting
-from packtrain.packing.schedule import make_schedule
 from packtrain.plan.agreement import shared_values
 from packtrain.plan.data_size import remember
 from packtrain.plan.memory import estimate
 from packtrain.plan.origin import check_length, check_origin, length_of, origin_in
-from packtrain.plan.reference_choice import reference_of
-from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import check_as_it_comes
 from packtrain.run_folder import RunFolder, write_json
-from packtrain.train import console, results
+from packtrain.train import results
 from packtrain.train.checkpoint.folder import best_of, find_resume, origin_of, prune, set_aside, step_of
 from packtrain.train.checkpoint.room import remark_before_training
-from packtrain.train.console import Log, quiet_libraries, warnings_to
 from packtrain.train.largest_row import RowLimits, memory_error
 from packtrain.train.library_errors import explained, words_for_log
-from packtrain.train.loader import Steps, attention_cost
+from packtrain.train.log import console
+from packtrain.train.log.console import Log, quiet_libraries, warnings_to
+from packtrain.train.log.metrics import EarlyStop, MetricsFile, TerminalProgress
+from packtrain.train.log.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.train.loop import StepTrainer, run_steps
-from packtrain.train.metrics import EarlyStop, MetricsFile, TerminalProgress
-from packtrain.train.objectives.objective import TrainingObjective
 from packtrain.train.optim.final_weights import format_of
+from packtrain.train.preparation import (
+    Prepared,
+    begin,
+    check_model,
+    choose_attention,
+    load,
+    prepare_data,
+    settle_precision,
+    spread_model,
+)
 from packtrain.train.settings import LoopSettings, StopRequest, training_arguments
 from packtrain.train.spikes import SpikeRules
 from packtrain.train.sync.checks import (
-    agree_on_data,
-    agree_on_model,
     agree_on_start,
     check_run_folder,
     connect,
     limit_collectives,
 )
 from packtrain.train.sync.store_barrier import Peers, join, preparing_s, telling
-from packtrain.train.trackers import Tracker, leave_stuck_ones, trackers_of
 from packtrain.wording import counted
 
 _MOST_DESCRIBED = 200_000
@@ -88,7 +86,7 @@ _MOST_DESCRIBED = 200_000
 
 @dataclass(slots=True)
 class Run:
-    """State shared by the functions of this file, from `model` on set once loaded; `attention` is the model's original one.
+    """State shared by the functions of this file; `prepared` once that has begun.
 
     `before` are the answers of the untrained model to trainer.samples.
     """
@@ -100,9 +98,7 @@ class Run:
     log: Log
     stop: StopRequest
     progress: TerminalProgress
-    model: Any = None
-    tokenizer: Any = None
-    attention: str = ""
+    prepared: Prepared = field(init=False)
     before: list[str] = field(default_factory=list)
     trackers: list[Tracker] = field(default_factory=list)
 
@@ -153,7 +149,7 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     retries.listeners.append(log.warn)
     run = Run(config, ranks, peers, folder, log, StopRequest(), TerminalProgress(log))
     with telling(peers):
-        data, trainer, decision, checkpoint = _prepare(run, started)
+        trainer, checkpoint = _prepare(run, started)
     if checkpoint is not None:
         limit_collectives(
             config.topology.checkpoint_timeout
@@ -161,7 +157,9 @@ def train_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int
     early = config.trainer.early_stop_patience is not None
     run.stop.listen()  # before this a signal simply ends the process: there is nothing to save
     try:
-        return _train_from(checkpoint, run, trainer, results.Summary(trainer, data, decision, started, early))
+        return _train_from(
+            checkpoint, run, trainer, results.Summary(trainer, run.prepared.data, run.prepared.backend, started, early)
+        )
     finally:
         for tracker in run.trackers:
             tracker.close()
@@ -192,43 +190,30 @@ def _train_from(checkpoint: Path | None, run: Run, trainer: StepTrainer, summary
     return 0
 
 
-def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, AttentionChoice | None, Path | None]:
-    """All that comes before step 1: data, trainer, the attention chosen for packed rows, the checkpoint to go on from."""
-    config, ranks, peers, log, objective = run.config, run.ranks, run.peers, run.log, objective_of(run.config)
+def _prepare(run: Run, started: float) -> tuple[StepTrainer, Path | None]:
+    """All that comes before step 1: the trainer, and the checkpoint to go on from."""
+    config, ranks, peers, log = run.config, run.ranks, run.peers, run.log
     console.about_compiler(log, ranks.device)
     checkpoint = _checkpoint_to_resume(run)
     needed = checkpoint is not None or config.trainer.checkpoint_every is not None
     if ranks.world_size > 1 and (remark := check_run_folder(run.folder.logs, main=ranks.main, needed=needed)):
         log.warn(remark)
 
-    own_heartbeat().enter("prepare")
-    run.tokenizer = load_tokenizer(config.model)
-    scores, despite = config.objective.traits.scores, config.trainer.resume_despite
-    check_before_loading(config.model, config.peft, run.tokenizer, despite, scores=scores)
-    show = ranks.main and sys.stderr.isatty()
-    with boundary("the data cannot be used", "data.train"):
-        data: Any = objective.prepare_data(config.data, run.tokenizer, seed=config.trainer.seed, progress=show)
-        if config.data.chat_template:
-            give_template(run.tokenizer, config.data.chat_template)
-    preparing = preparing_s(config.topology.step_timeout)
-    agree_on_data(peers, data, timeout_s=preparing)
-    for remark in pointless(data.train, run.tokenizer, config.data.max_length) if ranks.main else ():
+    prepared = run.prepared = begin(config, ranks, peers)
+    prepare_data(prepared, progress=ranks.main and sys.stderr.isatty())
+    data, tokenizer = prepared.data, prepared.tokenizer
+    for remark in pointless(data.train, tokenizer, config.data.max_length) if ranks.main else ():
         log.warn(remark)
     if ranks.main:  # for `packtrain plan`
         remember(size_of(data.train), config.model, config.data, config.objective.kind, config.trainer.seed)
 
-    own_heartbeat().enter("load")
-    run.model = load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed, scores=scores)
-    if not scores and is_reward_model(base_model(run.model).config) and config.model.init == "pretrained":
+    load(prepared)
+    base, scores = base_model(prepared.model), config.objective.traits.scores
+    if not scores and is_reward_model(base.config) and config.model.init == "pretrained":
         log.warn(f"{config.model.path} is a reward model or classifier: its head is left away, and final/ has none")
-    agree_on_model(peers, run.model, timeout_s=preparing)
-    check_trainable(run.model)
-    longest = max(objective.longest_document(part) for part in (data.train, data.eval) if part)
-    check_positions(run.model, longest, padded=config.packing.mode == "padding")
+    check_model(prepared, padded=config.packing.mode == "padding")
 
-    own_heartbeat().enter("proof")
-    run.attention = own_attention(base_model(run.model))
-    trainer, decision = _build(run, objective, data, checkpoint)
+    trainer = _make_trainer(run, checkpoint)
     _try_saving(run)
     run.before = _answers(run)
     begins = f"resuming from {checkpoint.name}" if checkpoint else "training"
@@ -238,96 +223,44 @@ def _prepare(run: Run, started: float) -> tuple[PreparedData, StepTrainer, Atten
     _wait_for_all(run, "ready")
     _begin_run_folder(run, checkpoint, trainer.settings.origin)
     _wait_for_all(run, "run folder")
-    return data, trainer, decision, checkpoint
+    return trainer, checkpoint
 
 
 def verify_in(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """The proof of `packtrain verify` in this process; see train/verify/measure.py."""
-    from packtrain.train.objectives.dpo import DPO
-    from packtrain.train.objectives.kto import KTO
-    from packtrain.train.objectives.reward import Reward
-    from packtrain.train.verify.measure import Subject, verify
+    from packtrain.train.verify.measure import verify
 
-    objective = objective_of(config)
-    subject = Subject(
-        config.model,
-        config.peft,
-        config.packing,
-        config.objective,
-        config.trainer,
-        objective if isinstance(objective, DPO) else None,
-        objective if isinstance(objective, Reward) else None,
-        objective if isinstance(objective, KTO) else None,
-        config.optim,
-    )
     with telling(peers):
-        return verify(subject, ranks, peers, timeout_s=preparing_s(config.topology.step_timeout))
+        return verify(config, ranks, peers)
 
 
-def objective_of(config: RunConfig) -> TrainingObjective:
-    """The objective of the config, with its groups of the config; the others, and TRL's trainers for them, are not imported."""
-    objective, packing = config.objective, config.packing
-    if objective.kind == "sft":
-        from packtrain.train.objectives.sft import SFT
-
-        return SFT(objective, packing)
-    if objective.kind == "reward":
-        from packtrain.train.objectives.reward import Reward
-
-        return Reward(objective, packing, config.batch)
-    reference = reference_of(config.model, config.peft, objective, config.strategy)
-    cache = cache_folder(config.data.cache_dir) / "reference"
-    if objective.kind == "kto":
-        from packtrain.train.objectives.kto import KTO
-
-        longest = config.data.max_length
-        return KTO(objective, packing, config.batch, longest, config.model, config.peft, reference, cache)
-    from packtrain.train.objectives.dpo import DPO
-
-    return DPO(objective, packing, config.batch, config.model, config.peft, reference, cache)
-
-
-def _build(
-    run: Run, objective: TrainingObjective, data: PreparedData, checkpoint: Path | None
-) -> tuple[StepTrainer, AttentionChoice | None]:
-    """The trainer, ready for step 1, and the attention chosen for packed rows (None: batches are padded)."""
+def _make_trainer(run: Run, checkpoint: Path | None) -> StepTrainer:
+    """The trainer, ready for step 1."""
     config, ranks, log, prove = run.config, run.ranks, run.log, run.config.verify.preflight
-    model, tokenizer, base = run.model, run.tokenizer, base_model(run.model)
-    recorded = None if checkpoint is None else origin_in(checkpoint).get("trainer.mixed_precision")
-    precision = decide_precision(model, config.trainer.mixed_precision, ranks, recorded)
-    origin = _origin(run, objective, data.train, precision, checkpoint)
-    spread(model, ranks, precision.autocast)
-    close_proofs = open_proofs(model, ranks)
-    compiled = compile_layers(base) if config.trainer.torch_compile else 0
-    decision = None
-    if config.packing.mode != "padding":
-        with outputs_of_tokens(base):
-            decision = objective.decide_attention(config.model.attention, base, ranks, precision, prove=prove)
-
-    cost, pad = attention_cost(model), int(cast(Any, tokenizer.pad_token_id) or 0)
-
-    def steps_over(part: Any, *, evaluation: bool = False, **length: Any) -> Steps:
-        """The steps over a data set: one pass in order, unless `length` says otherwise."""
-        slots, seed = objective.slots(part), config.trainer.seed
-        schedule = make_schedule(slots, config.packing, config.batch, seed=seed, attention_cost=cost, **length)
-        return objective.steps(part, schedule, pad, ranks, evaluation=evaluation)
-
+    prepared = run.prepared
+    data, model, base = prepared.data, prepared.model, base_model(prepared.model)
+    settle_precision(prepared, None if checkpoint is None else origin_in(checkpoint).get("trainer.mixed_precision"))
+    origin = origin_of(asdict(config), data.train, model, prepared.tokenizer, ranks.world_size) | prepared.origin
+    if checkpoint is not None:
+        check_origin(checkpoint, origin)  # before proofs take time
+    spread_model(prepared)
+    choose_attention(prepared)
     until: Any = {"max_steps": config.trainer.max_steps, "epochs": config.trainer.epochs}
-    steps = steps_over(data.train, **until, shuffle=config.data.shuffle)
-    evaluation = steps_over(data.eval, evaluation=True) if data.eval else None
+    steps = prepared.steps(data.train, **until, shuffle=config.data.shuffle)
+    evaluation = prepared.steps(data.eval, evaluation=True) if data.eval else None
     origin |= length_of(config.optim.schedule, config.optim.warmup_steps, len(steps))
     if checkpoint is not None:
         check_length(checkpoint, step_of(checkpoint), len(steps))
         console.about_changes(log, checkpoint.name, *check_origin(checkpoint, origin))
-    console.about_model(log, config.model, config.peft, config.optim, model, precision, ranks.strategy)
+    console.about_model(log, config.model, config.peft, config.optim, model, prepared.precision, ranks.strategy)
     thing = config.objective.traits.unit
     console.about_steps(log, thing, config.optim, config.packing, config.batch, data, steps, evaluation, ranks)
-    console.attention(log, base, decision)
-    if compiled:
-        log.fact("compiled", f"{counted(compiled, 'layers')} by torch.compile, attention apart")
+    console.attention(log, base, prepared.backend)
+    if prepared.compiled:
+        log.fact("compiled", f"{counted(prepared.compiled, 'layers')} by torch.compile, attention apart")
     if prove:
         with outputs_of_tokens(base):
-            check_as_it_comes(base, padding=decision is None, autocast=precision.autocast)
+            check_as_it_comes(base, padding=prepared.backend is None, autocast=prepared.precision.autocast)
     settings = LoopSettings(
         steps,
         evaluation,
@@ -339,53 +272,42 @@ def _build(
         machines=run.peers.machines() if run.peers and ranks.main else (),
         say=log.warn,
         strategy=ranks.strategy,
-        autocast=precision.autocast,
-        backend=decision.backend.name if decision else None,
+        autocast=prepared.precision.autocast,
+        backend=prepared.backend.backend.name if prepared.backend else None,
         optim=config.optim,
         limits=TimeLimits(config.topology.step_timeout, config.topology.checkpoint_timeout),
         spikes=_spike_rules(run, data),
         largest_first=tries_largest(config.trainer, ranks),
     )
-    arguments = training_arguments(config.trainer, config.optim, config.tracking, precision, settings)
-    trainer = _trainer(run, objective, arguments, settings)
-    trainer.close_proofs = close_proofs
+    arguments = training_arguments(config.trainer, config.optim, config.tracking, prepared.precision, settings)
+    with boundary("the trainer cannot be made", "optim"):
+        loss = prepared.objective.loss(model, arguments, prepared.tokenizer, settings)
+        trainer = StepTrainer(loss, settings, _listeners(run))
+    trainer.close_proofs = prepared.close_proofs
     if peak := trainer.step_figures.peak:
         log.fact("mfu", peak.sentence())
-    objective.prove(trainer, log, run.attention, preflight=prove, ranks=ranks, precision=precision)
-    return trainer, decision
+    given: Any = {"preflight": prove, "ranks": ranks, "precision": prepared.precision}
+    prepared.objective.prove(trainer, log, prepared.attention, **given)
+    return trainer
 
 
-def _trainer(run: Run, objective: TrainingObjective, arguments: dict[str, Any], settings: LoopSettings) -> StepTrainer:
-    """The trainer, with all that listens to it."""
-    callbacks: list[TrainerCallback] = [MetricsFile(run.folder.metrics, run.log.warn), run.progress]
+def _listeners(run: Run) -> list[Any]:
+    """All that listens to the steps."""
+    listeners: list[Any] = [MetricsFile(run.folder.metrics, run.log.warn), run.progress]
     if patience := run.config.trainer.early_stop_patience:
-        callbacks.append(EarlyStop(patience, run.folder.checkpoints, run.log))
+        listeners.append(EarlyStop(patience, run.folder.checkpoints, run.log))
     if run.ranks.main:
         run.trackers = trackers_of(run.config.tracking.report_to, run.folder, run.log.warn)
-    together: Any = [*callbacks, *run.trackers]
-    with boundary("the trainer cannot be made", "optim"):
-        return StepTrainer(objective.loss(run.model, arguments, run.tokenizer, settings), settings, together)
-
-
-def _origin(
-    run: Run, objective: TrainingObjective, data: Any, precision: Precision, checkpoint: Path | None
-) -> dict[str, Any]:
-    """What the checkpoints of this run say of it; raises UserError if it does not go on with `checkpoint`, before proofs take time."""
-    origin = origin_of(asdict(run.config), data, run.model, run.tokenizer, run.ranks.world_size)
-    origin["trainer.mixed_precision"] = precision.mixed
-    origin |= objective.take_reference(run.model, run.tokenizer, run.ranks, precision, seed=run.config.trainer.seed)
-    if checkpoint is not None:
-        check_origin(checkpoint, origin)
-    return origin
+    return [*listeners, *run.trackers]
 
 
 def _try_saving(run: Run) -> None:
     """Mends or refuses now what the library would refuse to save when the training is done."""
     whole = results.saves_whole_model(run.config.model, run.config.peft)
-    if whole and (remark := mend_generation_config(run.model, run.tokenizer)):
+    if whole and (remark := mend_generation_config(run.prepared.model, run.prepared.tokenizer)):
         run.log.warn(remark)
     if run.ranks.main:
-        try_saving(run.model, run.tokenizer, whole=whole)
+        try_saving(run.prepared.model, run.prepared.tokenizer, whole=whole)
     _wait_for_all(run, "saving")
 
 
@@ -394,7 +316,7 @@ def _lack_of_room(run: Run, trainer: StepTrainer) -> str:
     settings, options = run.config.trainer, trainer.settings
     steps, every = len(options.steps) - options.first_step, settings.checkpoint_every
     number = math.ceil(steps / every) if every else 0  # the last step has one too
-    of_model = run.model, run.config.optim, options.strategy
+    of_model = run.prepared.model, run.config.optim, options.strategy
     with suppress(OSError):  # the disk speaks for itself when it is written to
         return remark_before_training(*of_model, options.checkpoints, settings.keep_checkpoints, number)
     return ""
@@ -405,7 +327,7 @@ def _spike_rules(run: Run, data: PreparedData[Any]) -> SpikeRules:
     config = run.config
 
     def places(numbers: list[int]) -> list[str]:
-        corpus = corpus_of(config.data, config.objective.kind, run.tokenizer, data, seed=config.trainer.seed)
+        corpus = corpus_of(config.data, config.objective.kind, run.prepared.tokenizer, data, seed=config.trainer.seed)
         rows = corpus.row_of[corpus.train.rows.reshape(-1, corpus.together)[numbers, 0]].tolist()
         found = rows_of(corpus, rows)
         return [found[row][0] for row in rows]
@@ -514,11 +436,13 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
     if summary.early:
         trainer.checkpoints.restore_best_weights(trainer.state)
     kept = {
-        "dtype": format_of(config.trainer.save_dtype, base_model(run.model).dtype),
+        "dtype": format_of(config.trainer.save_dtype, base_model(run.prepared.model).dtype),
         "seed": config.trainer.seed if config.optim.rounding == "stochastic" else None,
         "scores": config.objective.traits.scores,
     }
-    saved = results.save_final(folder, trainer, run.model, run.tokenizer, config.model, config.peft, **kept)
+    saved = results.save_final(
+        folder, trainer, run.prepared.model, run.prepared.tokenizer, config.model, config.peft, **kept
+    )
     if run.ranks.sharded and config.trainer.samples:
         _wait_for_all(run, "results")  # the answers take all of them, and the main process has been writing alone
     answers = list(zip(config.trainer.samples, run.before, _answers(run), strict=False))
@@ -530,7 +454,7 @@ def _finish(run: Run, trainer: StepTrainer, summary: results.Summary) -> None:
         config.trainer.samples[0] if config.trainer.samples else "Hello",
         verb=config.objective.kind,
         mode=config.packing.mode,
-        chat=bool(run.tokenizer.chat_template),
+        chat=bool(run.prepared.tokenizer.chat_template),
         scores=config.objective.traits.scores,
     )
     results.show(run.log, summary, folder, saved, commands)
@@ -543,7 +467,7 @@ def _describe_data(run: Run, data: PreparedData) -> None:
     from packtrain.inspect.summary import data_summary
 
     try:
-        given: Any = {"tokenizer": run.tokenizer, "prepared": data}
+        given: Any = {"tokenizer": run.prepared.tokenizer, "prepared": data}
         write_json(run.folder.data, data_summary(run.config, run.ranks.world_size, **given))
     except Exception as error:
         run.log.note(f"no data.json: {type(error).__name__}: {error}")
@@ -555,8 +479,8 @@ def _answers(run: Run) -> list[str]:
     if not (samples and (run.ranks.main or run.ranks.sharded)):
         return []
     with torch.random.fork_rng([run.ranks.device] if run.ranks.device.type == "cuda" else []):
-        base = base_model(run.model)
-        return results.answer(base, run.tokenizer, samples, attention=run.attention)
+        base = base_model(run.prepared.model)
+        return results.answer(base, run.prepared.tokenizer, samples, attention=run.prepared.attention)
 
 
 def _write_summary(run: Run, summary: dict) -> None:

@@ -96,15 +96,14 @@ def run_all(jobs: Sequence[Job], outputs: Path) -> list[tuple[int, str]]:
 
 
 def _with_other_seed(arguments: tuple[str, ...], env: Mapping[str, str], cwd: Path, outputs: list[Path]) -> None:
-    from packtrain.train import run
-    from packtrain.train.verify import measure as verify
+    from packtrain.train import preparation
 
-    load = run.load_model
+    load = preparation.load_model
 
     def of_other_seed(*given: Any, seed: int, **more: Any) -> Any:
         return load(*given, seed=seed + (os.environ["RANK"] == "1"), **more)
 
-    run.load_model = verify.load_model = of_other_seed
+    preparation.load_model = of_other_seed
     forked.run(arguments, env, cwd, outputs)
 
 

@@ -87,7 +87,7 @@ def test_a_terminal_that_is_gone_costs_no_training(case: Case, tmp_path: Path) -
 
 def impatient() -> None:
     """Shorter limits, and a stand-in of wandb in the current folder, which the test's own environment has not."""
-    from packtrain.train import trackers
+    from packtrain.train.log import trackers
 
     trackers.BEGIN_S = trackers.EVENT_S = 1.0
     sys.path.insert(0, os.getcwd())

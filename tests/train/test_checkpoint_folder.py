@@ -11,7 +11,7 @@ from transformers import TrainerState
 
 from packtrain.train.checkpoint import folder as checkpoint_folder
 from packtrain.train.checkpoint.folder import complete, find_resume, folder_of, prune, set_aside, staging_of
-from packtrain.train.metrics import MetricsFile
+from packtrain.train.log.metrics import MetricsFile
 
 ORIGIN = {"trainer.seed": 0, "strategy.name": "ddp", "the number of processes": 1}
 

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from packtrain.config.compose import load_config
 from packtrain.train.checkpoint import room, state, writer
 from packtrain.train.checkpoint.writer import CheckpointWriter
+from packtrain.train.log.metrics import MetricsFile
 from packtrain.train.loop import StepTrainer
-from packtrain.train.metrics import MetricsFile
 from tests.train import forked
 
 EVERY_2: dict[str, Any] = {"max_steps": 6, "checkpoint_every": 2, "keep_checkpoints": None}

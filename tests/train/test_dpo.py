@@ -24,8 +24,8 @@ from packtrain.model.load import base_model
 from packtrain.model.spread import Ranks
 from packtrain.packing.collate import PairRows, collate_pairs
 from packtrain.plan.reference_choice import ReferenceChoice
-from packtrain.train import console
 from packtrain.train.loader import PairSteps
+from packtrain.train.log import console
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.dpo import DPO
 from packtrain.train.objectives.dpo_loss import FIGURES

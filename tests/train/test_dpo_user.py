@@ -26,8 +26,8 @@ from packtrain.model.flops import training_flops
 from packtrain.model.load import load_model, weights_hash
 from packtrain.model.precision import precision_of
 from packtrain.run_folder import RunFolder
-from packtrain.train import metrics
-from packtrain.train.console import _documents
+from packtrain.train.log import metrics
+from packtrain.train.log.console import _documents
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.reference_objective import identity_of_reference
 from packtrain.train.run import verify_in

@@ -16,7 +16,7 @@ from packtrain.packing.collate import to_device
 from packtrain.packing.schedule import make_schedule
 from packtrain.train.loader import PairSteps, step_loader
 
-LATE = {"packtrain/train/metrics.py::tolist": LAST - FIRST}
+LATE = {"packtrain/train/log/metrics.py::tolist": LAST - FIRST}
 """The counts of the step before, which have arrived: LateCopy. Those of the step before FIRST went into its logged line."""
 
 

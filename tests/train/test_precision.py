@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,7 @@ def test_answers_restore_the_random_state_of_their_device_alone(monkeypatch: pyt
         trainer: Any = type("Trainer", (), {"samples": ["?"]})
         config: Any = type("Config", (), {"trainer": trainer})
         run: Any = run_module.Run(config, Ranks(0, 1, device), None, *[None] * 4)  # type: ignore[arg-type]
+        run.prepared = SimpleNamespace(model=None, tokenizer=None, attention="sdpa")
         assert run_module._answers(run) == ["yes"]
     assert forked_of == [[torch.device("cuda", 3)], []]
 

@@ -18,8 +18,8 @@ from running import Run, base_config, packtrain, train
 
 from packtrain.config.compose import load_config
 from packtrain.errors import CheckFailed, UserError
+from packtrain.train.log.metrics import MetricsFile
 from packtrain.train.loop import StepTrainer
-from packtrain.train.metrics import MetricsFile
 from packtrain.train.spikes import IN_A_ROW, RecentFigures, _taken_up
 from tests.train import forked
 

@@ -31,6 +31,7 @@ from packtrain.model.load import check_positions, load_model
 from packtrain.model.spread import Ranks
 from packtrain.packing.segments import Segments
 from packtrain.run_folder import RunFolder
+from packtrain.train import preparation
 from packtrain.train.run import verify_in
 from packtrain.train.verify import measure as verifying
 from packtrain.train.verify.command import show
@@ -153,12 +154,12 @@ def test_a_model_that_cannot_be_flattened_is_exact_one_document_at_a_time_and_sa
 def test_what_a_strategy_cannot_train_is_not_called_exact() -> None:
     spread = Ranks(0, 1, torch.device("cpu"), "fsdp2")
     model = tiny_model("llama")
-    subject = verifying.Subject(Model(attention="per_document"), Peft(), Packing(), Objective(), Trainer())
-    found = verifying._isolation(subject, spread, model)
+    config = RunConfig(model=Model(attention="per_document"))
+    found = verifying.isolation_of(config, spread, model, None)
     assert found.problem and "a different number of times" in found.problem and "zero2" in found.fix
     assert next(verifying._findings(found, compared(model), None, None))[0] == "unsupported"
-    padded = replace(subject, packing=Packing(mode="padding"))
-    assert verifying._isolation(padded, spread, tiny_model("llama")).problem == ""
+    padded = replace(config, packing=Packing(mode="padding"))
+    assert verifying.isolation_of(padded, spread, tiny_model("llama"), None).problem == ""
 
 
 def test_a_named_backend_that_leaks_is_named_with_the_first_module(tmp_path: Path, capsys: Any) -> None:
@@ -304,7 +305,7 @@ def test_too_little_memory_is_a_sentence(tmp_path: Path, monkeypatch: Any) -> No
     def load(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.\nGPU 0 has …")
 
-    monkeypatch.setattr(verifying, "load_model", load)
+    monkeypatch.setattr(preparation, "load_model", load)
     with pytest.raises(CheckFailed, match=r"out of memory on cpu: Tried to allocate 20.00 GiB\.") as raised:
         proved(tmp_path, LLAMA)
     assert "peft=lora" in raised.value.problems[0].fix

@@ -24,9 +24,9 @@ from packtrain.model.reference import cache_key, computer, precompute
 from packtrain.model.spread import Ranks
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.reference_choice import ReferenceChoice
-from packtrain.train import console
-from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, PairSteps, Steps
+from packtrain.train.log import console
+from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.dpo_loss import DPOLoss, objective_arguments
 from packtrain.train.objectives.pair_objective import PairObjective

@@ -29,9 +29,9 @@ from packtrain.packing.collate import PairRows
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.reference_choice import ReferenceChoice
 from packtrain.proof.choice import AttentionChoice
-from packtrain.train import console
-from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, Steps, UnpairedSteps
+from packtrain.train.log import console
+from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.kto_loss import KTOLoss, objective_arguments
 from packtrain.train.objectives.reference_objective import ReferenceObjective

@@ -11,8 +11,8 @@ from packtrain.data.prepare import PreparedData
 from packtrain.model.spread import Ranks
 from packtrain.packing.schedule import Schedule
 from packtrain.proof.choice import AttentionChoice
-from packtrain.train.console import Log
 from packtrain.train.loader import Steps
+from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import Loss
 from packtrain.train.settings import LoopSettings

@@ -23,9 +23,9 @@ from packtrain.model.spread import Ranks
 from packtrain.packing.schedule import Schedule
 from packtrain.plan.memory import COMPARED_PAIRS
 from packtrain.proof.isolation import evaluating, refusals_of_a_model, tolerance_of
-from packtrain.train import console
-from packtrain.train.console import Log
 from packtrain.train.loader import ScoredSteps
+from packtrain.train.log import console
+from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.pair_objective import PairObjective
 from packtrain.train.objectives.reward_loss import RewardLoss, objective_arguments

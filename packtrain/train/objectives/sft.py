@@ -32,8 +32,8 @@ from packtrain.packing.collate import collate_flat, collate_padded, on_device
 from packtrain.packing.schedule import Schedule
 from packtrain.proof.choice import AttentionChoice
 from packtrain.proof.isolation import tolerance_of
-from packtrain.train.console import Log
 from packtrain.train.loader import MicroBatch, Steps
+from packtrain.train.log.console import Log
 from packtrain.train.loop import StepTrainer
 from packtrain.train.objectives.loss import EvaluationBatches, Loss
 from packtrain.train.patches import arguments_on_one_gpu, hold_trainer

@@ -13,29 +13,23 @@ controls are too weak to show a leak, or the first loss is wrong.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from packtrain.attention.backends import PER_DOCUMENT
-from packtrain.config.objective import Objective
-from packtrain.config.schema import Model, Optim, Packing, Peft, Trainer
-from packtrain.data.tokens.pretrained import load_tokenizer
+from packtrain.config.schema import RunConfig
 from packtrain.errors import CheckFailed, Disagreement
-from packtrain.model.compiled import compile_layers
 from packtrain.model.forward import Head, add_loss_sum, choose_head
-from packtrain.model.load import base_model, load_model
-from packtrain.model.precision import autocast_of, decide_precision, precision_of
+from packtrain.model.load import base_model
 from packtrain.model.score_head import outputs_of_tokens
-from packtrain.model.spread import Ranks, loading_whole, open_proofs, spread
+from packtrain.model.spread import Ranks, loading_whole
 from packtrain.monitor.heartbeat import waiting
 from packtrain.packing.collate import collate_padded, on_device
 from packtrain.plan.launcher_settings import STAGES
@@ -48,7 +42,7 @@ from packtrain.train.objectives.first_loss import Start
 from packtrain.train.objectives.kto import KTO
 from packtrain.train.objectives.reward import Reward
 from packtrain.train.preflight import why_not_together
-from packtrain.train.sync.checks import agree_on_model
+from packtrain.train.preparation import Prepared, begin, load, settle_precision, spread_model
 from packtrain.train.sync.store_barrier import Peers
 from packtrain.train.verify.command import finite
 from packtrain.train.verify.first_update import lost_in_first_update
@@ -67,42 +61,6 @@ from packtrain.train.verify.modes import (
 
 _BADNESS = ("exact", "unsupported", "leaks")
 _REPORT = "please report this model"
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The run to prove: groups of the config, and the objective of preference training."""
-
-    model: Model
-    peft: Peft
-    packing: Packing
-    objective: Objective
-    trainer: Trainer
-    dpo: DPO | None = None
-    reward: Reward | None = None
-    kto: KTO | None = None
-    optim: Optim = field(default_factory=Optim)
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """The number format of mixed precision."""
-        return autocast_of(self.trainer.mixed_precision)
-
-    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The model as training loads it, whole, and its tokenizer."""
-        tokenizer = load_tokenizer(self.model)
-        with loading_whole():
-            given: Any = {"seed": self.trainer.seed, "scores": self.objective.traits.scores}
-            return load_model(self.model, self.peft, tokenizer, **given), tokenizer
-
-    def spread(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ranks: Ranks) -> None:
-        """Loads the reference, and shards `model` by the strategy."""
-        if (held := self.dpo or self.kto) is not None:
-            precision = precision_of(model, self.trainer.mixed_precision)
-            held.take_reference(model, tokenizer, ranks, precision, seed=self.trainer.seed)
-        spread(model, ranks, self.autocast)
-        if self.trainer.torch_compile:
-            compile_layers(base_model(model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +84,15 @@ class Isolation:
         return "leaks" if self.proof is not None and self.proof.verdict == "leaks" else "unsupported"
 
 
-def verify(subject: Subject, ranks: Ranks, peers: Peers | None = None, *, timeout_s: float = math.inf) -> int:
+def verify(config: RunConfig, ranks: Ranks, peers: Peers | None = None) -> int:
     """Proves, writes the report, and returns the exit code: 0 if the verdict is exact on every process, else 3.
 
-    The processes wait `timeout_s` for each other's models. Raises UserError if something cannot be loaded or is not
+    Raises UserError if something cannot be loaded or is not
     available, CheckFailed if the proof cannot run.
     """
     outcome: Any
     try:
-        outcome = _measure(subject, ranks, peers, timeout_s)
+        outcome = _measure(config, ranks, peers)
     except Disagreement:
         raise
     except CheckFailed as refusal:
@@ -152,52 +110,46 @@ def verify(subject: Subject, ranks: Ranks, peers: Peers | None = None, *, timeou
             raise one
     worst = max(outcomes, key=lambda one: _BADNESS.index(one["verdict"]))
     if ranks.main:
-        write_json(RunFolder.of(subject.trainer).verification, finite(worst))
+        write_json(RunFolder.of(config.trainer).verification, finite(worst))
     return 0 if worst["verdict"] == "exact" else CheckFailed.exit_code
 
 
-def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: float) -> dict[str, Any]:
+def _measure(config: RunConfig, ranks: Ranks, peers: Peers | None) -> dict[str, Any]:
     """The report, in plain values."""
-    started, share = time.perf_counter(), subject.packing.share_prefix
-    model, tokenizer = subject.load()
-    precision = decide_precision(model, subject.trainer.mixed_precision, ranks)
-    subject = replace(subject, trainer=replace(subject.trainer, mixed_precision=precision.mixed))
-    autocast = subject.autocast
-    agree_on_model(peers, model, timeout_s=timeout_s)
-    subject.spread(model, tokenizer, ranks)
-    base, close_proofs = base_model(model), open_proofs(model, ranks)
+    started, share = time.perf_counter(), config.packing.share_prefix
+    run = _load(begin(config, ranks, peers))
+    base, autocast = base_model(run.model), run.precision.autocast
     with outputs_of_tokens(base):
-        isolation = _isolation(subject, ranks, base)
+        isolation = isolation_of(config, ranks, base, autocast)
         pairs, packs = (
             None,
-            subject.packing.mode != "padding" and isolation.backend is not None and not isolation.problem,
+            config.packing.mode != "padding" and isolation.backend is not None and not isolation.problem,
         )
-        if subject.objective.traits.pairs and share is not False and packs:
+        if config.objective.traits.pairs and share is not False and packs:
             # if not exact, training computes the prompt for each answer, unless packing.share_prefix=true
             lack, proof = prove_pairs(cast(str, isolation.backend), base, autocast)
             pairs = Isolation(isolation.backend, "", proof=proof, problem=lack, fix="set packing.share_prefix=false")
-    close_proofs()
-    if ranks.gathers_by_engine:
-        model, tokenizer = subject.load()
-        subject.spread(model, tokenizer, replace(ranks, strategy="ddp"))
+    run.close_proofs()
+    if ranks.gathers_by_engine:  # agreed on before
+        run = _load(replace(run, ranks=replace(ranks, strategy="ddp"), peers=None))
     shares = pairs is not None and not pairs.problem
-    head, comparison, start = _modes(subject, model, tokenizer, isolation.backend, shares=shares)
-    lost = lost_in_first_update(comparison.sampled, comparison.norm, subject.optim, deepspeed=ranks.strategy in STAGES)
+    head, comparison, start = _modes(run, isolation.backend, shares=shares)
+    lost = lost_in_first_update(comparison.sampled, comparison.norm, config.optim, deepspeed=ranks.strategy in STAGES)
     found = _findings(isolation, comparison, pairs if share else None, start)
     verdict, problem, fix = next(found, ("exact", "", ""))
     measured = {mode: asdict(figures) for mode, figures in comparison.measured.items()}
     return {
-        "model": subject.model.path or f"new weights ({base.config.model_type})",
+        "model": config.model.path or f"new weights ({base.config.model_type})",
         "architecture": type(base).__name__,
         "dtype": str(base.dtype).removeprefix("torch."),
-        "mixed_precision": subject.trainer.mixed_precision,
-        "peft": subject.peft.kind,
+        "mixed_precision": run.precision.mixed,
+        "peft": config.peft.kind,
         "device": str(ranks.device),
         "processes": ranks.world_size,
         "strategy": ranks.strategy,
         "modes_on": "spread" if ranks.sharded and not ranks.gathers_by_engine else "whole",
         "rank": ranks.rank,
-        "head": "score" if subject.reward else "fused" if head.fused else "full logits",
+        "head": "score" if config.objective.traits.scores else "fused" if head.fused else "full logits",
         "backend": isolation.backend,
         "why": isolation.why,
         "lacking": [{"backend": name, "why": why} for name, why in isolation.rejected],
@@ -207,7 +159,7 @@ def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: flo
         "fix": fix,
         "controls_see": comparison.sees and (isolation.proof is None or isolation.proof.verdict != "unsupported"),
         "isolation": _figures_of(isolation.proof),
-        "objective": subject.objective.kind,
+        "objective": config.objective.kind,
         "pairs": pairs and {**_figures_of(pairs.proof), "prompts_shared": not pairs.problem, "why": pairs.problem},
         "start": start and asdict(start),
         "modes": {mode: measured[mode] for mode in MODES},
@@ -224,39 +176,48 @@ def _measure(subject: Subject, ranks: Ranks, peers: Peers | None, timeout_s: flo
     }
 
 
-def _modes(
-    subject: Subject, model: PreTrainedModel, tokenizer: Any, backend: str | None, *, shares: bool
-) -> tuple[Head, Comparison, Start | None]:
+def _load(run: Prepared) -> Prepared:
+    """The model as training loads and spreads it, with its reference."""
+    with loading_whole():  # a second time after ZeRO-3
+        load(run)
+        settle_precision(run)
+    spread_model(run)
+    return run
+
+
+def _modes(run: Prepared, backend: str | None, *, shares: bool) -> tuple[Head, Comparison, Start | None]:
     """The output head that ran, the modes with the loss of the objective, and the Start of preference training."""
-    objective, dpo, kto, autocast = subject.objective, subject.dpo, subject.kto, subject.autocast
-    padded = backend is None or subject.packing.mode == "padding"
-    if kto is not None:
-        (loss, steps), start = loss_on_random_pairs(kto, model, tokenizer, subject.trainer), None
-        if kto.reference.at_start:
+    objective, held, model = run.config.objective, run.objective, run.model
+    padded = backend is None or run.config.packing.mode == "padding"
+    if isinstance(held, KTO):
+        (loss, steps), start = loss_on_random_pairs(held, model, run.tokenizer, run.precision, run.config.trainer), None
+        if held.reference.at_start:
             layout = "padding" if padded else "flat"
-            start = start_on_random_pairs(loss, steps, backend, layout, precomputed=kto.reference.kind == "precomputed")
+            start = start_on_random_pairs(
+                loss, steps, backend, layout, precomputed=held.reference.kind == "precomputed"
+            )
         return Head(objective.loss), compare_unpaired(loss, steps, backend), start
-    if subject.reward is not None:
-        loss, steps = loss_on_random_pairs(subject.reward, model, tokenizer, subject.trainer)
+    if isinstance(held, Reward):
+        loss, steps = loss_on_random_pairs(held, model, run.tokenizer, run.precision, run.config.trainer)
         return Head(objective.loss), compare_pairs(loss, steps, backend, shares=shares), None
-    if dpo is None:
-        base, pad = base_model(model), int(tokenizer.pad_token_id or 0)
+    if not isinstance(held, DPO):
+        base, pad, autocast = base_model(model), int(run.tokenizer.pad_token_id or 0), run.precision.autocast
         add_fused_lm_head(base)
         head = add_loss_sum(base, loss=objective.loss, neftune_alpha=objective.neftune_alpha)
         probe = collate_padded(random_documents(base)[-1:], pad)
         choose_head(base, head, on_device(probe, base.device), autocast=autocast)
         return head, compare_documents(model, backend, pad_token_id=pad, loss=objective.loss, autocast=autocast), None
-    (loss, steps), start = loss_on_random_pairs(dpo, model, tokenizer, subject.trainer), None
-    if dpo.reference.at_start:
+    (loss, steps), start = loss_on_random_pairs(held, model, run.tokenizer, run.precision, run.config.trainer), None
+    if held.reference.at_start:
         layout = "padding" if padded else "shared" if shares else "flat"
-        start = start_on_random_pairs(loss, steps, backend, layout, precomputed=dpo.reference.kind == "precomputed")
+        start = start_on_random_pairs(loss, steps, backend, layout, precomputed=held.reference.kind == "precomputed")
     split = not objective.sorting_losses
     return Head(objective.loss), compare_preferences(loss, steps, backend, shares=shares, split=split), start
 
 
-def _isolation(subject: Subject, ranks: Ranks, model: PreTrainedModel) -> Isolation:
+def isolation_of(config: RunConfig, ranks: Ranks, model: PreTrainedModel, autocast: torch.dtype | None) -> Isolation:
     """Chooses the backend as training does, but keeps all measurements of a named backend that is not exact."""
-    wanted, autocast, proof = subject.model.attention, subject.autocast, None
+    wanted, proof = config.model.attention, None
     try:
         check_as_it_comes(model, padding=False, autocast=autocast)
         choice = choose_attention(wanted, model, model.device, autocast=autocast, prove=wanted == "auto")
@@ -270,7 +231,7 @@ def _isolation(subject: Subject, ranks: Ranks, model: PreTrainedModel) -> Isolat
         problem = refusal.problems[0]
         return Isolation(None, problem.what, problem=problem.what, fix=problem.fix)
     found = Isolation(choice.backend.name, choice.backend.why, choice.rejected, proof or choice.proof)
-    problem = why_not_together(ranks, choice.backend.name, model) if subject.packing.mode != "padding" else None
+    problem = why_not_together(ranks, choice.backend.name, model) if config.packing.mode != "padding" else None
     return replace(found, problem=problem.what, fix=problem.fix) if problem else found
 
 

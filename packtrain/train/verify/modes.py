@@ -28,7 +28,7 @@ from packtrain.config.schema import Batch, Optim, Packing, Tracking, Trainer
 from packtrain.data.dataset import Document, Preference
 from packtrain.errors import CheckFailed
 from packtrain.model.load import base_model
-from packtrain.model.precision import precision_of
+from packtrain.model.precision import Precision
 from packtrain.packing.collate import (
     IGNORE,
     PairRows,
@@ -360,7 +360,11 @@ class RandomAnswers:
 
 
 def loss_on_random_pairs(
-    objective: DPO | KTO | Reward, model: Any, tokenizer: PreTrainedTokenizerBase, settings: Trainer
+    objective: DPO | KTO | Reward,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    precision: Precision,
+    settings: Trainer,
 ) -> tuple[Any, Any]:
     """The loss of the objective (against the reference that it has loaded), and the steps of a run of one of all pairs, padded.
 
@@ -368,7 +372,7 @@ def loss_on_random_pairs(
 
     The forward of `model` must not be patched yet.
     """
-    base, precision = base_model(model), precision_of(model, settings.mixed_precision)
+    base = base_model(model)
     data: Any = RandomAnswers(base) if isinstance(objective, KTO) else random_pairs(base)
     lengths = (
         data.lengths

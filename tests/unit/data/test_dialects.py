@@ -20,7 +20,7 @@ from packtrain.data.tokens.chat_template import Template, choose_template
 from packtrain.data.tokens.dialect import in_dialect_of
 from packtrain.data.tokens.loss_mask import ChatEncoder
 from packtrain.data.tokens.tokenizer import plain_tokenizer
-from packtrain.train.console import _documents
+from packtrain.train.log.console import _documents
 
 WRITTEN = Path(__file__).parents[1] / "chat_templates"
 TOOLS = [

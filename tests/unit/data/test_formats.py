@@ -19,7 +19,7 @@ from data_tokenizers import SMOLLM, tokenizer_of
 from packtrain.config.schema import Data, DataSource
 from packtrain.data.prepare import PreparedData, prepare
 from packtrain.errors import UserError
-from packtrain.train.console import _documents
+from packtrain.train.log.console import _documents
 
 TOKENIZER = tokenizer_of("smollm")
 QUESTION, ANSWER = {"role": "user", "content": "Hello there!"}, {"role": "assistant", "content": "How are you?"}

@@ -22,8 +22,8 @@ from trl.trainer.utils import get_peak_flops_per_device
 
 from packtrain.durable import write_text
 from packtrain.model.flops import training_flops
-from packtrain.train.console import Log
 from packtrain.train.loader import Steps
+from packtrain.train.log.console import Log
 from packtrain.wording import counted
 
 _OURS = {"learning_rate": "lr"}  # transformers' name: ours

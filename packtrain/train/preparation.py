@@ -1,0 +1,156 @@
+"""What comes before the steps of a run: data, model, precision, attention and schedule, in that order.
+
+Train, verify and bench prepare a run by these functions. `Prepared` is what they hand on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from packtrain.attention.backends import own_attention
+from packtrain.boundary import boundary
+from packtrain.config.schema import RunConfig
+from packtrain.data.prepare import PreparedData
+from packtrain.data.tokens.cache import cache_folder
+from packtrain.data.tokens.chat_template import give_template
+from packtrain.data.tokens.pretrained import load_tokenizer
+from packtrain.model.compiled import compile_layers
+from packtrain.model.load import base_model, check_before_loading, check_positions, check_trainable, load_model
+from packtrain.model.precision import Precision, decide_precision
+from packtrain.model.score_head import outputs_of_tokens
+from packtrain.model.spread import Ranks, open_proofs, spread
+from packtrain.monitor.heartbeat import own_heartbeat
+from packtrain.packing.schedule import make_schedule
+from packtrain.plan.reference_choice import reference_of
+from packtrain.proof.choice import AttentionChoice
+from packtrain.train.loader import Steps, attention_cost
+from packtrain.train.objectives.objective import TrainingObjective
+from packtrain.train.sync.checks import agree_on_data, agree_on_model
+from packtrain.train.sync.store_barrier import Peers, preparing_s
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A run as far as it is prepared; `attention` is the model's original implementation, `backend` that of packed rows."""
+
+    config: RunConfig
+    ranks: Ranks
+    peers: Peers | None
+    objective: TrainingObjective
+    tokenizer: Any
+    data: PreparedData[Any] = field(init=False)
+    model: Any = None
+    attention: str = ""
+    precision: Precision = field(init=False)
+    origin: dict[str, Any] = field(default_factory=dict)
+    """What a resumed run must agree on of the precision and of the reference."""
+    backend: AttentionChoice | None = None
+    """None: batches are padded, or nothing runs packed rows."""
+    compiled: int = 0
+    """Layers that are compiled."""
+    close_proofs: Callable[[], None] = lambda: None
+    """To be called when the proofs on the spread model are done."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(self.objective.longest_document(part) for part in (self.data.train, self.data.eval) if part)
+
+    def steps(self, part: Any, *, evaluation: bool = False, **length: Any) -> Steps:
+        """The steps over a data set: one pass in order, unless `length` (max_steps, epochs, shuffle) says otherwise."""
+        config, pad = self.config, int(self.tokenizer.pad_token_id or 0)
+        schedule = make_schedule(
+            self.objective.slots(part),
+            config.packing,
+            config.batch,
+            seed=config.trainer.seed,
+            attention_cost=attention_cost(self.model),
+            **length,
+        )
+        return self.objective.steps(part, schedule, pad, self.ranks, evaluation=evaluation)
+
+
+def begin(config: RunConfig, ranks: Ranks, peers: Peers | None) -> Prepared:
+    """The objective and the tokenizer. Raises UserError for what can be seen to fail before anything large is loaded."""
+    own_heartbeat().enter("prepare")
+    tokenizer, scores = load_tokenizer(config.model), config.objective.traits.scores
+    check_before_loading(config.model, config.peft, tokenizer, config.trainer.resume_despite, scores=scores)
+    return Prepared(config, ranks, peers, objective_of(config), tokenizer)
+
+
+def prepare_data(run: Prepared, *, progress: bool = False) -> None:
+    """The tokenised data, the same on all ranks. Raises UserError for data that cannot be used."""
+    own_heartbeat().enter("prepare")
+    config = run.config
+    with boundary("the data cannot be used", "data.train"):
+        run.data = run.objective.prepare_data(
+            config.data, run.tokenizer, seed=config.trainer.seed, progress=progress and run.ranks.main
+        )
+        if config.data.chat_template:
+            give_template(run.tokenizer, config.data.chat_template)
+    agree_on_data(run.peers, run.data, timeout_s=preparing_s(config.topology.step_timeout))
+
+
+def load(run: Prepared) -> None:
+    """The model, the same on all ranks."""
+    own_heartbeat().enter("load")
+    config, scores = run.config, run.config.objective.traits.scores
+    run.model = load_model(config.model, config.peft, run.tokenizer, seed=config.trainer.seed, scores=scores)
+    agree_on_model(run.peers, run.model, timeout_s=preparing_s(config.topology.step_timeout))
+    run.attention = own_attention(base_model(run.model))
+
+
+def check_model(run: Prepared, *, padded: bool) -> None:
+    """Raises UserError where the model cannot be trained, or not on documents as long as these, `padded` or flat."""
+    check_trainable(run.model)
+    check_positions(run.model, run.longest, padded=padded)
+
+
+def settle_precision(run: Prepared, recorded: str | None = None) -> None:
+    """The number formats, and the reference in them; `recorded` is trainer.mixed_precision of a checkpoint to go on from."""
+    own_heartbeat().enter("proof")
+    asked, seed = run.config.trainer.mixed_precision, run.config.trainer.seed
+    run.precision = decide_precision(run.model, asked, run.ranks, recorded)
+    reference = run.objective.take_reference(run.model, run.tokenizer, run.ranks, run.precision, seed=seed)
+    run.origin = {"trainer.mixed_precision": run.precision.mixed, **reference}
+
+
+def spread_model(run: Prepared) -> None:
+    """Spreads the model by the strategy, and compiles its layers if asked to."""
+    spread(run.model, run.ranks, run.precision.autocast)
+    run.close_proofs = open_proofs(run.model, run.ranks)
+    run.compiled = compile_layers(base_model(run.model)) if run.config.trainer.torch_compile else 0
+
+
+def choose_attention(run: Prepared) -> None:
+    """The attention of packed rows, chosen by proof. Raises UserError or CheckFailed where nothing runs them exactly."""
+    base, prove = base_model(run.model), run.config.verify.preflight
+    if run.config.packing.mode != "padding":
+        with outputs_of_tokens(base):
+            wanted = run.config.model.attention
+            run.backend = run.objective.decide_attention(wanted, base, run.ranks, run.precision, prove=prove)
+
+
+def objective_of(config: RunConfig) -> TrainingObjective:
+    """The objective of the config, with its groups of the config; the others, and TRL's trainers for them, are not imported."""
+    objective, packing = config.objective, config.packing
+    if objective.kind == "sft":
+        from packtrain.train.objectives.sft import SFT
+
+        return SFT(objective, packing)
+    if objective.kind == "reward":
+        from packtrain.train.objectives.reward import Reward
+
+        return Reward(objective, packing, config.batch)
+    reference = reference_of(config.model, config.peft, objective, config.strategy)
+    cache = cache_folder(config.data.cache_dir) / "reference"
+    if objective.kind == "kto":
+        from packtrain.train.objectives.kto import KTO
+
+        longest = config.data.max_length
+        return KTO(objective, packing, config.batch, longest, config.model, config.peft, reference, cache)
+    from packtrain.train.objectives.dpo import DPO
+
+    return DPO(objective, packing, config.batch, config.model, config.peft, reference, cache)
