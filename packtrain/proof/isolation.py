@@ -17,7 +17,7 @@ bfloat16's rounding would hide a small leak.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -105,46 +105,93 @@ def prove_isolation(
     each document: 8 calls with DOCUMENTS. In 16 bits a document of experts that has moved is run again with the routing that
     it had (routing.py). Raises CheckFailed where the model cannot run such a row at all.
     """
-    tolerance = tolerance_of(autocast or model.dtype)
     ids = random_ids(model, segments)
     own, other = (np.split(row, segments.starts[1:]) for row in ids)
     with evaluating(model, autocast):
         alone = _alone(model, ids[0], segments)
         with attending_by(model, backend):
-            control = difference(logits_in_row(model, ids[0], segments, separated=False), alone)
-            train_without_dropout(model)
-            routing = Routing(model)
-            with routing.recorded():
-                unchanged = logits_in_row(model, ids[0], segments)
-            before, after = 0.0, 0.0
-            for replaced in _replacements(segments):
-                row = np.concatenate([other[i] if i in replaced else own[i] for i in range(len(own))])
-                still = [i for i in range(len(own)) if i not in replaced]
-                moved = _moved(model, row, segments, unchanged, still)
-                if routing.known and (autocast or model.dtype).itemsize < 4 and max(moved.values()) > tolerance:
-                    tokens = [torch.full((n,), i in still) for i, n in enumerate(segments.lengths)]
-                    with routing.kept(torch.cat(tokens)):
-                        moved = _moved(model, row, segments, unchanged, still)
-                before = max([before, *(value for i, value in moved.items() if i < max(replaced))])
-                after = max([after, *(value for i, value in moved.items() if i > min(replaced))])
-            # in 16 bits a router may choose another expert for single tokens: that is no leak
-            typical = (autocast or model.dtype).itemsize < 4
-            equality = difference(unchanged, alone, typical=typical)
-            if not equality <= tolerance:  # noise of training mode is no leak either
-                model.eval()
-                equality = difference(logits_in_row(model, ids[0], segments), alone, typical=typical)
-    verdict = "exact" if control >= least_control(max(before, after), tolerance) else "unsupported"
-    if not max(before, after, equality) <= tolerance:
+            control = logits_in_row(model, ids[0], segments, separated=False)
+            measured = measure(
+                model,
+                lambda documents: logits_in_row(model, np.concatenate(documents), segments),
+                Documents(own, other, alone, control),
+                _replacements(segments),
+                autocast,
+            )
+    before, after = (measured.most(lambda changed, still, sign=sign: sign * (changed - still) > 0) for sign in (1, -1))
+    verdict = "exact" if measured.sees else "unsupported"
+    if not max(before, after, measured.alone) <= measured.tolerance:
         verdict = "leaks"
-    return Proof(verdict, backend, before, after, equality, control, tolerance)
+    return Proof(verdict, backend, before, after, measured.alone, measured.control, measured.tolerance)
 
 
-def _moved(
-    model: PreTrainedModel, row: np.ndarray, segments: Segments, unchanged: list[torch.Tensor], still: list[int]
-) -> dict[int, float]:
-    """How far each of the `still` segments of `row` has moved from its outputs in the `unchanged` row."""
-    outputs = logits_in_row(model, row, segments)
-    return {i: difference([outputs[i]], [unchanged[i]]) for i in still}
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What is proved on: the tokens of documents and `other` ones for each, and float32 outputs [length, vocabulary] of each `alone`, and
+    with nothing to keep them apart (`control`)."""
+
+    own: list[np.ndarray]
+    other: list[np.ndarray]
+    alone: list[torch.Tensor]
+    control: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Differences as of Proof. `moved` has for each pair (changed document, unchanged one) how far the latter moved."""
+
+    moved: dict[tuple[int, int], float]
+    alone: float
+    control: float
+    tolerance: float
+
+    def most(self, counts: Callable[[int, int], bool]) -> float:
+        """The largest movement of the pairs that count."""
+        return max((value for pair, value in self.moved.items() if counts(*pair)), default=0.0)
+
+    @property
+    def sees(self) -> bool:
+        """Whether the control shows that a leak would be seen."""
+        return self.control >= least_control(self.most(lambda *_: True), self.tolerance)
+
+
+def measure(
+    model: PreTrainedModel,
+    run: Callable[[list[np.ndarray]], list[torch.Tensor]],
+    documents: Documents,
+    replacements: list[set[int]],
+    autocast: torch.dtype | None,
+) -> Measurement:
+    """The engine of the proofs: `run` has the model run documents together, and gives the outputs of each.
+
+    Each set of documents is replaced in turn. Leaves the model in training mode, without dropout, or in eval mode.
+    """
+    own, other, alone, computed = documents.own, documents.other, documents.alone, autocast or model.dtype
+    tolerance, coarse = tolerance_of(computed), computed.itemsize < 4
+    control = difference(documents.control, alone)
+    train_without_dropout(model)
+    routing = Routing(model)
+    with routing.recorded():
+        unchanged = run(own)
+
+    def movements(replaced: set[int]) -> dict[int, float]:
+        outputs = run([other[i] if i in replaced else own[i] for i in range(len(own))])
+        return {i: difference([outputs[i]], [unchanged[i]]) for i in range(len(own)) if i not in replaced}
+
+    moved: dict[tuple[int, int], float] = {}
+    for replaced in replacements:
+        by = movements(replaced)
+        if routing.known and coarse and max(by.values()) > tolerance:
+            still = [torch.full((len(part),), i in by) for i, part in enumerate(own)]
+            with routing.kept(torch.cat(still)):
+                by = movements(replaced)
+        moved |= {(changed, i): value for i, value in by.items() for changed in (min(replaced), max(replaced))}
+    # in 16 bits a router may choose another expert for single tokens: that is no leak
+    equality = difference(unchanged, alone, typical=coarse)
+    if not equality <= tolerance:  # noise of training mode is no leak either
+        model.eval()
+        equality = difference(run(own), alone, typical=coarse)
+    return Measurement(moved, equality, control, tolerance)
 
 
 @torch.no_grad()

@@ -29,11 +29,10 @@ from packtrain.packing.collate import IGNORE, on_device
 from packtrain.proof.isolation import (
     DOCUMENTS,
     LENGTHS,
-    difference,
+    Documents,
     evaluating,
     least_control,
-    tolerance_of,
-    train_without_dropout,
+    measure,
     vocabulary_of,
 )
 from packtrain.proof.leak import find_leak
@@ -124,42 +123,39 @@ def _measured(
     autocast: torch.dtype | None,
 ) -> dict[str, Any]:
     """The figures and the verdict."""
-    tolerance, count = tolerance_of(autocast or model.dtype), len(LENGTHS)
-    typical = (autocast or model.dtype).itemsize < 4
     own, other = (np.split(row, DOCUMENTS.starts[1:]) for row in ids)
 
-    def said(documents: list[np.ndarray]) -> tuple[Collated, list[torch.Tensor]]:
-        collated = collate(foreign, collator, documents)
-        return collated, collated.of_documents(_logits(model, collated.batch, foreign))
+    def run(documents: list[np.ndarray]) -> list[torch.Tensor]:
+        made = collate(foreign, collator, documents)
+        return made.of_documents(_logits(model, made.batch, foreign))
 
     with evaluating(model, autocast):
-        alone = [_logits(model, _plain(model, [one]), None)[0] for one in own]
-        control = difference(list(_logits(model, _plain(model, own), None)[0].split(LENGTHS)), alone)
-        train_without_dropout(model)
-        collated, unchanged = said(own)
-        moved = np.zeros((count, count))
-        for changed in range(count):
-            now = said([other[n] if n == changed else own[n] for n in range(count)])[1]
-            for still in {*range(count)} - {changed}:
-                moved[changed, still] = difference([now[still]], [unchanged[still]])
-        off = difference(unchanged, alone, typical=typical)
-        if not off <= tolerance:  # noise of training mode is no leak
-            model.eval()
-            off = difference(said(own)[1], alone, typical=typical)
-    order = sorted(range(count), key=lambda n: collated.places[n])
-    before = max(moved[b, a] for at, a in enumerate(order) for b in order[at + 1 :])
-    after = max(moved[a, b] for at, a in enumerate(order) for b in order[at + 1 :])
+        alone = [_logits(model, _plain(model, [document]), None)[0] for document in own]
+        control = list(_logits(model, _plain(model, own), None)[0].split(LENGTHS))
+        collated = collate(foreign, collator, own)
+        given = Documents(own, other, alone, control)
+        measured = measure(model, run, given, [{number} for number in range(len(own))], autocast)
+    order = sorted(range(len(own)), key=lambda number: collated.places[number])
+    rank = [order.index(number) for number in range(len(own))]
+    before = measured.most(lambda changed, still: rank[changed] > rank[still])
+    after = measured.most(lambda changed, still: rank[changed] < rank[still])
     leaks = [
-        {"changed": a + 1, "moved": b + 1, "by": float(moved[a, b])}
-        for a, b in np.argwhere(~(moved <= tolerance)).tolist()
+        {"changed": changed + 1, "moved": still + 1, "by": by}
+        for (changed, still), by in sorted(measured.moved.items())
+        if not by <= measured.tolerance
     ]
-    in_order = tuple(collated.batch["input_ids"].shape) == (1, sum(LENGTHS)) and order == [*range(count)]
+    in_order = tuple(collated.batch["input_ids"].shape) == (1, sum(LENGTHS)) and order == [*range(len(own))]
     where = None
     if leaks and in_order:
-        where = find_leak(model, None, run=lambda row: said(np.split(row, DOCUMENTS.starts[1:])))
-    figures = {"max_abs_diff_before": before, "max_abs_diff_after": after, "max_abs_diff_alone": off}
-    figures = {name: float(value) for name, value in figures.items()} | {"control": control, "tolerance": tolerance}
-    figures["least_control"] = least_control(float(moved.max()), tolerance)
+        where = find_leak(model, None, run=lambda row: run(np.split(row, DOCUMENTS.starts[1:])))
+    figures = {
+        "max_abs_diff_before": before,
+        "max_abs_diff_after": after,
+        "max_abs_diff_alone": measured.alone,
+        "control": measured.control,
+        "tolerance": measured.tolerance,
+        "least_control": least_control(measured.most(lambda *_: True), measured.tolerance),
+    }
     found = {
         "rows": list(collated.batch["input_ids"].shape),
         "documents": list(LENGTHS),
@@ -169,7 +165,7 @@ def _measured(
         "leaks": leaks,
         "where": {"module": where.module, "kind": where.kind} if where else None,
     }
-    verdict, problem, fix = _finding(found, seen=control >= figures["least_control"])
+    verdict, problem, fix = _finding(found, seen=measured.sees)
     return {**found, "verdict": verdict, "problem": problem, "fix": fix}
 
 
