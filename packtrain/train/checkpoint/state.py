@@ -162,8 +162,7 @@ class Checkpoints:
             load_shards(model, optimizer, checkpoint)
         elif same and strategy == "ddp":
             put_weights(saved, names | buffers)
-            device = engine.args.device if self._accelerator.num_processes > 1 else "cpu"
-            states = torch.load(checkpoint / OPTIMIZER_NAME, map_location=device, weights_only=True)
+            states = torch.load(checkpoint / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
             engine.optimizer.load_state_dict(states)
         elif same and processes == self._accelerator.num_processes:
             deepspeed_load_checkpoint(engine.wrapped, str(checkpoint), load_module_strict=not self._adapts)
