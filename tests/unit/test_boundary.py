@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from packtrain.run_limits import limited
 
 import packtrain
 from packtrain.boundary import TRACEBACK, boundary, of_system, staying
 from packtrain.errors import CheckFailed, UserError
 from packtrain.launch.exit_status import BUG, exit_code_of
-from packtrain.run_limits import limited
 
 OURS, THEIRS = str(Path(packtrain.__file__)), "/site-packages/library/loading.py"
 

@@ -21,6 +21,7 @@ import torch
 from packtrain.attention.kernels.varlen import CANDIDATES, Attend, Kernel, Lacks, Scoring, attend_by_segments
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
+from packtrain.wording import first_line
 
 # Lengths of 1, below, at and beyond the tiles of 64 and 128 that kernels work in; a prefix shared by three.
 _LENGTHS = (37, 1, 150, 128, 20)
@@ -100,7 +101,7 @@ def _first_right(layer: LayerFeatures, device: torch.device) -> tuple[KernelChoi
             except Exception as failure:
                 if not type(failure).__module__.startswith("torch."):  # torch's own machinery, not out of memory
                     raise
-                kernel, lack, sure = None, f"{type(failure).__name__}: {_first_line(failure)}", False
+                kernel, lack, sure = None, f"{type(failure).__name__}: {first_line(failure)}", False
             if kernel is not None:
                 return KernelChoice(kernel, tuple(lacks)), sure
             check_alive(name, lack, device)
@@ -127,7 +128,7 @@ def _tried(name: str, load, layer: LayerFeatures, device: torch.device) -> tuple
     except Lacks as error:
         return None, str(error)
     except Exception as error:
-        return None, f"cannot be loaded: {_first_line(error)}"
+        return None, f"cannot be loaded: {first_line(error)}"
     kernel = Kernel(name, attend)
     lack = _lack_of(kernel, layer, device)
     if lack and layer.value_dim != layer.head_dim:  # most kernels want values as wide as queries
@@ -147,7 +148,7 @@ def _lack_of(kernel: Kernel, layer: LayerFeatures, device: torch.device) -> str:
     except Exception as failure:
         if type(failure).__module__.startswith("torch."):
             raise
-        return _first_line(failure)
+        return first_line(failure)
     return "" if error <= tolerance_of(layer.dtype) else f"wrong by {error:.2g}"
 
 
@@ -211,7 +212,3 @@ def _row_error(ours: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     """The largest |a - b| of a row (last dimension) over its |b|, or over the mean |b| where that is larger."""
     error, norm = (ours.double() - exact).norm(dim=-1), exact.norm(dim=-1)
     return (error / norm.clamp(min=norm.square().mean().sqrt())).max()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
