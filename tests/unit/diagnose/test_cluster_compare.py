@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from packtrain.diagnose.cluster.compare import Traits, differences, exit_code_of, folded, shown, traits_of
+from packtrain.diagnose.cluster import Traits, differences, exit_code_of, folded, shown, traits_of
 from packtrain.diagnose.facts import Facts, Folder, Gpu, Gpus, Host, Torch
 from packtrain.plan.network_settings import HostNetwork, Port
 from packtrain.redact import Redactor

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import packtrain
-from packtrain.diagnose import devices, software
+from packtrain.diagnose import devices, host
 from packtrain.diagnose.facts import Torch
 
 CONFIG = "model: {path: owner/model}\ndata: {train: owner/data}\nbatch: {examples_per_step: 32}\n"
@@ -202,7 +202,7 @@ def test_nothing_that_trl_env_prints_is_missing(tmp_path: Path, monkeypatch: pyt
     print_env()
     theirs = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("- ", "  - "))]
     settings, (kind, found) = devices.accelerate_config(), devices.accelerators()
-    ours = software.trl_lines(software.read_software(), Torch(kind=kind, devices=tuple(found)))
+    ours = host.trl_lines(host.read_software(), Torch(kind=kind, devices=tuple(found)))
     assert settings is not None and settings["num_processes"] == 8
     lines = []
     for name, value in {**ours, "Accelerate config": settings}.items():

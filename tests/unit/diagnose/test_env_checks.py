@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from packtrain.config.schema import RunConfig, Strategy, Topology
-from packtrain.diagnose.devices import visible
+from packtrain.diagnose.devices import attention_json, visible_gpus
 from packtrain.diagnose.env import check_all, needs_of, report_json
 from packtrain.diagnose.facts import (
     Check,
@@ -23,7 +23,6 @@ from packtrain.diagnose.facts import (
     Software,
     Torch,
 )
-from packtrain.diagnose.software import attention_json
 from packtrain.plan.memory import Memory
 from packtrain.plan.network_settings import HostNetwork, Interface, NetworkSetting, Port, matching
 from packtrain.plan.surroundings import Surroundings
@@ -203,10 +202,10 @@ def test_every_check_is_in_the_handbook() -> None:
 def test_only_visible_gpus_are_judged() -> None:
     sick = gpu(trouble="3 memory errors")
     shown = replace(sick, host=replace(sick.host, environment={"CUDA_VISIBLE_DEVICES": "2,GPU-3"}))
-    assert [one.index for one in visible(shown, RunNeeds())] == [2, 3]
+    assert [one.index for one in visible_gpus(shown, RunNeeds())] == [2, 3]
     assert named(shown, RunNeeds(), "gpu-health")[0].status == "ok"
     for_the_run = RunNeeds(True, environment={"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert [one.index for one in visible(shown, for_the_run)] == [0, 1]
+    assert [one.index for one in visible_gpus(shown, for_the_run)] == [0, 1]
     assert named(shown, for_the_run, "gpu-health")[0].status == "fail"
 
 
