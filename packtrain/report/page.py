@@ -1,4 +1,5 @@
-"""The report as one HTML file that needs no network: texts by jinja2 (escaped), curves by plotly.js, which lies in it compressed."""
+"""`packtrain report`: one HTML file that needs no network, on request and at the end of every run. Its texts are made by jinja2
+(escaped), its curves by plotly.js, which is in it compressed."""
 
 from __future__ import annotations
 
@@ -7,31 +8,85 @@ import gzip
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, TemplateError
 from markupsafe import Markup
 
-from packtrain import __version__
+from packtrain import __version__, wording
+from packtrain.config.compose import load_config
+from packtrain.config.yaml_files import shown
 from packtrain.durable import followed, write_text
-from packtrain.errors import UserError
+from packtrain.errors import PacktrainError, UserError
 from packtrain.inspect.html import DATA_CSS, data_section
-from packtrain.report import headline, units
-from packtrain.report.comparison import answers, differences
+from packtrain.plan.data_size import recall
+from packtrain.report import headline
 from packtrain.report.figures import PHASES, drawn
-from packtrain.report.run_record import RunRecord, harmless
+from packtrain.report.run_record import RunRecord, harmless, read_run
+from packtrain.run_folder import RunFolder, write_json
 
 GENERATOR = '<meta name="generator" content="packtrain'
 _HEAD_BYTES = 512
-_FILTERS = {"number": units.number, "percent": units.percent, "duration": units.duration, "size": units.size}
+
+
+def report_runs(places: Sequence[str], output: Path | None) -> int:
+    """Writes the report of the runs in these folders, says where it is, returns the exit code. Raises UserError where it cannot be."""
+    folders = [RunFolder(place) for place in dict.fromkeys(Path(os.path.expanduser(name)) for name in places)]
+    records = [_with_data(read_run(folder), folder) for folder in folders]
+    if len(records) > 1:
+        names = headline.distinct_names([folder.root for folder in folders])
+        records = [replace(one, name=name) for one, name in zip(records, names, strict=True)]
+    file = output or (folders[0].report if len(folders) == 1 else Path("report.html"))
+    if file.is_dir() or file.is_fifo():
+        raise UserError("this is no regular file", where=str(file), fix="Name a file with -o.")
+    write_page(file, text := page(records))
+    print(f"{harmless(shown(file))} ({len(text.encode()) / 1e6:.1f} MB)")
+    for one in records:
+        if one.metrics.skipped:
+            print(
+                f"{one.name}: {one.metrics.skipped} lines of metrics.jsonl were skipped (torn, or repeated later)",
+                file=sys.stderr,
+            )
+    return 0
+
+
+def _with_data(run: RunRecord, folder: RunFolder) -> RunRecord:
+    """The record with a description of its data, made now if its run made none and its tokens are still in the cache."""
+    if run.data is not None or not folder.config.exists():
+        return run
+    try:
+        config = load_config(str(folder.config), [])
+        if recall(config.model, config.data, config.objective.kind, config.trainer.seed) is None:
+            return run
+        from packtrain.inspect.summary import data_summary
+
+        write_json(folder.data, made := data_summary(config, run.processes))
+    except (PacktrainError, OSError) as error:
+        print(f"{run.name}: its data is not described: {wording.first_line(error)}", file=sys.stderr)
+        return run
+    return replace(run, data=made)
+
+
+def report_at_end(folder: RunFolder) -> None:
+    """The report of a run that has just ended, in its folder; a failure is told, and changes nothing else."""
+    if folder.attempt.root.is_dir() and folder.metrics.exists():
+        return  # it ended before its first step, and what is in the folder is an earlier run's
+    try:
+        write_page(folder.report, page([read_run(folder, over=True)]))
+    except Exception as error:
+        print(harmless(f"no report.html: {wording.first_line(error)}"), file=sys.stderr)
 
 
 def page(runs: Sequence[RunRecord]) -> str:
     """The HTML of one run, or of several over each other."""
+    from plotly.offline import get_plotlyjs
+
     curves = drawn(runs)
-    script, plotly = (_here("page.js"), _plotly()) if curves["figures"] else ("", "")
+    script, plotly = (_here("page.js"), get_plotlyjs()) if curves["figures"] else ("", "")
     allowed = " ".join(f"'sha256-{_hash(one)}'" for one in (script, plotly) if one)
     environment = Environment(
         loader=PackageLoader("packtrain.report", "."),
@@ -41,7 +96,8 @@ def page(runs: Sequence[RunRecord]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= _FILTERS
+    units = {"number": headline.number, "percent": headline.percent, "duration": headline.duration}
+    environment.filters |= {**units, "size": wording.size}
     return environment.get_template("page.html.j2").render(
         version=__version__,
         runs=runs,
@@ -51,8 +107,8 @@ def page(runs: Sequence[RunRecord]) -> str:
         readings=readings(curves),
         groups=_groups(curves),
         phases=PHASES,
-        differences=differences(runs) if len(runs) > 1 else [],
-        answers=answers(runs),
+        differences=headline.differences(runs) if len(runs) > 1 else [],
+        answers=headline.answers(runs),
         allowed=Markup(allowed or "'none'"),
         data=[_data_of(run) for run in runs],
         css=Markup(_here("page.css") + DATA_CSS),
@@ -66,7 +122,8 @@ def readings(curves: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Of each curve in words what a drawing shows: by figure, {"run", "label", "first", "last", "low", "low_at", "high", "high_at"}."""
     found = []
     for figure in curves["figures"]:
-        show = {"percent": units.percent, "seconds": units.duration, "gib": _gib}.get(figure["kind"], units.number)
+        units = {"percent": headline.percent, "seconds": headline.duration, "gib": _gib}
+        show = units.get(figure["kind"], headline.number)
         rows = []
         for curve in figure["curves"]:
             y, steps = curve["y"], curves["xs"][curve["x"]]["step"]
@@ -119,18 +176,11 @@ def _shown(value: Any) -> Any:
 
 
 def _gib(value: float) -> str:
-    return f"{units.number(value)} GiB"
+    return f"{headline.number(value)} GiB"
 
 
 def _here(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
-def _plotly() -> str:
-    """plotly.js as a text."""
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs()
 
 
 def _hash(text: str) -> str:

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 from command_line import packtrain
 
-from packtrain.report import headline, run_reports
-from packtrain.report.comparison import answers, differences, told_apart
+from packtrain.report import headline
+from packtrain.report import page as page_module
 from packtrain.report.figures import POINTS_OF_A_CURVE, drawn, figures_of
-from packtrain.report.headline import rank_times, tiles
+from packtrain.report.headline import answers, differences, distinct_names, duration, number, percent, rank_times, tiles
 from packtrain.report.page import page, write_page
 from packtrain.report.run_record import read_run
-from packtrain.report.units import duration, number, percent, size
 from tests.unit.report.run_folders import FACTS, leave_run, lines_of
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e</style>{{ 7*7 }}"
@@ -144,10 +143,10 @@ def test_of_a_failure_the_telling_lines_come_first() -> None:
 
 
 def test_several_runs_are_told_apart_and_compared(tmp_path: Path) -> None:
-    assert told_apart([Path("/a/x/run"), Path("/a/y/run"), Path("/a/z")]) == ["x/run", "y/run", "z"]
-    assert told_apart([Path("/a/run"), Path("/a/run")]) == ["/a/run"[1:], "a/run"] or told_apart([Path("/a/run")]) == [
-        "run"
-    ]
+    assert distinct_names([Path("/a/x/run"), Path("/a/y/run"), Path("/a/z")]) == ["x/run", "y/run", "z"]
+    assert distinct_names([Path("/a/run"), Path("/a/run")]) == ["/a/run"[1:], "a/run"] or distinct_names(
+        [Path("/a/run")]
+    ) == ["run"]
     base = {"data": {"train": "chats.jsonl"}, "trainer": {"output_dir": "1"}}
     one = read_run(leave_run(tmp_path / "one", config=base))
     other = {**base, "packing": {"mode": "padding"}, "trainer": {"output_dir": "2"}}
@@ -156,7 +155,7 @@ def test_several_runs_are_told_apart_and_compared(tmp_path: Path) -> None:
         {"prompt": "Why?", "before": "", "after": "So."},
     ]
     two = read_run(leave_run(tmp_path / "two", config=other, answers=more))
-    assert [(row.key, list(row.values)) for row in differences([one, two])] == [("packing.mode", ["–", "padding"])]
+    assert differences([one, two]) == [("packing.mode", ["–", "padding"])]
     asked = answers([one, two])
     assert [list(row.after) for row in asked] == [["Fine.", "Well."], [None, "So."]] and asked[0].same_before
     assert "2 runs" in Elements(page([one, two])).words
@@ -209,7 +208,7 @@ def test_figures_are_written_as_people_read_them() -> None:
         "3 h 20 min",
         "2 d 4 h",
     ]
-    assert (percent(0.41666), size(3_328_578), size(12)) == ("41.7 %", "3.2 MiB", "12 bytes")
+    assert percent(0.41666) == "41.7 %"
 
 
 def test_the_command_writes_into_the_run_folder_or_where_it_is_told(tmp_path: Path) -> None:
@@ -233,7 +232,7 @@ def test_the_command_refuses_what_is_no_run_and_spares_files_of_others(tmp_path:
         (["empty"], "no run of packtrain"),
         (["a", "-o", "notes.html"], "no report of packtrain"),
         (["a", "-o", "nowhere/x.html"], "cannot be written"),
-        (["a", "-o", "empty"], "is a folder"),
+        (["a", "-o", "empty"], "no regular file"),
     ):
         done = packtrain("report", *given, folder=tmp_path)
         assert done.returncode == 2 and said in done.stderr, given
@@ -242,9 +241,9 @@ def test_the_command_refuses_what_is_no_run_and_spares_files_of_others(tmp_path:
 
 def test_a_bug_of_the_page_is_not_blamed_on_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave_run(tmp_path / "a")
-    monkeypatch.setattr(run_reports, "page", lambda records: {}["a bug"])
+    monkeypatch.setattr(page_module, "page", lambda records: {}["a bug"])
     with pytest.raises(KeyError, match="a bug"):
-        run_reports.report_runs([str(tmp_path / "a")], None)
+        page_module.report_runs([str(tmp_path / "a")], None)
 
 
 def test_a_report_goes_through_links_and_pipes_and_does_not_take_their_place(tmp_path: Path) -> None:
