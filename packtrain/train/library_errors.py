@@ -8,7 +8,7 @@ import traceback
 
 import torch
 
-from packtrain.attention.determinism import NEEDED
+from packtrain.attention.backends import NEEDED
 from packtrain.boundary import explain, raised_in
 from packtrain.config.schema import Batch
 from packtrain.errors import LostPeers, PacktrainError, PeerFailed, UserError

@@ -25,8 +25,7 @@ from accelerate.utils import broadcast_object_list
 from rich.markup import escape
 from transformers import TrainerCallback
 
-from packtrain.attention.backends import own_attention
-from packtrain.attention.determinism import deterministic
+from packtrain.attention.backends import deterministic, own_attention
 from packtrain.boundary import boundary, staying
 from packtrain.config.schema import RunConfig, Trainer
 from packtrain.config.yaml_files import shown

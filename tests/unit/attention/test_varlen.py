@@ -14,11 +14,10 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from packtrain.attention import flash
-from packtrain.attention.determinism import deterministic
+from packtrain.attention.backends import deterministic
 from packtrain.attention.kernels import varlen
 from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel, dense_attention, forget_kernels
-from packtrain.attention.kernels.sinks import attend_by_passes
-from packtrain.attention.kernels.varlen import Scoring, borders_of
+from packtrain.attention.kernels.varlen import Scoring, attend_by_passes, borders_of
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 from tests.stand_in_kernels import (
@@ -404,7 +403,7 @@ def test_dropout_of_the_attention_is_looked_up_since_proofs_run_without_it() -> 
         model = LlamaForCausalLM(config)
     choice, why = flash.available(model, torch.device("cuda"), torch.bfloat16)
     assert choice is None and "attention_dropout=0" in why
-    assert flash._plain_features(config, torch.bfloat16) == LayerFeatures(torch.bfloat16, 2, 16, 16)
+    assert flash.plain_features(config, torch.bfloat16) == LayerFeatures(torch.bfloat16, 2, 16, 16)
 
 
 def test_the_sink_of_a_kernel_that_returns_its_log_sum_is_exact_to_the_gradient() -> None:
