@@ -1,9 +1,9 @@
 """Variable-length ("varlen") kernels: one call attends within every segment of a row, with no mask and no padding.
 
 All of them take queries, keys and values [tokens, heads, d] and the running sums of the segments' lengths, and align
-causality at the bottom right: a segment may have more keys than queries, which is how shared prefixes are served. The keys and
-values of its whole path are gathered, those of its own tokens last; the backward of the gather sums the gradients. Whether a kernel has
-more (soft-cap, sinks) is read from its signature; whether it is correct is checked by running it (selection.py).
+causality at the bottom right: a segment may have more keys than queries. So shared prefixes are served by gathering the keys and
+values of a segment's whole path, its own tokens last. Whether a kernel has more (soft-cap, sinks) is read from its signature;
+whether it is correct is checked by running it (selection.py).
 """
 
 from __future__ import annotations
@@ -165,12 +165,8 @@ def from_hub(repository: str) -> Attend:
 def _by_signature(function: Callable[..., Any]) -> Attend:
     """An adapter for FlashAttention 2, 3, 4 and others, whose arguments differ by what they can do."""
     names = signature(function).parameters
-    sink_name = next((name for name in ("learnable_sink", "s_aux") if name in names), "learnable_sink")
-    words = {
-        "softcap": "soft-cap",
-        "window_size": "sliding window",
-        sink_name: "attention sinks",
-    }
+    sink_name = "s_aux" if "s_aux" in names and "learnable_sink" not in names else "learnable_sink"
+    words = {"softcap": "soft-cap", "window_size": "sliding window", sink_name: "attention sinks"}
 
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
         asked = {
@@ -186,29 +182,17 @@ def _by_signature(function: Callable[..., Any]) -> Attend:
             options["deterministic"] = torch.are_deterministic_algorithms_enabled()
         elif torch.are_deterministic_algorithms_enabled():
             raise Lacks("no deterministic backward pass (trainer.deterministic)")
-        output = function(
-            q,
-            k,
-            v,
-            cu_seqlens_q=borders.queries,
-            cu_seqlens_k=borders.keys,
-            max_seqlen_q=borders.longest_queries,
-            max_seqlen_k=borders.longest_keys,
-            softmax_scale=scoring.scale,
-            causal=True,
-            **options,
-        )
+        options |= {"cu_seqlens_q": borders.queries, "cu_seqlens_k": borders.keys}
+        options |= {"max_seqlen_q": borders.longest_queries, "max_seqlen_k": borders.longest_keys}
+        output = function(q, k, v, softmax_scale=scoring.scale, causal=True, **options)
         return output[0] if isinstance(output, tuple) else output
 
     return attend
 
 
 def from_torch() -> Attend:
-    """What `varlen_attn` of torch runs. It has no sinks: they are added through the scores' log-sum.
-
-    The function itself has other arguments in each version (2.10 neither scale nor window, 2.11 no grouped queries); the two
-    operators below it have had the same ones since 2.10.
-    """
+    """What `varlen_attn` of torch runs: its two operators, whose arguments are the same since torch 2.10, unlike its own. It has no
+    sinks: they are added through the scores' log-sum."""
 
     def attend(q, k, v, borders: Borders, scoring: Scoring, sinks: torch.Tensor | None) -> torch.Tensor:
         if scoring.softcap is not None:
