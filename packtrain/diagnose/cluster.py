@@ -241,17 +241,13 @@ def differences(traits: Mapping[str, Traits], offsets: Mapping[str, float]) -> l
         for what in dict.fromkeys(what for values in kind.values() for what in values):
             compared.append((what, status, {name: values.get(what, _NOTHING) for name, values in kind.items()}))
     compared.append(("clock", "warn", {name: _clock(offset) for name, offset in offsets.items()}))
-    groups = [(what, status, grouped({n: v for n, v in values.items() if v})) for what, status, values in compared]
-    return [
-        {
-            "what": what,
-            "status": status,
-            "values": [{"value": value, "nodes": list(nodes)} for value, nodes in group],
-            "fix": _FIXES[status],
-        }
-        for what, status, group in groups
-        if len(group) > 1
-    ]
+    found = []
+    for what, status, values in compared:
+        groups = grouped({name: value for name, value in values.items() if value})
+        if len(groups) > 1:
+            by_value = [{"value": value, "nodes": list(nodes)} for value, nodes in groups]
+            found.append({"what": what, "status": status, "values": by_value, "fix": _FIXES[status]})
+    return found
 
 
 def _clock(offset: float) -> str:

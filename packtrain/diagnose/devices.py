@@ -55,7 +55,8 @@ def read_torch(output: str, error: str = "") -> Torch:
     for line in output.splitlines():
         if line.startswith(MARK) and line.endswith("}"):
             facts |= json.loads(line.removeprefix(MARK))
-    return Torch(**facts | {name: tuple(facts.get(name, ())) for name in ("devices", "capability")})
+    facts |= {name: tuple(facts.get(name, ())) for name in ("devices", "capability")}
+    return Torch(**facts)
 
 
 def _print_driver() -> None:

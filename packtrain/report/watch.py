@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import plotille
@@ -132,7 +133,7 @@ def _curves(drawing: Drawing, metrics: Metrics, width: int, height: int) -> Text
     low, high = (float(end(np.concatenate([values for _, values, _ in curves]))) for end in (np.min, np.max))
     margin = (high - low) / 20 or abs(high) / 20 or 1.0
     cells = max(width - _AXIS, 8)
-    bounds = {"xmin": first, "xmax": max(last, first + 1), "ymin": low - margin, "ymax": high + margin}
+    bounds: dict[str, Any] = {"xmin": first, "xmax": max(last, first + 1), "ymin": low - margin, "ymax": high + margin}
     canvas = plotille.Canvas(cells, height, **bounds)
     for steps, values, colour in curves:
         kept = thinned(values, 4 * cells)

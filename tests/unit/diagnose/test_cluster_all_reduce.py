@@ -69,12 +69,6 @@ def test_the_pairs_of_a_slow_machine_are_named_and_the_slowest_of_them(number: i
     assert "the slowest pair is" in reduced["found"] and "n2" in reduced["found"]
 
 
-def test_each_pair_of_few_machines_is_tried_and_each_of_many_is_in_two() -> None:
-    assert pairs_of(2) == [(0, 1)] and len(set(pairs_of(8))) == 28
-    met = [node for pair in pairs_of(65) for node in pair]
-    assert len(pairs_of(65)) == 65 and all(met.count(node) == 2 for node in range(65))
-
-
 def together(number: int, backends: dict[int, str] | None = None, **absent: int) -> dict[str, dict[str, Any]]:
     """What so many processes find; one by the number `interface` has an interface that is not there."""
     port, found = free_port(), {}

@@ -85,11 +85,6 @@ def test_a_torch_that_was_too_slow_to_answer_is_no_difference() -> None:
     assert differences(machines(3, traits(torch=Torch())), NO_CLOCKS) == []
 
 
-def test_a_report_of_another_version_is_compared_as_far_as_it_goes() -> None:
-    (found,) = differences({"n1": {"fail": {"packtrain": "8"}}, "n2": {"fail": {"packtrain": "9"}}}, NO_CLOCKS)
-    assert (found["what"], said(found)) == ("packtrain", "n1: 8 / n2: 9")
-
-
 def test_a_check_is_said_once_for_all_machines_that_say_the_same() -> None:
     reports = {f"n{at}": report() for at in range(128)}
     for at in range(100):

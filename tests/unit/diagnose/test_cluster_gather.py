@@ -94,10 +94,6 @@ def test_the_figures_of_the_all_reduce_are_shown_of_each_pair(
     assert "0 missing, 0 failed, 1 to look at" in said
 
 
-def test_a_missing_machine_is_waited_for_no_longer_than_promised() -> None:
-    assert gather.GATHER_S <= 20  # without a join_timeout of the config
-
-
 def test_a_missing_machine_is_listed_and_the_others_are_compared(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

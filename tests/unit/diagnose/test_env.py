@@ -101,12 +101,7 @@ def test_the_report_is_a_list_to_paste_then_checks_and_a_failed_one_ends_with_ex
     done = env(tmp_path)
     assert (done.returncode, done.stderr) == (3, "")
     listed, checked = done.stdout.split("\nChecks:\n")
-    for line in (
-        "- Platform: ",
-        "- TRL version: ",
-        "- Accelerate config: not known",
-        "- gpus:",
-    ):
+    for line in ("- Platform: ", "- TRL version: ", "- Accelerate config: not known", "- gpus:"):
         assert f"\n{line}" in listed
     assert "\nfail  torch " in checked and "libcudart.so.13" in checked and "→ pip install" in checked
     assert "1 failed" in checked.splitlines()[-1] and "Traceback" not in done.stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from packtrain.config.schema import RunConfig, Strategy, Topology
 from packtrain.diagnose.devices import attention_json, visible_gpus
-from packtrain.diagnose.env import check_all, needs_of, report_json
+from packtrain.diagnose.env import check_all, needs_of
 from packtrain.diagnose.facts import (
     Check,
     Facts,
@@ -26,7 +25,6 @@ from packtrain.diagnose.facts import (
 from packtrain.plan.memory import Memory
 from packtrain.plan.network_settings import HostNetwork, Interface, NetworkSetting, Port, matching
 from packtrain.plan.surroundings import Surroundings
-from packtrain.redact import Redactor
 
 GIB = 2**30
 MIB = 2**20
@@ -180,15 +178,6 @@ def test_what_only_matters_between_machines_is_no_trouble_for_a_run_on_one() -> 
     (way,) = named(network(interfaces=(Interface("eth0", ("10.0.0.9",)),)), led, "network-interface")
     assert (way.status, way.found) == ("ok", "GLOO_SOCKET_IFNAME=eth0 leads to n0")
     assert named(folder(kind="ext4"), ONE_MACHINE, "output-folder")[0].status == "ok"
-
-
-def test_a_report_without_secrets_loses_nothing_and_is_one_json_document() -> None:
-    facts = replace(machine(), lacks=("git trl: not installed",))
-    redactor = Redactor({"MY_TOKEN": "python"})
-    report = report_json(facts, ONE_MACHINE, check_all(facts, ONE_MACHINE), redactor)
-    assert "***" not in json.dumps(report) and report["versions"]["python"] == "3.12"
-    assert [gpu["name"] for gpu in report["devices"]] == ["NVIDIA H100 80GB HBM3"] * 8
-    assert report["facts"]["network"]["ports"][0]["rate"] == 400.0
 
 
 def test_every_check_is_in_the_handbook() -> None:
