@@ -383,14 +383,11 @@ def _settle_environment() -> None:
 def _config_and_plan(arguments: list[str] | None, verb: str | None = None) -> tuple[RunConfig, LaunchPlan]:
     """The config that the arguments name, and its plan; without `verb`, the plan of the verb that the config is for."""
     from packtrain.config.compose import load_config
-    from packtrain.plan.known_model.model_config import check_model
     from packtrain.plan.launch_plan import plan_launch
     from packtrain.plan.surroundings import look_around
 
     path, changes = split_arguments(arguments)
-    run = load_config(path, [*_said_by(verb), *changes], _note)
-    _check_verb(verb, run)
-    check_model(run.model)
+    run = _checked(load_config(path, [*_implied_by(verb), *changes], _note), verb)
     return run, plan_launch(run, look_around(), run.objective.kind, arguments or [])
 
 
@@ -401,19 +398,17 @@ def _job(verb: str, arguments: list[str] | None, sweep: bool) -> Job:
     from packtrain.config.sweep import Point, load_points
     from packtrain.launch.slurm.sbatch import Job
     from packtrain.launch.slurm.submit import this_program
-    from packtrain.plan.known_model.model_config import check_model
 
     if verb not in TRAITS:
         fix = f"Write packtrain sbatch sft CONFIG; verbs of a job are {', '.join(TRAITS)}."
         raise UserError(f"{verb!r} is no verb of a job", where="VERB", fix=fix)
     path, changes = split_arguments(arguments)
     if sweep:
-        points, shared = load_points(path, changes, _said_by(verb), _note)
+        points, shared = load_points(path, changes, _implied_by(verb), _note)
     else:
-        points, shared = [Point(load_config(path, [*_said_by(verb), *changes], _note))], changes
-    for run in [point.config for point in points]:
-        _check_verb(verb, run)
-        check_model(run.model)
+        points, shared = [Point(load_config(path, [*_implied_by(verb), *changes], _note))], changes
+    for point in points:
+        _checked(point.config, verb)
     called = ("packtrain", "sbatch", verb, *(arguments or []), *(["-m"] if sweep else []))
     named = (*([path] if path else []), *shared)
     return Job(verb, called, named, tuple(points), Path.cwd(), this_program())
@@ -440,16 +435,20 @@ def _note_if_refused(run: RunConfig, arguments: list[str] | None) -> None:
             _note(f"note: a run would be refused: {problem.where}: {problem.what}")
 
 
-def _said_by(verb: str | None) -> list[str]:
+def _implied_by(verb: str | None) -> list[str]:
     """The overrides that a verb implies: under `packtrain dpo` objective.kind need not be written."""
     return [] if verb in (None, "sft") else [f"objective.kind={verb}"]
 
 
-def _check_verb(verb: str | None, run: RunConfig) -> None:
-    """Raises UserError if a config is for another verb, such as a config for dpo under `packtrain sft`."""
+def _checked(run: RunConfig, verb: str | None) -> RunConfig:
+    """The config. Raises UserError if it is for another verb, or its model is known to be impossible."""
+    from packtrain.plan.known_model.model_config import check_model
+
     if verb is not None and verb != run.objective.kind:
         what = f"this config is for packtrain {run.objective.kind}, not {verb}"
         raise UserError(what, where="objective.kind", fix=f"Use packtrain {run.objective.kind}.")
+    check_model(run.model)
+    return run
 
 
 def split_arguments(arguments: list[str] | None) -> tuple[str | None, list[str]]:

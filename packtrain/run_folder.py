@@ -1,11 +1,11 @@
 """The run folder: what is in it, under which name, and how it is written (whole or not at all).
 
-A run begins in two steps, because most failing runs fail before their first step, on data or model, and must not replace an
-earlier run in the folder. `open_attempt` makes only logs/, with config.yaml, plan.json and so on in logs/attempt/; `begin`,
-when training can start, moves an earlier run away and these files to their places.
+A run begins in two steps, because most failures come before the first step and must not replace an earlier run in the folder.
+`open_attempt` makes only logs/, with config.yaml, plan.json and so on in logs/attempt/; `begin`, when training can start, moves an
+earlier run away and these files to their places.
 
 Nothing of the user's is replaced, moved or removed: a folder is packtrain's if it has the mark, which `open_attempt` sets in one
-that has nothing under packtrain's names; what has other names is left alone, and what gives way is moved, never removed.
+that has nothing under packtrain's names. What gives way is moved, never removed.
 """
 
 from __future__ import annotations
@@ -134,9 +134,8 @@ class RunFolder:
         for place in (*self.entries(), self.restarted, self.log(0)):  # a pipe in place of a file would be waited for
             kind, is_right = ("regular file", os.path.isfile) if place.suffix else ("folder", os.path.isdir)
             if os.path.exists(place) and not is_right(place):
-                raise UserError(
-                    f"this is no {kind}, and the run makes one there", where=str(place), fix="Move it away."
-                )
+                what = f"this is no {kind}, and the run makes one there"
+                raise UserError(what, where=str(place), fix="Move it away.")
 
     def gives_way(self, resume: str) -> bool:
         """Whether the new run will move an earlier one away instead of resuming it; `resume` is trainer.resume.
@@ -162,18 +161,14 @@ class RunFolder:
         self.attempt.root.mkdir(parents=True, exist_ok=True)
 
     def begin(self, checkpoint: Path | None) -> Path | None:
-        """Makes this the folder of the attempt, which goes on from `checkpoint`. Whatever it would replace is moved, never deleted:
-        an earlier run, or, where that goes on, its final model if it has one, with a copy of its metrics.
-
-        Returns where that is: the first free `NAME.1`, `NAME.2`, … Open log files move along.
+        """Makes this the folder of the attempt, which goes on from `checkpoint`. Returns where it moved what it would replace (an
+        earlier run, or, where that goes on, its final model with a copy of its metrics): the first free `NAME.1`, `NAME.2`, …
         """
         moved = None
         if checkpoint is None or not self._has(checkpoint):
             if self._ran():
                 # its checkpoints first: whoever is killed here must not go on from them later
-                moved = self._move(
-                    sorted(set(self.entries()) - {self.logs}, key=lambda entry: entry != self.checkpoints)
-                )
+                moved = self._move([self.checkpoints, *(set(self.entries()) - {self.logs, self.checkpoints})])
         elif self.final.exists() or self.status() == "done":
             moved = self._move([self.final, self.adapters, self.merged, self.summary])
             if self.metrics.exists():  # the run that goes on cuts off what is after its checkpoint
@@ -188,11 +183,11 @@ class RunFolder:
 
     def entries(self, *, results: bool = False) -> list[Path]:
         """What a run writes, replaces or moves, whether it is there or not; with `results` only those."""
-        kinds = [
-            kind for kind in vars(type(self)).values() if isinstance(kind, _Entry) and (kind.result or not results)
-        ]
+        kinds = (kind for kind in vars(type(self)).values() if isinstance(kind, _Entry))
         others = {self.mark, self.verification, self.benchmark}
-        return [entry for entry in (self.root / kind.name for kind in kinds) if entry not in others]
+        return [
+            self.root / kind.name for kind in kinds if kind.result >= results and self.root / kind.name not in others
+        ]
 
     def _ran(self) -> bool:
         return any(_holds_something(entry) for entry in self.entries(results=True))

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,61 +18,44 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, TemplateError
 from markupsafe import Markup
 
 from packtrain import __version__, wording
-from packtrain.config.compose import load_config
 from packtrain.config.yaml_files import shown
 from packtrain.durable import followed, write_text
-from packtrain.errors import PacktrainError, UserError
+from packtrain.errors import UserError
 from packtrain.inspect.html import DATA_CSS, data_section
-from packtrain.plan.data_size import recall
 from packtrain.report import headline
 from packtrain.report.figures import PHASES, drawn
 from packtrain.report.run_record import RunRecord, harmless, read_run
-from packtrain.run_folder import RunFolder, write_json
+from packtrain.run_folder import RunFolder
 
 GENERATOR = '<meta name="generator" content="packtrain'
 _HEAD_BYTES = 512
 
 
 def report_runs(places: Sequence[str], output: Path | None) -> int:
-    """Writes the report of the runs in these folders, says where it is, returns the exit code. Raises UserError where it cannot be."""
+    """Writes the report of the runs in these folders, prints where it is, returns the exit code. Raises UserError where it cannot be.
+
+    By default the report of one run is in its folder, that of several in the current one.
+    """
     folders = [RunFolder(place) for place in dict.fromkeys(Path(os.path.expanduser(name)) for name in places)]
-    records = [_with_data(read_run(folder), folder) for folder in folders]
-    if len(records) > 1:
+    runs = [read_run(folder) for folder in folders]
+    if len(runs) > 1:
         names = headline.distinct_names([folder.root for folder in folders])
-        records = [replace(one, name=name) for one, name in zip(records, names, strict=True)]
+        runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
     file = output or (folders[0].report if len(folders) == 1 else Path("report.html"))
     if file.is_dir() or file.is_fifo():
         raise UserError("this is no regular file", where=str(file), fix="Name a file with -o.")
-    write_page(file, text := page(records))
+    write_page(file, text := page(runs))
     print(f"{harmless(shown(file))} ({len(text.encode()) / 1e6:.1f} MB)")
-    for one in records:
-        if one.metrics.skipped:
+    for run in runs:
+        if skipped := run.metrics.skipped:
             print(
-                f"{one.name}: {one.metrics.skipped} lines of metrics.jsonl were skipped (torn, or repeated later)",
-                file=sys.stderr,
+                f"{run.name}: {skipped} lines of metrics.jsonl were skipped (torn, or repeated later)", file=sys.stderr
             )
     return 0
 
 
-def _with_data(run: RunRecord, folder: RunFolder) -> RunRecord:
-    """The record with a description of its data, made now if its run made none and its tokens are still in the cache."""
-    if run.data is not None or not folder.config.exists():
-        return run
-    try:
-        config = load_config(str(folder.config), [])
-        if recall(config.model, config.data, config.objective.kind, config.trainer.seed) is None:
-            return run
-        from packtrain.inspect.summary import data_summary
-
-        write_json(folder.data, made := data_summary(config, run.processes))
-    except (PacktrainError, OSError) as error:
-        print(f"{run.name}: its data is not described: {wording.first_line(error)}", file=sys.stderr)
-        return run
-    return replace(run, data=made)
-
-
 def report_at_end(folder: RunFolder) -> None:
-    """The report of a run that has just ended, in its folder; a failure is told, and changes nothing else."""
+    """The report of a run that has just ended, in its folder; a failure is printed, and changes nothing else."""
     if folder.attempt.root.is_dir() and folder.metrics.exists():
         return  # it ended before its first step, and what is in the folder is an earlier run's
     try:
@@ -120,19 +103,23 @@ def page(runs: Sequence[RunRecord]) -> str:
 
 def readings(curves: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Of each curve in words what a drawing shows: by figure, {"run", "label", "first", "last", "low", "low_at", "high", "high_at"}."""
-    found = []
-    for figure in curves["figures"]:
-        units = {"percent": headline.percent, "seconds": headline.duration, "gib": _gib}
-        show = units.get(figure["kind"], headline.number)
-        rows = []
-        for curve in figure["curves"]:
-            y, steps = curve["y"], curves["xs"][curve["x"]]["step"]
-            low, high = y.index(min(y)), y.index(max(y))
-            row = {"run": curves["runs"][curve["run"]], "label": curve["label"], "number": curve["run"]}
-            row |= {"first": show(y[0]), "last": show(y[-1]), "low": show(y[low]), "high": show(y[high])}
-            rows.append(row | {"low_at": steps[low], "high_at": steps[high]})
-        found.append(rows)
-    return found
+    units = {
+        "percent": headline.percent,
+        "seconds": headline.duration,
+        "gib": lambda gib: f"{headline.number(gib)} GiB",
+    }
+
+    def reading(curve: dict[str, Any], write: Callable[[float], str]) -> dict[str, Any]:
+        y, steps = curve["y"], curves["xs"][curve["x"]]["step"]
+        low, high = y.index(min(y)), y.index(max(y))
+        row = {"run": curves["runs"][curve["run"]], "label": curve["label"], "number": curve["run"]}
+        row |= {"first": write(y[0]), "last": write(y[-1]), "low": write(y[low]), "high": write(y[high])}
+        return row | {"low_at": steps[low], "high_at": steps[high]}
+
+    return [
+        [reading(curve, units.get(figure["kind"], headline.number)) for curve in figure["curves"]]
+        for figure in curves["figures"]
+    ]
 
 
 def _data_of(run: RunRecord) -> Markup | None:
@@ -164,7 +151,7 @@ def write_page(file: Path, text: str) -> None:
             head = old.read(_HEAD_BYTES)
         if head and GENERATOR.encode() not in head:
             fix = "Name another file with -o."
-            raise UserError("this file is no report of packtrain, and is left alone", where=str(file), fix=fix)
+            raise UserError("this file is no report of packtrain, and stays as it is", where=str(file), fix=fix)
         write_text(file, text)
     except OSError as error:
         what = f"the report cannot be written: {error.strerror}"
@@ -173,10 +160,6 @@ def write_page(file: Path, text: str) -> None:
 
 def _shown(value: Any) -> Any:
     return harmless(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _gib(value: float) -> str:
-    return f"{headline.number(value)} GiB"
 
 
 def _here(name: str) -> str:
