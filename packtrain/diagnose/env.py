@@ -142,21 +142,17 @@ def needs_of(config: RunConfig, surroundings: Surroundings) -> RunNeeds:
 
 
 def _on_disk(config: RunConfig, memory: Memory) -> int:
-    """Bytes of the trained model and all checkpoints; a stopped run writes one that was not asked for."""
+    """Bytes of the trained model and all checkpoints (model and AdamW's two float32 numbers); a stopped run writes one more."""
     width = BYTES.get(config.model.dtype, 2)
     final = memory.trained * ADAPTER_BYTES if config.peft.kind == "lora" else memory.parameters * width
-    states = 8 * memory.trained  # two numbers in float32 of AdamW, the largest that is common
     kept = 1 if config.trainer.checkpoint_every is None else (config.trainer.keep_checkpoints or 0) + 1
-    return final + kept * (final + states)
+    return final + kept * (final + 8 * memory.trained)
 
 
 def _dtype_of(config: RunConfig) -> str:
-    """What the attention layers compute in, by torch's name."""
+    """What the attention layers compute in on a GPU, by torch's name."""
     dtype = config.model.dtype
-    if dtype == "auto":
-        return "bfloat16"
-    mixed, _ = planned(config, dtype, gpu=True)  # on a CPU there are no kernels to look for
-    return "bfloat16" if mixed == "bf16" else dtype
+    return "bfloat16" if dtype == "auto" or planned(config, dtype, gpu=True)[0] == "bf16" else dtype
 
 
 def age_s() -> float:

@@ -1,7 +1,6 @@
 """What is known of one machine, what a run needs of it, and the form of a check that compares the two: plain values.
 
-Every fact has a default that means "not known", so a machine without a tool, a driver or a network is described as well as
-any other. Sizes are in bytes.
+Every fact has a default that means "not known". Sizes are in bytes.
 """
 
 from __future__ import annotations

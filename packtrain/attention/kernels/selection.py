@@ -70,15 +70,12 @@ _choices: dict[tuple[LayerFeatures, torch.device, bool], KernelChoice] = {}
 
 
 def choose_kernel(layer: LayerFeatures, device: torch.device) -> KernelChoice:
-    """The first kernel of CANDIDATES that is right for `layer` on `device`; remembered unless a failure says nothing of a kernel."""
+    """The first kernel of CANDIDATES that is right for `layer` on `device`, remembered. Raises OutOfMemoryError on a full device."""
     key = layer, device, torch.are_deterministic_algorithms_enabled()
-    if key in _choices:
-        return _choices[key]
-    with ThreadPoolExecutor(1) as thread:
-        choice, sure = thread.submit(_first_right, layer, device).result()
-    if sure:
-        _choices[key] = choice
-    return choice
+    if key not in _choices:
+        with ThreadPoolExecutor(1) as thread:
+            _choices[key] = thread.submit(_first_right, layer, device).result()
+    return _choices[key]
 
 
 def forget_kernels() -> None:
@@ -86,28 +83,20 @@ def forget_kernels() -> None:
     _choices.clear()
 
 
-def _first_right(layer: LayerFeatures, device: torch.device) -> tuple[KernelChoice, bool]:
-    """The choice, and whether every failure before it tells something of the kernel that failed."""
+def _first_right(layer: LayerFeatures, device: torch.device) -> KernelChoice:
     lacks: list[tuple[str, str]] = []
-    sure = True
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # that of a new thread is the first
         for name, load in CANDIDATES:
-            try:
-                kernel, lack = _tried(name, load, layer, device)
-            except Exception as failure:
-                if not type(failure).__module__.startswith("torch."):  # torch's own machinery, not out of memory
-                    raise
-                kernel, lack, sure = None, f"{type(failure).__name__}: {first_line(failure)}", False
+            kernel, lack = _tried(name, load, layer, device)
             if kernel is not None:
-                return KernelChoice(kernel, tuple(lacks)), sure
-            check_alive(name, lack, device)
+                return KernelChoice(kernel, tuple(lacks))
+            _check_alive(name, lack, device)
             lacks.append((name, lack))
-    return KernelChoice(None, tuple(lacks)), sure
+    return KernelChoice(None, tuple(lacks))
 
 
-def check_alive(name: str, failure: str, device: torch.device) -> None:
-    """Raises CheckFailed if the `failure` of kernel `name` has ended this process's use of the GPU, as an illegal access does:
-    whatever were tried next would fail for it too."""
+def _check_alive(name: str, failure: str, device: torch.device) -> None:
+    """Raises CheckFailed if the `failure` of kernel `name` has ended this process's use of the GPU, as an illegal access does."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
@@ -125,17 +114,17 @@ def _tried(name: str, load, layer: LayerFeatures, device: torch.device) -> tuple
         return None, str(error)
     except Exception as error:
         return None, f"cannot be loaded: {first_line(error)}"
+    # most kernels want values as wide as queries
+    widths = (False, True) if layer.value_dim != layer.head_dim else (False,)
     lack = ""
-    for wide_values in (
-        (False, True) if layer.value_dim != layer.head_dim else (False,)
-    ):  # most want values as wide as queries
+    for wide_values in widths:
         kernel = Kernel(name, attend, wide_values)
         try:
             error = kernel_error(kernel, layer, device)
-        except Exception as failure:  # kernels raise exceptions of every type; some say nothing of them
-            if isinstance(failure, torch.OutOfMemoryError) or type(failure).__module__.startswith("torch."):
-                raise
-            lack = str(failure) if isinstance(failure, Lacks) else first_line(failure)
+        except torch.OutOfMemoryError:  # says nothing of the kernel
+            raise
+        except Exception as failure:  # kernels raise exceptions of every type
+            lack = first_line(failure)
             continue
         if error <= kernel_tolerance(layer.dtype):
             return kernel, ""

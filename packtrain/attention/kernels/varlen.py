@@ -198,7 +198,7 @@ def from_torch() -> Attend:
         if scoring.softcap is not None:
             raise Lacks("no soft-cap")
         left = -1 if scoring.window is None else scoring.window - 1
-        return attend_by_passes(q, k, v, sinks, *_torch_passes(borders, scoring.scale, left))
+        return Passes.apply(q, k, v, sinks, *_torch_passes(borders, scoring.scale, left))  # type: ignore[no-any-return]
 
     return attend
 
@@ -209,14 +209,7 @@ Backward = Callable[..., tuple[torch.Tensor, ...]]
 """(gradient of the output, query, key, value, output, log-sum) → gradients of query, key and value."""
 
 
-def attend_by_passes(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    forward: Forward,
-    backward: Backward,
-) -> torch.Tensor:
+class Passes(torch.autograd.Function):
     """The output [T, heads, d] of the kernel that `forward` and `backward` are, with `sinks` [heads], if any, in its softmax, exactly.
 
     A sink is a logit s per head that takes part in the softmax and has no value. If a kernel returns its output O and the log-sum
@@ -225,10 +218,7 @@ def attend_by_passes(
     computes the gradients of the softmax with the sink. The sink's own is -Σ exp(s - L') · (dO'·O') over the queries. Source:
     FlashAttention's backward with one more column, whose value is zero.
     """
-    return _Passes.apply(query, key, value, sinks, forward, backward)  # type: ignore[no-any-return]
 
-
-class _Passes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query, key, value, sinks, forward: Forward, backward: Backward) -> torch.Tensor:
         output, logsum = forward(query, key, value)

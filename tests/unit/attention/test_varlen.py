@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import _StopRecomputationError, checkpoint
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from packtrain.attention import flash
 from packtrain.attention.backends import deterministic
 from packtrain.attention.kernels import varlen
 from packtrain.attention.kernels.selection import LayerFeatures, choose_kernel, dense_attention, forget_kernels
-from packtrain.attention.kernels.varlen import Scoring, attend_by_passes, borders_of
+from packtrain.attention.kernels.varlen import Passes, Scoring, borders_of
 from packtrain.errors import CheckFailed
 from packtrain.packing.segments import Segments
 from tests.stand_in_kernels import (
@@ -252,8 +252,8 @@ def test_a_layer_that_is_run_again_may_be_the_first_to_ask_for_its_kernel(
     assert kernel and kernel.name == "FlashAttention 3"
 
 
-def test_a_failure_that_says_nothing_of_the_kernel_is_not_remembered(no_kernels: Callable) -> None:
-    failures = [_StopRecomputationError(), torch.OutOfMemoryError("full"), None]
+def test_a_full_device_says_nothing_of_a_kernel_and_is_not_remembered(no_kernels: Callable) -> None:
+    failures = [torch.OutOfMemoryError("full"), None]
 
     def once_in_a_while(*args: Any, **options: Any) -> torch.Tensor:
         if failures and (failure := failures.pop(0)):
@@ -262,7 +262,6 @@ def test_a_failure_that_says_nothing_of_the_kernel_is_not_remembered(no_kernels:
 
     no_kernels("FlashAttention 3", once_in_a_while)
     plain = LayerFeatures(torch.float32, 1, 8, 8)
-    assert dict(choose_kernel(plain, CPU).lacks)["FlashAttention 3"].startswith("_StopRecomputationError")
     with pytest.raises(torch.OutOfMemoryError):
         choose_kernel(plain, CPU)
     assert choose_kernel(plain, CPU).kernel
@@ -357,7 +356,7 @@ def test_the_sink_of_a_kernel_that_returns_its_log_sum_is_exact_to_the_gradient(
     tensors = [torch.randn(9, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
     passes = as_kernels_do(borders_of(segments, CPU), 0.5, -1)
-    assert torch.autograd.gradcheck(lambda *inputs: attend_by_passes(*inputs, *passes), (*tensors, sinks))
+    assert torch.autograd.gradcheck(lambda *inputs: Passes.apply(*inputs, *passes), (*tensors, sinks))
 
 
 _QUERIES = "Tensor query, Tensor key, Tensor value"
