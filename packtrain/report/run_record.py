@@ -176,7 +176,10 @@ def _size(place: Path) -> int:
 
 def _read_config(file: Path) -> Mapping[str, Any]:
     with suppress(ValueError, RecursionError, yaml.YAMLError):
-        return _mapping(yaml.safe_load(text_of(file)))
+        text = text_of(file)
+        events = yaml.parse(text, yaml.SafeLoader)
+        if not any(isinstance(event, yaml.AliasEvent) for event in events):  # few may stand for gigabytes
+            return _mapping(yaml.safe_load(text))
     return {}
 
 

@@ -53,9 +53,11 @@ def leave(
     return run
 
 
-def test_a_finished_run_is_in_order(tmp_path: Path) -> None:
+def test_a_finished_run_is_in_order_also_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = examine(leave(tmp_path, codes=(0, 0), status="done"))
     assert (found.exit_code, list(found.lines)) == (0, ["this run is done after step 12"])
+    assert show_run(str(tmp_path), ask=False, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "done"
 
 
 def test_a_run_that_was_ended_by_the_watchdog_has_its_diagnosis_repeated(tmp_path: Path) -> None:
@@ -226,9 +228,3 @@ def test_a_file_of_the_run_of_another_shape_is_named(file: str, broken: str, sai
     with pytest.raises(UserError, match=said) as error:
         examine(RunFolder(tmp_path))
     assert error.value.problems[0].where.endswith(file)
-
-
-def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    leave(tmp_path, status="done")
-    assert show_run(str(tmp_path), ask=False, as_json=True) == 0
-    assert json.loads(capsys.readouterr().out)["status"] == "done"

@@ -204,12 +204,6 @@ def test_a_torch_that_was_asked_where_no_gpu_is_shown_is_not_blamed_for_finding_
         assert named(blind, RunNeeds(True, environment=environment), "torch")[0].status == "ok"
 
 
-def test_a_variable_of_the_config_counts_as_one_of_the_environment() -> None:
-    needs = replace(TWO_MACHINES, environment={"NCCL_IB_DISABLE": "1"})
-    assert "talk by TCP" in named(ports(UP), needs, "infiniband")[0].found
-    assert named(ports(DOWN), needs, "infiniband")[0].status == "ok"
-
-
 @pytest.mark.parametrize(
     ("wanted", "names"),
     [("eth", ["eth0", "eth1"]), ("=eth0,ib0", ["eth0", "ib0"]), ("^lo,docker", ["eth0", "eth1", "ib0"]), ("enp", [])],
